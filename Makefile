@@ -1,0 +1,59 @@
+# make            lists the targets
+# Torch: scripts/install-torch picks a build that suits this machine; bring your own with
+#   make demo TORCH="torch==2.12.0"        or        make demo TORCH=/path/to/torch.whl
+
+PYTHON ?= python3
+TORCH  ?=
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+
+.PHONY: help demo test prove check format bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train the digits recipe on 2 processes, then show the equality with 1"
+	@echo "make test    every test (about 8 minutes on 2 cores)"
+	@echo "make prove   the long sweeps as well"
+	@echo "make check   formatting, lint and types"
+	@echo "make format  rewrite the sources in the house format"
+	@echo "make bench   the benchmarks, ours and theirs in alternation"
+	@echo "make clean   remove the environment and everything made"
+
+$(VENV)/torch: scripts/install-torch constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@scripts/install-torch $(BIN)/python "$(TORCH)"
+	@touch $@
+
+$(VENV)/installed: $(VENV)/torch pyproject.toml
+	@$(PIP) install -c constraints.txt -e ".[recipes]"
+	@touch $@
+
+$(VENV)/tested: $(VENV)/installed
+	@$(PIP) install -c constraints.txt -e ".[test]"
+	@touch $@
+
+demo: $(VENV)/installed
+	@$(BIN)/python -m samestep.recipes.demo
+
+test: $(VENV)/tested
+	@$(BIN)/python -m pytest -q -m "not prove"
+
+prove: $(VENV)/tested
+	@$(BIN)/python -m pytest -q
+
+check: $(VENV)/tested
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+format: $(VENV)/tested
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix-only .
+
+bench: $(VENV)/tested
+	@$(BIN)/samestep bench step
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,75 @@
+"""samestep: N processes take the same training step that one process would take, and can prove it.
+
+General layout. The tree is the architecture, floor by floor; imports go down, never up:
+
+    0  errors  rankenv  topology  paths  events  progress     words: pure Python, no torch
+    1  launch                                                 start processes and watch them, no torch
+    3  runtime                                                inside one rank: world, devices, seeds
+    4  data  replicas                                         training in parallel
+    5  running                                                over a run: evaluation, checkpoints
+    6  bench                                                  evidence about a run
+    7  cli  recipes                                           the door, and users of the public names
+
+`docs/structure.md` walks through it. Public names are loaded on first use (PEP 562), so that `samestep --help`
+and the launcher start without waiting for torch; importing has no effects.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from samestep._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from samestep.data.once import once as once
+    from samestep.data.shards import Shards as Shards
+    from samestep.data.shards import shards as shards
+    from samestep.errors import RankFailure as RankFailure
+    from samestep.errors import SamestepError as SamestepError
+    from samestep.errors import UsageError as UsageError
+    from samestep.launch.spawn import spawn as spawn
+    from samestep.replicas.clipping import clip_grad_norm_ as clip_grad_norm_
+    from samestep.replicas.replicate import Replica as Replica
+    from samestep.replicas.replicate import replicate as replicate
+    from samestep.running.checkpoints.commit import Checkpoint as Checkpoint
+    from samestep.running.checkpoints.commit import checkpoint as checkpoint
+    from samestep.running.evaluation import evaluate as evaluate
+    from samestep.runtime.world import Axis as Axis
+    from samestep.runtime.world import World as World
+    from samestep.runtime.world import world as world
+
+_HOMES = {
+    "Axis": "samestep.runtime.world",
+    "Checkpoint": "samestep.running.checkpoints.commit",
+    "RankFailure": "samestep.errors",
+    "Replica": "samestep.replicas.replicate",
+    "SamestepError": "samestep.errors",
+    "Shards": "samestep.data.shards",
+    "UsageError": "samestep.errors",
+    "World": "samestep.runtime.world",
+    "checkpoint": "samestep.running.checkpoints.commit",
+    "clip_grad_norm_": "samestep.replicas.clipping",
+    "evaluate": "samestep.running.evaluation",
+    "once": "samestep.data.once",
+    "replicate": "samestep.replicas.replicate",
+    "shards": "samestep.data.shards",
+    "spawn": "samestep.launch.spawn",
+    "world": "samestep.runtime.world",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]  # noqa: PLE0604  (every entry is a string)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        message = f"module 'samestep' has no attribute {name!r}"
+        raise AttributeError(message)
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

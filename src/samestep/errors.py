@@ -1,0 +1,106 @@
+"""Everything samestep raises on purpose, and the exit code each ends a process with.
+
+    SamestepError                     1
+    ├── UsageError (a ValueError)     2   what the caller can mend before training starts
+    │   ├── RankVariablesError        2   the launcher's variables are incomplete or contradictory
+    │   ├── BackendError              2   a backend that is unknown, not built in, or cannot serve this device
+    │   ├── DeviceError               2   a tensor, model or process on a device that it must not use
+    │   ├── DataError                 2   a dataset or batch size that cannot be divided among the ranks
+    │   └── ModelError                2   a model that cannot be replicated
+    ├── RendezvousError               2   the ranks did not find each other
+    ├── EmptyBatchError               1   the model cannot digest the empty batch of a rank without samples
+    ├── StepError                     1   the calls of one training step do not fit together
+    ├── CheckpointError               1   a checkpoint cannot be written, or cannot be trusted
+    └── RankFailure                   1   a rank of `spawn` or `run_ranks` failed; carries which, and why
+
+PyTorch raises RuntimeError for most of these, often on the rank that merely noticed. A class of its own lets
+the launcher tell a culprit from a victim, and lets a script catch what it can mend.
+
+A message is a lower-case sentence that carries the rank, the numbers, the cause and the next step.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackendError",
+    "CheckpointError",
+    "DataError",
+    "DeviceError",
+    "EmptyBatchError",
+    "ModelError",
+    "RankFailure",
+    "RankVariablesError",
+    "RendezvousError",
+    "SamestepError",
+    "StepError",
+    "UsageError",
+]
+
+
+class SamestepError(Exception):
+    """Anything samestep raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(SamestepError, ValueError):
+    """An argument, option or environment that the caller can mend before training starts."""
+
+    exit_code = 2
+
+
+class RankVariablesError(UsageError):
+    """RANK, WORLD_SIZE and their like are half set, malformed or contradict each other."""
+
+
+class BackendError(UsageError):
+    """The backend asked for is unknown, not built into this torch, or cannot serve this device."""
+
+
+class DeviceError(UsageError):
+    """A model, tensor or process stands on a device that it must not use."""
+
+
+class DataError(UsageError):
+    """A dataset, a sample or a batch size cannot be divided among the ranks as asked."""
+
+
+class ModelError(UsageError):
+    """A model cannot be replicated as it is."""
+
+
+class RendezvousError(SamestepError):
+    """The ranks did not find each other in time; says who waited where, how long, and for whom."""
+
+    exit_code = 2
+
+
+class EmptyBatchError(SamestepError):
+    """The model refused the empty batch of a rank that has no samples in this micro-batch."""
+
+
+class StepError(SamestepError):
+    """The calls of one training step do not fit together."""
+
+
+class CheckpointError(SamestepError):
+    """A checkpoint cannot be written, or what was read is not what was saved."""
+
+
+class RankFailure(SamestepError):  # noqa: N818  (it reports a failure elsewhere; the name says so)
+    """A rank started by :func:`samestep.spawn` or :func:`samestep.testing.run_ranks` failed.
+
+    Attributes:
+        rank: the culprit, or None where nobody could be named.
+        reason: what happened to it, with the rank's own traceback where there was one.
+        exit_code: the culprit's own exit status, 128 + signal if a signal ended it.
+    """
+
+    def __init__(self, rank: int | None, reason: str, exit_code: int = 1) -> None:
+        super().__init__(reason if rank is None else f"rank {rank} {reason}")
+        self.rank = rank
+        self.reason = reason
+        self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[type[RankFailure], tuple[int | None, str, int]]:
+        return (type(self), (self.rank, self.reason, self.exit_code))
