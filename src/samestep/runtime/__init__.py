@@ -1,1 +1,1 @@
-"""TODO."""
+"""Inside one rank: its place in the world, its device, its random streams. Floor 3."""

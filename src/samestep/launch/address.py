@@ -1,0 +1,97 @@
+"""A rendezvous address that is bound and kept, and the store that rank 0 serves on it.
+
+torchrun takes port 29500, or asks the kernel for a free port, closes it and hopes that it is still free when rank 0
+binds it again. Here the parent binds port 0 on the loopback address and keeps the socket; rank 0 inherits it and
+serves torch's TCPStore on it (`master_listen_fd`), so nothing is ever guessed and nobody can take the port between.
+Told an address, TCPStore listens on every interface; given this socket it listens on 127.0.0.1 alone.
+
+Every rank then is a client (TORCHELASTIC_USE_AGENT_STORE=True, read by `torch/distributed/rendezvous.py`), rank 0
+too. Until the server runs, clients wait in the socket's backlog.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+__all__: list[str] = []
+
+LOOPBACK = "127.0.0.1"
+BACKLOG = 4096  # ranks that may knock before rank 0 has imported torch; the kernel caps it at somaxconn
+
+_stores: list[Any] = []  # what serves must outlive the script: clients fail when it is collected
+
+
+def listen_on_loopback() -> socket.socket:
+    """Returns a socket that listens on a free port of 127.0.0.1; its port is `getsockname()[1]`."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((LOOPBACK, 0))
+    listener.listen(BACKLOG)
+    return listener
+
+
+def serve_store(listener: socket.socket, size: int) -> None:
+    """Serves a TCPStore for `size` ranks on `listener`, from the moment this process imports torch.distributed.
+
+    It does not import torch itself: what the script sets before its own `import torch` (OMP_NUM_THREADS, say) would
+    come too late in rank 0, and in rank 0 only. A store served earlier is given up.
+    """
+    port = listener.getsockname()[1]
+
+    def serve() -> None:
+        from torch.distributed import TCPStore
+
+        _stores[:] = [
+            TCPStore(
+                LOOPBACK,
+                port,
+                size,
+                is_master=True,
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=listener.detach(),
+            )
+        ]
+
+    if "torch.distributed" in sys.modules:
+        serve()
+    else:
+        sys.meta_path.insert(0, _AfterImport("torch.distributed", serve))
+
+
+class _AfterImport(MetaPathFinder, Loader):
+    """Calls `then` once, right after the module called `name` has been imported."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self.name = name
+        self.then = then
+        self.loader: Loader | None = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        assert self.loader is not None
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert self.loader is not None
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        self.then()

@@ -1,0 +1,111 @@
+"""Functions sent to a rank and what they gave: the rank's side of :mod:`samestep.launch.pool`.
+
+    caller                                          rank
+      Job: variables, sys.path, module, payload ->    set the variables, import the module, unpickle
+      (rank 0 also: a listening socket)         ->    serve a store on it
+                                                <-    ("returned", value) or ("raised", Failure)
+
+Functions travel by cloudpickle where it is installed (those of a notebook or of `__main__` go by value), else by
+pickle, by reference. Nothing but the caller's own process can write to the socket.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pickle
+import socket
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import Any
+
+from samestep.launch.address import serve_store
+from samestep.launch.failure import Failure, describe
+from samestep.rankenv import child_environment, set_variables
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call. `module` is the name and file of the module that defines the function, where it has one."""
+
+    variables: dict[str, str]
+    path: list[str]
+    module: tuple[str, str] | None
+    payload: bytes
+    brings_listener: bool
+
+
+def dump(value: Any) -> bytes:
+    """Pickles a value, functions of `__main__`, lambdas and closures included where cloudpickle is installed."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle.dumps(value)
+    return bytes(cloudpickle.dumps(value))
+
+
+def send_job(connection: Connection, job: Job, listener: socket.socket | None) -> None:
+    """Sends one call; `listener` goes with it where `job.brings_listener`."""
+    connection.send(job)
+    if listener is not None:
+        send_handle(connection, listener.fileno(), 0)
+
+
+def serve_calls(connection: Connection, rank: int, size: int) -> None:
+    """Answers calls until the caller hangs up."""
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        if job.brings_listener:
+            serve_store(socket.socket(fileno=recv_handle(connection)), size)
+        connection.send_bytes(_answer(job, rank))
+
+
+def _answer(job: Job, rank: int) -> bytes:
+    before = child_environment({})
+    try:
+        set_variables(job.variables)
+        sys.path[:] = job.path
+        _import_module(job.module)
+        fn, args = pickle.loads(job.payload)  # noqa: S301  (from our own parent, over a private socket)
+        return dump(("returned", fn(*args)))
+    except (Exception, SystemExit) as error:
+        return pickle.dumps(("raised", describe(error, rank)))
+    finally:
+        added = set(child_environment({})) - set(before)
+        set_variables(dict.fromkeys(added) | before)
+
+
+def _import_module(module: tuple[str, str] | None) -> None:
+    """Imports the function's module under its own name, from its own file where the name alone does not find it."""
+    if module is None or module[0] in sys.modules:
+        return
+    name, file = module
+    if _finds(name, file):
+        importlib.import_module(name)
+        return
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+
+
+def _finds(name: str, file: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # a parent package that only the caller's importer knows
+        return False
+    return spec is not None and spec.origin is not None and Path(spec.origin) == Path(file)
+
+
+def failure_of(answer: tuple[str, Any]) -> Failure | None:
+    """Returns why a call failed, or None where it returned."""
+    return answer[1] if answer[0] == "raised" else None

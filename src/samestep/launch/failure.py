@@ -1,0 +1,202 @@
+"""What a rank writes down when it fails, and who of several failed ranks is to blame.
+
+torchrun blames the earliest timestamp, and knows an exception only where the script wears `@record`. A victim often
+notices before the culprit has finished dying, so here the cause decides, and time only among equals:
+
+    1  its own exception, exit code or signal, the earliest of them
+    2  SIGABRT without a record: gloo and NCCL abort innocent ranks too
+    3  an exit with code 0 while others still waited for it
+    4  an exception that says no more than that a peer is gone or silent, the earliest
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import re
+import socket
+import sysconfig
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from samestep.errors import SamestepError, UsageError
+
+__all__: list[str] = []
+
+# What gloo, NCCL and the store say when a peer is gone or silent. They name an address, never a rank.
+LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket (closed|timeout)|timed out|wait timeout|"
+    r"peer (closed|is gone)|remote (process|peer) (exited|has)|nccl(Remote|System)Error|ncclUnhandledCudaError|"
+    r"NCCL communicator was aborted|failed to (recv|pass)|unexpected end of stream",
+    re.IGNORECASE,
+)
+_PACKAGE = Path(__file__).resolve().parents[1]
+_RECIPES = _PACKAGE / "recipes"  # users of the public API: their lines are a user's lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why one rank failed.
+
+    `where` is "file:line" of the user's own innermost frame and `source` the text of that line; `lost_peer` says
+    that the exception tells only of a peer that is gone; `usage` that its message alone says how to mend it.
+    """
+
+    rank: int
+    pid: int
+    exception: str
+    message: str
+    exit_code: int
+    host: str = socket.gethostname()
+    time: float = 0.0
+    where: str | None = None
+    source: str | None = None
+    traceback: str = ""
+    signal: int | None = None
+    lost_peer: bool = False
+    usage: bool = False
+
+    def write(self, path: Path) -> None:
+        """Writes the record where the launcher looks for it; it is there whole or not at all."""
+        draft = path.with_suffix(".tmp")
+        draft.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        draft.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Failure | None:
+        """Returns the record that a rank left at `path`, or None where it left none."""
+        if not path.exists():
+            return None
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def describe(error: BaseException, rank: int) -> Failure:
+    """Returns the record of an exception that nobody caught."""
+    where, source = user_line(error.__traceback__)
+    message = str(error)
+    if isinstance(error, SyntaxError) and error.filename:
+        where, source = f"{error.filename}:{error.lineno}", (error.text or "").strip()
+        message = error.msg
+    return Failure(
+        rank=rank,
+        pid=os.getpid(),
+        exception=type(error).__name__,
+        message=message,
+        exit_code=exit_code(error),
+        time=time.time(),
+        where=where,
+        source=source,
+        traceback=format_traceback(error),
+        lost_peer=lost_peer(error),
+        usage=isinstance(error, UsageError),
+    )
+
+
+def exit_code(error: BaseException) -> int:
+    """Returns the code with which an uncaught `error` ends a process."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return error.exit_code if isinstance(error, SamestepError) else 1
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Tells whether an exception says no more than that another rank is gone, silent or has failed.
+
+    A :class:`SamestepError` knows by itself (its attribute `secondary`); others are judged by their message.
+    """
+    if isinstance(error, SamestepError):
+        return bool(getattr(error, "secondary", False))
+    if isinstance(error, RuntimeError):  # torch.distributed's errors are RuntimeErrors, all of them
+        return LOST_PEER.search(str(error)) is not None
+    return False
+
+
+def user_line(trace: TracebackType | None) -> tuple[str | None, str | None]:
+    """Returns "file:line" and text of the innermost frame that is the user's own, or of the innermost at all."""
+    frames = traceback.extract_tb(_below_the_launcher(trace))
+    if not frames:
+        return None, None
+    own = [frame for frame in frames if _is_users(frame.filename)]
+    frame = (own or list(frames))[-1]
+    text = linecache.getline(frame.filename, frame.lineno or 0).strip() or frame.line
+    return f"{frame.filename}:{frame.lineno}", text
+
+
+def format_traceback(error: BaseException) -> str:
+    """Returns the traceback as python prints it, without the frames of the launcher above the script."""
+    below = _below_the_launcher(error.__traceback__)
+    return "".join(traceback.format_exception(type(error), error, below))
+
+
+def _below_the_launcher(trace: TracebackType | None) -> TracebackType | None:
+    below = trace
+    while below is not None and _is_launcher(below.tb_frame.f_code.co_filename):
+        below = below.tb_next
+    return below or trace
+
+
+def _is_launcher(filename: str) -> bool:
+    return filename.startswith("<frozen") or Path(filename).parent == _PACKAGE / "launch"
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith("<"):
+        return filename.startswith("<ipython")
+    path = Path(filename).resolve()
+    if path.is_relative_to(_PACKAGE):
+        return path.is_relative_to(_RECIPES)
+    return not any(path.is_relative_to(place) for place in _installed_places())
+
+
+def _installed_places() -> set[Path]:
+    paths = sysconfig.get_paths()
+    return {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+
+
+def culprit(failures: list[Failure], finished: list[int], size: int) -> Failure | None:
+    """Returns the failure that explains the others, or None where nobody failed.
+
+    Args:
+        failures: one for each rank that failed by itself (not those that the launcher stopped).
+        finished: the ranks that had exited with code 0 when the first failed, in the order of their exits.
+        size: how many ranks there are.
+    """
+    if not failures:
+        return None
+    own = [failure for failure in failures if not failure.lost_peer]
+    if own:
+        return min(own, key=lambda failure: (_aborted(failure), failure.time))
+    first = min(failures, key=lambda failure: failure.time)
+    if finished and len(finished) < size:
+        return early_exit(finished[0], first)
+    return first
+
+
+def early_exit(rank: int, victim: Failure) -> Failure:
+    """Returns the failure of a rank that exited with code 0 while others still waited for it."""
+    return Failure(
+        rank=rank,
+        pid=0,
+        host=victim.host,
+        time=victim.time,
+        exception="EarlyExit",
+        message=f"it ended with exit code 0 while others still waited for it (rank {victim.rank} at {victim.where})",
+        exit_code=1,
+    )
+
+
+def _aborted(failure: Failure) -> bool:
+    return failure.signal == 6 and not failure.traceback
+
+
+def as_json(failure: Failure, waiting: list[int]) -> dict[str, Any]:
+    """Returns what `--json` says of a failure; `waiting` are the ranks that merely lost the culprit."""
+    names = ("rank", "host", "pid", "signal", "exception", "message", "where")
+    return {name: getattr(failure, name) for name in names} | {"waiting": waiting}

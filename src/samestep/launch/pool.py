@@ -1,0 +1,183 @@
+"""Ranks that stay alive and answer calls: what `samestep.spawn` and the tests' ranks stand on.
+
+torch.multiprocessing.spawn starts its processes without an environment, leaves the port to the caller, and loses
+what the function returned. Here each rank sees torchrun's variables (from before its interpreter started, so that
+OMP_NUM_THREADS counts), each call gets a rendezvous of its own, and results come back in rank order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from samestep.errors import RankFailure, UsageError
+from samestep.launch.address import listen_on_loopback
+from samestep.launch.calls import Job, dump, failure_of, send_job
+from samestep.launch.failure import Failure, culprit
+from samestep.launch.process import Process, has_ended, rank_command, reap, start, stop_all, wait_all
+from samestep.launch.variables import Group, rank_variables
+from samestep.rankenv import child_environment
+
+__all__: list[str] = []
+
+PATIENCE = 2.0  # seconds to wait for a better reason than "my peer is gone"
+GRACE = 2.0  # seconds between asking a rank to end and ending it
+
+
+@dataclass
+class _Member:
+    """One rank as the caller sees it."""
+
+    rank: int
+    process: Process
+    connection: Connection
+    stacks: IO[bytes]
+    handle: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.handle = os.pidfd_open(self.process.pid)
+
+    def close(self) -> None:
+        os.close(self.handle)
+        self.stacks.close()
+        self.connection.close()
+
+
+class RankPool:
+    """`size` rank processes that answer calls until closed; a context manager.
+
+    Args:
+        size: how many ranks.
+        extra: environment variables laid over this process's own; None removes one.
+
+    Example:
+        >>> with RankPool(2) as pool:
+        ...     pool.call(max, (1, 2))
+        [2, 2]
+    """
+
+    def __init__(self, size: int, *, extra: Mapping[str, str | None] | None = None) -> None:
+        if size < 1:
+            raise UsageError(f"a world has at least one rank, not {size}: ask for 1 or more")
+        self.size = size
+        self._extra = dict(extra or {})
+        self._group = Group(size=size, port=0, run_id=secrets.token_hex(4))
+        self._members: list[_Member] = []
+        try:
+            for rank in range(size):
+                self._members.append(self._start(rank))
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, rank: int) -> _Member:
+        ours, theirs = socket.socketpair()
+        stacks = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the rank)
+        environment = child_environment(rank_variables(self._group, rank) | self._extra)
+        with theirs:
+            command = rank_command("--calls", str(theirs.fileno()), "--stacks", str(stacks.fileno()))
+            process = start(command, environment, keep=(theirs.fileno(), stacks.fileno()))
+        return _Member(rank, process, Connection(ours.detach()), stacks)
+
+    def call(self, fn: Callable[..., Any], args: Sequence[Any] = (), *, timeout: float | None = None) -> list[Any]:
+        """Returns `[fn(*args) on rank 0, on rank 1, …]`.
+
+        Args:
+            fn: a function that every rank can import, or (with cloudpickle) any function.
+            args: its arguments, the same on every rank.
+            timeout: seconds until the ranks' stacks are dumped and the call fails; None waits for ever.
+
+        Raises:
+            RankFailure: a rank raised, died or did not answer in time. The pool is of no use any more.
+        """
+        payload = dump((fn, tuple(args)))
+        self._group = replace(self._group, restarts=self._group.restarts + 1)
+        with listen_on_loopback() as listener:
+            group = replace(self._group, port=listener.getsockname()[1])
+            for member in self._members:
+                variables = {**rank_variables(group, member.rank), **_settings(self._extra)}
+                job = Job(variables, list(sys.path), _module_of(fn), payload, member.rank == 0)
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died; _collect says how
+                    send_job(member.connection, job, listener if member.rank == 0 else None, member.process.pid)
+        return self._collect(None if timeout is None else time.monotonic() + timeout, timeout)
+
+    def _collect(self, deadline: float | None, timeout: float | None) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: list[Failure] = []
+        while len(results) + len(failures) < self.size:
+            done = {*results, *(failure.rank for failure in failures)}
+            pending = [member for member in self._members if member.rank not in done]
+            ready = _wait(pending, deadline)
+            if not ready:
+                if failures:
+                    break
+                raise self._silence(pending, timeout)
+            for member in ready:
+                outcome, value = _receive(member)
+                failure = failure_of((outcome, value))
+                if failure is None:
+                    results[member.rank] = value
+                    continue
+                failures.append(failure)
+                if not failure.lost_peer:
+                    raise _as_error(failure, failures, self.size)
+                patience = time.monotonic() + PATIENCE
+                deadline = patience if deadline is None else min(deadline, patience)
+        blamed = culprit(failures, list(results), self.size)
+        if blamed is not None:
+            raise _as_error(blamed, failures, self.size)
+        return [results[rank] for rank in range(self.size)]
+
+    def _silence(self, pending: list[_Member], timeout: float | None) -> RankFailure:
+        """Makes the silent ranks dump their stacks (faulthandler, on SIGABRT) and tells where they stood."""
+        for member in pending:
+            member.process.send_signal(signal.SIGABRT)
+        wait_all([member.process for member in pending], GRACE)
+        ranks = [member.rank for member in pending]
+        reason = [f"gave no answer within {timeout:g} s"]
+        if len(ranks) > 1:
+            reason.append(f", like ranks {', '.join(map(str, ranks[1:]))}")
+        for member in pending:
+            member.stacks.seek(0)
+            stack = member.stacks.read().decode(errors="replace").strip()
+            reason.append(f"\nrank {member.rank} stood at:\n{stack}")
+        return RankFailure(ranks[0], "".join(reason), 124)
+
+    def close(self) -> None:
+        """Lets the ranks end by themselves, and ends those that do not."""
+        for member in self._members:
+            member.connection.close()
+        wait_all([member.process for member in self._members], GRACE)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the ranks and everything they started, at once."""
+        for member in self._members:
+            reap(member.process)
+            member.close()
+        self._members.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            stop_all([member.process for member in self._members], GRACE)
+            self.kill()

@@ -1,0 +1,116 @@
+"""One rank as an operating-system process: its own session and group, and gone when its parent is.
+
+torchrun starts its workers in sessions of their own but without a parent-death signal: kill the agent with SIGKILL
+and the workers live on; kill a worker and its children live on. Here the bootstrap asks the kernel for SIGKILL at
+its parent's end (:func:`follow_parent`), and stopping goes to the whole process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+__all__: list[str] = []
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+Process = subprocess.Popen[bytes]
+
+
+def rank_command(*options: str) -> list[str]:
+    """Returns the command that starts one rank. -P: a `json.py` beside the user's script must not shadow ours."""
+    return [sys.executable, "-P", "-m", "samestep.launch.bootstrap", "--parent", str(os.getpid()), *options]
+
+
+def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    keep: Iterable[int] = (),
+    stdin: int | None = subprocess.DEVNULL,
+    stdout: int | None = None,
+    stderr: int | None = None,
+) -> Process:
+    """Starts a rank in a session of its own. Call it from a thread that lives as long as the rank shall.
+
+    Args:
+        command: the program and its arguments.
+        environment: all its variables.
+        keep: file descriptors that it inherits under the same numbers.
+        stdin: as in :class:`subprocess.Popen`; nothing by default.
+        stdout: where its standard output goes; this process's own by default.
+        stderr: the same for standard error.
+    """
+    return subprocess.Popen(
+        command,
+        env=dict(environment),
+        pass_fds=tuple(keep),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+    )
+
+
+def follow_parent(parent: int) -> None:
+    """Makes the kernel kill this process when its parent ends; called in the rank before anything else."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        os._exit(128 + signal.SIGKILL)
+
+
+def signal_group(process: Process, number: int) -> None:
+    """Sends a signal to a rank and everything it started, unless it was reaped: its number may be another's by now."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+
+def has_ended(process: Process) -> bool:
+    """Tells whether a rank has ended, without reaping it."""
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return process.returncode is not None or os.waitid(os.P_PID, process.pid, options) is not None
+
+
+def reap(process: Process) -> int:
+    """Ends what an ended rank has left in its group and returns its exit code, negative for a signal."""
+    signal_group(process, signal.SIGKILL)
+    return process.wait()
+
+
+def wait_all(processes: Sequence[Process], seconds: float) -> bool:
+    """Waits until all have ended or the time is over; returns whether all have. Reaps none."""
+    deadline = time.monotonic() + seconds
+    poller = select.poll()
+    handles = [os.pidfd_open(process.pid) for process in processes if not has_ended(process)]
+    try:
+        for handle in handles:
+            poller.register(handle, select.POLLIN)
+        left = len(handles)
+        while left:
+            ended = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            for handle, _ in ended:
+                poller.unregister(handle)
+            left -= len(ended)
+            if not ended and time.monotonic() >= deadline:
+                return False
+        return True
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def stop_all(processes: Sequence[Process], grace: float) -> None:
+    """Ends all ranks and what they started: SIGTERM, `grace` seconds to react, SIGKILL."""
+    for process in processes:
+        signal_group(process, signal.SIGTERM)
+    wait_all(processes, grace)
+    for process in processes:
+        reap(process)

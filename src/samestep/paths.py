@@ -1,0 +1,83 @@
+"""Where a run's files lie: the one owner of file names.
+
+    <run_dir>/
+      run.json                          the command, the ranks, times, exit code, failure
+      <attempt>/<host>/rankK.out        what rank K wrote to standard output, byte for byte
+      <attempt>/<host>/rankK.err        the same for standard error
+      <attempt>/<host>/rankK.error.json what rank K wrote down when it failed
+
+torchrun keeps logs only when asked (`--log-dir`), in a temporary directory by default.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from samestep.errors import RankVariablesError
+
+__all__: list[str] = []
+
+Stream = Literal["out", "err"]
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The files of one run."""
+
+    path: Path
+
+    @property
+    def record(self) -> Path:
+        """The file that sums the run up."""
+        return self.path / "run.json"
+
+    def logs(self, host: str, attempt: int = 0) -> Path:
+        """Returns the directory that holds what the ranks of `host` wrote."""
+        return self.path / str(attempt) / host
+
+    def log(self, host: str, rank: int, stream: Stream, attempt: int = 0) -> Path:
+        """Returns the file that keeps one rank's standard output or error."""
+        return self.logs(host, attempt) / f"rank{rank}.{stream}"
+
+    def error(self, host: str, rank: int, attempt: int = 0) -> Path:
+        """Returns the file in which a rank writes down why it failed."""
+        return self.logs(host, attempt) / f"rank{rank}.error.json"
+
+
+def default_run_path(program: str, parent: Path | None = None) -> Path:
+    """Returns `runs/<program>-<time>-<hex>`, a name that no other run has, not yet created.
+
+    Args:
+        program: a script's path or a module's name; its last part is used, as far as it makes a file name.
+        parent: the directory that holds `runs`; the current one by default.
+    """
+    stem = Path(program).stem if program.endswith(".py") else program
+    stem = re.sub(r"[^\w.-]+", "-", Path(stem).name).strip("-.") or "run"
+    name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return (parent or Path.cwd()) / "runs" / name
+
+
+def meeting_file(job: str | None) -> Path:
+    """Returns the file through which the ranks that one mpiexec or srun started on this host find each other.
+
+    It lies in a folder of this user alone and bears the job's name, or else that of the process that started the
+    ranks: its number and the time it was started, which no other process shares.
+    """
+    folder = Path(tempfile.gettempdir()) / f"samestep-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.is_symlink():
+        raise RankVariablesError(f"{folder} belongs to somebody else: set MASTER_ADDR and MASTER_PORT instead")
+    return folder / (re.sub(r"[^\w.-]+", "-", job) if job else _parent_name())
+
+
+def _parent_name() -> str:
+    parent = os.getppid()
+    started = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    return f"parent-{parent}-{started}"

@@ -1,0 +1,175 @@
+"""What every recipe's command line has in common, and how each one ends.
+
+    seed, epochs, batch size, micro-batch size, learning rate, workers, checkpoint, precision, backend
+
+argparse's own types accept a batch size of -3 and a learning rate of nan; those below refuse them with one line.
+A recipe's `main` returns 0, or prints `name: error: …` in one line and returns the error's exit code (2 for what
+the caller can mend).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import samestep
+
+__all__ = [
+    "Saving",
+    "add_training_options",
+    "autocast",
+    "both",
+    "count",
+    "dtype",
+    "parser",
+    "positive",
+    "run",
+    "saving",
+]
+
+PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "float64": torch.float64}
+EXTRAS = {"sklearn": "scikit-learn", "PIL": "pillow"}
+
+
+class Saving(Protocol):
+    """What a training loop needs of a checkpoint."""
+
+    def epochs(self, n: int) -> Iterable[int]:
+        """The epochs left to train."""
+        ...
+
+    def commit(self) -> Any:
+        """A step has ended."""
+        ...
+
+
+class Unsaved:
+    """The checkpoint of a run that saves nothing."""
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """All of them."""
+        return iter(range(n))
+
+    def commit(self) -> None:
+        """Nothing to keep."""
+
+
+def saving(asked: argparse.Namespace, world: samestep.World, **named: Any) -> Saving:
+    """`samestep.checkpoint` at the path asked for, or nothing saved without one. Collective: every rank must call.
+
+    What has no `state_dict` is left out.
+    """
+    if asked.checkpoint is None:
+        return Unsaved()
+    kept = {name: thing for name, thing in named.items() if hasattr(thing, "state_dict")}
+    return samestep.checkpoint(asked.checkpoint, world, every=asked.save_every, **kept)
+
+
+def both(first: Callable[[], Any], second: Callable[[], Any]) -> Callable[[], None]:
+    """A function that calls one, then the other."""
+
+    def call() -> None:
+        first()
+        second()
+
+    return call
+
+
+def parser(name: str, description: str) -> argparse.ArgumentParser:
+    """A parser whose errors are one line, `name: error: …`."""
+    return OneLineParser(prog=name, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse prints the whole usage above an error; the error alone says how to mend it."""
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+
+def add_training_options(to: argparse.ArgumentParser, *, epochs: int, batch_size: int, lr: float) -> None:
+    """The options that all recipes share, with this recipe's defaults."""
+    add = to.add_argument
+    add("--epochs", type=count(1), default=epochs, metavar="N", help="passes over the training data")
+    add("--batch-size", type=count(1), default=batch_size, metavar="N", help="samples a step, over all ranks")
+    add("--micro-batch-size", type=count(1), default=None, metavar="N", help="samples a forward, on one rank")
+    add("--lr", type=positive, default=lr, metavar="X", help="highest learning rate")
+    add("--seed", type=count(0), default=0, metavar="N", help="seed of weights, order and everything random")
+    add("--workers", type=count(0), default=0, metavar="N", help="loader processes, for each rank")
+    add("--checkpoint", type=Path, default=None, metavar="DIR", help="save there, and resume from there")
+    add("--save-every", default="10 min", metavar="TIME", help="how often to save: '10 min', '30 s', '500 steps'")
+    add("--precision", choices=sorted(PRECISIONS), default="float32", help="bf16 is mixed: weights stay float32")
+    add("--device", default=None, metavar="NAME", help="cpu or cuda; by default this rank's GPU, if there is one")
+    add("--backend", default=None, metavar="NAME", help="process group backend, instead of the rule's choice")
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Mixed precision around the forward; nothing for float32 and float64."""
+    if precision != "bf16":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def dtype(precision: str) -> torch.dtype:
+    """What the weights are kept in: float32 under bf16 too, because small updates would vanish."""
+    return torch.float64 if precision == "float64" else torch.float32
+
+
+def count(least: int) -> Callable[[str], int]:
+    """An option that is a whole number of at least `least`."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return value
+
+    return read
+
+
+def positive(text: str) -> float:
+    """An option that is a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def run(name: str, body: Callable[[], None]) -> int:
+    """Run a recipe to its exit code. What the caller can mend is one line on standard error."""
+    try:
+        body()
+    except samestep.SamestepError as error:
+        if error.exit_code != 2:
+            raise
+        return complain(name, one_line(error), error.exit_code)
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        return complain(name, f"{EXTRAS[error.name]} is not installed: pip install 'samestep[recipes]'", 2)
+    return 0
+
+
+def complain(name: str, reason: str, code: int) -> int:
+    """One line on standard error; the code is passed through."""
+    print(f"{name}: error: {reason}", file=sys.stderr, flush=True)
+    return code
+
+
+def one_line(error: Exception) -> str:
+    """The message, without the traceback that a loader process wraps around it."""
+    last = str(error).strip().splitlines()[-1]
+    return last.removeprefix(f"{type(error).__module__}.{type(error).__qualname__}: ")

@@ -1,0 +1,161 @@
+"""ResNet-18, 34, 50, 101 and 152, in one file and without torchvision.
+
+torchvision has these models too, but its compiled part has to match the installed torch to the letter, and it
+does not import beside every build. The architecture is that of He et al., "Deep Residual Learning for Image
+Recognition" (arXiv:1512.03385), with two customary changes:
+
+- a bottleneck halves the resolution in its 3x3 convolution, not in the first 1x1 ("v1.5"), which loses less of
+  the image;
+- `zero_init` starts every residual branch at zero (Goyal et al., arXiv:1706.02677), so that each block begins as
+  the identity and large batches train from the first step.
+
+Parameter names follow the tables everybody publishes weights in (`layer1.0.conv1.weight`, `fc.bias`), so such a
+file loads.
+
+    image  B x 3 x 224 x 224
+    stem   B x 64 x 56 x 56                         7x7 convolution, stride 2; 3x3 maximum, stride 2
+    layer1 B x  64e x 56 x 56     layer2 B x 128e x 28 x 28       e = 1 for basic blocks, 4 for bottlenecks
+    layer3 B x 256e x 14 x 14     layer4 B x 512e x  7 x  7
+    fc     B x classes                              after the mean over all positions
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+__all__ = ["RESNETS", "ResNet", "resnet"]
+
+
+def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    """A convolution that keeps the resolution at stride 1; no bias, because BatchNorm follows."""
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+
+
+class Block(nn.Module):
+    """A residual block: `relu(branch(x) + shortcut(x))`. The branch is what the two kinds differ in."""
+
+    expansion: ClassVar[int]
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = width * self.expansion
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or inputs != outputs:
+            self.downsample = nn.Sequential(convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+
+    def branch(self, x: torch.Tensor) -> torch.Tensor:
+        """The residual, before it is added: same shape as the shortcut."""
+        raise NotImplementedError
+
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        """The BatchNorm that ends the branch; its weight scales the whole residual."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        return self.relu(self.branch(x) + shortcut)  # type: ignore[no-any-return]
+
+
+class BasicBlock(Block):
+    """Two 3x3 convolutions: ResNet-18 and 34."""
+
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__(inputs, width, stride)
+        self.conv1, self.bn1 = convolution(inputs, width, 3, stride), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = convolution(width, width, 3), nn.BatchNorm2d(width)
+
+    def branch(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        return self.bn2(self.conv2(x))  # type: ignore[no-any-return]
+
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        return self.bn2
+
+
+class Bottleneck(Block):
+    """1x1 down to a quarter, 3x3, 1x1 up again: ResNet-50, 101 and 152."""
+
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__(inputs, width, stride)
+        outputs = width * self.expansion
+        self.conv1, self.bn1 = convolution(inputs, width, 1), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = convolution(width, width, 3, stride), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = convolution(width, outputs, 1), nn.BatchNorm2d(outputs)
+
+    def branch(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.relu(self.bn2(self.conv2(x)))
+        return self.bn3(self.conv3(x))  # type: ignore[no-any-return]
+
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        return self.bn3
+
+
+class ResNet(nn.Module):
+    """Images `B x 3 x H x W` to class scores `B x classes`; B may be 0."""
+
+    def __init__(
+        self, block: type[Block], depths: tuple[int, int, int, int], *, classes: int = 1000, zero_init: bool = False
+    ) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.layer1 = stage(block, 64, 64, depths[0], stride=1)
+        self.layer2 = stage(block, 64 * block.expansion, 128, depths[1], stride=2)
+        self.layer3 = stage(block, 128 * block.expansion, 256, depths[2], stride=2)
+        self.layer4 = stage(block, 256 * block.expansion, 512, depths[3], stride=2)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(512 * block.expansion, classes)
+        initialise(self, zero_init=zero_init)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]
+
+
+def stage(block: type[Block], inputs: int, width: int, depth: int, *, stride: int) -> nn.Sequential:
+    """`depth` blocks at one resolution; the first one changes it."""
+    first = block(inputs, width, stride)
+    return nn.Sequential(first, *(block(width * block.expansion, width, 1) for _ in range(depth - 1)))
+
+
+def initialise(model: nn.Module, *, zero_init: bool) -> None:
+    """He et al., arXiv:1502.01852, for the convolutions; BatchNorm is born as the identity."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, Block) and zero_init:
+            nn.init.zeros_(module.last_norm.weight)
+
+
+RESNETS: dict[str, tuple[type[Block], tuple[int, int, int, int]]] = {
+    "resnet18": (BasicBlock, (2, 2, 2, 2)),
+    "resnet34": (BasicBlock, (3, 4, 6, 3)),
+    "resnet50": (Bottleneck, (3, 4, 6, 3)),
+    "resnet101": (Bottleneck, (3, 4, 23, 3)),
+    "resnet152": (Bottleneck, (3, 8, 36, 3)),
+}
+
+
+def resnet(name: str, *, classes: int = 1000, zero_init: bool = False) -> ResNet:
+    """The network called `name` in :data:`RESNETS`, freshly initialised.
+
+    >>> sum(p.numel() for p in resnet("resnet18").parameters())
+    11689512
+    """
+    block, depths = RESNETS[name]
+    return ResNet(block, depths, classes=classes, zero_init=zero_init)

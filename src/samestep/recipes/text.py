@@ -1,0 +1,177 @@
+"""A small GPT that learns to write Python, from the bytes of Python's own standard library.
+
+    python -m samestep.recipes.text
+    samestep run -n 2 -m samestep.recipes.text --precision bf16
+    torchrun --nproc-per-node 2 -m samestep.recipes.text --checkpoint runs/text
+
+The tail of each file is padded and masked, so ranks hold different numbers of real bytes. A loss averaged on each
+rank and then over ranks would weigh the bytes of a short rank more; `weight=unmasked` and `batches.mean` make the
+step's loss the mean over its unmasked bytes, whichever rank holds them. Held-out bits per byte are exact: the sum
+over every byte of every held-out file, once, divided by their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+import samestep
+from samestep.recipes import corpus, options
+from samestep.recipes.display import Display
+from samestep.recipes.gpt import GPT
+
+__all__ = ["cosine_with_warm_up", "main"]
+
+PROMPT = b"def "
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train; 0, or the exit code of an error told in one line."""
+    asked = parser().parse_args(argv)
+    return options.run("text", lambda: train(asked))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = options.parser("text", "Train a small GPT over the bytes of Python's standard library.")
+    options.add_training_options(made, epochs=1, batch_size=32, lr=3e-3)
+    add = made.add_argument
+    add("--data", type=Path, default=None, metavar="DIR", help="folder of *.py files, instead of the library's")
+    add("--bytes", type=options.count(1), default=1_500_000, metavar="N", help="how much text to read")
+    add("--context", type=options.count(1), default=128, metavar="N", help="bytes in a sequence")
+    add("--layers", type=options.count(1), default=4, metavar="N", help="blocks")
+    add("--heads", type=options.count(1), default=4, metavar="N", help="attention heads in a block")
+    add("--width", type=options.count(1), default=128, metavar="N", help="width of the residual stream")
+    add("--warm-up", type=options.count(0), default=40, metavar="N", help="steps until the highest learning rate")
+    add("--clip", type=options.positive, default=1.0, metavar="X", help="largest norm of the whole gradient")
+    add("--sample", type=options.count(0), default=160, metavar="N", help="bytes to write at the end")
+    return made
+
+
+@dataclass
+class Training:
+    """What a step needs."""
+
+    model: samestep.Replica
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    batches: samestep.Shards
+    precision: str
+    clip: float
+
+    def losses(self, batch: corpus.Sample) -> torch.Tensor:
+        """The loss of each byte in nats, B x T; 0 where the target is padding."""
+        inputs, targets = batch
+        with options.autocast(self.precision, inputs.device):
+            scores = self.model(inputs)
+        scores = scores if scores.dtype == torch.float64 else scores.float()
+        return F.cross_entropy(scores.transpose(1, 2), targets, ignore_index=corpus.IGNORED, reduction="none")
+
+    def epoch(self, after_step: Callable[[], None]) -> None:
+        """One pass over the training bytes."""
+        for inputs, targets in self.batches:
+            loss = self.batches.mean(self.losses((inputs, targets)), mask=targets != corpus.IGNORED)
+            loss.backward()
+            if self.batches.step_ends:
+                samestep.clip_grad_norm_(self.model, self.clip)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.schedule.step()
+                after_step()
+
+
+def train(asked: argparse.Namespace) -> None:
+    """The training, its evaluation and its summary. Collective: every rank must call."""
+    if asked.width % asked.heads:
+        raise samestep.UsageError(f"--width {asked.width} cannot be divided among --heads {asked.heads}")
+    folder = asked.data or corpus.standard_library()
+    train_set, held_out = corpus.train_and_held_out(folder, total=asked.bytes, context=asked.context)
+    with samestep.world(backend=asked.backend, device=asked.device, seed=asked.seed) as world:
+        training = build(asked, world, train_set)
+        state = options.saving(asked, world, **vars(training))
+        with display(asked, world, training.batches, train_set.bytes) as show:
+            show.note(f"{train_set.bytes:,} bytes of {folder} to train on, {held_out.bytes:,} held out")
+            bits = None
+            for epoch in state.epochs(asked.epochs):
+                show.begin(epoch)
+                training.epoch(after_step=options.both(state.commit, show.step))
+                bits = bits_per_byte(training, held_out, world, asked.batch_size)
+                show.result(held_out_bits_per_byte=f"{bits:.3f}")
+            if bits is None:  # the checkpoint held a finished training
+                bits = bits_per_byte(training, held_out, world, asked.batch_size)
+            if world.is_first and asked.sample:
+                show.note(f"it writes {written(training.model.module, asked.sample, asked.seed)}")
+            show.summary(f"{bits:.3f} bits per byte over {held_out.bytes:,} held-out bytes", asked.checkpoint)
+
+
+def display(asked: argparse.Namespace, world: samestep.World, batches: samestep.Shards, tokens: int) -> Display:
+    """Loss in nats and in bits per byte, and tokens a second."""
+    columns = {"bits per byte": lambda: f"{float(batches.loss) / math.log(2):.3f}"}
+    return Display("text", world, batches, epochs=asked.epochs, items=tokens, unit="tokens", columns=columns)
+
+
+def build(asked: argparse.Namespace, world: samestep.World, train_set: corpus.ByteSequences) -> Training:
+    """Model, optimizer, schedule and loader. Collective: every rank must call."""
+    network = GPT(corpus.SYMBOLS, context=asked.context, layers=asked.layers, heads=asked.heads, width=asked.width)
+    model = samestep.replicate(network.to(world.device, options.dtype(asked.precision)), world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr, betas=(0.9, 0.95))
+    batches = samestep.shards(
+        train_set,
+        world,
+        batch_size=asked.batch_size,
+        micro_batch_size=asked.micro_batch_size,
+        weight=corpus.unmasked,
+        workers=asked.workers,
+        seed=asked.seed,
+    )
+    factor = cosine_with_warm_up(asked.warm_up, asked.epochs * batches.steps_per_epoch)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return Training(model, optimizer, schedule, batches, asked.precision, asked.clip)
+
+
+def bits_per_byte(
+    training: Training, held_out: corpus.ByteSequences, world: samestep.World, batch_size: int
+) -> float:
+    """Exact: nats summed over every held-out byte, divided by their number. Collective: every rank must call."""
+
+    def sums_and_counts(batch: corpus.Sample) -> tuple[torch.Tensor, torch.Tensor]:
+        return training.losses(batch).double().sum(1), (batch[1] != corpus.IGNORED).sum(1)
+
+    metrics = {"bits": lambda sums, counts: float(sums.sum() / counts.sum()) / math.log(2)}
+    return float(samestep.evaluate(sums_and_counts, held_out, world, batch_size=batch_size, metrics=metrics)["bits"])
+
+
+def cosine_with_warm_up(warm_up: int, steps: int) -> Callable[[int], float]:
+    """The factor of the learning rate at global step k: up in a line to 1, down to a tenth in half a cosine.
+
+    >>> factor = cosine_with_warm_up(10, 110)
+    >>> [round(factor(step), 3) for step in (0, 9, 10, 60, 110)]
+    [0.1, 1.0, 1.0, 0.55, 0.1]
+    """
+
+    def factor(step: int) -> float:
+        if step < warm_up:
+            return (step + 1) / warm_up
+        done = min(1.0, (step - warm_up) / max(1, steps - warm_up))
+        return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
+
+    return factor
+
+
+def written(model: GPT, length: int, seed: int) -> str:
+    """What the model writes after `def `, as one printable line. Not collective: the bare module, on one rank."""
+    model.eval()
+    drawn = model.continued(list(PROMPT), length, torch.Generator().manual_seed(seed))
+    text = bytes(symbol for symbol in [*PROMPT, *drawn] if symbol < corpus.START)
+    return repr(text.decode(errors="replace"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

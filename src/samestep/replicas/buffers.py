@@ -1,0 +1,42 @@
+"""Buffers, equal on all ranks where they count: at evaluation and when saving.
+
+DistributedDataParallel broadcasts buffers before each forward in training mode, and so leaves them different after
+it: what a rank evaluates or saves then depends on the rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.runtime.axes import Axis
+
+__all__: list[str] = []
+
+
+def equalise_buffers(module: nn.Module, axis: Axis) -> None:
+    """Gives every rank of `axis` the buffers of its first rank, bit for bit. Collective: every rank must call.
+
+    Needed before evaluation and before saving where buffers may differ: per-rank BatchNorm statistics
+    (`batchnorm="local"`), or any buffer that a module updates from its own slice of the batch. With synchronised
+    BatchNorm they are equal already and this changes nothing.
+
+    The first rank's and not the mean over ranks, for four reasons: it is what DistributedDataParallel does
+    before each forward, so looking at a model does not change its training; a mean makes no sense of a queue, a
+    codebook, a mask or a counter; the mean of three equal floats need not be that float, so constants would move; and
+    what is evaluated is then exactly what is saved. The price: local BatchNorm statistics come from 1/N of the samples.
+    All buffers travel, also those that are not persistent, through host memory as one message.
+    """
+    buffers = [buffer for buffer in module.buffers() if buffer.numel()]
+    if axis.size == 1 or not buffers:
+        return
+    with torch.no_grad():
+        message = torch.cat([_as_bytes(buffer) for buffer in buffers])
+        dist.broadcast(message, src=axis.ranks[0], group=axis.control)
+        for buffer, data in zip(buffers, torch.split(message, [b.nbytes for b in buffers]), strict=True):
+            buffer.copy_(data.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def _as_bytes(buffer: Tensor) -> Tensor:
+    return buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)

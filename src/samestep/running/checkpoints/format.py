@@ -1,0 +1,216 @@
+"""Nested Python data and tensors on one side, a JSON tree and a table of named tensors on the other.
+
+`torch.save` and PyTorch's distributed checkpoint write pickles: reading one runs whatever code its author put in,
+and neither carries a checksum, so a flipped bit loads without a word (measured on torch 2.13: 1024 wrong values
+from a zeroed block). safetensors holds flat tensors and nothing else. So the structure goes into JSON, where no
+code can hide, the tensors go into safetensors, and the manifest carries a digest of every byte, its own included.
+
+    {"step": 3, "exp_avg": tensor, 7: (1, 2)}
+        ->  {"dict": [["step", 3], ["exp_avg", {"tensor": "optimizer/exp_avg"}], [7, {"tuple": [1, 2]}]]}
+
+Every JSON object in the tree has exactly one key, which says what it stands for; lists and plain values stand for
+themselves. Dictionaries are lists of pairs, so that keys keep their type and order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter, OrderedDict
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samestep.errors import CheckpointError
+
+__all__ = ["MANIFEST", "PAYLOAD", "SCHEMA", "Encoder", "Manifest", "decode", "from_text", "to_text"]
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+PAYLOAD = "tensors.safetensors"
+
+_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+_UNSEALED = "0" * 64
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint folder holds.
+
+    Attributes:
+        schema: version of this layout.
+        step: optimizer steps committed before the save.
+        epoch: epochs finished before the save.
+        within: whether the body of epoch number ``epoch`` had been entered and not left.
+        world_size: ranks that saved.
+        samestep, torch: the versions that wrote it.
+        state: tree of the named objects' state.
+        random: tree of the ranks' random streams.
+        tensors: name -> {"dtype", "shape"}, in the order of the payload.
+        files: name -> {"size" in bytes, "sha256"}.
+    """
+
+    schema: int
+    step: int
+    epoch: int
+    within: bool
+    world_size: int
+    samestep: str
+    torch: str
+    state: Any
+    random: Any
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class Encoder:
+    """Turns values into JSON trees and collects their tensors, each distinct one once.
+
+    A tensor reached under two names (tied weights) is stored once and referred to twice.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
+
+    def encode(self, value: Any, where: str) -> Any:
+        """Returns the JSON tree of ``value``; ``where`` names its tensors and is named in errors.
+
+        Raises:
+            CheckpointError: ``value`` holds something that is neither plain data nor a dense tensor.
+        """
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"float": str(float(value))}
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, Tensor):
+            return {"tensor": self._tensor(value, where)}
+        if type(value) in _MAPPINGS:
+            return {_MAPPINGS[type(value)]: self._pairs(value, where)}
+        if type(value) in {list, tuple}:
+            items = [self.encode(item, f"{where}/{i}") for i, item in enumerate(value)]
+            return items if type(value) is list else {"tuple": items}
+        if isinstance(value, bytes):
+            return {"bytes": value.hex()}
+        if isinstance(value, np.generic):
+            return self.encode(value.item(), where)
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            return {"array": self._tensor(torch.from_numpy(np.array(value)), where)}
+        raise CheckpointError(
+            f"cannot save {where}: a {type(value).__module__}.{type(value).__qualname__} is neither a tensor nor "
+            "plain data (None, bool, int, float, str, bytes, list, tuple, dict); no pickle is written, so let "
+            "state_dict() return its contents instead"
+        )
+
+    def _pairs(self, mapping: dict[Any, Any], where: str) -> list[list[Any]]:
+        pairs = []
+        for key, value in mapping.items():
+            # "/" separates the levels, so within a key it is escaped as in a JSON pointer (RFC 6901).
+            level = str(key).replace("~", "~0").replace("/", "~1")
+            pairs.append([self.encode(key, f"{where}/{level}"), self.encode(value, f"{where}/{level}")])
+        return pairs
+
+    def _tensor(self, tensor: Tensor, where: str) -> str:
+        if type(tensor) not in {Tensor, torch.nn.Parameter, torch.nn.Buffer} or tensor.layout != torch.strided:
+            raise CheckpointError(
+                f"cannot save {where}: a {type(tensor).__name__} ({tensor.layout}) is not a plain dense tensor"
+            )
+        if tensor.is_quantized or tensor.is_meta:
+            kind = "quantised" if tensor.is_quantized else "without storage (device meta)"
+            raise CheckpointError(f"cannot save {where}: the tensor is {kind}")
+        tensor = tensor.detach()
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
+        if tensor.numel() and place in self._names:
+            return self._names[place]
+        name = where
+        while name in self.tensors:  # the keys 0 and "0" of one dictionary
+            name += "~"
+        self.tensors[name] = tensor
+        self._names[place] = name
+        return name
+
+
+def decode(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    """Returns the value that ``tree`` stands for, its tensors taken from ``tensors``.
+
+    Raises:
+        CheckpointError: the tree is malformed or refers to a tensor that is not there.
+    """
+    if isinstance(tree, list):
+        return [decode(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) != 1:
+        raise CheckpointError(f"malformed manifest: an object with the keys {sorted(tree)}")
+    ((kind, content),) = tree.items()
+    try:
+        return _decode_one(kind, content, tensors)
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"malformed manifest: {kind!r} cannot hold {str(content)[:60]!r}") from error
+
+
+def _decode_one(kind: str, content: Any, tensors: dict[str, Tensor]) -> Any:
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "array":
+        return tensors[content].numpy()
+    if kind == "tuple":
+        return tuple(decode(item, tensors) for item in content)
+    if kind == "float":
+        return float(content)
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    for mapping, name in _MAPPINGS.items():
+        if kind == name:
+            return mapping({decode(key, tensors): decode(value, tensors) for key, value in content})
+    raise ValueError(kind)
+
+
+def to_text(manifest: Manifest) -> str:
+    """Returns the manifest as JSON whose first entry is the SHA-256 of the whole text.
+
+    The digest is taken with 64 zeros in its own place, so it covers every byte of the file.
+    """
+    text = json.dumps({"sha256": _UNSEALED, **asdict(manifest)}, indent=1, allow_nan=False)
+    return text.replace(_UNSEALED, _digest(text), 1)
+
+
+def from_text(text: str) -> Manifest:
+    """Reads what :func:`to_text` wrote.
+
+    Raises:
+        CheckpointError: the text is not such a manifest, was altered, or is of a later schema.
+    """
+    try:
+        entries = json.loads(text, object_pairs_hook=_without_duplicates)
+        seal = entries.pop("sha256")
+        intact = _digest(text.replace(seal, _UNSEALED, 1)) == seal
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{MANIFEST} is damaged: {error}") from error
+    if not intact:
+        raise CheckpointError(f"{MANIFEST} is damaged: its SHA-256 differs from the {seal[:12]}… it states")
+    if entries.get("schema") != SCHEMA:
+        raise CheckpointError(
+            f"{MANIFEST} has schema {entries.get('schema')}, this samestep reads {SCHEMA}; "
+            "read it with the version that wrote it"
+        )
+    if set(entries) != {entry.name for entry in fields(Manifest)}:
+        raise CheckpointError(f"{MANIFEST} has the entries {sorted(entries)}, which are not those of schema {SCHEMA}")
+    return Manifest(**entries)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("an object repeats a key")
+    return entries
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

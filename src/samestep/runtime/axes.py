@@ -1,0 +1,42 @@
+"""A line of ranks: the whole world, or the ranks that share a position on one of its axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """Some ranks of the world, in order, and the groups they talk through.
+
+    Attributes:
+        name: "everyone", "data" or "pipeline".
+        rank: this process's position on the axis.
+        ranks: the global ranks on it, in order.
+        group: carries tensors on the world's device; None where there is nobody to talk to.
+        control: carries small host-side messages (gloo), apart from the gradients; None likewise.
+    """
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
+    control: dist.ProcessGroup | None = field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks on the axis."""
+        return len(self.ranks)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Axis:
+        # A copy of a model (an average of its weights, say) stands on the same axis; a process group has no copy.
+        return self
+
+
+def alone(name: str, rank: int = 0) -> Axis:
+    """Returns the axis of a rank that has nobody beside it."""
+    return Axis(name=name, rank=0, ranks=(rank,))

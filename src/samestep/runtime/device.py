@@ -1,0 +1,78 @@
+"""Which device this rank owns, by its local rank *and* by what it can see.
+
+`torch.device("cuda", local_rank)` is right only while every process sees all GPUs of its host. Slurm's
+--gpus-per-task, container runtimes and CUDA_VISIBLE_DEVICES show each process its own, and that one is number 0:
+
+    GPUs this process sees     ranks on this host     device
+    none                       any                    cpu
+    1                          1                      cuda:0
+    1                          n > 1                  cuda:0, if no other rank holds the same card (checked at joining)
+    at least n                 n                      cuda:<local rank>
+    2 to n - 1                 n                      refused: some ranks would share a card
+
+Two processes on one GPU is refused because NCCL deadlocks there: each waits for the other's kernel to leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from samestep.errors import DeviceError
+
+__all__: list[str] = []
+
+
+def own_device(local_rank: int, local_size: int, *, visible: int | None = None) -> torch.device:
+    """Returns the device of the rank that is number `local_rank` of `local_size` on its host.
+
+    Args:
+        local_rank: this rank's number on its host.
+        local_size: ranks on this host.
+        visible: GPUs that this process can see; asked of torch by default.
+    """
+    count = torch.cuda.device_count() if visible is None else visible
+    if count == 0:
+        return torch.device("cpu")
+    if count >= local_size:
+        return torch.device("cuda", local_rank)
+    if count == 1:
+        return torch.device("cuda", 0)
+    raise DeviceError(
+        f"{local_size} ranks on this host see {count} GPUs: one process owns one GPU, so start {count} ranks here "
+        f"(samestep run -n {count}), or train on the CPU with device='cpu'"
+    )
+
+
+def identity(device: torch.device) -> str | None:
+    """Returns a name that two processes share only if they hold the same card, or None on the CPU."""
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def refuse_sharing(holders: Sequence[tuple[int, str, str | None]]) -> None:
+    """Raises if two ranks hold one card.
+
+    Args:
+        holders: rank, host and card identity of every rank, in rank order.
+    """
+    seen: dict[tuple[str, str], int] = {}
+    for rank, host, card in holders:
+        if card is None:
+            continue
+        first = seen.setdefault((host, card), rank)
+        if first != rank:
+            raise DeviceError(
+                f"ranks {first} and {rank} on {host} hold the same GPU ({card}): NCCL deadlocks when two processes "
+                f"share one card, each waiting for the other's kernel to leave. Start one rank per GPU, or check "
+                f"CUDA_VISIBLE_DEVICES and LOCAL_RANK"
+            )
+
+
+def claim(device: torch.device) -> torch.device:
+    """Makes `device` this process's current one, so that bare `cuda` means it too."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,89 @@
+"""Small messages between ranks: JSON and tensors, on the host.
+
+`all_gather_object` and `broadcast_object_list` of torch.distributed pickle: what arrives can run code. These send
+JSON as bytes, and tensors as they are. Every function here is collective: every rank of the axis must call it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from samestep.errors import SamestepError
+from samestep.runtime.axes import Axis
+
+__all__: list[str] = []
+
+
+def gather_json(axis: Axis, value: Any) -> list[Any]:
+    """Returns every rank's `value`, in rank order, on every rank. Collective."""
+    if axis.control is None:
+        return [json.loads(json.dumps(value))]
+    return [json.loads(_text(data)) for data in _gather_bytes(axis, _bytes(json.dumps(value)))]
+
+
+def tell_json(axis: Axis, value: Any, source: int = 0) -> Any:
+    """Returns the `value` of the rank at position `source` of the axis, on every rank. Collective."""
+    if axis.control is None:
+        return json.loads(json.dumps(value))
+    data = _bytes(json.dumps(value)) if axis.rank == source else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([data.numel()])
+    dist.broadcast(size, src=axis.ranks[source], group=axis.control)
+    if axis.rank != source:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, src=axis.ranks[source], group=axis.control)
+    return json.loads(_text(data))
+
+
+def agree(axis: Axis, problem: Exception | None) -> None:
+    """Raises on every rank if any rank has a problem: its own there, elsewhere one naming the rank. Collective.
+
+    So no rank goes on into a collective that a failed one will never reach.
+    """
+    said = gather_json(axis, None if problem is None else f"{type(problem).__name__}: {problem}")
+    if problem is not None:
+        raise problem
+    for position, message in enumerate(said):
+        if message is not None:
+            raise SamestepError(f"rank {axis.ranks[position]} failed: {message}")
+
+
+def gather_tensors(axis: Axis, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns every rank's tensor, in rank order, on the host of every rank. Collective.
+
+    Args:
+        axis: the ranks that call.
+        tensor: shape [n, ...]; n and the other dims may differ from rank to rank.
+    """
+    host = tensor.detach().to("cpu").contiguous()
+    if axis.control is None:
+        return [host.clone()]
+    heads = gather_json(axis, {"shape": list(host.shape), "dtype": str(host.dtype).removeprefix("torch.")})
+    parts = _gather_bytes(axis, host.reshape(-1).view(torch.uint8))
+    return [
+        part.view(getattr(torch, head["dtype"])).reshape(head["shape"]) for head, part in zip(heads, parts, strict=True)
+    ]
+
+
+def _gather_bytes(axis: Axis, data: torch.Tensor) -> list[torch.Tensor]:
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in axis.ranks]
+    dist.all_gather(sizes, torch.tensor([data.numel()]), group=axis.control)
+    longest = max(int(size) for size in sizes)
+    if longest == 0:
+        return [data.new_empty(0) for _ in axis.ranks]
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: data.numel()] = data
+    rows = [torch.empty_like(padded) for _ in axis.ranks]
+    dist.all_gather(rows, padded, group=axis.control)
+    return [row[: int(size)].clone() for row, size in zip(rows, sizes, strict=True)]
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _text(data: torch.Tensor) -> str:
+    return data.numpy().tobytes().decode()

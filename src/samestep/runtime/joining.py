@@ -1,0 +1,169 @@
+"""Joining the world: alone, with others, or in a process group that the script made itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from samestep import rankenv
+from samestep._version import __version__
+from samestep.runtime.axes import Axis, alone
+from samestep.runtime.backend import choose_backend, group_backend
+from samestep.runtime.device import claim, identity, own_device, refuse_sharing
+from samestep.runtime.rendezvous import locate, open_store, sign_in
+from samestep.topology import Grid
+
+__all__: list[str] = []
+
+
+@dataclass
+class Membership:
+    """What joining gave: numbers, device and groups."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    host_index: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    backend: str | None = None
+    everyone: Axis = field(default_factory=lambda: alone("everyone"))
+    data: Axis = field(default_factory=lambda: alone("data"))
+    pipeline: Axis = field(default_factory=lambda: alone("pipeline"))
+    owns_group: bool = False
+
+
+def stay_alone(asked: torch.device | None, backend: str | None, pipeline: int) -> Membership:
+    Grid(1, pipeline)
+    member = Membership()
+    member.device = claim(asked or own_device(0, 1))
+    if backend is not None:
+        choose_backend(backend, member.device, one_host=True)  # an impossible ask is an error here too
+    return member
+
+
+def adopt(told: rankenv.RankVariables | None, asked: torch.device | None, pipeline: int) -> Membership:
+    """Takes the process group that the script made itself, and leaves its end to the script."""
+    member = Membership()
+    member.rank, member.size = dist.get_rank(), dist.get_world_size()
+    member.backend = dist.get_backend()
+    member.local_rank = told.local_rank if told is not None and told.local_rank is not None else member.rank
+    member.local_size = told.local_size if told is not None and told.local_size is not None else member.size
+    member.host_index = (told.host_index or 0) if told is not None else 0
+    on_cpu = member.backend == "gloo" and not torch.cuda.is_available()
+    member.device = claim(
+        asked or (torch.device("cpu") if on_cpu else own_device(member.local_rank, member.local_size))
+    )
+    _make_axes(member, pipeline)
+    return member
+
+
+class Joining:
+    """One rank on its way into the world."""
+
+    def __init__(
+        self,
+        *,
+        backend: str | None,
+        device: torch.device | None,
+        pipeline: int,
+        told: rankenv.RankVariables | None,
+    ) -> None:
+        self.backend = backend
+        self.device = device
+        self.pipeline = pipeline
+        self.told = told
+
+    def join(
+        self, init_method: str | None, rank: int | None, size: int | None, timeout_s: float, join_timeout_s: float
+    ) -> Membership:
+        place = locate(init_method, self.told, rank, size)
+        Grid(place.size, self.pipeline)
+        if self.backend is not None:
+            choose_backend(
+                self.backend, self.device or torch.device("cpu" if self.backend != "nccl" else "cuda"), one_host=True
+            )
+        store = open_store(place, join_timeout_s)
+        signed = sign_in(store, place, self._about(), join_timeout_s)
+        member = self._settle(place.rank, signed)
+        _check_cards(store, member, signed[place.rank]["host"])
+        dist.init_process_group(
+            backend=group_backend(str(member.backend), member.device),
+            store=PrefixStore("samestep/group", store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        member.owns_group = True
+        _make_axes(member, self.pipeline)
+        return member
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "samestep": __version__,
+            "torch": str(torch.__version__),
+            "pipeline": self.pipeline,
+            "backend": self.backend,
+            "cards": torch.cuda.device_count(),
+        }
+
+    def _settle(self, rank: int, signed: list[dict[str, Any]]) -> Membership:
+        """Numbers within the host follow from who signed in where, unless the launcher said them."""
+        hosts = list(dict.fromkeys(entry["host"] for entry in signed))
+        here = [number for number, entry in enumerate(signed) if entry["host"] == signed[rank]["host"]]
+        told = self.told
+        member = Membership()
+        member.rank, member.size = rank, len(signed)
+        member.local_rank = here.index(rank) if told is None or told.local_rank is None else told.local_rank
+        member.local_size = len(here) if told is None or told.local_size is None else told.local_size
+        member.host_index = hosts.index(signed[rank]["host"])
+        member.device = claim(self.device or own_device(member.local_rank, member.local_size))
+        member.backend = choose_backend(self.backend, member.device, one_host=len(hosts) == 1)
+        return member
+
+
+def _check_cards(store: Store, member: Membership, host: str) -> None:
+    """Every rank tells which card it holds, so that all of them refuse a shared one alike."""
+    if member.device.type != "cuda":
+        return
+    mine = json.dumps([member.rank, host, identity(member.device)])
+    store.set(f"samestep/card/{member.rank}", mine)
+    refuse_sharing([tuple(json.loads(store.get(f"samestep/card/{rank}"))) for rank in range(member.size)])
+
+
+def _make_axes(member: Membership, pipeline: int) -> None:
+    """Groups for the whole world and for each axis; an axis as long as the world shares the world's."""
+    grid = Grid(member.size, pipeline)
+    everybody = tuple(range(member.size))
+    whole = dist.group.WORLD
+    control = dist.new_group(list(everybody), backend="gloo") if member.size > 1 else None
+    member.everyone = Axis("everyone", member.rank, everybody, whole, control)
+    data, stage = grid.coordinates(member.rank)
+    if pipeline == 1:
+        member.data = Axis("data", member.rank, everybody, whole, control)
+        member.pipeline = alone("pipeline", member.rank)
+        return
+    member.data = _axis("data", data, grid.columns(), grid.data_ranks(member.rank))
+    member.pipeline = _axis("pipeline", stage, grid.rows(), grid.pipeline_ranks(member.rank))
+
+
+def _axis(name: str, position: int, lines: list[tuple[int, ...]], mine: tuple[int, ...]) -> Axis:
+    """Every rank makes every line's groups, in the same order, and keeps its own."""
+    group = control = None
+    for line in lines:
+        if len(line) == 1:
+            continue
+        made, beside = dist.new_group(list(line)), dist.new_group(list(line), backend="gloo")
+        if line == mine:
+            group, control = made, beside
+    return Axis(name, position, mine, group, control)

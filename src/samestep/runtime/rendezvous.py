@@ -1,0 +1,282 @@
+"""Where the ranks meet: a key-value store from `env://`, `tcp://`, `file://`, or what srun and mpiexec leave behind.
+
+torch's own rendezvous waits 30 minutes for a rank that never comes and then names nobody; a file of a dead run sends
+it to addresses where nobody listens. Here a rank signs in under its number, so that everybody can say who is missing,
+who is there twice, and who left the file behind:
+
+    store    samestep/rank/0 = {"host", "pid", "size", "torch", "card", …}      set by compare-and-set: first come [1]
+             samestep/rank/1 = …                                                read by all, so all check the same [2]
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+from samestep import paths, rankenv
+from samestep.errors import RankVariablesError, RendezvousError, UsageError
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A rank's number, and how it finds the others.
+
+    Attributes:
+        method: "tcp" (`host` and `port`) or "file" (`path`).
+        serves: this rank runs the store; false where the launcher does.
+        prefix: keeps the keys of one attempt apart from those of the one before.
+    """
+
+    rank: int
+    size: int
+    method: str
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    serves: bool = False
+    prefix: str = ""
+
+    @property
+    def address(self) -> str:
+        """Where the ranks meet, as a person writes it."""
+        return f"tcp://{self.host}:{self.port}" if self.method == "tcp" else f"file://{self.path}"
+
+
+def locate(
+    init_method: str | None,
+    told: rankenv.RankVariables | None,
+    rank: int | None,
+    size: int | None,
+) -> Place:
+    """Returns where this rank meets the others.
+
+    Args:
+        init_method: "env://", "tcp://host:port" or "file:///path", or None for whatever the launcher set.
+        told: the launcher's variables, or None.
+        rank: this rank's number, if the caller says so rather than the launcher.
+        size: the number of ranks, likewise.
+
+    Raises:
+        UsageError: the method is unknown, or neither caller nor launcher says which rank this is.
+    """
+    parts = urlsplit(init_method or "env://")
+    query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+    rank, size = _numbers(init_method, told, query, rank, size)
+    if parts.scheme == "tcp":
+        if not parts.hostname or parts.port is None:
+            raise UsageError(f"init_method {init_method!r} needs a host and a port, such as tcp://10.0.0.1:29500")
+        return Place(rank=rank, size=size, method="tcp", host=parts.hostname, port=parts.port, serves=rank == 0)
+    if parts.scheme == "file":
+        path = (parts.netloc + parts.path) or ""
+        if not path.startswith("/"):
+            raise UsageError(f"init_method {init_method!r} needs an absolute path that all ranks see: file:///path")
+        return Place(rank=rank, size=size, method="file", path=path)
+    if parts.scheme == "env":
+        return _from_variables(told, rank, size)
+    raise UsageError(f"init_method {init_method!r} is unknown: use env://, tcp://host:port or file:///path")
+
+
+def _numbers(
+    init_method: str | None,
+    told: rankenv.RankVariables | None,
+    query: dict[str, str],
+    rank: int | None,
+    size: int | None,
+) -> tuple[int, int]:
+    """The caller's word counts first, then the address's query, then the launcher's variables."""
+    rank = rank if rank is not None else _whole(query, "rank")
+    size = size if size is not None else _whole(query, "world_size")
+    if told is not None:
+        rank = told.rank if rank is None else rank
+        size = told.size if size is None else size
+    if rank is None or size is None:
+        raise RankVariablesError(
+            f"nobody says which rank of how many this process is: {init_method or 'env://'} needs rank= and size=, "
+            "or RANK and WORLD_SIZE in the environment"
+        )
+    if not 0 <= rank < size:
+        raise RankVariablesError(f"rank is {rank} but the world's size is {size}: ranks count from 0 to size - 1")
+    return rank, size
+
+
+def _whole(query: dict[str, str], name: str) -> int | None:
+    text = query.get(name)
+    if text is None:
+        return None
+    if not text.isdigit():
+        raise RankVariablesError(f"{name} in the address must be a whole number, and is {text!r}")
+    return int(text)
+
+
+def _from_variables(told: rankenv.RankVariables | None, rank: int, size: int) -> Place:
+    addr, port = (None, None) if told is None else (told.master_addr, told.master_port)
+    if addr is not None and port is not None:
+        served = rankenv.variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = rankenv.variable("TORCHELASTIC_RESTART_COUNT", "0")
+        return Place(
+            rank=rank,
+            size=size,
+            method="tcp",
+            host=addr,
+            port=port,
+            serves=rank == 0 and not served,
+            prefix=f"/samestep/attempt_{attempt}",
+        )
+    source = "env" if told is None else told.source
+    if told is not None and source != "env" and told.one_host:
+        return Place(rank=rank, size=size, method="file", path=str(_shared_file(told)))
+    if told is not None and source == "slurm":
+        host = addr or rankenv.first_slurm_host()
+        if host is not None:  # no channel exists yet, so the port must follow from the job; MASTER_PORT overrules
+            return Place(rank=rank, size=size, method="tcp", host=host, port=_job_port(), serves=rank == 0)
+    missing = [name for name, value in (("MASTER_ADDR", addr), ("MASTER_PORT", port)) if value is None]
+    raise RankVariablesError(
+        f"rank {rank} of {size} ({source}) does not know where rank 0 is: {' and '.join(missing)} not set. "
+        "Start the script with `samestep run`, or set them to rank 0's host and a free port there"
+    )
+
+
+def _shared_file(told: rankenv.RankVariables) -> Path:
+    """A file that the ranks of one mpiexec or srun on this host share, and no other run does."""
+    return paths.meeting_file(told.job)
+
+
+def _job_port() -> int:
+    job = int(rankenv.variable("SLURM_JOB_ID") or 0) * 31 + int(rankenv.variable("SLURM_STEP_ID") or 0)
+    return 20000 + job % 10000
+
+
+def open_store(place: Place, join_timeout_s: float) -> Store:
+    """Returns a client of the store at `place`, serving it first where this rank is the one that does.
+
+    Raises:
+        RendezvousError: the port is taken, or nobody answered within `join_timeout_s` seconds.
+    """
+    if place.method == "file":
+        return _file_store(place)
+    began = time.monotonic()
+    if not place.serves and not _answers(place.host, place.port, began + join_timeout_s):
+        raise RendezvousError(_unreachable(place, time.monotonic() - began, None))
+    try:
+        store: Store = TCPStore(
+            place.host,
+            place.port,
+            is_master=place.serves,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=join_timeout_s),
+            multi_tenant=True,
+        )
+    except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+        raise RendezvousError(_unreachable(place, time.monotonic() - began, error)) from error
+    return PrefixStore(place.prefix, store) if place.prefix else store
+
+
+def _answers(host: str, port: int, deadline: float) -> bool:
+    """Whether somebody accepts connections there in time; torch's own client can wait far beyond its timeout."""
+    pause_s = 0.01
+    while (left_s := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), timeout=left_s).close()
+        except OSError:  # refused, unreachable, unknown name: rank 0 may still be on its way
+            time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+            pause_s = min(2 * pause_s, 0.5)
+        else:
+            return True
+    return False
+
+
+def _unreachable(place: Place, waited_s: float, error: Exception | None) -> str:
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+        return (
+            f"rank {place.rank} cannot serve {place.address}: port {place.port} is taken on this host. Choose another "
+            "port, or start with `samestep run`, which never guesses one"
+        )
+    if place.serves and error is not None:
+        return f"rank {place.rank} cannot serve {place.address}: {_first_line(error)}"
+    return (
+        f"rank {place.rank} of {place.size} waited {waited_s:.1f} s for rank 0 at host {place.host}, port "
+        f"{place.port}, and nobody answered: check that rank 0 runs, that the address is its own, and that no "
+        "firewall is between"
+    )
+
+
+def _file_store(place: Place) -> Store:
+    folder = Path(place.path).parent
+    if not folder.is_dir():
+        raise RendezvousError(f"rank {place.rank} cannot meet at {place.address}: the folder {folder} does not exist")
+    try:
+        return FileStore(place.path, place.size)
+    except RuntimeError as error:
+        raise RendezvousError(f"rank {place.rank} cannot meet at {place.address}: {_first_line(error)}") from error
+
+
+def sign_in(store: Store, place: Place, about: dict[str, Any], join_timeout_s: float) -> list[dict[str, Any]]:
+    """Writes down who this rank is, waits for all, and returns what every rank wrote, in rank order.
+
+    Args:
+        store: where they meet.
+        place: this rank's number and address.
+        about: JSON facts about this process; must hold "host" and "pid".
+        join_timeout_s: how long to wait for the others.
+
+    Raises:
+        RendezvousError: a rank is missing, there twice, or the file is left over from a dead run.
+    """
+    mine = json.dumps({**about, "size": place.size})
+    found = store.compare_set(_key(place.rank), "", mine).decode()  # [1]
+    if found != mine:
+        raise RendezvousError(_taken(place, json.loads(found), about))
+    began = time.monotonic()
+    keys = [_key(rank) for rank in range(place.size)]
+    try:
+        store.wait(keys, timedelta(seconds=join_timeout_s))
+    except RuntimeError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise RendezvousError(_missing(place, missing, time.monotonic() - began)) from error
+    signed = [json.loads(store.get(key)) for key in keys]  # [2]
+    _compare(signed)
+    return signed
+
+
+def _key(rank: int) -> str:
+    return f"samestep/rank/{rank}"
+
+
+def _taken(place: Place, other: dict[str, Any], about: dict[str, Any]) -> str:
+    who = f"pid {other['pid']} on {other['host']}"
+    if place.method == "file" and (other["host"] != about["host"] or not Path(f"/proc/{other['pid']}").exists()):
+        return (
+            f"{place.address} is left over from a dead run: {who} signed in there as rank {place.rank} and is gone. "
+            f"Delete the file, and give every run a path of its own"
+        )
+    return f"rank {place.rank} is there twice: {who} signed in first at {place.address}; ranks must differ"
+
+
+def _missing(place: Place, missing: list[int], waited_s: float) -> str:
+    names = ", ".join(map(str, missing))
+    return (
+        f"rank {place.rank} waited {waited_s:.1f} s at {place.address}, and {len(missing)} of {place.size} ranks "
+        f"never came: {names}. Start them too, or check that they were given the same address"
+    )
+
+
+def _compare(signed: list[dict[str, Any]]) -> None:
+    for name in ("size", "samestep", "torch", "pipeline", "backend"):
+        values = {json.dumps(entry.get(name)) for entry in signed}
+        if len(values) > 1:
+            told = "; ".join(f"rank {rank}: {entry.get(name)}" for rank, entry in enumerate(signed))
+            raise RendezvousError(f"the ranks do not agree on {name}: {told}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

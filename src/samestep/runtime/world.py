@@ -1,0 +1,235 @@
+"""The world: this process's place among the ranks, its device, its groups; closed on every way out.
+
+`init_process_group` and `destroy_process_group` of torch.distributed leave to the script which launcher it runs
+under, which backend fits, which GPU is its own, and what happens on an error. `world()` is all of it, once. A
+process that nothing launched is a world of one: it needs no group, and the same script runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+
+from samestep import rankenv
+from samestep.errors import UsageError
+from samestep.runtime import seeds
+from samestep.runtime.axes import Axis
+from samestep.runtime.joining import Joining, Membership, adopt, stay_alone
+from samestep.runtime.step import StepState
+
+__all__ = ["Axis", "World", "world"]
+
+
+class Releasable(Protocol):
+    """Something that holds on to a process group and can let go of it."""
+
+    def release(self) -> None:
+        """Drops every reference to the process group."""
+
+
+class World:
+    """All ranks of a run, seen from one of them. Made by :func:`samestep.world`.
+
+    Attributes:
+        rank: this process, 0 to size - 1.
+        size: the number of processes.
+        local_rank: this process among those of its host.
+        local_size: the processes of its host.
+        host_index: its host among the hosts, in order of their lowest rank.
+        device: the device that this rank owns; tensors from `shards` arrive there.
+        backend: what carries the gradients ("gloo", "nccl", …); None in a world of one.
+        everyone: the axis of all ranks.
+        data: the axis of ranks that hold the same parameters and average their gradients.
+        pipeline: the axis of ranks that hold the stages of one replica.
+        seed: the run's seed, or None if the global generators were left alone.
+        run_dir: where this run's files lie, or None.
+        step: what all ranks agree on, step by step.
+    """
+
+    def __init__(self, membership: Membership, *, seed: int | None, run_dir: Path | None) -> None:
+        self.rank = membership.rank
+        self.size = membership.size
+        self.local_rank = membership.local_rank
+        self.local_size = membership.local_size
+        self.host_index = membership.host_index
+        self.device = membership.device
+        self.backend = membership.backend
+        self.everyone = membership.everyone
+        self.data = membership.data
+        self.pipeline = membership.pipeline
+        self.seed = seed
+        self.run_dir = run_dir
+        self.step = StepState()
+        self._owns_group = membership.owns_group
+        self._open = True
+        self._held: list[weakref.ref[Any]] = []
+        atexit.register(self.close)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes."""
+        return self.rank == 0
+
+    @property
+    def replicas(self) -> list[Any]:
+        """The live models made by :func:`samestep.replicate` in this world, oldest first."""
+        return [held for reference in self._held if (held := reference()) is not None]
+
+    def hold(self, replica: Releasable) -> None:
+        """Remembers a user of the process group, so that it lets go before the group is destroyed."""
+        self._held.append(weakref.ref(replica))
+
+    def group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """Returns a process group of some ranks, or None on a rank that is not among them.
+
+        Collective: every rank of the world must call it, members or not, in the same order.
+
+        Args:
+            ranks: global ranks, each once.
+
+        Raises:
+            UsageError: a rank is out of range or named twice.
+        """
+        wanted = sorted(ranks)
+        if len(set(wanted)) != len(wanted) or not wanted or wanted[0] < 0 or wanted[-1] >= self.size:
+            raise UsageError(f"group({list(ranks)}) must name ranks from 0 to {self.size - 1}, each once")
+        if self.size == 1:
+            return None
+        group = dist.new_group(wanted)
+        return group if self.rank in wanted else None
+
+    def barrier(self) -> None:
+        """Waits until every rank is here. Collective: every rank must call it."""
+        if self.everyone.control is not None:
+            dist.barrier(group=self.everyone.control)
+
+    def generator(self, purpose: str, *, per_rank: bool = True) -> torch.Generator:
+        """Returns a random stream of its own for `purpose`, on the host.
+
+        Args:
+            purpose: a name; two names never share a stream.
+            per_rank: each rank draws its own numbers; false gives all ranks the same.
+        """
+        who = (self.rank,) if per_rank else ()
+        return seeds.generator(self.seed or 0, purpose, *who)
+
+    def close(self) -> None:
+        """Destroys the process group; called on every way out, more than once does no harm.
+
+        Users of the group let go of it first: when DistributedDataParallel's reducer is its last owner, the reducer's
+        destructor joins gloo's thread while holding the interpreter lock, and the process never ends.
+        """
+        if not self._open:
+            return
+        self._open = False
+        atexit.unregister(self.close)
+        for replica in self.replicas:
+            replica.release()
+        for axis in (self.everyone, self.data, self.pipeline):
+            object.__setattr__(axis, "group", None)
+            object.__setattr__(axis, "control", None)
+        gc.collect()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        # World(rank 1 of 4, cpu, gloo)
+        return f"World(rank {self.rank} of {self.size}, {self.device}, {self.backend or 'alone'})"
+
+
+def world(
+    *,
+    backend: str | None = None,
+    init_method: str | None = None,
+    rank: int | None = None,
+    size: int | None = None,
+    device: torch.device | str | None = None,
+    pipeline: int = 1,
+    seed: int | None = 0,
+    deterministic: bool = False,
+    timeout: float | timedelta = 1800.0,
+    join_timeout: float | timedelta = 300.0,
+    run_dir: str | Path | None = None,
+) -> World:
+    """Joins the other ranks, however they were started, and returns the world; alone it is a world of one.
+
+    Collective: every rank must call it.
+
+    Args:
+        backend: "gloo", "nccl" or another that torch knows; by default what suits device and network.
+        init_method: "env://", "tcp://host:port" or "file:///path"; by default what the launcher set, be it
+            `samestep run`, torchrun, srun or mpiexec.
+        rank: this rank's number, where no launcher says it.
+        size: the number of ranks, likewise.
+        device: by default the GPU of this local rank if there is one, else the CPU.
+        pipeline: the number of stages of a replica; `size` must be a multiple of it.
+        seed: seeds Python's, NumPy's and torch's global generators, alike on every rank so that models start
+            alike; `replicate` then gives each rank its own stream. None leaves them alone.
+        deterministic: asks torch and cuDNN for bit-reproducible algorithms; see
+            :func:`samestep.runtime.seeds.use_deterministic_algorithms` for the price.
+        timeout: seconds a collective may take.
+        join_timeout: seconds to wait for the other ranks.
+        run_dir: where files of the run belong; by default what `samestep run` chose.
+
+    Raises:
+        RankVariablesError: the launcher's variables are half set or contradictory.
+        BackendError: the backend is unknown, not built in, or cannot serve the device.
+        DeviceError: two ranks would share a GPU.
+        RendezvousError: the others did not come, or the address is wrong or stale.
+
+    Example:
+        >>> import samestep
+        >>> with samestep.world() as world:
+        ...     print(world.rank, "of", world.size)
+        0 of 1
+    """
+    if deterministic:
+        seeds.use_deterministic_algorithms()
+    told = rankenv.read_rank_variables()
+    asked = None if device is None else torch.device(device)
+    if dist.is_available() and dist.is_initialized():
+        membership = adopt(told, asked, pipeline)
+    elif _is_alone(init_method, told, rank, size):
+        membership = stay_alone(asked, backend, pipeline)
+    else:
+        joining = Joining(backend=backend, device=asked, pipeline=pipeline, told=told)
+        membership = joining.join(init_method, rank, size, _seconds(timeout), _seconds(join_timeout))
+    if seed is not None:
+        seeds.seed_everything(seed, "model")
+    folder = run_dir if run_dir is not None else rankenv.variable("SAMESTEP_RUN_DIR")
+    return World(membership, seed=seed, run_dir=None if folder is None else Path(folder))
+
+
+def _seconds(value: float | timedelta) -> float:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else float(value)
+    if seconds <= 0:
+        raise UsageError(f"a timeout must be more than 0 seconds, and is {seconds:g}")
+    return seconds
+
+
+def _is_alone(init_method: str | None, told: rankenv.RankVariables | None, rank: int | None, size: int | None) -> bool:
+    if init_method is not None and not init_method.startswith("env://"):
+        return False
+    if rank is not None or size is not None:
+        return size == 1
+    return told is None or told.size == 1

@@ -1,0 +1,69 @@
+"""Ranks and their coordinates on the named axes of the world: integers only.
+
+Pipeline is the fast axis, so that neighbouring stages are neighbouring ranks and meet on one host:
+
+    pipeline=2, 8 ranks         pipeline 0   pipeline 1
+                 data 0             0            1            ranks of one row hold the stages of one replica
+                 data 1             2            3            ranks of one column hold the same stage and
+                 data 2             4            5            average their gradients
+                 data 3             6            7
+
+torch's DeviceMesh draws the same table; this one needs no process group, so the launcher, the planner and the
+tests can ask it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from samestep.errors import UsageError
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`size` ranks laid out as `size / pipeline` replicas of `pipeline` stages."""
+
+    size: int
+    pipeline: int = 1
+
+    def __post_init__(self) -> None:
+        if self.pipeline < 1 or self.size % self.pipeline:
+            raise UsageError(
+                f"a world of {self.size} cannot be cut into pipelines of {self.pipeline}: "
+                f"the number of ranks must be a multiple of the number of stages"
+            )
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """Returns (position on the data axis, position on the pipeline axis)."""
+        return divmod(rank, self.pipeline)
+
+    def data_ranks(self, rank: int) -> tuple[int, ...]:
+        """Returns the ranks that hold the same stage as `rank`, in order."""
+        return tuple(range(rank % self.pipeline, self.size, self.pipeline))
+
+    def pipeline_ranks(self, rank: int) -> tuple[int, ...]:
+        """Returns the ranks that hold the stages of the replica of `rank`, in order."""
+        first = rank - rank % self.pipeline
+        return tuple(range(first, first + self.pipeline))
+
+    def rows(self) -> list[tuple[int, ...]]:
+        """Returns the pipeline groups of the whole world, in order."""
+        return [self.pipeline_ranks(rank) for rank in range(0, self.size, self.pipeline)]
+
+    def columns(self) -> list[tuple[int, ...]]:
+        """Returns the data groups of the whole world, in order."""
+        return [self.data_ranks(rank) for rank in range(self.pipeline)]
+
+
+def cut_evenly(total: int, parts: int) -> list[tuple[int, int]]:
+    """Returns `parts` contiguous slices [start, stop) of `total`, their lengths differing by at most one.
+
+    >>> cut_evenly(7, 3)
+    [(0, 3), (3, 5), (5, 7)]
+    """
+    short, longer = divmod(total, parts)
+    edges = [part * short + min(part, longer) for part in range(parts + 1)]
+    return list(pairwise(edges))
