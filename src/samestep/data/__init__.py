@@ -1,1 +1,1 @@
-"""TODO."""
+"""Who sees which sample, and when: one global order, cut among the ranks. Floor 4."""

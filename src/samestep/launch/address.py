@@ -45,7 +45,7 @@ def serve_store(listener: socket.socket, size: int) -> None:
     port = listener.getsockname()[1]
 
     def serve() -> None:
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         _stores[:] = [
             TCPStore(
@@ -74,7 +74,10 @@ class _AfterImport(MetaPathFinder, Loader):
         self.loader: Loader | None = None
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002  (the protocol's)
+        target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
         if fullname != self.name:
             return None

@@ -33,7 +33,7 @@ __all__: list[str] = []
 class Job:
     """One call. `module` is the name and file of the module that defines the function, where it has one."""
 
-    variables: dict[str, str]
+    variables: dict[str, str | None]
     path: list[str]
     module: tuple[str, str] | None
     payload: bytes
@@ -43,16 +43,16 @@ class Job:
 def dump(value: Any) -> bytes:
     """Pickles a value, functions of `__main__`, lambdas and closures included where cloudpickle is installed."""
     try:
-        import cloudpickle
+        import cloudpickle  # type: ignore[import-untyped]
     except ImportError:
         return pickle.dumps(value)
     return bytes(cloudpickle.dumps(value))
 
 
-def send_job(connection: Connection, job: Job, listener: socket.socket | None) -> None:
+def send_job(connection: Connection, job: Job, listener: socket.socket) -> None:
     """Sends one call; `listener` goes with it where `job.brings_listener`."""
     connection.send(job)
-    if listener is not None:
+    if job.brings_listener:
         send_handle(connection, listener.fileno(), 0)
 
 
@@ -76,7 +76,7 @@ def _answer(job: Job, rank: int) -> bytes:
         _import_module(job.module)
         fn, args = pickle.loads(job.payload)  # noqa: S301  (from our own parent, over a private socket)
         return dump(("returned", fn(*args)))
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (it travels to the caller)
         return pickle.dumps(("raised", describe(error, rank)))
     finally:
         added = set(child_environment({})) - set(before)

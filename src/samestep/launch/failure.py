@@ -15,6 +15,7 @@ import json
 import linecache
 import os
 import re
+import signal
 import socket
 import sysconfig
 import time
@@ -160,6 +161,36 @@ def _installed_places() -> set[Path]:
     return {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
 
+def death(rank: int, pid: int, code: int) -> Failure:
+    """Returns the failure of a rank that ended without a word, from its exit code (negative for a signal)."""
+    number = -code if code < 0 else None
+    if number is None:
+        name, message = "Exit", f"it ended with exit code {code} and left no exception behind"
+    else:
+        name, message = "Signal", f"it was ended by {signal.Signals(number).name} (signal {number})"
+    if number == signal.SIGKILL:
+        message += "; the kernel does so when memory runs out"
+    return Failure(
+        rank=rank,
+        pid=pid,
+        exception=name,
+        message=message,
+        exit_code=code if number is None else 128 + number,
+        time=time.time(),
+        signal=number,
+    )
+
+
+def count(ranks: list[int]) -> str:
+    """Returns how many ranks, and which.
+
+    >>> count([0]), count([2, 0, 1])
+    ('1 other rank (0)', '3 other ranks (0, 1, 2)')
+    """
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{len(ranks)} other {noun} ({', '.join(map(str, sorted(ranks)))})"
+
+
 def culprit(failures: list[Failure], finished: list[int], size: int) -> Failure | None:
     """Returns the failure that explains the others, or None where nobody failed.
 
@@ -193,7 +224,7 @@ def early_exit(rank: int, victim: Failure) -> Failure:
 
 
 def _aborted(failure: Failure) -> bool:
-    return failure.signal == 6 and not failure.traceback
+    return failure.signal == signal.SIGABRT and not failure.traceback
 
 
 def as_json(failure: Failure, waiting: list[int]) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from typing import IO, Any, Self
 from samestep.errors import RankFailure, UsageError
 from samestep.launch.address import listen_on_loopback
 from samestep.launch.calls import Job, dump, failure_of, send_job
-from samestep.launch.failure import Failure, culprit
-from samestep.launch.process import Process, has_ended, rank_command, reap, start, stop_all, wait_all
+from samestep.launch.failure import Failure, count, culprit, death
+from samestep.launch.process import Process, rank_command, reap, start, stop_all, wait_all
 from samestep.launch.variables import Group, rank_variables
 from samestep.rankenv import child_environment
 
@@ -92,13 +92,21 @@ class RankPool:
             process = start(command, environment, keep=(theirs.fileno(), stacks.fileno()))
         return _Member(rank, process, Connection(ours.detach()), stacks)
 
-    def call(self, fn: Callable[..., Any], args: Sequence[Any] = (), *, timeout: float | None = None) -> list[Any]:
+    def call(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        *,
+        timeout: float | None = None,
+        module_of: Callable[..., Any] | None = None,
+    ) -> list[Any]:
         """Returns `[fn(*args) on rank 0, on rank 1, …]`.
 
         Args:
             fn: a function that every rank can import, or (with cloudpickle) any function.
             args: its arguments, the same on every rank.
             timeout: seconds until the ranks' stacks are dumped and the call fails; None waits for ever.
+            module_of: the function whose module the ranks import first; `fn` by default.
 
         Raises:
             RankFailure: a rank raised, died or did not answer in time. The pool is of no use any more.
@@ -108,10 +116,10 @@ class RankPool:
         with listen_on_loopback() as listener:
             group = replace(self._group, port=listener.getsockname()[1])
             for member in self._members:
-                variables = {**rank_variables(group, member.rank), **_settings(self._extra)}
-                job = Job(variables, list(sys.path), _module_of(fn), payload, member.rank == 0)
+                variables = rank_variables(group, member.rank) | self._extra
+                job = Job(variables, list(sys.path), _module_of(module_of or fn), payload, member.rank == 0)
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died; _collect says how
-                    send_job(member.connection, job, listener if member.rank == 0 else None, member.process.pid)
+                    send_job(member.connection, job, listener)
         return self._collect(None if timeout is None else time.monotonic() + timeout, timeout)
 
     def _collect(self, deadline: float | None, timeout: float | None) -> list[Any]:
@@ -181,3 +189,40 @@ class RankPool:
         else:
             stop_all([member.process for member in self._members], GRACE)
             self.kill()
+
+
+def _wait(pending: list[_Member], deadline: float | None) -> list[_Member]:
+    """Returns the members that have answered or died; none when the deadline came first."""
+    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    ready = set(wait([item for member in pending for item in (member.connection, member.handle)], left))
+    return [member for member in pending if ready & {member.connection, member.handle}]
+
+
+def _receive(member: _Member) -> tuple[str, Any]:
+    """Returns a rank's answer, or the failure that its death amounts to."""
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        if member.connection.poll():
+            answer: tuple[str, Any] = pickle.loads(member.connection.recv_bytes())  # noqa: S301  (our own child)
+            return answer
+    wait_all([member.process], GRACE)
+    return "raised", death(member.rank, member.process.pid, reap(member.process))
+
+
+def _as_error(blamed: Failure, failures: list[Failure], size: int) -> RankFailure:
+    """Returns what the caller is told: the culprit, its own traceback, and who merely lost it."""
+    reason = f"of {size} failed: {blamed.exception}: {blamed.message}"
+    if blamed.where is not None:
+        reason += f"\n  at {blamed.where}  {blamed.source or ''}".rstrip()
+    victims = [failure.rank for failure in failures if failure.rank != blamed.rank and failure.lost_peer]
+    if victims:
+        reason += f"\n  {count(victims)} merely lost it"
+    if blamed.traceback:
+        reason += f"\n\n{blamed.traceback}"
+    return RankFailure(blamed.rank, reason, blamed.exit_code)
+
+
+def _module_of(fn: Callable[..., Any]) -> tuple[str, str] | None:
+    """Returns name and file of the module that defines `fn`, for a rank to import; None for `__main__` or a C one."""
+    name = getattr(fn, "__module__", None)
+    file = getattr(sys.modules.get(name or ""), "__file__", None)
+    return None if name in {None, "__main__"} or file is None else (name, str(Path(file)))

@@ -73,10 +73,14 @@ def signal_group(process: Process, number: int) -> None:
             os.killpg(process.pid, number)
 
 
-def has_ended(process: Process) -> bool:
-    """Tells whether a rank has ended, without reaping it."""
-    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    return process.returncode is not None or os.waitid(os.P_PID, process.pid, options) is not None
+def exit_status(process: Process) -> int | None:
+    """Returns an ended rank's exit code, negative for a signal, without reaping it; None while it runs."""
+    if process.returncode is not None:
+        return process.returncode
+    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def reap(process: Process) -> int:
@@ -89,7 +93,7 @@ def wait_all(processes: Sequence[Process], seconds: float) -> bool:
     """Waits until all have ended or the time is over; returns whether all have. Reaps none."""
     deadline = time.monotonic() + seconds
     poller = select.poll()
-    handles = [os.pidfd_open(process.pid) for process in processes if not has_ended(process)]
+    handles = [os.pidfd_open(process.pid) for process in processes if exit_status(process) is None]
     try:
         for handle in handles:
             poller.register(handle, select.POLLIN)

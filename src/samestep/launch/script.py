@@ -25,9 +25,7 @@ def run_script(path: str, arguments: list[str]) -> None:
     sys.path.insert(0, str(Path(path).resolve().parent))
     loader = SourceFileLoader("__main__", path)
     main = ModuleType("__main__")
-    main.__dict__.update(
-        __file__=path, __builtins__=builtins, __loader__=loader, __cached__=None, __annotations__={}
-    )
+    main.__dict__.update(__file__=path, __builtins__=builtins, __loader__=loader, __cached__=None, __annotations__={})
     sys.modules["__main__"] = main
     code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
     exec(code, main.__dict__)  # noqa: S102  (running the user's script is the purpose)

@@ -1,12 +1,12 @@
-"""Text that is on every machine: the Python files of the standard library, as sequences of bytes.
+r"""Text that is on every machine: the Python files of the standard library, as sequences of bytes.
 
 Language models are usually trained on one long stream cut into equal pieces, so that no piece is ever short.
 Here each file is cut by itself, and its last piece is padded and masked: ranks then hold different numbers of
 real tokens, which is where a mean of means goes wrong.
 
-    file "import os\n", context 4        inputs   ^impo   after masking    targets  impo
-    (^ is START, . is padding)                    orts..                            rt o
-                                                                                    s\n..
+    file "import os\n", context 4     inputs   ^imp  ort   os..      ^ is START
+                                      targets  impo  rt o  s\n..      . is padding, masked
+
 Every byte of every file is a target exactly once, so bits per byte over the held-out files are exact.
 Which files are held out depends on their names alone. Another Python version has other files: train on machines
 with the same one.
@@ -42,7 +42,7 @@ class ByteSequences(Dataset[Sample]):
     def __init__(self, files: Sequence[bytes], context: int) -> None:
         self.context = context
         self.text = torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8).long()
-        self.spans = [span for span in spans(map(len, files), context)]
+        self.spans = spans(map(len, files), context)
         self.bytes = len(self.text)
 
     def __len__(self) -> int:

@@ -87,6 +87,8 @@ class Display:
     def begin(self, epoch: int) -> None:
         """Epoch `epoch` (from 0) starts, or goes on in its middle."""
         self.epoch, self.at_step = epoch, self.batches.step
+        if self.taken == 0 and epoch + self.at_step > 0:
+            self.note(f"goes on in {self.place} after step {self.at_step}/{self.batches.steps_per_epoch}")
         self.resumed = self.clock()
 
     def step(self) -> None:
@@ -164,8 +166,8 @@ def tell(name: str, world: samestep.World, text: str, console: Console | None = 
 
 def percent(share: float) -> str:
     """Such as `98.6 %`; never `100.0 %` for what is not all."""
-    text = f"{share:.1%}"
-    return f"{share:.3%}" if text == "100.0%" and share < 1 else text
+    text = f"{100 * share:.1f}"
+    return f"{100 * share:.3f} %" if text == "100.0" and share < 1 else f"{text} %"
 
 
 def plural(number: int, noun: str) -> str:

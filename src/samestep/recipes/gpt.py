@@ -72,6 +72,7 @@ class GPT(nn.Module):
             nn.init.normal_(parameter, std=SPREAD / math.sqrt(2 * layers) if residual else SPREAD)
 
     def forward(self, symbols: torch.Tensor) -> torch.Tensor:
+        """Scores, not yet probabilities."""
         places = torch.arange(symbols.shape[1], device=symbols.device)
         x = self.blocks(self.embedding(symbols) + self.position(places))
         return F.linear(self.norm(x), self.embedding.weight)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,11 +41,14 @@ EXTRAS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 class Saving(Protocol):
     """What a training loop needs of a checkpoint."""
 
-    def epochs(self, n: int) -> Iterable[int]:
+    epoch: int
+    resumed: bool
+
+    def epochs(self, n: int) -> Iterator[int]:
         """The epochs left to train."""
         ...
 
-    def commit(self) -> Any:
+    def commit(self) -> None:
         """A step has ended."""
         ...
 
@@ -53,23 +56,27 @@ class Saving(Protocol):
 class Unsaved:
     """The checkpoint of a run that saves nothing."""
 
+    def __init__(self, batches: samestep.Shards) -> None:
+        self.epoch = 0
+        self.resumed = False
+        self.batches = batches
+
     def epochs(self, n: int) -> Iterator[int]:
         """All of them."""
-        return iter(range(n))
+        while self.epoch < n:
+            yield self.epoch
+            self.epoch += 1
 
     def commit(self) -> None:
-        """Nothing to keep."""
+        """Ends the step, so that its loss can be read."""
+        self.batches.commit()
 
 
-def saving(asked: argparse.Namespace, world: samestep.World, **named: Any) -> Saving:
-    """`samestep.checkpoint` at the path asked for, or nothing saved without one. Collective: every rank must call.
-
-    What has no `state_dict` is left out.
-    """
+def saving(asked: argparse.Namespace, world: samestep.World, batches: samestep.Shards, **named: Any) -> Saving:
+    """`samestep.checkpoint` at the path asked for, or nothing saved without one. Collective: every rank must call."""
     if asked.checkpoint is None:
-        return Unsaved()
-    kept = {name: thing for name, thing in named.items() if hasattr(thing, "state_dict")}
-    return samestep.checkpoint(asked.checkpoint, world, every=asked.save_every, **kept)
+        return Unsaved(batches)
+    return samestep.checkpoint(asked.checkpoint, world, every=asked.save_every, batches=batches, **named)
 
 
 def both(first: Callable[[], Any], second: Callable[[], Any]) -> Callable[[], None]:

@@ -122,6 +122,7 @@ class ResNet(nn.Module):
         initialise(self, zero_init=zero_init)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores, not yet probabilities."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]

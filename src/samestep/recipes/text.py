@@ -13,11 +13,11 @@ over every byte of every held-out file, once, divided by their number.
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch.nn import functional as F
@@ -74,11 +74,20 @@ class Training:
         scores = scores if scores.dtype == torch.float64 else scores.float()
         return F.cross_entropy(scores.transpose(1, 2), targets, ignore_index=corpus.IGNORED, reduction="none")
 
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "batches": self.batches,
+        }
+
     def epoch(self, after_step: Callable[[], None]) -> None:
         """One pass over the training bytes."""
         for inputs, targets in self.batches:
             loss = self.batches.mean(self.losses((inputs, targets)), mask=targets != corpus.IGNORED)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             if self.batches.step_ends:
                 samestep.clip_grad_norm_(self.model, self.clip)
                 self.optimizer.step()
@@ -95,7 +104,7 @@ def train(asked: argparse.Namespace) -> None:
     train_set, held_out = corpus.train_and_held_out(folder, total=asked.bytes, context=asked.context)
     with samestep.world(backend=asked.backend, device=asked.device, seed=asked.seed) as world:
         training = build(asked, world, train_set)
-        state = options.saving(asked, world, **vars(training))
+        state = options.saving(asked, world, **training.kept())
         with display(asked, world, training.batches, train_set.bytes) as show:
             show.note(f"{train_set.bytes:,} bytes of {folder} to train on, {held_out.bytes:,} held out")
             bits = None
@@ -107,7 +116,7 @@ def train(asked: argparse.Namespace) -> None:
             if bits is None:  # the checkpoint held a finished training
                 bits = bits_per_byte(training, held_out, world, asked.batch_size)
             if world.is_first and asked.sample:
-                show.note(f"it writes {written(training.model.module, asked.sample, asked.seed)}")
+                show.note(f"it writes {written(cast('GPT', training.model.module), asked.sample, asked.seed)}")
             show.summary(f"{bits:.3f} bits per byte over {held_out.bytes:,} held-out bytes", asked.checkpoint)
 
 
@@ -136,9 +145,7 @@ def build(asked: argparse.Namespace, world: samestep.World, train_set: corpus.By
     return Training(model, optimizer, schedule, batches, asked.precision, asked.clip)
 
 
-def bits_per_byte(
-    training: Training, held_out: corpus.ByteSequences, world: samestep.World, batch_size: int
-) -> float:
+def bits_per_byte(training: Training, held_out: corpus.ByteSequences, world: samestep.World, batch_size: int) -> float:
     """Exact: nats summed over every held-out byte, divided by their number. Collective: every rank must call."""
 
     def sums_and_counts(batch: corpus.Sample) -> tuple[torch.Tensor, torch.Tensor]:

@@ -177,7 +177,7 @@ class DeviceSyncBatchNorm(nn.SyncBatchNorm):
     axis: Axis
 
     @property
-    def process_group(self) -> Any:
+    def process_group(self) -> Any:  # type: ignore[override]
         """The group of the axis; None once the world is closed."""
         return self.axis.group
 

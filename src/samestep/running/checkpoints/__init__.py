@@ -1,11 +1,12 @@
 """Checkpoints that cannot tear: a payload without code, digests over every byte, one rename as the commit.
 
-    format      nested Python data and tensors  <->  a JSON manifest and named tensors      (touches no file)
-    directory   the names in a checkpoint directory, who owns it, what may be deleted
-    writer      fresh temporary folder -> payload -> manifest -> rename
-    reader      verify, then read; set aside what cannot be trusted
-    named       the state of the objects a script names, without `module.` and `_orig_mod.`
-    streams     the random streams of every rank
-    every       when a checkpoint is due
-    commit      `samestep.checkpoint`: ties them to the steps and epochs of a run, the same on every rank
+format      nested Python data and tensors  <->  a JSON manifest and named tensors      (touches no file)
+directory   the names in a checkpoint directory, who owns it, what may be deleted
+writer      fresh temporary folder -> payload -> manifest -> rename
+reader      verify, then read; set aside what cannot be trusted
+store       all of that on rank 0, and the same verdict on every rank
+named       the state of the objects a script names, without `module.` and `_orig_mod.`
+streams     the random streams of every rank
+every       when a checkpoint is due
+commit      `samestep.checkpoint`: ties them to the steps and epochs of a run
 """

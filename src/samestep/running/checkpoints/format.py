@@ -5,11 +5,11 @@ and neither carries a checksum, so a flipped bit loads without a word (measured 
 from a zeroed block). safetensors holds flat tensors and nothing else. So the structure goes into JSON, where no
 code can hide, the tensors go into safetensors, and the manifest carries a digest of every byte, its own included.
 
-    {"step": 3, "exp_avg": tensor, 7: (1, 2)}
-        ->  {"dict": [["step", 3], ["exp_avg", {"tensor": "optimizer/exp_avg"}], [7, {"tuple": [1, 2]}]]}
+    {"lr": 0.1, "state": {7: (tensor, 2)}}
+        ->  {"dict": {"lr": 0.1, "state": {"dict": [[7, {"tuple": [{"tensor": "optimizer/state/7/0"}, 2]}]]}}}
 
-Every JSON object in the tree has exactly one key, which says what it stands for; lists and plain values stand for
-themselves. Dictionaries are lists of pairs, so that keys keep their type and order.
+Lists and plain values stand for themselves. Anything else is an object with one key, which says what it stands for.
+A dictionary whose keys are not all strings is a list of pairs, so that keys keep their type.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Manifest:
         within: whether the body of epoch number ``epoch`` had been entered and not left.
         world_size: ranks that saved.
         samestep, torch: the versions that wrote it.
-        state: tree of the named objects' state.
+        about: name -> what tells whether a saved object fits another one.
+        state: name -> tree of that object's state.
         random: tree of the ranks' random streams.
         tensors: name -> {"dtype", "shape"}, in the order of the payload.
         files: name -> {"size" in bytes, "sha256"}.
@@ -61,7 +62,8 @@ class Manifest:
     world_size: int
     samestep: str
     torch: str
-    state: Any
+    about: dict[str, dict[str, Any]]
+    state: dict[str, Any]
     random: Any
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -73,8 +75,8 @@ class Encoder:
     A tensor reached under two names (tied weights) is stored once and referred to twice.
     """
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
+    def __init__(self, tensors: dict[str, Tensor] | None = None) -> None:
+        self.tensors = {} if tensors is None else tensors  # name -> tensor, where it stands; added to in place
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, where: str) -> Any:
@@ -92,7 +94,7 @@ class Encoder:
         if isinstance(value, Tensor):
             return {"tensor": self._tensor(value, where)}
         if type(value) in _MAPPINGS:
-            return {_MAPPINGS[type(value)]: self._pairs(value, where)}
+            return {_MAPPINGS[type(value)]: self._entries(value, where)}
         if type(value) in {list, tuple}:
             items = [self.encode(item, f"{where}/{i}") for i, item in enumerate(value)]
             return items if type(value) is list else {"tuple": items}
@@ -108,13 +110,13 @@ class Encoder:
             "state_dict() return its contents instead"
         )
 
-    def _pairs(self, mapping: dict[Any, Any], where: str) -> list[list[Any]]:
-        pairs = []
+    def _entries(self, mapping: dict[Any, Any], where: str) -> Any:
+        entries = []
         for key, value in mapping.items():
             # "/" separates the levels, so within a key it is escaped as in a JSON pointer (RFC 6901).
-            level = str(key).replace("~", "~0").replace("/", "~1")
-            pairs.append([self.encode(key, f"{where}/{level}"), self.encode(value, f"{where}/{level}")])
-        return pairs
+            level = f"{where}/{str(key).replace('~', '~0').replace('/', '~1')}"
+            entries.append([self.encode(key, level), self.encode(value, level)])
+        return dict(entries) if all(isinstance(key, str) for key in mapping) else entries
 
     def _tensor(self, tensor: Tensor, where: str) -> str:
         if type(tensor) not in {Tensor, torch.nn.Parameter, torch.nn.Buffer} or tensor.layout != torch.strided:
@@ -168,7 +170,8 @@ def _decode_one(kind: str, content: Any, tensors: dict[str, Tensor]) -> Any:
         return bytes.fromhex(content)
     for mapping, name in _MAPPINGS.items():
         if kind == name:
-            return mapping({decode(key, tensors): decode(value, tensors) for key, value in content})
+            pairs = content.items() if isinstance(content, dict) else content
+            return mapping({decode(key, tensors): decode(value, tensors) for key, value in pairs})
     raise ValueError(kind)
 
 

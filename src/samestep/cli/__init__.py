@@ -1,0 +1,82 @@
+"""Floor 7: the command line. One file a command, loaded only when it is asked for, so that help takes no torch."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from samestep._version import __version__
+from samestep.errors import SamestepError, UsageError
+
+__all__ = ["main"]
+
+
+class Command(NamedTuple):
+    """A module with `main(arguments: Sequence[str]) -> int`, and what the help says of it."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "run": Command("samestep.cli.run", "start a script on N processes of this machine"),
+}
+
+HELP = """usage: samestep COMMAND [options]
+
+N processes take the same training step that one process would take, and can prove it.
+
+commands:
+{commands}
+
+options:
+  -h, --help  show this help
+  --version   show the version
+
+examples:
+  samestep run -n 2 train.py --lr 0.1     train on two processes
+  samestep run train.py                   one process per GPU, or one
+  samestep run --help                     all options of a command
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the process's exit code.
+
+    Args:
+        argv: the arguments after the program's name; `sys.argv[1:]` by default.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except SamestepError as error:
+        print(f"samestep: error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in {"-h", "--help", "help"}:
+        width = max(map(len, COMMANDS))
+        rows = (f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+        print(HELP.format(commands="\n".join(rows)), end="")
+        return 0
+    if arguments[0] == "--version":
+        print(f"samestep {__version__}")
+        return 0
+    command = COMMANDS.get(arguments[0])
+    if command is None:
+        raise UsageError(f"there is no command {arguments[0]!r}: {_advice(arguments)}")
+    code: int = import_module(command.module).main(arguments[1:])
+    return code
+
+
+def _advice(arguments: list[str]) -> str:
+    if arguments[0].endswith(".py") or arguments[0] in {"-n", "-m"}:
+        return f"did you mean `samestep run {' '.join(arguments)}`?"
+    close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+    if close:
+        return f"did you mean `samestep {close[0]}`?"
+    return f"the commands are {', '.join(COMMANDS)}; `samestep --help` explains them"

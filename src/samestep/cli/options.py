@@ -1,0 +1,48 @@
+"""An argument parser whose errors are exceptions, in one line that says how to mend them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from samestep.errors import UsageError
+
+__all__: list[str] = []
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, without its own exit on an error, and with a guess at a misspelt option."""
+
+    def __init__(self, command: str, **options: Any) -> None:
+        super().__init__(
+            prog=f"samestep {command}",
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **options,
+        )
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Returns the options.
+
+        Raises:
+            UsageError: an option is unknown or malformed.
+        """
+        options, unknown = self.parse_known_args(arguments)
+        if unknown:
+            raise UsageError(self._unknown(unknown[0]))
+        return options
+
+    def also(self, *spellings: str, dest: str, **options: Any) -> None:
+        """Accepts further spellings of an option, which the help does not list."""
+        self.add_argument(*spellings, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; `{self.prog} --help` lists the options")
+
+    def _unknown(self, option: str) -> str:
+        name = option.partition("=")[0]
+        close = difflib.get_close_matches(name, self._option_string_actions, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"`{self.prog} --help` lists the options"
+        return f"unknown option {name}: {hint}"

@@ -1,0 +1,150 @@
+"""`samestep run`: a script, unchanged, on N processes of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from samestep.cli.options import Parser
+from samestep.errors import UsageError
+from samestep.launch.devices import visible_gpus
+from samestep.launch.run import Plan, launch, summary
+from samestep.launch.variables import Group
+from samestep.paths import RunDirectory, default_run_path
+
+__all__ = ["main"]
+
+DESCRIPTION = """Starts a script on N processes (ranks) of this machine and waits for them.
+
+Every rank sees the variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, …), so a script
+written for it runs unchanged. Each rank's output is shown live and kept in the run directory. When a rank
+fails the others are stopped, and the last lines name the culprit, its own line, and where the logs lie."""
+
+EXAMPLES = """options stand before the script; everything after it is the script's.
+
+examples:
+  samestep run -n 2 train.py --lr 0.1        two processes
+  samestep run train.py                      one process per GPU; one where there is none
+  samestep run -n 4 -m package.train --lr 1  a module, as with python -m
+  samestep run -n 2 --dry-run train.py       show commands and variables, start nothing
+  samestep run -n 2 --json result.json train.py
+
+torchrun's spellings --nproc-per-node, --nproc_per_node and --standalone are accepted.
+
+exit code: 0; else the culprit's own; 128 + signal if a signal ended it; 1 for a rank that exited early with
+code 0 while others waited for it; 2 for a usage error."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    options = _parser().parse(arguments)
+    plan = _plan(options)
+    if options.dry_run:
+        _show(plan)
+        return 0
+    if plan.group.size > 1 and "OMP_NUM_THREADS" in plan.variables(0):
+        threads = plan.variables(0)["OMP_NUM_THREADS"]
+        print(f"samestep: {plan.group.size} ranks, OMP_NUM_THREADS={threads} for each", file=sys.stderr)
+    verdict = launch(plan)
+    if options.json is not None:
+        options.json.write_text(json.dumps(summary(plan, verdict), indent=2) + "\n", encoding="utf-8")
+    return verdict.exit_code
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "run",
+        usage="samestep run [options] (script.py | -m module) [args…]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+    )
+    add = parser.add_argument
+    add("-n", dest="ranks", metavar="N", type=_ranks, default="auto", help="processes, or auto: one per GPU, else 1")
+    add("-m", dest="module", action="store_true", help="what follows is a module's name, as with python -m")
+    add("--run-dir", metavar="DIR", type=Path, help="keep logs here, not in runs/<script>-<time>-<hex>")
+    add("--json", metavar="FILE", type=Path, help="write exit code, run directory and failure to this file")
+    add("--dry-run", action="store_true", help="print the exact commands and variables, start nothing")
+    add(
+        "--pass-local-rank",
+        dest="local_rank",
+        action="store_const",
+        const="--local-rank",
+        help="pass --local-rank=K to the script (--pass-local_rank: --local_rank=K), as torch.distributed.launch does",
+    )
+    parser.also("--pass-local_rank", "--pass_local_rank", dest="local_rank", action="store_const", const="--local_rank")
+    parser.also("--nproc-per-node", "--nproc_per_node", dest="ranks", type=_ranks)
+    parser.also("--standalone", dest="standalone", action="store_true")  # what run does anyway
+    add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _ranks(text: str) -> int:
+    if text == "auto":
+        return max(1, visible_gpus())
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes; give 1 or more, or auto")
+    return int(text)
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    if not options.program:
+        raise UsageError("no script is given: `samestep run -n 2 train.py`, or `-m module`")
+    program, *arguments = options.program
+    _check_module(program) if options.module else _check_script(program)
+    return Plan(
+        group=Group(size=options.ranks, port=0, run_id=secrets.token_hex(4)),
+        directory=RunDirectory(_run_path(options.run_dir, program)),
+        program=program,
+        arguments=tuple(arguments),
+        is_module=options.module,
+        local_rank_option=options.local_rank,
+    )
+
+
+def _check_script(program: str) -> None:
+    path = Path(program)
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise UsageError(f"{program} is a directory without a __main__.py: name a script")
+    if not path.exists():
+        hint = f"; for the module, `samestep run -m {program}`" if "/" not in program and path.suffix != ".py" else ""
+        raise UsageError(f"there is no script {program} in {Path.cwd()}: check the path{hint}")
+
+
+def _check_module(name: str) -> None:
+    sys.path.insert(0, str(Path.cwd()))  # as python -m does
+    try:
+        found = find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError):
+        found = False
+    finally:
+        sys.path.pop(0)
+    if not found:
+        raise UsageError(f"there is no module {name}: check the name; a file needs no -m")
+
+
+def _run_path(asked: Path | None, program: str) -> Path:
+    if asked is None:
+        return default_run_path(program)
+    if (asked / "run.json").exists():
+        raise UsageError(f"{asked} holds another run already: name a new directory, or leave --run-dir out")
+    return asked.absolute()
+
+
+def _show(plan: Plan) -> None:
+    """Prints what would be started, in a form that a shell would take."""
+    print(f"# run directory: {plan.directory.path}")
+    print("# MASTER_PORT is bound when the run starts; rank 0 inherits its socket and serves the store on it")
+    for rank in range(plan.group.size):
+        chosen = {**plan.variables(rank), "MASTER_PORT": "<port>"}
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in chosen.items())
+        command = plan.command(rank, None)
+        if rank == 0:
+            at = command.index("--error")
+            command[at:at] = ["--store", "<fd>"]
+        print(f"\n# rank {rank}\n{variables} \\\n  {shlex.join(command)}")

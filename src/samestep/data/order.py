@@ -1,0 +1,173 @@
+"""The global order: a keyed permutation of the samples with random access, and its cut into steps and ranks.
+
+DistributedSampler gives each rank a stripe of `torch.randperm`: the order depends on the number of ranks, the tail is
+padded with repeated samples (or dropped), `set_epoch` is forgotten, and a resume in mid-epoch starts over. Here the
+order is a function of (seed, epoch, position) alone, so any rank of any world size can ask for any part of it:
+
+    position     0   1   2   3   4   5   6   7   8   9          batch_size=4, 10 samples
+    sample       7   2   9   0   4   1   8   3   6   5          order.take(0, 10)
+    step         └──── 0 ────┘   └──── 1 ────┘   └ 2 ┘          step k takes [cursor, cursor + 4); the tail is short
+    rank of 3    0   0   1   2   0   0   1   2   0   1          contiguous slices, uneven where they must be; rank 2
+                                                                has no sample in step 2 and takes it all the same
+
+The permutation is a Feistel network over the next power of four, walked along its cycle until it lands below `size`
+(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002); the round function is SplitMix64's
+finaliser (Steele, Lea and Flood, OOPSLA 2014). Memory is constant. It is ours rather than `torch.randperm` because a
+resume must find the same order under any version: it never changes; a better one gets a new ORDER_VERSION.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.topology import cut_evenly
+
+__all__: list[str] = []
+
+ORDER_VERSION = 1
+ROUNDS = 8
+SMALLEST_HALF_BITS = 4  # fewer than 256 slots leave a Feistel network too few permutations to choose from
+BLOCK = 1 << 14  # positions computed at a time: large enough to amortise NumPy's calls, small enough to stay in cache
+
+Indices = NDArray[np.int64]
+_Words = NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Order:
+    """One epoch's order of `size` samples.
+
+    >>> Order(size=10, seed=0, epoch=0).take(0, 10).tolist() == sorted(range(10))
+    False
+    >>> sorted(Order(size=10, seed=0, epoch=0).take(0, 10).tolist()) == list(range(10))
+    True
+    """
+
+    size: int
+    seed: int = 0
+    epoch: int = 0
+    shuffle: bool = True
+    _block: dict[int, Indices] = field(default_factory=dict, compare=False, repr=False)
+
+    def take(self, start: int, stop: int) -> Indices:
+        """Returns the samples at positions [start, stop), shape [stop - start], int64."""
+        assert 0 <= start <= stop <= self.size
+        if not self.shuffle:
+            return np.arange(start, stop, dtype=np.int64)
+        blocks = range(start // BLOCK, -(-stop // BLOCK))
+        parts = [self._samples(number)[max(0, start - number * BLOCK) : stop - number * BLOCK] for number in blocks]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def _samples(self, number: int) -> Indices:
+        """The samples of one block of positions; the last block asked for is kept."""
+        if number not in self._block:
+            first = number * BLOCK
+            positions = np.arange(first, min(first + BLOCK, self.size), dtype=np.uint64)
+            self._block.clear()
+            self._block[number] = permute(positions, self.size, self._keys)
+        return self._block[number]
+
+    @cached_property
+    def _keys(self) -> _Words:
+        name = f"samestep order {ORDER_VERSION}/{self.seed}/{self.epoch}/{self.size}"
+        digest = hashlib.blake2b(name.encode(), digest_size=8 * ROUNDS).digest()
+        return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def permute(positions: _Words, size: int, keys: _Words) -> Indices:
+    """Returns where a keyed bijection of [0, size) sends each of `positions`."""
+    half_bits = max(SMALLEST_HALF_BITS, -(-(size - 1).bit_length() // 2))
+    result = positions.copy()
+    walking = np.arange(len(positions))
+    while len(walking):  # a walk ends: its cycle comes back to `position`, which is below `size`
+        result[walking] = _feistel(result[walking], half_bits, keys)
+        walking = walking[result[walking] >= np.uint64(size)]
+    return result.astype(np.int64)
+
+
+def _feistel(values: _Words, half_bits: int, keys: _Words) -> _Words:
+    bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> bits, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right + key) >> np.uint64(64 - half_bits))
+    return (left << bits) | right
+
+
+def _mix(words: _Words) -> _Words:
+    """SplitMix64's finaliser: every bit of the result depends on every bit of the word."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class Step:
+    """The positions [start, stop) of one optimizer step, and its cut for one rank.
+
+    Attributes:
+        start: first position of the whole step.
+        stop: one past the last.
+        micro: this rank's micro-batches as [start, stop) positions, as many on every rank; empty ones are equal.
+    """
+
+    start: int
+    stop: int
+    micro: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        """Samples of the step, over all ranks."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the order is cut: for whom, and into what.
+
+    Attributes:
+        total: samples of the epoch.
+        batch_size: samples of a step, over all ranks.
+        micro_batch_size: most samples of one micro-batch on one rank; None takes a rank's share whole.
+        rank: this rank's position on the data axis.
+        ranks: the length of the data axis.
+        drop_last: leave out a last step shorter than `batch_size`.
+    """
+
+    total: int
+    batch_size: int
+    micro_batch_size: int | None = None
+    rank: int = 0
+    ranks: int = 1
+    drop_last: bool = False
+
+    @property
+    def end(self) -> int:
+        """One past the last position that is used."""
+        return self.total - self.total % self.batch_size if self.drop_last else self.total
+
+    def steps_from(self, cursor: int) -> int:
+        """Returns how many steps are left from position `cursor`."""
+        return -(-max(0, self.end - cursor) // self.batch_size)
+
+    def step(self, start: int) -> Step:
+        """Returns the step that starts at position `start`.
+
+        The number of micro-batches follows from the largest share, so that it is the same on every rank.
+        """
+        stop = min(start + self.batch_size, self.end)
+        largest = -(-(stop - start) // self.ranks)
+        count = -(-largest // self.micro_batch_size) if self.micro_batch_size else 1
+        low, high = cut_evenly(stop - start, self.ranks)[self.rank]
+        micro = tuple((start + low + a, start + low + b) for a, b in cut_evenly(high - low, count))
+        return Step(start, stop, micro)
+
+    def steps(self, cursor: int) -> Iterator[Step]:
+        """Yields the steps from position `cursor` to the end."""
+        for start in range(cursor, self.end, self.batch_size):
+            yield self.step(start)

@@ -1,0 +1,386 @@
+"""`shards`: one global order of samples, this rank's part of every step, and the loss that adds up to the whole's.
+
+The usual recipe is DistributedSampler, a DataLoader with the batch size divided by hand, and a mean loss. It pads the
+tail, it averages means of unequal batches, it synchronises in accumulation where it need not, and a resume repeats
+data. Here the batch size is global; a step is a slice of one order; and `mean` divides by the weight of the *whole*
+step, so that the gradients which DistributedDataParallel averages over N ranks are those of one process:
+
+    loss of the step  L = 1/W Σ losses         W = weight of the whole step, over all ranks and micro-batches
+    rank r's value    l_r = 1/W Σ its losses   so that the values add up to L                              [1]
+    rank r's gradient N · ∂l_r                 because DDP divides the sum by N: 1/N Σ N ∂l_r = ∂L         [2]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from samestep.data.batches import Loader, Mover, check_dataset
+from samestep.data.order import ORDER_VERSION, Cut, Order, Step
+from samestep.errors import DataError, StepError
+from samestep.runtime import seeds
+from samestep.runtime.step import Agreement
+from samestep.runtime.world import World
+
+__all__ = ["Shards", "shards"]
+
+
+class Shards:
+    """This rank's part of a dataset, step by step. Made by :func:`samestep.shards`.
+
+    Iterating yields one micro-batch at a time, from the last committed position to the end of the epoch. The epoch
+    advances when it is exhausted; breaking out of the loop and iterating again starts at the committed position.
+
+    Attributes:
+        batch_size: samples of a step, over all ranks.
+        epoch: epochs finished.
+        step: steps of this epoch that are finished.
+        step_ends: the micro-batch yielded last is the last of its step; known before its forward.
+    """
+
+    def __init__(self, loader: Loader, cut: Cut, world: World, *, seed: int, shuffle: bool, weigh: Any) -> None:
+        self.batch_size = cut.batch_size
+        self.epoch = 0
+        self.step_ends = True
+        self._loader = loader
+        self._cut = cut
+        self._world = world
+        self._seed = seed
+        self._shuffle = shuffle
+        self._weigh = weigh
+        self._mover = Mover(world.device)
+        self._cursor = 0  # everything before it is consumed: the step that used it was committed
+        self._reached = 0  # everything before it was in a finished step
+        self._open: _OpenStep | None = None
+        self._iteration = 0
+        self._loss = _Loss(world)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a whole epoch."""
+        return self._cut.steps_from(0)
+
+    @property
+    def step(self) -> int:
+        """Steps of this epoch that are finished."""
+        return self.steps_per_epoch - self._cut.steps_from(self._reached)
+
+    @property
+    def loss(self) -> float:
+        """The loss of the last finished step, over all ranks; nan before the first, or if `mean` was not used.
+
+        All ranks reduced it when the step ended, so reading it only waits, and one rank may read it alone.
+        """
+        return self._loss.read()
+
+    def __len__(self) -> int:
+        """The micro-batches of a whole epoch on this rank, the same on every rank."""
+        whole, rest = divmod(self._cut.end, self.batch_size)
+        count = whole * len(self._cut.step(0).micro) if whole else 0
+        return count + (len(self._cut.step(whole * self.batch_size).micro) if rest else 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._open = None
+        self._reached = self._cursor
+        self._iteration += 1
+        self._loss.discard()
+        return self._iterate(self._iteration)
+
+    def _iterate(self, iteration: int) -> Iterator[Any]:
+        order = Order(self._cut.total, self._seed, self.epoch, self._shuffle)
+        steps = list(self._cut.steps(self._cursor))
+        host = self._loader.load(order, steps)
+        run = self._weighted if self._weigh is not None else self._counted
+        for batch in run(steps, host):
+            if iteration != self._iteration:
+                raise StepError("these shards are being iterated elsewhere: a second loop began and this one went on")
+            yield batch
+        self.epoch += 1
+        self._cursor = self._reached = 0
+
+    def _counted(self, steps: list[Step], host: Iterator[Any]) -> Iterator[Any]:
+        """A sample weighs 1, so a step's weight is known without looking."""
+        batches = self._mover.stream_through(host)
+        for step in steps:
+            agreement = self._world.step.propose(self._world.data, 0.0)
+            yield from self._micro_batches(step, float(step.size), agreement, batches)
+
+    def _weighted(self, steps: list[Step], host: Iterator[Any]) -> Iterator[Any]:
+        """A step's weight is summed over the ranks while the step before it computes, so it is loaded by then."""
+        ahead, weight = self._weighed(steps[:1], host)
+        total = self._world.step.propose(self._world.data, weight).settle()
+        for number, step in enumerate(steps):
+            batches, (ahead, weight) = ahead, self._weighed(steps[number + 1 : number + 2], host)
+            agreement = self._world.step.propose(self._world.data, weight)
+            yield from self._micro_batches(step, total, agreement, map(self._mover.receive, batches))
+            total = agreement.settle()
+
+    def _weighed(self, steps: list[Step], host: Iterator[Any]) -> tuple[list[Any], float]:
+        """Loads this rank's part of a step (or of none), and returns it on its way to the device with its weight."""
+        batches: list[Any] = []
+        weight = 0.0
+        for step in steps:
+            for (start, stop), batch in zip(step.micro, islice(host, len(step.micro)), strict=True):
+                weight += float(self._weigh(batch)) if stop > start else 0.0
+                batches.append(self._mover.send(batch))
+        return batches, weight
+
+    def _micro_batches(self, step: Step, total: float, agreement: Agreement, batches: Iterator[Any]) -> Iterator[Any]:
+        self._open = current = _OpenStep(step, total, agreement)
+        last = len(step.micro) - 1
+        for number, batch in enumerate(islice(batches, len(step.micro))):
+            current.micro = number
+            self.step_ends = self._world.step.step_ends = number == last
+            yield batch
+        self.finish_step()
+
+    def finish_step(self) -> None:
+        """Ends the step whose last micro-batch was yielded: the loss is reduced, and `world.step.agreed` refreshed.
+
+        Called by `commit`, and when the next micro-batch is asked for; more than once does no harm. Collective.
+
+        Raises:
+            StepError: micro-batches of the step are still to come.
+        """
+        if self._open is None:
+            return
+        if not self.step_ends:
+            raise StepError(
+                f"the step is not over: micro-batch {self._open.micro + 1} of {len(self._open.step.micro)}; step, "
+                "zero_grad and commit belong under `if batches.step_ends:`"
+            )
+        finished, self._open = self._open, None
+        self._loss.reduce()
+        finished.agreement.settle()
+        self._reached = finished.step.stop
+
+    def commit(self) -> None:
+        """Counts the samples of the finished step as consumed: a resume goes on behind them. Collective."""
+        self.finish_step()
+        self._cursor = self._reached
+
+    def mean(self, losses: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns this rank's share of the step's mean loss, to call `backward` on.
+
+        The value is the local sum over the step's weight, so that the values of all ranks and micro-batches add up to
+        the mean over the whole step; no communication. The gradient is that times the number of ranks, because
+        DistributedDataParallel divides by it. A rank without samples gets a zero that backpropagates.
+
+        Args:
+            losses: one loss per item, not yet reduced (`reduction="none"`). Without `weight`, an item is a sample,
+                shape [samples]; with it, whatever `weight` counted, any shape.
+            mask: which losses count, same shape; true or 1 where one does. Needs a `weight` that counts the same.
+
+        Returns:
+            A scalar.
+
+        Raises:
+            StepError: the losses are reduced already, do not match the batch, or no micro-batch was yielded.
+
+        Example:
+            >>> import samestep, torch
+            >>> data = torch.utils.data.TensorDataset(torch.ones(6, 2))
+            >>> with samestep.world() as world:
+            ...     batches = samestep.shards(data, world, batch_size=6)
+            ...     for (x,) in batches:
+            ...         print(batches.mean(x.sum(dim=1)))
+            tensor(2.)
+        """
+        if self._open is None:
+            raise StepError("mean() belongs inside the loop over the shards: no micro-batch is being processed")
+        self._check_losses(losses, mask)
+        counted = losses if mask is None else losses * mask
+        value = counted.sum() / (self._open.total or 1.0)  # nothing to learn from: zero, not nan
+        self._loss.add(value)
+        return _scale_gradient(value, self._world.data.size)
+
+    def _check_losses(self, losses: torch.Tensor, mask: torch.Tensor | None) -> None:
+        assert self._open is not None
+        if mask is not None and mask.shape != losses.shape:
+            raise StepError(f"the mask has shape {list(mask.shape)}, the losses {list(losses.shape)}; they must match")
+        if self._weigh is not None:
+            return
+        start, stop = self._open.step.micro[self._open.micro]
+        if losses.dim() == 0:
+            raise StepError(
+                'the loss is reduced already, and a mean of means is not the mean: pass reduction="none", one loss '
+                "per sample"
+            )
+        if mask is not None or losses.numel() != stop - start:
+            raise StepError(
+                f"losses of shape {list(losses.shape)} for {stop - start} samples: without weight= an item is a "
+                "sample. Give shards weight=lambda batch: … (the items that count, such as unmasked tokens), or "
+                "reduce to one loss per sample"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the committed position: a few numbers, the same on every rank and for every world size."""
+        return {
+            "order": ORDER_VERSION,
+            "samples": self._cut.total,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "epoch": self.epoch,
+            "cursor": self._cursor,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the saved run stood.
+
+        Raises:
+            DataError: it was another dataset size, seed or order, so that "where" would mean nothing.
+        """
+        mine = self.state_dict()
+        for name in ("order", "samples", "seed", "shuffle"):
+            if state[name] != mine[name]:
+                raise DataError(
+                    f"the saved run had {name} {state[name]}, this one has {mine[name]}: its position in the data "
+                    "means nothing here"
+                )
+        self.epoch, self._cursor = int(state["epoch"]), int(state["cursor"])
+        self._reached = self._cursor
+        self._open = None
+        self._iteration += 1
+
+
+class _OpenStep:
+    """The step that is being computed."""
+
+    def __init__(self, step: Step, total: float, agreement: Agreement) -> None:
+        self.step = step
+        self.total = total  # the weight of the whole step
+        self.agreement = agreement
+        self.micro = 0  # the micro-batch yielded last
+
+
+class _Loss:
+    """The step's loss: summed here while it computes, over the ranks when it ends, read when somebody asks."""
+
+    def __init__(self, world: World) -> None:
+        self._axis = world.data
+        self._on_host = world.device.type == "cpu"
+        self._device = world.device
+        self._sum: torch.Tensor | None = None
+        self._reduced: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def add(self, value: torch.Tensor) -> None:
+        part = value.detach().double()
+        self._sum = part if self._sum is None else self._sum + part
+
+    def discard(self) -> None:
+        """Forgets a step that was abandoned."""
+        self._sum = None
+
+    def reduce(self) -> None:
+        """Every rank calls it at the end of every step, so that a rank which never called `mean` holds nobody up."""
+        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
+        used = self._sum is not None
+        total, self._sum = (nothing if self._sum is None else self._sum), None
+        group = self._axis.control if self._on_host else self._axis.group
+        self._work = None if group is None else dist.all_reduce(total, group=group, async_op=True)
+        self._reduced = total if used else None
+
+    def read(self) -> float:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return math.nan if self._reduced is None else float(self._reduced)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a number; [2] above."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, factor: int) -> torch.Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+def _scale_gradient(value: torch.Tensor, factor: int) -> torch.Tensor:
+    scaled = _ScaleGradient.apply(value, factor)  # type: ignore[no-untyped-call]
+    return cast("torch.Tensor", scaled)
+
+
+def shards(
+    dataset: Any,
+    world: World,
+    *,
+    batch_size: int,
+    micro_batch_size: int | None = None,
+    weight: Callable[[Any], float | torch.Tensor] | None = None,
+    workers: int = 0,
+    seed: int = 0,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> Shards:
+    """Returns this rank's part of `dataset`: batches on `world.device`, every sample once an epoch, no padding.
+
+    The order is a function of the seed and the epoch alone, whatever the number of ranks and workers. Ranks take
+    contiguous slices of each step, uneven where they must be; a rank without samples gets an empty batch (dim 0 is 0).
+
+    Args:
+        dataset: map-style, with `__len__` and `__getitem__`; its `set_epoch(epoch)` is called where it has one.
+        world: the world; its data axis shares the samples out.
+        batch_size: samples of one optimizer step, over all ranks.
+        micro_batch_size: most samples of one forward on one rank; a step is then several, on every rank equally many.
+        weight: the items in a batch that the loss is a mean over, such as unmasked tokens; default: samples. Then
+            the loader looks one step ahead, to know the weight of the whole step before its first forward.
+        workers: loading processes of this rank; 0 loads in this one.
+        seed: of the order.
+        shuffle: false takes the samples as they lie, such as for a curriculum.
+        drop_last: leave out a last step shorter than `batch_size`; by default it is taken, rightly weighted.
+        collate_fn: makes a batch of a list of samples, as in DataLoader.
+
+    Raises:
+        DataError: the dataset is empty, has no length or no random access, or the batch size is smaller than the
+            data axis.
+
+    Example:
+        >>> import samestep, torch
+        >>> data = torch.utils.data.TensorDataset(torch.arange(10))
+        >>> with samestep.world() as world:
+        ...     batches = samestep.shards(data, world, batch_size=4, shuffle=False)
+        ...     for (x,) in batches:
+        ...         print(x.tolist())
+        [0, 1, 2, 3]
+        [4, 5, 6, 7]
+        [8, 9]
+    """
+    total = check_dataset(dataset)
+    ranks = world.data.size
+    _check_sizes(batch_size, micro_batch_size, workers, ranks)
+    if drop_last and total < batch_size:
+        raise DataError(f"drop_last leaves nothing: {total} samples are less than one batch of {batch_size}")
+    loader = Loader(
+        dataset,
+        workers=workers,
+        collate_fn=collate_fn,
+        pin_memory=world.device.type == "cuda",
+        seeded=lambda epoch: seeds.generator(seed, "workers", epoch, world.data.rank),
+    )
+    cut = Cut(total, batch_size, micro_batch_size, world.data.rank, ranks, drop_last)
+    return Shards(loader, cut, world, seed=seed, shuffle=shuffle, weigh=weight)
+
+
+def _check_sizes(batch_size: int, micro_batch_size: int | None, workers: int, ranks: int) -> None:
+    if batch_size < 1 or (micro_batch_size is not None and micro_batch_size < 1) or workers < 0:
+        raise DataError(
+            f"batch_size {batch_size} and micro_batch_size {micro_batch_size} must be at least 1, and workers "
+            f"{workers} at least 0"
+        )
+    if batch_size < ranks:
+        raise DataError(
+            f"batch_size {batch_size} is smaller than the {ranks} ranks that share it: batch_size is global, so give "
+            f"at least {ranks}, or start fewer ranks"
+        )

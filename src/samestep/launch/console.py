@@ -1,0 +1,101 @@
+"""The ranks' output on one terminal, and each rank's own in a file.
+
+    N = 1                      bytes as they come
+    N > 1                      whole lines, `[rank 1] …`, each rank's lines in order
+    rank 0 on a terminal       bytes as they come: its progress display draws with carriage returns and escapes
+
+Standard output and standard error stay apart everywhere. The files keep every byte without a prefix. torchrun shows
+all ranks' bytes mixed, even within a line, unless it is told to write files instead.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from samestep.paths import Stream
+
+__all__: list[str] = []
+
+CHUNK = 1 << 16  # bytes read at a time; a line longer than this is shown in pieces
+
+
+@dataclass
+class Screen:
+    """One of the launcher's own two streams. What cannot be shown any more is dropped: the files have it all."""
+
+    descriptor: int
+    at_line_start: bool = True
+    gone: bool = False
+
+    def show(self, data: bytes) -> None:
+        """Writes all of `data`, in spite of short writes."""
+        left = memoryview(data)
+        try:
+            while left and not self.gone:
+                left = left[os.write(self.descriptor, left) :]
+        except OSError:  # its reader has gone (`| head`): no reason to end a training
+            self.gone = True
+        self.at_line_start = data.endswith((b"\n", b"\r")) if data else self.at_line_start
+
+    def show_line(self, line: bytes) -> None:
+        """Writes a whole line, on a line of its own even where a progress display has left the cursor elsewhere."""
+        self.show((b"" if self.at_line_start else b"\n") + line + b"\n")
+
+
+@dataclass
+class Channel:
+    """One stream of one rank, on its way to a screen and a file."""
+
+    rank: int
+    stream: Stream
+    source: int
+    screen: Screen
+    prefixed: bool
+    log: BinaryIO
+    held: bytearray = field(default_factory=bytearray)
+
+    def pump(self) -> bool:
+        """Passes on what is there; returns False at the end of the stream."""
+        try:
+            data = os.read(self.source, CHUNK)
+        except OSError:  # EIO: the other side of a pseudo-terminal is closed
+            data = b""
+        self.log.write(data)
+        self._show(data)
+        return bool(data)
+
+    def _show(self, data: bytes) -> None:
+        if not self.prefixed:
+            self.screen.show(data)
+            return
+        self.held += data
+        *lines, rest = self.held.split(b"\n")
+        self.held = rest
+        if len(rest) >= CHUNK or (rest and not data):
+            lines.append(bytearray(rest))
+            self.held = bytearray()
+        if lines:
+            self.screen.show_line(b"\n".join(prefix(self.rank, bytes(line)) for line in lines))
+
+    def close(self) -> None:
+        """Shows an unfinished last line and closes both ends."""
+        self._show(b"")
+        self.log.close()
+        os.close(self.source)
+
+
+def prefix(rank: int, line: bytes) -> bytes:
+    r"""Returns a line as it is shown: what a carriage return has overwritten is left out.
+
+    >>> prefix(1, b"50 %\r100 %")
+    b'[rank 1] 100 %'
+    """
+    return b"[rank %d] " % rank + line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def open_channel(rank: int, stream: Stream, source: int, screen: Screen, *, prefixed: bool, log: Path) -> Channel:
+    """Returns the channel of one stream of one rank, its file open."""
+    return Channel(rank, stream, source, screen, prefixed, log.open("wb", buffering=0))

@@ -1,0 +1,105 @@
+"""What became of a run: its exit code, the rank to blame, and the last lines on standard error."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from samestep.launch.failure import Failure, count, culprit
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What became of a run of `size` ranks.
+
+    `blamed` is the failure that explains the others, `alike` the ranks that failed in the very same way, `waiting`
+    those that merely lost the culprit; `interrupted` is the signal that ended the run from outside.
+    """
+
+    exit_code: int
+    size: int
+    blamed: Failure | None = None
+    alike: tuple[int, ...] = ()
+    waiting: tuple[int, ...] = ()
+    interrupted: int | None = None
+
+
+def judge(codes: Mapping[int, int], failures: list[Failure], finished: list[int], interrupted: int | None) -> Verdict:
+    """Returns the verdict.
+
+    Args:
+        codes: every rank's exit code, negative for a signal.
+        failures: of the ranks that failed by themselves.
+        finished: the ranks that had exited with code 0 before the first failure, in order.
+        interrupted: the signal that the launcher received, if it did.
+    """
+    size = len(codes)
+    if interrupted is not None:
+        handled = not any(codes.values())  # every rank ended in its own, orderly way
+        return Verdict(exit_code=0 if handled else 128 + interrupted, size=size, interrupted=interrupted)
+    blamed = culprit(failures, finished, size)
+    if blamed is None:
+        return Verdict(exit_code=0, size=size)
+    alike = tuple(sorted(failure.rank for failure in failures if _same(failure, blamed)))
+    waiting = tuple(sorted(set(codes) - set(alike) - set(finished) - {blamed.rank}))
+    return Verdict(exit_code=blamed.exit_code, size=size, blamed=blamed, alike=alike, waiting=waiting)
+
+
+def _same(one: Failure, other: Failure) -> bool:
+    return (one.exception, one.message, one.where) == (other.exception, other.message, other.where)
+
+
+def explain(verdict: Verdict, logs: Path) -> list[str]:
+    """Returns the last lines of standard error: the root cause first."""
+    lines = _interruption(verdict) if verdict.interrupted is not None else _cause(verdict)
+    return [*lines, f"{'    ' if lines else 'samestep: '}logs: {logs}"]
+
+
+def _interruption(verdict: Verdict) -> list[str]:
+    assert verdict.interrupted is not None
+    name = signal.Signals(verdict.interrupted).name
+    ranks = "the rank has" if verdict.size == 1 else f"all {verdict.size} ranks have"
+    return [f"samestep: interrupted by {name}: {ranks} ended"]
+
+
+def _cause(verdict: Verdict) -> list[str]:
+    failure = verdict.blamed
+    if failure is None:
+        return []
+    lines = [f"samestep: error: {_headline(failure, verdict)}"]
+    if failure.where is not None:
+        lines.append(f"    at {failure.where}  {failure.source or ''}".rstrip())
+    return [*lines, f"    {_particulars(failure, verdict)}"]
+
+
+def _headline(failure: Failure, verdict: Verdict) -> str:
+    if failure.usage:
+        return failure.message
+    what = f"{failure.exception}: {failure.message}".rstrip(": ")
+    if failure.exception == "SystemExit":
+        what = f"it exited with code {failure.exit_code}"
+    elif failure.exception in {"Exit", "EarlyExit", "Signal"}:
+        what = failure.message
+    return f"{_who(failure, verdict)} failed: {what}"
+
+
+def _who(failure: Failure, verdict: Verdict) -> str:
+    if verdict.size > 1 and len(verdict.alike) == verdict.size:
+        return f"all {verdict.size} ranks"
+    return f"rank {failure.rank} of {verdict.size}"
+
+
+def _particulars(failure: Failure, verdict: Verdict) -> str:
+    parts = [f"rank {failure.rank}", f"host {failure.host}"]
+    parts += [f"process {failure.pid}"] if failure.pid else []
+    text = f"{', '.join(parts)}, exit code {verdict.exit_code}"
+    others = [rank for rank in verdict.alike if rank != failure.rank]
+    if others:
+        text += f"; {count(others)} failed alike"
+    if verdict.waiting:
+        text += f"; {count(list(verdict.waiting))} merely lost it"
+    return text

@@ -1,0 +1,231 @@
+"""ResNet on ImageNet, with the options of PyTorch's official example and an evaluation that counts each image once.
+
+    python -m samestep.recipes.imagenet -a resnet50 /data/imagenet
+    samestep run -n 8 -m samestep.recipes.imagenet -a resnet50 --checkpoint runs/resnet50 /data/imagenet
+    torchrun --nproc-per-node 8 -m samestep.recipes.imagenet -a resnet50 --precision bf16 /data/imagenet
+    python -m samestep.recipes.imagenet --multiprocessing-distributed -a resnet50 /data/imagenet
+
+The folder holds `train/<class>/*.JPEG` and `val/<class>/*.JPEG`. The official example evaluates with a padded
+sampler and adds a special pass over the tail; here 50,000 images are 50,000 on any number of ranks. Its learning
+rate falls by ten every 30 epochs; here too, as a function of the epoch alone, so resuming needs no memory of it.
+cuDNN times its convolutions and picks the fastest (`benchmark`), unless `--seed` asks for a repeatable run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.nn import functional as F
+
+import samestep
+from samestep.recipes import options
+from samestep.recipes.architectures import architecture
+from samestep.recipes.display import Display, percent, tell
+from samestep.recipes.imagenet_options import parse, settle_files, world_arguments
+from samestep.recipes.weights import load_weights
+
+if TYPE_CHECKING:
+    from samestep.recipes.imagefolder import DummyImages, ImageFolder
+
+    Images: TypeAlias = ImageFolder | DummyImages
+
+__all__ = ["learning_rate", "main"]
+
+EPOCHS_PER_DECADE = 30
+DEFAULT_SEED = 0  # without --seed a run is not deterministic, but its ranks still share one
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train or evaluate; 0, or the exit code of an error told in one line."""
+    asked = parse(argv)
+    start = start_ranks if asked.multiprocessing_distributed else train
+    return options.run("imagenet", functools.partial(start, asked))
+
+
+def start_ranks(asked: argparse.Namespace) -> None:
+    """One process for each GPU of this machine, or as many as asked for."""
+    number = asked.processes or (0 if asked.no_accel else torch.cuda.device_count())
+    if number == 0:
+        raise samestep.UsageError("--multiprocessing-distributed starts a rank for each GPU; without: --processes N")
+    asked.gpu = None
+    try:
+        samestep.spawn(join_and_train, number, asked, number)
+    except samestep.RankFailure as failure:
+        if failure.exit_code != 2:
+            raise
+        raise SystemExit(2) from None  # that rank has said in one line what to mend
+
+
+def join_and_train(asked: argparse.Namespace, number: int) -> None:
+    """Runs in each of the `number` processes of one machine; `--rank` and `--world-size` count machines."""
+    if asked.world_size > 1:
+        with samestep.world(device="cpu") as machine:
+            asked.rank = max(0, asked.rank) * number + machine.rank
+        asked.world_size *= number
+    else:
+        asked.rank = asked.world_size = -1
+        asked.dist_url = None
+    code = options.run("imagenet", functools.partial(train, asked))
+    if code:
+        raise SystemExit(code)
+
+
+@dataclass
+class Training:
+    """What a step needs."""
+
+    model: samestep.Replica
+    optimizer: torch.optim.Optimizer
+    batches: samestep.Shards
+    precision: str
+
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {"model": self.model, "optimizer": self.optimizer, "batches": self.batches}
+
+    def scores(self, images: torch.Tensor) -> torch.Tensor:
+        """The model's forward, in the precision asked for: B x classes."""
+        with options.autocast(self.precision, images.device):
+            return self.model(images)  # type: ignore[no-any-return]
+
+    def epoch(self, rate: float, after_step: Callable[[], None]) -> None:
+        """One pass over the training images at this learning rate."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        for images, labels in self.batches:
+            losses = F.cross_entropy(self.scores(images).float(), labels, reduction="none")
+            self.batches.mean(losses).backward()  # type: ignore[no-untyped-call]
+            if self.batches.step_ends:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                after_step()
+
+
+def train(asked: argparse.Namespace) -> None:
+    """The training, its evaluations and its summary. Collective: every rank must call."""
+    settle_files(asked)
+    train_set, val_set = datasets(asked)
+    repeatable = asked.seed is not None
+    seed = asked.seed if repeatable else DEFAULT_SEED
+    with samestep.world(**world_arguments(asked), seed=seed, deterministic=repeatable) as world:
+        torch.backends.cudnn.benchmark = not repeatable
+        remarks(asked, world)
+        training = build(asked, world, train_set, seed)
+        state = resumption(asked, world, training)
+        measure = functools.partial(top_1_and_5, training, val_set, world, asked)
+        with display(asked, world, training, len(train_set)) as show:
+            shares = None
+            for epoch in () if asked.evaluate else state.epochs(asked.epochs):
+                show.begin(epoch)
+                rate = learning_rate(asked.lr, epoch)
+                training.epoch(rate, after_step=options.both(state.commit, show.step))
+                shares = measure()
+                show.result(top_1=percent(shares[0]), top_5=percent(shares[1]))
+            top_1, top_5 = map(percent, shares or measure())  # or: nothing was left to train, or asked to be
+            show.summary(f"top-1 {top_1}, top-5 {top_5} of {len(val_set):,} validation images", asked.checkpoint)
+
+
+def remarks(asked: argparse.Namespace, world: samestep.World) -> None:
+    """What the user may not expect."""
+    if asked.seed is not None:
+        tell("imagenet", world, "--seed asks for repeatable kernels; on a GPU they can be considerably slower")
+    if asked.checkpoint is None and not asked.evaluate:
+        tell("imagenet", world, "nothing is saved: --checkpoint DIR saves, and resumes from there")
+
+
+def build(asked: argparse.Namespace, world: samestep.World, train_set: Images, seed: int) -> Training:
+    """Network, optimizer and loader. Collective: every rank must call."""
+    network = architecture(asked.arch, classes=len(train_set.classes), zero_init=asked.zero_init)
+    if asked.pretrained is not None:
+        load_weights(network, asked.pretrained)
+    model = samestep.replicate(network.to(world.device), world)
+    settings = {"lr": asked.lr, "momentum": asked.momentum, "weight_decay": asked.weight_decay}
+    batches = samestep.shards(
+        train_set,
+        world,
+        batch_size=asked.batch_size,
+        micro_batch_size=asked.micro_batch_size,
+        workers=asked.workers,
+        seed=seed,
+    )
+    return Training(model, torch.optim.SGD(model.parameters(), **settings), batches, asked.precision)
+
+
+def resumption(asked: argparse.Namespace, world: samestep.World, training: Training) -> options.Saving:
+    """Where the training stands, and what saves it. Collective: every rank must call."""
+    state = options.saving(asked, world, **training.kept())
+    if asked.resume == asked.checkpoint and asked.resume is not None and not state.resumed:
+        raise samestep.UsageError(f"there is no checkpoint in {asked.resume}")
+    if asked.start_epoch and not state.resumed:
+        state.epoch = asked.start_epoch
+        training.batches.load_state_dict({**training.batches.state_dict(), "epoch": asked.start_epoch})
+    return state
+
+
+def top_1_and_5(
+    training: Training, val_set: Images, world: samestep.World, asked: argparse.Namespace
+) -> tuple[float, float]:
+    """The shares of images whose class is the first, or among the first five, of the network's guesses.
+
+    Each image counts once, whatever the number of ranks. Collective: every rank must call.
+    """
+
+    def hits(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        images, labels = batch
+        guesses = training.scores(images).topk(min(5, len(val_set.classes)), dim=1).indices
+        right = guesses == labels.unsqueeze(1)
+        return torch.stack([right[:, 0], right.any(1)], dim=1), labels
+
+    measured = samestep.evaluate(
+        hits,
+        val_set,
+        world,
+        batch_size=asked.batch_size,
+        metrics={"shares": lambda right, _: right.double().mean(0).tolist()},
+        workers=asked.workers,
+    )
+    top_1, top_5 = measured["shares"]
+    return top_1, top_5
+
+
+def display(asked: argparse.Namespace, world: samestep.World, training: Training, images: int) -> Display:
+    """Loss, learning rate and images a second."""
+    rate = {"lr": lambda: f"{training.optimizer.param_groups[0]['lr']:g}"}
+    return Display(
+        "imagenet",
+        world,
+        training.batches,
+        epochs=asked.epochs,
+        items=images,
+        unit="images",
+        columns=rate,
+        print_freq=asked.print_freq,
+    )
+
+
+def datasets(asked: argparse.Namespace) -> tuple[Images, Images]:
+    """Training and validation images."""
+    from samestep.recipes.imagefolder import DummyImages, train_and_val
+
+    if asked.dummy:
+        number = asked.dummy_images
+        return DummyImages(number, size=asked.image_size), DummyImages(-(-number // 25), size=asked.image_size, seed=1)
+    return train_and_val(asked.data, size=asked.image_size, seed=asked.seed or DEFAULT_SEED)
+
+
+def learning_rate(first: float, epoch: int) -> float:
+    """A tenth of it after every 30 epochs.
+
+    >>> [learning_rate(0.1, epoch) for epoch in (0, 29, 30)]
+    [0.1, 0.1, 0.01]
+    """
+    return float(first / 10 ** (epoch // EPOCHS_PER_DECADE))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

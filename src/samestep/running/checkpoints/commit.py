@@ -1,0 +1,257 @@
+"""`samestep.checkpoint`: the state of a run, saved at its steps and epochs and taken up again, alike on every rank.
+
+The usual script lets rank 0 save under an `if`, resumes at the start of the last epoch (its samples are used
+twice), and hangs the other ranks when rank 0's disk is full. Here the data cursor and the weights are in one
+checkpoint, so neither can be ahead of the other; every verdict of rank 0 reaches all ranks; and what is saved
+includes everything the next step depends on.
+
+    for epoch in state.epochs(3):     epoch 0          epoch 1
+        for x, y in batches: ...      ├ s s s s ┤      ├ s s s s ┤           s  step ended by state.commit()
+        evaluate(...)                           ├ e ┤            ├ e ┤       e  rest of the body
+                                       [1]      [2]  [3]
+
+A run that ended at [1], within an epoch, yields the same epoch again and its data go on after the last saved step.
+At [2], all steps committed and the body not finished, it yields the same epoch again and its data loop is empty:
+no step is repeated, the evaluation is. At [3], after the body, it yields the next epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from samestep._version import __version__
+from samestep.errors import CheckpointError, UsageError
+from samestep.running.checkpoints import streams
+from samestep.running.checkpoints.every import parse_every
+from samestep.running.checkpoints.format import SCHEMA, Encoder, Manifest, decode
+from samestep.running.checkpoints.named import State, check_names, differences, load, shortened, state_of
+from samestep.running.checkpoints.store import Store
+from samestep.runtime.exchange import tell_json
+from samestep.runtime.world import World
+
+__all__ = ["Checkpoint", "checkpoint"]
+
+_LOG = logging.getLogger("samestep.checkpoint")
+
+
+@runtime_checkable
+class _Data(Protocol):
+    """What a checkpoint calls at the end of a step; :class:`samestep.Shards` is one."""
+
+    def finish_step(self) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def state_dict(self) -> Any: ...
+
+
+def checkpoint(
+    path: str | os.PathLike[str],
+    world: World,
+    *,
+    every: int | str | None = None,
+    keep: int = 2,
+    **named: Any,
+) -> Checkpoint:
+    """Resumes from the newest good checkpoint in ``path``, if there is one, and saves there from now on.
+
+    Collective: every rank must call it, with the same arguments. ``path`` must be the same directory for all ranks.
+
+    Saved, and loaded in place on each object's own device: the state of everything in ``named``, as rank 0 holds it,
+    and every rank's random streams (torch on the host and the rank's GPU, Python's ``random``, NumPy's). A run
+    resumed on as many ranks as saved draws the same random numbers as if it had never stopped. On another number
+    of ranks weights and data order go on unchanged, but the random streams are those that the world's seed gives.
+
+    Args:
+        path: a directory for the checkpoints of this run alone; made if need be.
+        world: the world whose ranks train.
+        every: when :meth:`Checkpoint.commit` saves: a number of optimizer steps (100), a time ("30 s", "10 min",
+            "2 h"; rank 0's clock counts), or None. The end of every epoch is saved in any case, or with
+            "5 epochs" that of every fifth and of the last.
+        keep: how many checkpoints stay; older ones are deleted only after a newer one is complete.
+        named: anything with ``state_dict`` and ``load_state_dict``: models (wrapped or not: names in the file are
+            those of the bare module), optimizers, learning-rate schedules, a GradScaler, :class:`samestep.Shards`.
+            States may hold dense tensors and plain Python data; no pickle is written or read.
+
+    Raises:
+        UsageError: ``every`` or ``keep`` makes no sense, or a named object has no state.
+        CheckpointError: the directory cannot be used, another run uses it, none of its checkpoints is intact, or the
+            newest does not fit the named objects (names, shapes, types); then nothing was loaded.
+
+    Example:
+        >>> import samestep, tempfile, torch
+        >>> with samestep.world() as world:
+        ...     model = torch.nn.Linear(2, 1)
+        ...     state = samestep.checkpoint(tempfile.mkdtemp(), world, every=100, model=model)
+        ...     for epoch in state.epochs(2):
+        ...         state.commit()
+        ...     print(state.step, state.epoch, state.resumed)
+        2 2 False
+    """
+    return Checkpoint(Path(path), world, every=every, keep=keep, named=named)
+
+
+class Checkpoint:
+    """The saved state of a run; made by :func:`samestep.checkpoint`.
+
+    Attributes:
+        path: the directory of the checkpoints.
+        resumed: whether an earlier checkpoint was loaded.
+        step: optimizer steps committed since the run began, over all its resumptions.
+        epoch: epochs finished, likewise.
+    """
+
+    def __init__(self, path: Path, world: World, *, every: int | str | None, keep: int, named: dict[str, Any]) -> None:
+        self._every = parse_every(every)
+        check_names(named)
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise UsageError(f"keep={keep!r} must be the number of checkpoints that stay, at least 1")
+        if world.pipeline.size > 1:
+            raise UsageError(
+                f"checkpoint saves what rank 0 holds, which on {world.pipeline.size} pipeline stages is one stage"
+            )
+        self.path = path
+        self.step = 0
+        self.epoch = 0
+        self._world = world
+        self._keep = keep
+        self._named = named
+        self._data = {name: thing for name, thing in named.items() if isinstance(thing, _Data)}
+        self._positions: dict[str, Any] = {}  # in the data, at the last commit or at the start of the epoch's body
+        self._within = False
+        self._store = Store(path, world)
+        try:
+            self.resumed = self._resume()
+        except BaseException:
+            self.close()
+            raise
+        self._saved_at = time.monotonic()
+
+    def commit(self) -> None:
+        """Ends an optimizer step: its samples count as used, and a checkpoint is saved if one is due.
+
+        Collective: every rank must call it, once after each ``optimizer.step()``.
+
+        Raises:
+            CheckpointError: a checkpoint was due and could not be saved; the step counts all the same.
+        """
+        for data in self._data.values():
+            data.finish_step()
+        for data in self._data.values():
+            data.commit()
+        self.step += 1
+        self._note_positions()
+        if self._is_due():
+            self.save()
+
+    def save(self) -> Path:
+        """Saves now, and returns the new checkpoint's folder. Collective: every rank must call it.
+
+        Raises:
+            CheckpointError: on every rank, if it could not be saved; what was saved before is untouched.
+        """
+        manifest, tensors = self._store.together(self._snapshot)
+        encoder = Encoder(tensors)
+        manifest = replace(manifest, random=encoder.encode(streams.gather(self._world), "random"))
+        folder = self._store.write(manifest, tensors, self._keep)
+        self._saved_at = time.monotonic()
+        self._world.step.wishes.discard("save")
+        self._world.step.agreed -= {"save"}
+        return folder
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """Yields the epochs from where the run stands up to ``n - 1``, and saves after the body of each.
+
+        Collective: every rank must run the loop to the same end.
+
+        Leaving the body by ``break`` or an exception does not finish its epoch.
+
+        Args:
+            n: epochs of the whole run, those before a resumption included.
+        """
+        while self.epoch < n:
+            self._within = True
+            self._note_positions()
+            yield self.epoch
+            self._within = False
+            self.epoch += 1
+            if self.epoch % self._every.epochs == 0 or self.epoch == n:
+                self.save()
+
+    def close(self) -> None:
+        """Lets another run use the directory; happens by itself when the process ends."""
+        self._store.close()
+
+    def _snapshot(self) -> tuple[Manifest, dict[str, Tensor]]:
+        """Every rank encodes: a state dict may be collective, and one that cannot be saved must fail everywhere."""
+        encoder = Encoder()
+        found = {name: self._state_of(name) for name in self._named}
+        manifest = Manifest(
+            schema=SCHEMA,
+            step=self.step,
+            epoch=self.epoch,
+            within=self._within,
+            world_size=self._world.size,
+            samestep=__version__,
+            torch=str(torch.__version__),
+            about={name: state.about for name, state in found.items()},
+            state={name: encoder.encode(state.content, name) for name, state in found.items()},
+            random=None,
+        )
+        return manifest, encoder.tensors
+
+    def _state_of(self, name: str) -> State:
+        """The state to save: of data, within the body of an epoch, the position at the last commit.
+
+        When its loop ends, the data turn to the next epoch while the body goes on. Saved like that, a resumed run
+        would train that epoch's samples in the rest of this body. A run that never commits has only the data's word.
+        """
+        state = state_of(self._named[name])
+        if self._within and self.step > 0 and name in self._positions:
+            return replace(state, content=self._positions[name])
+        return state
+
+    def _note_positions(self) -> None:
+        self._positions = {name: data.state_dict() for name, data in self._data.items()}
+
+    def _is_due(self) -> bool:
+        """Whether all ranks save now: decided by a count they share, or by what rank 0 told them."""
+        late = self._every.seconds is not None and time.monotonic() - self._saved_at >= self._every.seconds
+        if self._every.steps is not None and self.step % self._every.steps == 0:
+            return True
+        if not self._data:
+            return self._every.seconds is not None and bool(tell_json(self._world.everyone, late))
+        if late and self._world.is_first:
+            self._world.step.wishes.add("save")  # rides on the next step's reduction
+        return "save" in self._world.step.agreed
+
+    def _resume(self) -> bool:
+        """Loads the newest good checkpoint on every rank, or on none; returns whether there was one."""
+        name = self._store.newest()
+        if name is None:
+            return False
+        manifest, tensors = self._store.read(name)
+        saved, random = self._store.together(lambda: self._fitting(name, manifest, tensors))
+        self._store.together(lambda: [load(thing, saved[key]) for key, thing in self._named.items()])
+        self.step, self.epoch = manifest.step, manifest.epoch
+        if manifest.world_size == self._world.size:
+            streams.restore(random, self._world)
+        _LOG.info("resumed from %s: %d steps, %d epochs", self.path / name, self.step, self.epoch)
+        return True
+
+    def _fitting(self, name: str, manifest: Manifest, tensors: dict[str, Tensor]) -> tuple[dict[str, State], Any]:
+        """Returns the saved states and random streams, after checking that they fit what is named here."""
+        saved = {key: State(manifest.about[key], decode(tree, tensors)) for key, tree in manifest.state.items()}
+        present = {key: state_of(thing) for key, thing in self._named.items()}
+        if lines := differences(saved, present):
+            raise CheckpointError(f"{self.path / name} does not fit, nothing was loaded:{shortened(lines)}")
+        return saved, decode(manifest.random, tensors)

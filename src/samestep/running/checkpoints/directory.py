@@ -1,0 +1,139 @@
+"""The names in a checkpoint directory, who owns it, and what may be deleted from it.
+
+    PATH/
+      step-00000120/            a complete checkpoint: folders get this name by one rename, never by writing into it
+      step-00000120.1/          a later one of the same step (the end of the epoch, after the step was saved)
+      step-00000100.bad/        set aside: what it holds is not what was saved
+      .step-00000140.tmp-3f9a/  being written, or left by a run that died; the next start sweeps it
+      .lock  .lock.holder       one live run per directory
+
+PyTorch's distributed checkpoint writes into a directory that may hold the previous one, and removes its metadata
+before it renames the new: killed there, old and new are both lost (measured on torch 2.13).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from samestep.data.lock import NamedLock
+from samestep.errors import CheckpointError
+
+__all__ = ["Directory", "reason", "sync_folder"]
+
+_COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_UNFINISHED = re.compile(r"\.step-\d{8,}(?:\.\d+)?\.tmp-[0-9a-f]+")
+
+# A run that is being restarted may overlap its dying predecessor for a moment, and forked DataLoader workers
+# notice the death of their parent within 5 s. A predecessor that lives is refused at once after the first.
+_GRACE_S = 3.0
+_GRACE_FOR_THE_DEAD_S = 20.0
+
+_REASONS = {
+    errno.ENOTDIR: "a part of it is a file",
+    errno.EEXIST: "it is a file",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "permission denied",
+    errno.ENOSPC: "disk full",
+    errno.EDQUOT: "the disk quota is used up",
+}
+
+
+class Directory:
+    """A directory of checkpoints, owned by this process until :meth:`close`.
+
+    Raises:
+        CheckpointError: the directory cannot be used, or another live run owns it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = NamedLock(path / ".lock")
+            self._own()
+            self._sweep()
+        except OSError as error:
+            raise CheckpointError(f"cannot keep checkpoints in {path}: {reason(error)}") from error
+
+    def close(self) -> None:
+        """Lets another run use the directory."""
+        self._lock.release()
+
+    def names(self) -> list[str]:
+        """Complete checkpoints, oldest first."""
+        found = [match for entry in self.path.iterdir() if (match := _COMPLETE.fullmatch(entry.name))]
+        return [match[0] for match in sorted(found, key=lambda match: (int(match[1]), int(match[2] or 0)))]
+
+    def fresh_name(self, step: int) -> str:
+        """A name for a checkpoint of ``step`` that sorts behind all that exist of this step."""
+        name = f"step-{step:08d}"
+        taken = [int(other.removeprefix(name).strip(".") or 0) for other in self.names() if other.startswith(name)]
+        return f"{name}.{max(taken) + 1}" if taken else name
+
+    def temporary(self, name: str) -> Path:
+        """Makes and returns a fresh folder in which ``name`` can be put together."""
+        folder = self._unfinished(name)
+        folder.mkdir()
+        return folder
+
+    def set_aside(self, name: str) -> str:
+        """Renames a checkpoint that cannot be trusted; returns its new name."""
+        aside, count = f"{name}.bad", 1
+        while (self.path / aside).exists():
+            count += 1
+            aside = f"{name}.bad-{count}"
+        (self.path / name).rename(self.path / aside)
+        sync_folder(self.path)
+        return aside
+
+    def prune(self, keep: int) -> None:
+        """Deletes all but the ``keep`` newest complete checkpoints."""
+        for name in self.names()[:-keep]:
+            # Renamed first: killed while deleting, half a checkpoint must not bear a complete one's name.
+            doomed = self._unfinished(name)
+            (self.path / name).rename(doomed)
+            shutil.rmtree(doomed)
+
+    def _unfinished(self, name: str) -> Path:
+        return self.path / f".{name}.tmp-{secrets.token_hex(4)}"
+
+    def _own(self) -> None:
+        if self._lock.acquire(0):
+            return
+        holder = self._lock.holder()
+        if holder is not None and holder.is_this_process:
+            raise CheckpointError(
+                f"{self.path} is in use by an earlier checkpoint of this very process; close() that one first"
+            )
+        if self._lock.acquire(_GRACE_S if holder is None or holder.may_live else _GRACE_FOR_THE_DEAD_S):
+            return
+        raise CheckpointError(
+            f"{self.path} is in use by another run ({self._lock.holder() or 'process unknown'}); "
+            "wait until it ends, end it, or give this run a directory of its own"
+        )
+
+    def _sweep(self) -> None:
+        # Safe, because the lock says that nobody else is writing here.
+        for entry in self.path.iterdir():
+            if _UNFINISHED.fullmatch(entry.name):
+                shutil.rmtree(entry)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in ``folder`` survive a power failure; syncing a file does not sync its name."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def reason(error: OSError) -> str:
+    """Returns in words why the operating system refused."""
+    return _REASONS.get(error.errno or 0, f"{error.strerror or error}")

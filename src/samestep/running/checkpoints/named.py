@@ -1,0 +1,184 @@
+"""The state of the objects that a script names, in one form however they are wrapped.
+
+`DistributedDataParallel` puts `module.` before every name of a state dict and `torch.compile` puts `_orig_mod.`,
+so a checkpoint saved with a wrapper does not load without it. Here names are those of the bare modules, on the way
+in and on the way out. PyTorch also copies a float64 tensor into a float32 parameter, loads the state of one kind
+of optimizer into another, and casts optimizer state to its parameter's type, each without a word; here the first
+two are refused before anything is loaded, and the third is undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from samestep.errors import CheckpointError, UsageError
+
+__all__ = ["State", "Stateful", "check_names", "differences", "load", "shortened", "state_of"]
+
+_LONGEST_LIST = 6
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What a checkpoint can hold."""
+
+    def state_dict(self) -> Any:
+        """Returns the state."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Takes the state over."""
+
+
+def check_names(named: dict[str, Any]) -> None:
+    """Refuses what has no state.
+
+    Raises:
+        UsageError: an object lacks ``state_dict`` or ``load_state_dict``, or nothing was named.
+    """
+    if not named:
+        raise UsageError("nothing to save: name at least one object, as in checkpoint(path, world, model=model)")
+    for name, thing in named.items():
+        if isinstance(thing, type) or not isinstance(thing, Stateful):
+            raise UsageError(
+                f"{name}={type(thing).__name__} cannot be saved: it has no state_dict() and load_state_dict()"
+            )
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of one named object.
+
+    Attributes:
+        about: what tells whether it fits another object, as JSON: its kind, and for an optimizer the shapes of its
+            parameters by group.
+        content: its state dict, with the names of bare modules.
+    """
+
+    about: dict[str, Any]
+    content: Any
+
+
+def state_of(thing: Stateful) -> State:
+    """Returns what a checkpoint keeps of ``thing``. Collective if the object's own ``state_dict`` is."""
+    content = thing.state_dict()
+    if isinstance(thing, nn.Module):
+        names = _bare_names(thing, content)
+        return State({"kind": "module"}, {names[key]: value for key, value in content.items()})
+    if isinstance(thing, Optimizer):
+        shapes = [[list(p.shape) for p in group["params"]] for group in thing.param_groups]
+        return State({"kind": _class_name(thing), "shapes": shapes}, content)
+    return State({"kind": _class_name(thing) if isinstance(thing, LRScheduler) else "object"}, content)
+
+
+def differences(saved: dict[str, State], present: dict[str, State]) -> list[str]:
+    """Returns what keeps the ``saved`` states from fitting the ``present`` ones, a line each; empty if they fit.
+
+    Args:
+        saved: name -> result of :func:`state_of`, as read.
+        present: name -> result of :func:`state_of` of the objects that are to be loaded.
+    """
+    lines = [f"{name}: in the checkpoint, not named here" for name in saved if name not in present]
+    lines += [f"{name}: named here, not in the checkpoint" for name in present if name not in saved]
+    for name, here in present.items():
+        if name in saved:
+            lines += [f"{name}{line}" for line in _differences_of_one(saved[name], here)]
+    return lines
+
+
+def shortened(lines: list[str]) -> str:
+    """Returns the first few of ``lines`` and the count of the rest, one below the other."""
+    rest = [f"and {len(lines) - _LONGEST_LIST} more"] if len(lines) > _LONGEST_LIST else []
+    return "".join(f"\n  {line}" for line in lines[:_LONGEST_LIST] + rest)
+
+
+def load(thing: Stateful, saved: State) -> None:
+    """Lets ``thing`` take over what :func:`state_of` returned, in place and on its own device."""
+    state = saved.content
+    if isinstance(thing, nn.Module):
+        names = _bare_names(thing, thing.state_dict())
+        thing.load_state_dict({key: state[bare] for key, bare in names.items()})
+        return
+    thing.load_state_dict(state)
+    if isinstance(thing, Optimizer):
+        _restore_types(thing, state)
+
+
+def _differences_of_one(saved: State, present: State) -> list[str]:
+    was, now = saved.about, present.about
+    if was["kind"] != now["kind"]:
+        return [f": was a {was['kind']}, is a {now['kind']}"]
+    if now["kind"] == "module":
+        return list(_module_differences(saved.content, present.content))
+    if "shapes" in now:
+        return [f": {line}" for line in _shape_differences(was["shapes"], now["shapes"])]
+    return []
+
+
+def _module_differences(saved: dict[str, Any], present: dict[str, Any]) -> Iterable[str]:
+    for key in sorted(saved.keys() | present.keys()):
+        if key not in present:
+            yield f".{key}: in the checkpoint, not in the model"
+        elif key not in saved:
+            yield f".{key}: in the model, not in the checkpoint"
+        elif (was := _form(saved[key])) != (now := _form(present[key])):
+            yield f".{key}: {was} in the checkpoint, {now} in the model"
+
+
+def _shape_differences(saved: list[Any], present: list[Any]) -> Iterable[str]:
+    was, now = [len(group) for group in saved], [len(group) for group in present]
+    if was != now:
+        yield f"groups of {was} parameters in the checkpoint, of {now} here"
+        return
+    for i, (old, new) in enumerate(zip(saved, present, strict=True)):
+        for j, (old_shape, new_shape) in enumerate(zip(old, new, strict=True)):
+            if old_shape != new_shape:
+                yield f"parameter {j} of group {i} has shape {old_shape} in the checkpoint, {new_shape} here"
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
+
+
+def _bare_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
+    """Maps the keys of a module's state dict to the names they have without wrappers."""
+    wrapped = [_uncompiled(name) for name, part in module.named_modules() if isinstance(part, DistributedDataParallel)]
+    names = {}
+    for key in state:
+        bare = _uncompiled(key)
+        for name in wrapped:
+            inside = f"{name}.module." if name else "module."
+            if bare.startswith(inside):
+                bare = (f"{name}." if name else "") + bare.removeprefix(inside)
+        names[key] = bare
+    if len(set(names.values())) != len(names):
+        raise CheckpointError(f"two entries of {type(module).__name__} have one name once wrappers are taken off")
+    return names
+
+
+def _uncompiled(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def _restore_types(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Gives optimizer state the precision back that torch cast to the parameter's on loading."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            loaded = optimizer.state[parameter].get(key)
+            if isinstance(value, Tensor) and isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(loaded.device)
+
+
+def _class_name(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
