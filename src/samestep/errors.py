@@ -38,9 +38,15 @@ __all__ = [
 
 
 class SamestepError(Exception):
-    """Anything samestep raises on purpose."""
+    """Anything samestep raises on purpose.
+
+    Attributes:
+        exit_code: what a process ends with that does not catch it.
+        secondary: it only reports the failure of another rank, which the launcher blames instead.
+    """
 
     exit_code = 1
+    secondary = False
 
 
 class UsageError(SamestepError, ValueError):

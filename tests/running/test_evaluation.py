@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import samestep
-from samestep.errors import DataError, RankFailure
+from samestep.errors import DataError, RankFailure, SamestepError
 from samestep.testing import assert_same_bits
 
 SIZES = (1, 2, 3, 5, 37)
@@ -18,8 +18,8 @@ METRICS = {
     "order": lambda o, t: t[:, 1].tolist(),
     "correct": lambda o, t: (o.argmax(1) == t[:, 0]).sum(),
     "accuracy": lambda o, t: accuracy_score(t[:, 0], o.argmax(1)),
-    "f1": lambda o, t: f1_score(t[:, 0], o.argmax(1), average="macro", labels=[0, 1, 2]),
-    "confusion": lambda o, t: confusion_matrix(t[:, 0], o.argmax(1), labels=[0, 1, 2]),
+    "f1": lambda o, t: f1_score(t[:, 0], o.argmax(1), average="macro", labels=[0, 1, 2], zero_division=0),
+    "confusion": lambda o, t: torch.from_numpy(confusion_matrix(t[:, 0], o.argmax(1), labels=[0, 1, 2])),
     "loss": lambda o, t: nn.functional.cross_entropy(o, t[:, 0]),
 }
 MEANS = ("f1", "loss")
@@ -188,10 +188,10 @@ def test_every_submodule_gets_its_own_mode_back(two_ranks, fails):
 
 def global_random_state_around_an_evaluation():
     with samestep.world() as world:
-        torch.manual_seed(4)
+        data = make_data(5)
         before = torch.get_rng_state()
         for workers in (0, 1):
-            samestep.evaluate(lambda b: b, make_data(5), world, batch_size=2, metrics={}, workers=workers)
+            samestep.evaluate(lambda b: b, data, world, batch_size=2, metrics={}, workers=workers)
         return torch.equal(before, torch.get_rng_state())
 
 
@@ -271,7 +271,20 @@ def fail_on_rank_one(batch, rank):
     return batch
 
 
+def errors_on_each_rank():
+    try:
+        evaluate_with(fail_on_rank_one, make_data(8))
+    except (LookupError, SamestepError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def test_an_error_on_one_rank_reaches_all_instead_of_a_hang(two_ranks):
+    victim, culprit = two_ranks(errors_on_each_rank)
+    assert culprit == "LookupError: no such class"
+    assert "rank 1 failed: LookupError: no such class" in victim
+
+
+def test_the_rank_that_failed_is_blamed_and_not_those_it_told(two_ranks):
     with pytest.raises(RankFailure, match="LookupError: no such class") as failure:
         two_ranks(evaluate_with, fail_on_rank_one, make_data(8))
     assert failure.value.rank == 1

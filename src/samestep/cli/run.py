@@ -8,6 +8,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -119,13 +120,27 @@ def _check_script(program: str) -> None:
 def _check_module(name: str) -> None:
     sys.path.insert(0, str(Path.cwd()))  # as python -m does
     try:
-        found = find_spec(name) is not None
-    except (ModuleNotFoundError, ValueError):
-        found = False
+        spec = _find(name)
+        runnable = spec is None or spec.submodule_search_locations is None or _find(f"{name}.__main__")
     finally:
         sys.path.pop(0)
-    if not found:
-        raise UsageError(f"there is no module {name}: check the name; a file needs no -m")
+    if spec is None:
+        hint = "a file needs no -m" if name.endswith(".py") else "check the name, and that it is installed"
+        raise UsageError(f"there is no module {name}: {hint}")
+    if not runnable:
+        raise UsageError(f"{name} is a package without a __main__.py: name one of its modules")
+
+
+def _find(name: str) -> ModuleSpec | None:
+    """Finds a module as `importlib.util.find_spec` does, but imports none of the packages above it."""
+    first, *rest = name.split(".")
+    spec = find_spec(first) if first else None
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        first = f"{first}.{part}"
+        spec = PathFinder.find_spec(first, spec.submodule_search_locations)
+    return spec
 
 
 def _run_path(asked: Path | None, program: str) -> Path:

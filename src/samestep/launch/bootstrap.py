@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from samestep.launch.address import serve_store
 from samestep.launch.calls import serve_calls
-from samestep.launch.failure import Failure, describe
+from samestep.launch.failure import Failure, below_the_launcher, brief, describe
 from samestep.launch.process import follow_parent
 from samestep.launch.script import run_module, run_script
 from samestep.rankenv import variable
@@ -87,15 +87,15 @@ def _report(error: BaseException, rank: int, record: Path | None) -> int:
 
 def _in_one_line(failure: Failure, record: Path) -> str:
     """A victim's traceback is kept, but must not bury the culprit's."""
-    reason = failure.message.splitlines()[0] if failure.message else ""
-    return f"lost its peers at {failure.where}: {failure.exception}: {reason} (traceback: {record})\n"
+    return f"lost its peers at {failure.where}: {brief(failure.message)} (traceback in {record.name})\n"
 
 
 def _print_traceback(error: BaseException, failure: Failure) -> None:
-    if sys.excepthook is sys.__excepthook__:
+    hook = sys.excepthook
+    if hook is sys.__excepthook__ or hook.__module__.startswith("torch."):  # torch's adds a rank, which we show too
         sys.stderr.write(failure.traceback)  # in one piece, so that the ranks' lines do not mix
     else:  # the script has installed its own
-        sys.excepthook(type(error), error, error.__traceback__)
+        hook(type(error), error, below_the_launcher(error.__traceback__))
 
 
 def leave(code: int) -> NoReturn:

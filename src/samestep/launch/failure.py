@@ -20,6 +20,7 @@ import socket
 import sysconfig
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -119,9 +120,19 @@ def lost_peer(error: BaseException) -> bool:
     return False
 
 
+def brief(message: str) -> str:
+    """Returns what a message of gloo says, without where in gloo and what to try.
+
+    >>> brief("[/a/pair.cc:537] Read error [127.0.0.1]:9: Connection reset by peer. This is typically caused by …")
+    'Read error [127.0.0.1]:9: Connection reset by peer'
+    """
+    first = message.splitlines()[0] if message else "no message"
+    return re.sub(r"^\[\S+:\d+\] ", "", first).partition(". This is typically")[0]
+
+
 def user_line(trace: TracebackType | None) -> tuple[str | None, str | None]:
     """Returns "file:line" and text of the innermost frame that is the user's own, or of the innermost at all."""
-    frames = traceback.extract_tb(_below_the_launcher(trace))
+    frames = traceback.extract_tb(below_the_launcher(trace))
     if not frames:
         return None, None
     own = [frame for frame in frames if _is_users(frame.filename)]
@@ -132,11 +143,12 @@ def user_line(trace: TracebackType | None) -> tuple[str | None, str | None]:
 
 def format_traceback(error: BaseException) -> str:
     """Returns the traceback as python prints it, without the frames of the launcher above the script."""
-    below = _below_the_launcher(error.__traceback__)
+    below = below_the_launcher(error.__traceback__)
     return "".join(traceback.format_exception(type(error), error, below))
 
 
-def _below_the_launcher(trace: TracebackType | None) -> TracebackType | None:
+def below_the_launcher(trace: TracebackType | None) -> TracebackType | None:
+    """Returns the part of a traceback that python would have shown had it run the script itself."""
     below = trace
     while below is not None and _is_launcher(below.tb_frame.f_code.co_filename):
         below = below.tb_next
@@ -169,7 +181,7 @@ def death(rank: int, pid: int, code: int) -> Failure:
     else:
         name, message = "Signal", f"it was ended by {signal.Signals(number).name} (signal {number})"
     if number == signal.SIGKILL:
-        message += "; the kernel does so when memory runs out"
+        message += "; often the kernel, when memory runs out"
     return Failure(
         rank=rank,
         pid=pid,
@@ -191,12 +203,12 @@ def count(ranks: list[int]) -> str:
     return f"{len(ranks)} other {noun} ({', '.join(map(str, sorted(ranks)))})"
 
 
-def culprit(failures: list[Failure], finished: list[int], size: int) -> Failure | None:
+def culprit(failures: list[Failure], finished: Mapping[int, int], size: int) -> Failure | None:
     """Returns the failure that explains the others, or None where nobody failed.
 
     Args:
         failures: one for each rank that failed by itself (not those that the launcher stopped).
-        finished: the ranks that had exited with code 0 when the first failed, in the order of their exits.
+        finished: process by rank, of those that had ended well when the first failed, in the order of their ends.
         size: how many ranks there are.
     """
     if not failures:
@@ -206,15 +218,14 @@ def culprit(failures: list[Failure], finished: list[int], size: int) -> Failure 
         return min(own, key=lambda failure: (_aborted(failure), failure.time))
     first = min(failures, key=lambda failure: failure.time)
     if finished and len(finished) < size:
-        return early_exit(finished[0], first)
+        return _early_exit(*next(iter(finished.items())), first)
     return first
 
 
-def early_exit(rank: int, victim: Failure) -> Failure:
-    """Returns the failure of a rank that exited with code 0 while others still waited for it."""
+def _early_exit(rank: int, pid: int, victim: Failure) -> Failure:
     return Failure(
         rank=rank,
-        pid=0,
+        pid=pid,
         host=victim.host,
         time=victim.time,
         exception="EarlyExit",

@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -144,10 +144,13 @@ class RankPool:
                     raise _as_error(failure, failures, self.size)
                 patience = time.monotonic() + PATIENCE
                 deadline = patience if deadline is None else min(deadline, patience)
-        blamed = culprit(failures, list(results), self.size)
+        blamed = culprit(failures, self._processes(results), self.size)
         if blamed is not None:
             raise _as_error(blamed, failures, self.size)
         return [results[rank] for rank in range(self.size)]
+
+    def _processes(self, ranks: Iterable[int]) -> dict[int, int]:
+        return {rank: self._members[rank].process.pid for rank in ranks}
 
     def _silence(self, pending: list[_Member], timeout: float | None) -> RankFailure:
         """Makes the silent ranks dump their stacks (faulthandler, on SIGABRT) and tells where they stood."""

@@ -57,7 +57,7 @@ class Supervisor:
         self.on_resize = on_resize
         self.codes: dict[int, int] = {}
         self.failures: list[Failure] = []
-        self.finished: list[int] = []  # exited with code 0 before anybody failed
+        self.finished: dict[int, int] = {}  # rank and process that exited with code 0 before anybody failed
         self.interrupted: int | None = None
         self.stopped_at: float | None = None  # the clock when the launcher itself began to end ranks
         self.deadline: float | None = None
@@ -112,7 +112,7 @@ class Supervisor:
             return
         if code == 0:
             if not self.failures:
-                self.finished.append(rank)
+                self.finished[rank] = self.processes[rank].pid
             return
         failure = Failure.read(self.records[rank]) or death(rank, self.processes[rank].pid, code)
         if not self.failures or not failure.lost_peer:

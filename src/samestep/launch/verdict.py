@@ -28,13 +28,15 @@ class Verdict:
     interrupted: int | None = None
 
 
-def judge(codes: Mapping[int, int], failures: list[Failure], finished: list[int], interrupted: int | None) -> Verdict:
+def judge(
+    codes: Mapping[int, int], failures: list[Failure], finished: Mapping[int, int], interrupted: int | None
+) -> Verdict:
     """Returns the verdict.
 
     Args:
         codes: every rank's exit code, negative for a signal.
         failures: of the ranks that failed by themselves.
-        finished: the ranks that had exited with code 0 before the first failure, in order.
+        finished: process by rank, of those that had exited with code 0 before the first failure, in order.
         interrupted: the signal that the launcher received, if it did.
     """
     size = len(codes)
@@ -44,9 +46,11 @@ def judge(codes: Mapping[int, int], failures: list[Failure], finished: list[int]
     blamed = culprit(failures, finished, size)
     if blamed is None:
         return Verdict(exit_code=0, size=size)
-    alike = tuple(sorted(failure.rank for failure in failures if _same(failure, blamed)))
-    waiting = tuple(sorted(set(codes) - set(alike) - set(finished) - {blamed.rank}))
-    return Verdict(exit_code=blamed.exit_code, size=size, blamed=blamed, alike=alike, waiting=waiting)
+    alike = sorted((f for f in failures if _same(f, blamed)), key=lambda failure: failure.rank)
+    ranks = tuple(failure.rank for failure in alike)
+    waiting = tuple(sorted(set(codes) - set(ranks) - set(finished) - {blamed.rank}))
+    first = alike[0] if alike else blamed
+    return Verdict(exit_code=first.exit_code, size=size, blamed=first, alike=ranks, waiting=waiting)
 
 
 def _same(one: Failure, other: Failure) -> bool:
@@ -94,9 +98,7 @@ def _who(failure: Failure, verdict: Verdict) -> str:
 
 
 def _particulars(failure: Failure, verdict: Verdict) -> str:
-    parts = [f"rank {failure.rank}", f"host {failure.host}"]
-    parts += [f"process {failure.pid}"] if failure.pid else []
-    text = f"{', '.join(parts)}, exit code {verdict.exit_code}"
+    text = f"rank {failure.rank}, host {failure.host}, process {failure.pid}, exit code {verdict.exit_code}"
     others = [rank for rank in verdict.alike if rank != failure.rank]
     if others:
         text += f"; {count(others)} failed alike"

@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 import samestep
 from samestep.recipes import options
 from samestep.recipes.display import Display, percent
+from samestep.recipes.schedules import cosine
 
 __all__ = ["DigitNet", "load_digits", "main"]
 
@@ -142,8 +143,7 @@ def build(asked: argparse.Namespace, world: samestep.World, train_set: TensorDat
         workers=asked.workers,
         seed=asked.seed,
     )
-    steps = asked.epochs * batches.steps_per_epoch
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    schedule = cosine(optimizer, asked.epochs * batches.steps_per_epoch)
     return Training(model, optimizer, schedule, batches, asked.precision)
 
 

@@ -26,8 +26,9 @@ import samestep
 from samestep.recipes import corpus, options
 from samestep.recipes.display import Display
 from samestep.recipes.gpt import GPT
+from samestep.recipes.schedules import cosine
 
-__all__ = ["cosine_with_warm_up", "main"]
+__all__ = ["main"]
 
 PROMPT = b"def "
 
@@ -140,8 +141,7 @@ def build(asked: argparse.Namespace, world: samestep.World, train_set: corpus.By
         workers=asked.workers,
         seed=asked.seed,
     )
-    factor = cosine_with_warm_up(asked.warm_up, asked.epochs * batches.steps_per_epoch)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    schedule = cosine(optimizer, asked.epochs * batches.steps_per_epoch, warm_up=asked.warm_up)
     return Training(model, optimizer, schedule, batches, asked.precision, asked.clip)
 
 
@@ -153,23 +153,6 @@ def bits_per_byte(training: Training, held_out: corpus.ByteSequences, world: sam
 
     metrics = {"bits": lambda sums, counts: float(sums.sum() / counts.sum()) / math.log(2)}
     return float(samestep.evaluate(sums_and_counts, held_out, world, batch_size=batch_size, metrics=metrics)["bits"])
-
-
-def cosine_with_warm_up(warm_up: int, steps: int) -> Callable[[int], float]:
-    """The factor of the learning rate at global step k: up in a line to 1, down to a tenth in half a cosine.
-
-    >>> factor = cosine_with_warm_up(10, 110)
-    >>> [round(factor(step), 3) for step in (0, 9, 10, 60, 110)]
-    [0.1, 1.0, 1.0, 0.55, 0.1]
-    """
-
-    def factor(step: int) -> float:
-        if step < warm_up:
-            return (step + 1) / warm_up
-        done = min(1.0, (step - warm_up) / max(1, steps - warm_up))
-        return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
-
-    return factor
 
 
 def written(model: GPT, length: int, seed: int) -> str:

@@ -48,7 +48,9 @@ def agree(axis: Axis, problem: Exception | None) -> None:
         raise problem
     for position, message in enumerate(said):
         if message is not None:
-            raise SamestepError(f"rank {axis.ranks[position]} failed: {message}")
+            victim = SamestepError(f"rank {axis.ranks[position]} failed: {message}")
+            victim.secondary = True
+            raise victim
 
 
 def gather_tensors(axis: Axis, tensor: torch.Tensor) -> list[torch.Tensor]:

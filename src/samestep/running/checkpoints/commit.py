@@ -199,7 +199,6 @@ class Checkpoint:
             schema=SCHEMA,
             step=self.step,
             epoch=self.epoch,
-            within=self._within,
             world_size=self._world.size,
             samestep=__version__,
             torch=str(torch.__version__),
@@ -241,12 +240,16 @@ class Checkpoint:
             return False
         manifest, tensors = self._store.read(name)
         saved, random = self._store.together(lambda: self._fitting(name, manifest, tensors))
-        self._store.together(lambda: [load(thing, saved[key]) for key, thing in self._named.items()])
+        self._store.together(lambda: self._load(saved))
         self.step, self.epoch = manifest.step, manifest.epoch
         if manifest.world_size == self._world.size:
             streams.restore(random, self._world)
         _LOG.info("resumed from %s: %d steps, %d epochs", self.path / name, self.step, self.epoch)
         return True
+
+    def _load(self, saved: dict[str, State]) -> None:
+        for name, thing in self._named.items():
+            load(thing, saved[name])
 
     def _fitting(self, name: str, manifest: Manifest, tensors: dict[str, Tensor]) -> tuple[dict[str, State], Any]:
         """Returns the saved states and random streams, after checking that they fit what is named here."""

@@ -45,7 +45,6 @@ class Manifest:
         schema: version of this layout.
         step: optimizer steps committed before the save.
         epoch: epochs finished before the save.
-        within: whether the body of epoch number ``epoch`` had been entered and not left.
         world_size: ranks that saved.
         samestep, torch: the versions that wrote it.
         about: name -> what tells whether a saved object fits another one.
@@ -58,7 +57,6 @@ class Manifest:
     schema: int
     step: int
     epoch: int
-    within: bool
     world_size: int
     samestep: str
     torch: str

@@ -1,0 +1,35 @@
+"""A port that is bound and kept, and the store behind it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from samestep.launch.address import listen_on_loopback
+
+SERVE = """
+import sys
+from samestep.launch.address import listen_on_loopback, serve_store
+listener = listen_on_loopback()
+port = listener.getsockname()[1]
+serve_store(listener, 1)
+assert "torch" not in sys.modules
+import torch.distributed as dist
+assert dist.TCPStore("127.0.0.1", port, 1, is_master=False).add("x", 2) == 2
+assert dist.__spec__.loader is not None and dist.__loader__ is dist.__spec__.loader
+rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+print([row[1] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port], f":{port:04X}")
+"""
+
+
+def test_two_listeners_never_share_a_port():
+    with listen_on_loopback() as one, listen_on_loopback() as other:
+        assert one.getsockname()[1] != other.getsockname()[1]
+
+
+def test_the_store_answers_once_torch_is_imported_and_on_the_loopback_address_alone():
+    done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, check=True)
+    port = done.stdout.split()[-1]
+    assert done.stdout == f"['0100007F{port}'] {port}\n"
+    assert Path("/proc/net/tcp").exists()

@@ -1,0 +1,139 @@
+"""What a script sees under `samestep run`, and what is left of it afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+
+
+def test_a_torchrun_style_script_runs_unchanged(folder):
+    script = folder.script("""
+        import torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+        dist.init_process_group()
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(2, 1))
+        model(torch.full((1, 2), float(rank))).sum().backward()
+        print("gradient", model.module.weight.grad[0, 0].item())
+        dist.destroy_process_group()
+    """)
+    done = folder.run("-n", 2, script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] gradient 0.5", "[rank 1] gradient 0.5"]
+    assert folder.result["failure"] is None
+    assert folder.result["exit"] == 0
+
+
+def test_every_rank_sees_the_variables_of_torchrun(folder):
+    script = folder.script("""
+        import json
+        json.dump(dict(os.environ), open(f"environment{rank}", "w"))
+    """)
+    assert folder.run("-n", 2, script).returncode == 0
+    first, second = (json.loads((folder.path / f"environment{rank}").read_text()) for rank in range(2))
+    for environment, rank in ((first, "0"), (second, "1")):
+        assert environment["RANK"] == environment["LOCAL_RANK"] == rank
+        assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "2"
+        assert environment["GROUP_RANK"] == environment["TORCHELASTIC_RESTART_COUNT"] == "0"
+        assert environment["MASTER_ADDR"] == "127.0.0.1"
+        assert environment["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+        assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+        assert environment["SAMESTEP_RUN_DIR"] == folder.result["run_dir"]
+    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert first["TORCHELASTIC_RUN_ID"] == second["TORCHELASTIC_RUN_ID"]
+
+
+def test_the_users_own_thread_count_wins_and_is_not_announced(folder):
+    script = folder.script("print(os.environ['OMP_NUM_THREADS'])")
+    done = folder.run("-n", 2, script, env={"OMP_NUM_THREADS": "5"})
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] 5", "[rank 1] 5"]
+    assert "OMP_NUM_THREADS" not in done.stderr
+
+
+def test_arguments_after_the_script_are_the_scripts_own(folder):
+    script = folder.script("print(sys.argv)")
+    done = folder.run(script, "-n", 3, "--json", "x", "-m", "--", "a b")
+    assert done.stdout == "['train.py', '-n', '3', '--json', 'x', '-m', '--', 'a b']\n"
+
+
+def test_a_module_runs_as_python_m_runs_it(folder):
+    folder.script("from package import NAME\nprint(NAME, __name__, sys.argv[1:], __spec__.name)", "package/train.py")
+    (folder.path / "package/__init__.py").write_text("NAME = 'found'\n")
+    done = folder.run("-m", "package.train", "--lr", "1")
+    assert done.stdout == "found __main__ ['--lr', '1'] package.train\n"
+
+
+def test_a_script_imports_its_neighbours_and_not_what_lies_in_the_current_directory(folder):
+    folder.script("import neighbour\nprint(neighbour.__name__, __name__, __file__)", "inner/train.py")
+    (folder.path / "inner/neighbour.py").write_text("")
+    (folder.path / "json.py").write_text("raise RuntimeError('shadowed')")
+    done = folder.run("inner/train.py")
+    assert done.stdout == "neighbour __main__ inner/train.py\n", done.stderr
+
+
+def test_the_local_rank_is_passed_in_either_spelling_when_asked_for(folder):
+    script = folder.script("print(sys.argv[1:])")
+    assert folder.run("--pass-local-rank", script, "x").stdout == "['--local-rank=0', 'x']\n"
+    assert folder.run("--pass-local_rank", script, "x").stdout == "['--local_rank=0', 'x']\n"
+
+
+def test_torchruns_spellings_are_accepted(folder):
+    script = folder.script("print(size)")
+    assert folder.run("--standalone", "--nproc_per_node=2", script).stdout == "[rank 0] 2\n[rank 1] 2\n" or (
+        folder.run("--standalone", "--nproc-per-node", "2", script).stdout.count(" 2\n") == 2
+    )
+
+
+def test_two_runs_side_by_side_do_not_meet(folder):
+    script = folder.script("join(); print(meet())")
+    both = [folder.start("-n", 2, script) for _ in range(2)]
+    for process in both:
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, sorted(out.splitlines())) == (0, ["[rank 0] 2", "[rank 1] 2"]), err
+
+
+def test_setting_threads_before_importing_torch_works_in_every_rank(folder):
+    script = folder.script("""
+        assert "torch" not in sys.modules
+        os.environ["OMP_NUM_THREADS"] = "3"
+        join(); meet(); print(torch.get_num_threads())
+    """)
+    done = folder.run("-n", 2, script)
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] 3", "[rank 1] 3"], done.stderr
+
+
+def test_exit_handlers_and_threads_end_as_under_python(folder):
+    script = folder.script("""
+        import atexit, pickle, threading
+        class Late: pass
+        start = threading.Event()
+        def last():
+            start.wait()
+            print("thread", len(pickle.dumps(Late())) > 0)
+        atexit.register(print, "handler")
+        threading.Thread(target=last).start()
+        print("script", end="\\n", flush=False)
+        start.set()
+    """)
+    done = folder.run(script)
+    assert sorted(done.stdout.split("\n")[:2]) == ["script", "thread True"]
+    assert done.stdout.endswith("handler\n")
+    assert done.returncode == 0
+
+
+def test_the_run_directory_keeps_each_ranks_streams_and_a_record(folder):
+    script = folder.script("print('out', rank); print('err', rank, file=sys.stderr)")
+    assert folder.run("-n", 2, "--run-dir", "here", script, "--lr", "1").returncode == 0
+    logs = {path.name: path.read_text() for path in folder.path.glob("here/0/*/*")}
+    assert logs == {"rank0.out": "out 0\n", "rank0.err": "err 0\n", "rank1.out": "out 1\n", "rank1.err": "err 1\n"}
+    record = json.loads((folder.path / "here/run.json").read_text())
+    assert (record["command"], record["ranks"], record["exit"]) == (["train.py", "--lr", "1"], 2, 0)
+    assert record["ended"] >= record["began"]
+
+
+def test_standard_input_reaches_a_single_rank(folder):
+    folder.script("print(input())")
+    with (folder.path / "typed").open("w+") as typed:
+        typed.write("hello\n")
+        typed.seek(0)
+        assert folder.run("-n", 1, "train.py", stdin=typed).stdout == "hello\n"

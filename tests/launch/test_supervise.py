@@ -1,0 +1,178 @@
+"""The culprit is named and its code returned, the others are stopped, and nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+BLAME = {
+    "raises": ("raise KeyError('no such label')", 1, "KeyError", None),
+    "exits with a code": ("sys.exit(7)", 7, "SystemExit", None),
+    "exits with a message": ("sys.exit('no data')", 1, "SystemExit", None),
+    "vanishes": ("os._exit(9)", 9, "Exit", None),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "Signal", 9),
+    "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "Signal", 11),
+    "ends early": ("sys.exit(0)", 1, "EarlyExit", None),
+}
+
+
+@pytest.mark.parametrize("what", BLAME)
+def test_the_rank_that_fails_is_blamed_and_not_those_that_wait_for_it(folder, what):
+    statement, code, exception, number = BLAME[what]
+    script = folder.script(f"join()\nif rank == 1:\n    {statement}\nmeet()\nsignal.pause()")
+    done = folder.run("-n", 3, script)
+    failure = folder.result["failure"]
+    assert done.returncode == folder.result["exit"] == code, done.stderr
+    assert (failure["rank"], failure["exception"], failure["signal"]) == (1, exception, number)
+    assert failure["waiting"] == [0, 2]
+    assert "rank 1 of 3 failed" in done.stderr
+    assert "2 other ranks (0, 2) merely lost it" in done.stderr
+    assert done.stderr.rstrip().splitlines()[-1].strip().startswith("logs: runs/train-")
+
+
+def test_the_culprits_own_line_is_shown_with_its_traceback_alone(folder):
+    script = folder.script("join()\nif rank == 1:\n    [].index('needle')\nmeet()")
+    done = folder.run("-n", 2, script)
+    place = f"train.py:{len(Path(folder.path / script).read_text().splitlines()) - 1}"
+    assert folder.result["failure"]["where"] == place
+    assert f"at {place}  [].index('needle')" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert "bootstrap" not in done.stderr
+    assert "rank 0] lost its peers at train.py" in done.stderr
+    assert "all_reduce" in json.loads(folder.logs()["rank0.error.json"])["traceback"]
+
+
+def test_an_error_inside_a_library_is_placed_at_the_users_line(folder):
+    script = folder.script("import json\njson.loads('{')")
+    folder.run(script)
+    assert folder.result["failure"]["exception"] == "JSONDecodeError"
+    assert folder.result["failure"]["where"].startswith("train.py:")
+
+
+def test_a_syntax_error_is_placed_in_the_script(folder):
+    script = folder.script("x = = 1")
+    folder.run(script)
+    assert folder.result["failure"]["where"].startswith("train.py:")
+
+
+def test_a_usage_error_that_all_ranks_raise_is_shown_once(folder):
+    script = folder.script("""
+        from samestep.errors import DataError
+        raise DataError("batch size 1 is smaller than the world of 2: ask for 2 or more")
+    """)
+    done = folder.run("-n", 2, script)
+    assert done.returncode == 2
+    assert done.stderr.count("samestep: error: batch size 1 is smaller") == 1
+    assert "Traceback" not in done.stderr
+    assert "1 other rank (1) failed alike" in done.stderr
+
+
+def test_an_error_that_all_ranks_raise_is_nobodys_own(folder):
+    done = folder.run("-n", 3, folder.script("raise ValueError('everywhere')"))
+    assert "all 3 ranks failed: ValueError: everywhere" in done.stderr
+    assert folder.result["failure"]["waiting"] == []
+
+
+def test_ranks_that_notice_nothing_are_stopped(folder):
+    script = folder.script("if rank == 1:\n    raise ValueError('alone')\nsignal.pause()")
+    done = folder.run("-n", 3, script)
+    assert done.returncode == 1
+    assert folder.result["failure"]["waiting"] == [0, 2]
+
+
+def test_a_rank_that_ignores_sigterm_is_stopped_too(folder):
+    script = folder.script("""
+        if rank == 1:
+            raise ValueError("alone")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            signal.pause()
+    """)
+    assert folder.run("-n", 2, script).returncode == 1
+
+
+STAY = """
+import subprocess
+child = subprocess.Popen(["sleep", "600"])
+with open(f"pids{rank}.tmp", "w") as file:
+    print(os.getpid(), child.pid, file=file)
+os.rename(f"pids{rank}.tmp", f"pids{rank}")
+"""
+
+
+def pids(folder, ranks):
+    """Waits until every rank has written its process and its child's, and returns them."""
+    files = [folder.path / f"pids{rank}" for rank in range(ranks)]
+    while not all(file.exists() for file in files):
+        time.sleep(0.02)
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def is_running(pid):
+    """Tells whether a process runs; a zombie that nobody has reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(processes):
+    while any(map(is_running, processes)):  # the test's own deadline ends this
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_every_rank_and_what_it_started(folder, number, code):
+    process = folder.start("-n", 2, folder.script(STAY + "signal.pause()"))
+    started = pids(folder, 2)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert f"interrupted by {signal.Signals(number).name}: all 2 ranks have ended" in err
+    assert "Traceback" not in err
+    assert not any(map(is_running, started))
+
+
+def test_ranks_may_end_in_their_own_way_after_a_signal(folder):
+    script = folder.script(
+        "signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(0)))" + STAY + "signal.pause()"
+    )
+    process = folder.start("-n", 2, script)
+    pids(folder, 2)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out.count("saved")) == (0, 2)
+
+
+def test_a_second_signal_does_not_wait(folder):
+    script = folder.script("signal.signal(signal.SIGINT, signal.SIG_IGN)" + STAY + "while True:\n    signal.pause()")
+    process = folder.start("-n", 2, script)
+    started = pids(folder, 2)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode in {130, 143}  # the kernel may deliver either first
+    assert not any(map(is_running, started))
+
+
+def test_ranks_do_not_outlive_a_launcher_that_was_killed(folder):
+    process = folder.start("-n", 2, folder.script(STAY + "signal.pause()"))
+    ranks_and_children = pids(folder, 2)
+    process.kill()
+    process.communicate(timeout=60)
+    wait_until_gone(ranks_and_children[::2])
+    for child in ranks_and_children[1::2]:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_nothing_is_left_after_a_run_that_ended_well(folder):
+    process = folder.start("-n", 2, folder.script(STAY))
+    started = pids(folder, 2)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert not any(map(is_running, started))

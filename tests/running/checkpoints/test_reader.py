@@ -1,0 +1,118 @@
+"""One changed byte anywhere is noticed; the checkpoint is set aside and the one before it is used."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from samestep.errors import CheckpointError
+from samestep.running.checkpoints.directory import Directory
+from samestep.running.checkpoints.format import SCHEMA, Encoder, Manifest
+from samestep.running.checkpoints.reader import newest_good, read_manifest, read_tensors, verify
+from samestep.running.checkpoints.writer import write
+
+
+@pytest.fixture
+def directory(tmp_path):
+    opened = Directory(tmp_path)
+    yield opened
+    opened.close()
+
+
+def save(directory, step):
+    encoder = Encoder()
+    state = {"model": encoder.encode({"weight": torch.full((40,), float(step))}, "model")}
+    return write(directory, Manifest(SCHEMA, step, 0, 1, "1", "2", {}, state, None), encoder.tensors)
+
+
+def flip(path, place=-1):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def drop(path):
+    path.unlink()
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def blank(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def link(path):
+    elsewhere = path.rename(path.with_name("elsewhere"))
+    path.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize("name", ["tensors.safetensors", "manifest.json"])
+@pytest.mark.parametrize("damage", [flip, drop, cut, blank, link])
+def test_damage_is_noticed_named_and_the_checkpoint_before_is_used(directory, caplog, damage, name):
+    older, newest = save(directory, 1), save(directory, 2)
+    damage(newest / name)
+    with caplog.at_level(logging.WARNING, logger="samestep.checkpoint"):
+        assert newest_good(directory) == older.name
+    (record,) = caplog.records
+    assert str(newest) in record.message
+    assert name in record.message
+    assert "set aside as step-00000002.bad" in record.message
+    assert directory.names() == [older.name]
+    assert (directory.path / "step-00000002.bad").is_dir()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(st.data())
+def test_no_changed_byte_goes_unnoticed(directory, data):
+    for name in directory.names():
+        directory.set_aside(name)
+    folder = save(directory, 1)
+    path = folder / data.draw(st.sampled_from(["tensors.safetensors", "manifest.json"]))
+    flip(path, data.draw(st.integers(0, path.stat().st_size - 1)))
+    with pytest.raises(CheckpointError):
+        verify(folder)
+
+
+def test_files_swapped_between_checkpoints_are_noticed(directory):
+    one, two = save(directory, 1), save(directory, 2)
+    (one / "tensors.safetensors").replace(two / "tensors.safetensors")
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        verify(two)
+
+
+def test_a_checkpoint_renamed_to_another_step_is_noticed(directory):
+    folder = save(directory, 1)
+    renamed = folder.rename(folder.with_name("step-00000009"))
+    with pytest.raises(CheckpointError, match="the folder is step-00000009, its manifest is of step 1"):
+        verify(renamed)
+
+
+def test_a_directory_without_checkpoints_has_no_newest(directory):
+    assert newest_good(directory) is None
+
+
+def test_a_run_does_not_silently_begin_anew_when_every_checkpoint_is_damaged(directory):
+    for step in (1, 2):
+        flip(save(directory, step) / "tensors.safetensors")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be trusted, 2 set aside .*start again"):
+        newest_good(directory)
+    assert newest_good(directory) is None  # started again
+
+
+def test_a_payload_that_is_not_what_the_manifest_lists_is_refused(directory):
+    folder = save(directory, 1)
+    manifest = read_manifest(folder)
+    manifest.tensors["model/weight"]["dtype"] = "float64"
+    with pytest.raises(CheckpointError, match=r"holds model/weight as .*float32.*the manifest says .*float64"):
+        read_tensors(folder, manifest)
+    manifest.tensors["model/bias"] = {"dtype": "float32", "shape": [1]}
+    del manifest.tensors["model/weight"]
+    with pytest.raises(CheckpointError, match=r"cannot be read.*model/bias"):
+        read_tensors(folder, manifest)
