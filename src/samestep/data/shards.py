@@ -270,7 +270,7 @@ class _Loss:
         self._work: dist.Work | None = None
 
     def add(self, value: torch.Tensor) -> None:
-        part = value.detach().double()
+        part = value.detach().to(torch.float64, copy=True)  # reduced in place; the caller's value must not change
         self._sum = part if self._sum is None else self._sum + part
 
     def discard(self) -> None:

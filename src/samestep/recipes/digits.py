@@ -28,6 +28,8 @@ from samestep.recipes.schedules import cosine
 __all__ = ["DigitNet", "load_digits", "main"]
 
 HELD_OUT = 360
+SMOOTHING = 0.1
+WARM_UP = 20  # steps
 SPLIT_SEED = 0  # of the split alone; never the run's seed, or two seeds could not be compared
 
 
@@ -102,8 +104,8 @@ class Training:
     def epoch(self, after_step: Callable[[], None]) -> None:
         """One pass over the training set."""
         for images, labels in self.batches:
-            loss = self.batches.mean(F.cross_entropy(self.scores(images), labels, reduction="none"))
-            loss.backward()  # type: ignore[no-untyped-call]
+            losses = F.cross_entropy(self.scores(images), labels, label_smoothing=SMOOTHING, reduction="none")
+            self.batches.mean(losses).backward()  # type: ignore[no-untyped-call]
             if self.batches.step_ends:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
@@ -134,7 +136,7 @@ def train(asked: argparse.Namespace) -> None:
 def build(asked: argparse.Namespace, world: samestep.World, train_set: TensorDataset) -> Training:
     """Model, optimizer, schedule and loader. Collective: every rank must call."""
     model = samestep.replicate(DigitNet().to(world.device, options.dtype(asked.precision)), world)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr, weight_decay=0.05)
     batches = samestep.shards(
         train_set,
         world,
@@ -143,7 +145,7 @@ def build(asked: argparse.Namespace, world: samestep.World, train_set: TensorDat
         workers=asked.workers,
         seed=asked.seed,
     )
-    schedule = cosine(optimizer, asked.epochs * batches.steps_per_epoch)
+    schedule = cosine(optimizer, asked.epochs * batches.steps_per_epoch, warm_up=WARM_UP)
     return Training(model, optimizer, schedule, batches, asked.precision)
 
 

@@ -1,0 +1,291 @@
+import math
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import samestep
+from samestep.data.order import Order
+from samestep.errors import DataError, StepError
+
+
+def numbers(n):
+    return TensorDataset(torch.arange(n))
+
+
+def seen(n, batch_size, options, epochs=1):
+    """Which samples each micro-batch of this rank held, and whether it ended its step."""
+    with samestep.world() as world:
+        batches = samestep.shards(numbers(n), world, batch_size=batch_size, **options)
+        return [(x.tolist(), batches.step_ends) for _ in range(epochs) for (x,) in batches]
+
+
+def test_ranks_take_slices_of_the_one_order(three_ranks):
+    order = Order(10, seed=0).take(0, 10).tolist()
+    assert three_ranks(seen, 10, 4, {}) == [
+        [(order[0:2], True), (order[4:6], True), (order[8:9], True)],
+        [(order[2:3], True), (order[6:7], True), (order[9:10], True)],
+        [(order[3:4], True), (order[7:8], True), ([], True)],
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 2}, {"workers": 2}, {"weight": len}])
+def test_options_change_neither_order_nor_multiset(two_ranks, options):
+    order = Order(23, seed=4).take(0, 23).tolist()
+    plain = two_ranks(seen, 23, 8, {"seed": 4, **options})
+    flat = []
+    steps = [[], []]
+    for rank, batches in enumerate(plain):
+        for samples, ends in batches:
+            steps[rank].append(samples)
+            if ends:
+                flat.append((rank, sum(steps[rank], [])))
+                steps[rank] = []
+    mine, others = ([taken for rank, taken in flat if rank == r] for r in (0, 1))
+    assert [sample for pair in zip(mine, others, strict=True) for part in pair for sample in part] == order
+
+
+def test_step_ends_is_known_before_forward():
+    flags = [ends for _, ends in seen(10, 6, {"micro_batch_size": 2})]
+    assert flags == [False, False, True, False, True]
+
+
+def test_the_length_counts_micro_batches():
+    with samestep.world() as world:
+        batches = samestep.shards(numbers(10), world, batch_size=6, micro_batch_size=2)
+        assert len(batches) == 5
+        assert batches.steps_per_epoch == 2
+
+
+def test_the_shuffle_changes_from_epoch_to_epoch_by_itself():
+    samples = [x for part, _ in seen(10, 10, {}, epochs=2) for x in part]
+    assert samples == Order(10, 0, 0).take(0, 10).tolist() + Order(10, 0, 1).take(0, 10).tolist()
+
+
+def test_the_epoch_advances_when_exhausted_not_when_peeked_at():
+    with samestep.world() as world:
+        batches = samestep.shards(numbers(6), world, batch_size=2)
+        (first,) = next(iter(batches))
+        assert batches.epoch == 0
+        assert next(iter(batches))[0].tolist() == first.tolist()
+        assert len(list(batches)) == 3
+        assert batches.epoch == 1
+
+
+def test_committed_steps_are_behind_uncommitted_ones_come_again():
+    with samestep.world() as world:
+        batches = samestep.shards(numbers(8), world, batch_size=2, shuffle=False)
+        taken = iter(batches)
+        next(taken)
+        batches.commit()
+        next(taken)
+        assert [x.tolist() for (x,) in batches] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_a_resume_goes_on_behind_the_last_committed_step(two_ranks):
+    for rank, (before, after) in enumerate(two_ranks(resume_in_mid_epoch)):
+        order = Order(10, seed=0).take(0, 10).tolist()
+        assert before == order[2 * rank : 2 * rank + 2]
+        assert after == [order[4 + 2 * rank : 6 + 2 * rank], order[8 + rank : 9 + rank]]
+
+
+def resume_in_mid_epoch():
+    with samestep.world() as world:
+        batches = samestep.shards(numbers(10), world, batch_size=4)
+        for (x,) in batches:
+            before = x.tolist()
+            batches.commit()
+            break
+        state = batches.state_dict()
+        resumed = samestep.shards(numbers(10), world, batch_size=4)
+        resumed.load_state_dict(state)
+        return before, [x.tolist() for (x,) in resumed]
+
+
+def test_a_state_of_other_data_is_refused():
+    with samestep.world() as world:
+        state = samestep.shards(numbers(10), world, batch_size=4).state_dict()
+        with pytest.raises(DataError, match="samples 10, this one has 12"):
+            samestep.shards(numbers(12), world, batch_size=4).load_state_dict(state)
+        with pytest.raises(DataError, match="seed 0, this one has 1"):
+            samestep.shards(numbers(10), world, batch_size=4, seed=1).load_state_dict(state)
+
+
+def test_losses_of_all_ranks_add_up_to_the_steps_loss(three_ranks):
+    results = three_ranks(mean_of_everything)
+    assert sum(local for local, _, _ in results) == pytest.approx(4.5, abs=1e-15)
+    assert {total for _, total, _ in results} == {4.5}  # and reading it left the local values alone
+    # rank 2 has no sample in this step of 2: its zero backpropagates, and DDP's division by 3 is made up for
+    assert [gradient for _, _, gradient in results] == pytest.approx([3 * 4 / 2, 3 * 5 / 2, 0.0])
+
+
+def mean_of_everything():
+    with samestep.world() as world:
+        data = TensorDataset(torch.tensor([4.0, 5.0, 0.0], dtype=torch.float64))
+        batches = samestep.shards(data, world, batch_size=3, shuffle=False)
+        batches._cut = type(batches._cut)(2, 3, None, world.rank, 3)
+        factor = torch.ones((), dtype=torch.float64, requires_grad=True)
+        for (x,) in batches:
+            loss = batches.mean(x * factor)
+            loss.backward()
+        return loss.item(), batches.loss, factor.grad.item()
+
+
+def test_a_mask_of_nothing_gives_a_zero_not_a_nan():
+    with samestep.world() as world:
+        batches = samestep.shards(numbers(2), world, batch_size=2, weight=lambda batch: 0)
+        for (x,) in batches:
+            assert batches.mean(x.double(), torch.zeros(2)).item() == 0.0
+
+
+def test_reading_the_loss_is_not_collective(two_ranks):
+    first, second = two_ranks(read_on_one_rank)
+    assert math.isnan(first[0])
+    assert first[1] == second[1] == 0.5
+
+
+def read_on_one_rank():
+    with samestep.world() as world:
+        batches = samestep.shards(numbers(2), world, batch_size=2)
+        before = batches.loss
+        if world.rank == 0:
+            assert math.isnan(batches.loss)
+        for (x,) in batches:
+            batches.mean(x.double())
+        return before, batches.loss
+
+
+def test_a_wish_of_one_rank_is_agreed_by_all_at_the_same_step(two_ranks):
+    assert two_ranks(wish_to_save) == [[(), (), ("save",)]] * 2
+
+
+def wish_to_save():
+    with samestep.world() as world:
+        batches = samestep.shards(numbers(6), world, batch_size=2)
+        agreed = []
+        for step, _ in enumerate(batches):
+            if step == 1 and world.rank == 1:
+                world.step.wishes.add("save")
+            batches.finish_step()
+            agreed.append(tuple(world.step.agreed))
+        return agreed
+
+
+def test_an_empty_batch_keeps_every_other_dim(two_ranks):
+    assert two_ranks(shapes_of_nothing)[1] == [([0, 3, 2], torch.float64), ([0], torch.int64)]
+
+
+def shapes_of_nothing():
+    with samestep.world() as world:
+        data = TensorDataset(torch.ones(3, 3, 2, dtype=torch.float64), torch.arange(3))
+        *_, (x, y) = samestep.shards(data, world, batch_size=2)
+        return [(list(x.shape), x.dtype), (list(y.shape), y.dtype)]
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield from range(10)
+
+
+class WithoutLength(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (numbers(0), {}, "TensorDataset is empty"),
+        (WithoutLength(), {}, "WithoutLength has no length"),
+        (Endless(), {}, "Endless has no random access"),
+        (numbers(4), {"batch_size": 0}, "batch_size 0"),
+        (numbers(4), {"micro_batch_size": 0}, "micro_batch_size 0"),
+        (numbers(4), {"workers": -1}, "workers -1"),
+        (numbers(1), {"drop_last": True}, "drop_last leaves nothing"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_in_one_line(dataset, options, message):
+    with samestep.world() as world, pytest.raises(DataError, match=message) as caught:
+        samestep.shards(dataset, world, **{"batch_size": 2, **options})
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_batch_smaller_than_the_world_is_refused(three_ranks):
+    assert set(three_ranks(batch_of_two)) == {
+        "batch_size 2 is smaller than the 3 ranks that share it: batch_size is global, so give at least 3, or start "
+        "fewer ranks"
+    }
+
+
+def batch_of_two():
+    with samestep.world() as world:
+        try:
+            samestep.shards(numbers(9), world, batch_size=2)
+        except DataError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("losses", "mask", "message"),
+    [
+        (torch.tensor(1.0), None, "reduced already"),
+        (torch.ones(4, 3), None, "for 4 samples: without weight="),
+        (torch.ones(4), torch.ones(4), "for 4 samples: without weight="),
+        (torch.ones(4), torch.ones(3), "must match"),
+    ],
+)
+def test_losses_that_would_train_something_else_are_refused(losses, mask, message):
+    with samestep.world() as world:
+        batches = samestep.shards(numbers(4), world, batch_size=4)
+        next(taken := iter(batches))
+        with pytest.raises(StepError, match=message):
+            batches.mean(losses, mask)
+        taken.close()
+
+
+def test_mean_outside_the_loop_is_refused():
+    with samestep.world() as world:
+        batches = samestep.shards(numbers(4), world, batch_size=4)
+        with pytest.raises(StepError, match="inside the loop"):
+            batches.mean(torch.ones(4))
+
+
+def test_a_commit_in_mid_step_is_refused():
+    with samestep.world() as world:
+        batches = samestep.shards(numbers(4), world, batch_size=4, micro_batch_size=2)
+        next(taken := iter(batches))
+        with pytest.raises(StepError, match="micro-batch 1 of 2"):
+            batches.commit()
+        taken.close()
+
+
+def test_two_loops_over_the_same_shards_at_once_are_refused():
+    with samestep.world() as world:
+        batches = samestep.shards(numbers(4), world, batch_size=2)
+        next(first := iter(batches))
+        next(iter(batches))
+        with pytest.raises(StepError, match="iterated elsewhere"):
+            next(first)
+
+
+class Augmented(Dataset):
+    """Its samples depend on the epoch that it is told."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor(10 * self.epoch + index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_wants_to_know_the_epoch_is_told_in_workers_too(workers):
+    with samestep.world() as world:
+        batches = samestep.shards(Augmented(), world, batch_size=4, shuffle=False, workers=workers)
+        assert [x.tolist() for _ in range(2) for x in batches] == [[0, 1, 2, 3], [10, 11, 12, 13]]

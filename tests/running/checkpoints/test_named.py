@@ -1,0 +1,136 @@
+"""Names in a checkpoint are those of bare modules; what does not fit is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from samestep.errors import CheckpointError, UsageError
+from samestep.running.checkpoints.named import check_names, differences, load, shortened, state_of
+from samestep.testing import assert_same_bits
+
+
+def a_net(dtype=torch.float32, hidden=3):
+    return nn.Sequential(nn.Linear(2, hidden, dtype=dtype), nn.ReLU(), nn.Linear(hidden, 1, dtype=dtype))
+
+
+def wrapped_names_on_each_rank():
+    with samestep.world(device="cpu") as world:
+        bare = a_net()
+        inside = nn.ModuleDict({"body": samestep.replicate(a_net(), world), "head": nn.Linear(1, 1)})
+        outside = nn.parallel.DistributedDataParallel(a_net(), process_group=world.data.group)
+        nested = nn.ModuleDict({"body": outside})
+        names = [list(state_of(model).content) for model in (bare, outside, inside, nested)]
+        load(outside, state_of(bare))
+        fits = all(torch.equal(a, b) for a, b in zip(outside.parameters(), bare.parameters(), strict=True))
+        del outside, nested
+        return names, fits
+
+
+def test_the_prefix_of_distributed_data_parallel_is_taken_off_and_put_back(two_ranks):
+    for (bare, outside, inside, nested), fits in two_ranks(wrapped_names_on_each_rank):
+        assert outside == bare == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        assert inside == [f"body.{name}" for name in bare] + ["head.weight", "head.bias"]
+        assert nested == [f"body.{name}" for name in bare]
+        assert fits
+
+
+def test_the_prefix_of_compile_is_taken_off_and_put_back():
+    bare, part = a_net(), a_net()
+    part[0] = torch.compile(part[0], backend="eager")
+    for wrapped in (torch.compile(a_net(), backend="eager"), part):
+        assert list(state_of(wrapped).content) == list(bare.state_dict())
+        load(wrapped, state_of(bare))
+        assert_same_bits(list(wrapped.parameters()), list(bare.parameters()))
+
+
+def test_a_tied_model_loads_into_a_tied_model():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+            self.head.weight = self.embed.weight
+
+    saved, fresh = Tied(), Tied()
+    load(fresh, state_of(saved))
+    assert fresh.head.weight is fresh.embed.weight
+    assert_same_bits(fresh.embed.weight, saved.embed.weight)
+
+
+def test_states_that_fit_have_no_differences():
+    one = {"model": state_of(a_net()), "optimizer": state_of(torch.optim.Adam(a_net().parameters()))}
+    two = {"model": state_of(a_net()), "optimizer": state_of(torch.optim.Adam(a_net().parameters()))}
+    assert differences(one, two) == []
+
+
+def test_names_shapes_and_types_of_parameters_are_compared():
+    deeper = nn.Sequential(*a_net(hidden=5), nn.Linear(1, 1))
+    lines = differences({"model": state_of(a_net())}, {"model": state_of(deeper)})
+    assert "model.0.weight: float32 [3, 2] in the checkpoint, float32 [5, 2] in the model" in lines
+    assert "model.3.weight: in the model, not in the checkpoint" in lines
+    assert len(lines) == 5
+    back = differences({"model": state_of(deeper)}, {"model": state_of(a_net())})
+    assert "model.3.weight: in the checkpoint, not in the model" in back
+    cast = differences({"model": state_of(a_net())}, {"model": state_of(a_net(torch.float64))})
+    assert "model.2.bias: float32 [1] in the checkpoint, float64 [1] in the model" in cast
+
+
+def test_objects_that_were_not_saved_or_not_named_are_listed():
+    lines = differences({"model": state_of(a_net())}, {"net": state_of(a_net())})
+    assert lines == ["model: in the checkpoint, not named here", "net: named here, not in the checkpoint"]
+
+
+def test_another_kind_of_optimizer_or_schedule_is_refused():
+    net = a_net()
+    sgd, adam = torch.optim.SGD(net.parameters(), lr=1), torch.optim.Adam(net.parameters())
+    step = torch.optim.lr_scheduler.StepLR(sgd, 3)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, 3)
+    (line,) = differences({"optimizer": state_of(sgd)}, {"optimizer": state_of(adam)})
+    assert line == "optimizer: was a torch.optim.sgd.SGD, is a torch.optim.adam.Adam"
+    assert len(differences({"schedule": state_of(step)}, {"schedule": state_of(cosine)})) == 1
+
+
+def test_an_optimizer_over_other_parameters_is_refused():
+    net = a_net()
+    forwards = torch.optim.Adam(net.parameters())
+    backwards = torch.optim.Adam(reversed(list(net.parameters())))
+    fewer = torch.optim.Adam([net[0].weight])
+    lines = differences({"optimizer": state_of(forwards)}, {"optimizer": state_of(backwards)})
+    assert lines[0] == "optimizer: parameter 0 of group 0 has shape [3, 2] in the checkpoint, [1] here"
+    assert differences({"optimizer": state_of(forwards)}, {"optimizer": state_of(fewer)}) == [
+        "optimizer: groups of [4] parameters in the checkpoint, of [1] here"
+    ]
+
+
+def test_a_long_list_is_cut_and_counted():
+    assert shortened([f"line {i}" for i in range(9)]).splitlines()[-2:] == ["  line 5", "  and 3 more"]
+    assert shortened(["one"]) == "\n  one"
+
+
+def test_optimizer_state_keeps_a_precision_above_its_parameters():
+    def an_optimizer():
+        weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        return torch.optim.SGD([weight], lr=0.1, momentum=0.9), weight
+
+    (saved, weight), (fresh, other) = an_optimizer(), an_optimizer()
+    saved.state[weight]["momentum_buffer"] = torch.tensor([1.0, 1 / 3, 1e-6])
+    load(fresh, state_of(saved))
+    assert_same_bits(fresh.state[other]["momentum_buffer"], saved.state[weight]["momentum_buffer"])
+
+
+def test_what_has_no_state_cannot_be_named():
+    with pytest.raises(UsageError, match="learning_rate=float cannot be saved: it has no state_dict"):
+        check_names({"model": a_net(), "learning_rate": 0.1})
+    with pytest.raises(UsageError, match="cannot be saved"):
+        check_names({"model": nn.Linear})
+    with pytest.raises(UsageError, match="name at least one object"):
+        check_names({})
+
+
+def test_two_names_that_become_one_are_refused():
+    odd = nn.ModuleDict({"_orig_mod": nn.Linear(1, 1)})
+    odd.register_parameter("weight", nn.Parameter(torch.ones(1)))
+    with pytest.raises(CheckpointError, match="have one name"):
+        state_of(odd)
