@@ -39,7 +39,7 @@ def test_options_change_neither_order_nor_multiset(two_ranks, options):
         for samples, ends in batches:
             steps[rank].append(samples)
             if ends:
-                flat.append((rank, sum(steps[rank], [])))
+                flat.append((rank, [sample for part in steps[rank] for sample in part]))
                 steps[rank] = []
     mine, others = ([taken for rank, taken in flat if rank == r] for r in (0, 1))
     assert [sample for pair in zip(mine, others, strict=True) for part in pair for sample in part] == order
@@ -212,10 +212,8 @@ def test_what_cannot_be_cut_is_refused_in_one_line(dataset, options, message):
 
 
 def test_a_batch_smaller_than_the_world_is_refused(three_ranks):
-    assert set(three_ranks(batch_of_two)) == {
-        "batch_size 2 is smaller than the 3 ranks that share it: batch_size is global, so give at least 3, or start "
-        "fewer ranks"
-    }
+    (message,) = set(three_ranks(batch_of_two))
+    assert message.startswith("batch_size 2 is smaller than the 3 ranks that share it")
 
 
 def batch_of_two():

@@ -108,3 +108,15 @@ def test_ctrl_c_in_the_caller_stops_the_ranks(tmp_path):
     for rank in "01":
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / f"pid{rank}").read_text()), 0)
+
+
+def test_without_cloudpickle_a_function_that_cannot_be_sent_is_named_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    assert samestep.spawn(name, 1, "r") == ["r0"]
+    local = textwrap.dedent
+    monkeypatch.setattr(refuse, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "refuse", refuse, raising=False)
+    with pytest.raises(UsageError, match="refuse cannot be sent to other processes: .* `pip install cloudpickle`"):
+        samestep.spawn(refuse, 1)
+    with pytest.raises(UsageError, match="<lambda> cannot be sent to other processes"):
+        samestep.spawn(lambda: local, 1)

@@ -1,1 +1,41 @@
-"""TODO."""
+"""Floor 6: what samestep costs, or saves, beside the code it stands in for.
+
+Every benchmark is one file with `run(options) -> Report` and one line in the table below; `harness` times it. A
+benchmark compares two blocks of work in the same processes and the same run, because two runs on a shared machine
+differ by more than what is to be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import NamedTuple
+
+from samestep.bench.harness import Options, Report
+from samestep.errors import UsageError
+
+__all__: list[str] = []
+
+
+class Benchmark(NamedTuple):
+    """A module with `run(options: Options) -> Report`, and what the help says of it."""
+
+    module: str
+    summary: str
+
+
+BENCHMARKS = {
+    "step": Benchmark("samestep.bench.step", "a training step against a hand-written DistributedDataParallel loop"),
+}
+
+
+def benchmark(name: str) -> Callable[[Options], Report]:
+    """Returns the function that runs the benchmark `name`.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    if name not in BENCHMARKS:
+        raise UsageError(f"there is no benchmark {name!r}: choose one of {', '.join(BENCHMARKS)}")
+    run: Callable[[Options], Report] = import_module(BENCHMARKS[name].module).run
+    return run

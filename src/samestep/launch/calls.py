@@ -16,12 +16,14 @@ import importlib.util
 import pickle
 import socket
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
+from samestep.errors import UsageError
 from samestep.launch.address import serve_store
 from samestep.launch.failure import Failure, describe
 from samestep.rankenv import child_environment, set_variables
@@ -40,13 +42,38 @@ class Job:
     brings_listener: bool
 
 
+def dump_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """Pickles a call.
+
+    Raises:
+        UsageError: without cloudpickle, `fn` is one that other processes cannot import.
+    """
+    try:
+        return dump((fn, tuple(args)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(f"{_name(fn)} cannot be sent to other processes: {error}") from error
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return str(getattr(fn, "__qualname__", fn))
+
+
 def dump(value: Any) -> bytes:
     """Pickles a value, functions of `__main__`, lambdas and closures included where cloudpickle is installed."""
     try:
         import cloudpickle  # type: ignore[import-untyped]
     except ImportError:
-        return pickle.dumps(value)
+        return _dump_plainly(value)
     return bytes(cloudpickle.dumps(value))
+
+
+def _dump_plainly(value: Any) -> bytes:
+    data = pickle.dumps(value)
+    if b"__main__" in data:  # pickled by name, in a module that is another one over there
+        raise pickle.PicklingError(
+            "it is defined in the script or notebook itself: `pip install cloudpickle`, or move it to a module"
+        )
+    return data
 
 
 def send_job(connection: Connection, job: Job, listener: socket.socket) -> None:

@@ -25,7 +25,7 @@ from typing import IO, Any, Self
 
 from samestep.errors import RankFailure, UsageError
 from samestep.launch.address import listen_on_loopback
-from samestep.launch.calls import Job, dump, failure_of, send_job
+from samestep.launch.calls import Job, dump_call, failure_of, send_job
 from samestep.launch.failure import Failure, count, culprit, death
 from samestep.launch.process import Process, rank_command, reap, start, stop_all, wait_all
 from samestep.launch.variables import Group, rank_variables
@@ -111,7 +111,7 @@ class RankPool:
         Raises:
             RankFailure: a rank raised, died or did not answer in time. The pool is of no use any more.
         """
-        payload = dump((fn, tuple(args)))
+        payload = dump_call(fn, args)
         self._group = replace(self._group, restarts=self._group.restarts + 1)
         with listen_on_loopback() as listener:
             group = replace(self._group, port=listener.getsockname()[1])

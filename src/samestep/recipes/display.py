@@ -106,6 +106,7 @@ class Display:
         """The epoch is over; `values` are shown as `name value`, underscores as spaces."""
         if self.world.is_first:
             self.note("  ".join([self.place, *self.figures(), *spelled(values), self.pace]))
+            self.move_bar()
             self.drawn = self.clock()
 
     def note(self, text: str) -> None:
@@ -114,6 +115,7 @@ class Display:
 
     def summary(self, text: str, checkpoint: Path | None = None) -> None:
         """The last line: the result, what it took, and where it lies."""
+        self.__exit__()
         took = self.clock() - self.started
         words = [text, plural(self.epochs, "epoch"), plural(self.world.size, "rank"), f"{took:.1f} s"]
         self.note(", ".join([*words, *([f"checkpoints in {checkpoint}"] if checkpoint else [])]))
@@ -126,14 +128,25 @@ class Display:
 
     def draw(self) -> None:
         """Moves the bar, or prints a line."""
-        steps = self.batches.steps_per_epoch
-        text = [*self.figures(), self.pace]
-        if self.live is None or self.task is None:
-            self.note("  ".join([self.place, f"step {self.at_step}/{steps}", *text, f"eta {self.remaining}"]))
+        if self.live is not None:
+            self.move_bar()
             return
-        done, total = self.epoch * steps + self.at_step, self.epochs * steps
-        place = f"{self.name}  {self.place}"
-        self.live.update(self.task, description=place, completed=done, total=total, text="  ".join(text), refresh=True)
+        step = f"step {self.at_step}/{self.batches.steps_per_epoch}"
+        self.note("  ".join([self.place, step, *self.figures(), self.pace, f"eta {self.remaining}"]))
+
+    def move_bar(self) -> None:
+        """Brings the bar, if there is one, to where the training is."""
+        if self.live is None or self.task is None:
+            return
+        steps = self.batches.steps_per_epoch
+        self.live.update(
+            self.task,
+            description=f"{self.name}  {self.place}",
+            completed=self.epoch * steps + self.at_step,
+            total=self.epochs * steps,
+            text="  ".join([*self.figures(), self.pace]),
+            refresh=True,
+        )
 
     def figures(self) -> list[str]:
         """The loss and the recipe's own columns; reading them may wait for the device."""
@@ -160,8 +173,6 @@ def tell(name: str, world: samestep.World, text: str, console: Console | None = 
     """One line, on rank 0."""
     if world.is_first:
         (console or plain_console()).print(f"{name}: {text}", markup=False)
-        # a pipe is a log that somebody follows, so each line has to leave at once
-        (console or plain_console()).file.flush()
 
 
 def percent(share: float) -> str:
@@ -195,4 +206,5 @@ def live_bar(console: Console) -> Progress:
         TimeRemainingColumn(),
         console=console,
         auto_refresh=False,
+        transient=True,
     )

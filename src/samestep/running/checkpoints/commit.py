@@ -54,6 +54,13 @@ class _Data(Protocol):
     def state_dict(self) -> Any: ...
 
 
+@runtime_checkable
+class _Equalisable(Protocol):
+    """What may differ between ranks until it is saved; :class:`samestep.Replica` is one (local BatchNorm)."""
+
+    def equalise_buffers(self) -> None: ...
+
+
 def checkpoint(
     path: str | os.PathLike[str],
     world: World,
@@ -159,14 +166,14 @@ class Checkpoint:
         Raises:
             CheckpointError: on every rank, if it could not be saved; what was saved before is untouched.
         """
-        manifest, tensors = self._store.together(self._snapshot)
-        encoder = Encoder(tensors)
-        manifest = replace(manifest, random=encoder.encode(streams.gather(self._world), "random"))
-        folder = self._store.write(manifest, tensors, self._keep)
-        self._saved_at = time.monotonic()
         self._world.step.wishes.discard("save")
         self._world.step.agreed -= {"save"}
-        return folder
+        try:
+            manifest, tensors = self._store.together(self._snapshot)
+            random = Encoder(tensors).encode(streams.gather(self._world), "random")
+            return self._store.write(replace(manifest, random=random), tensors, self._keep)
+        finally:
+            self._saved_at = time.monotonic()  # after a failure too: a full disk is not tried again at every step
 
     def epochs(self, n: int) -> Iterator[int]:
         """Yields the epochs from where the run stands up to ``n - 1``, and saves after the body of each.
@@ -193,6 +200,9 @@ class Checkpoint:
 
     def _snapshot(self) -> tuple[Manifest, dict[str, Tensor]]:
         """Every rank encodes: a state dict may be collective, and one that cannot be saved must fail everywhere."""
+        for thing in self._named.values():
+            if isinstance(thing, _Equalisable):
+                thing.equalise_buffers()
         encoder = Encoder()
         found = {name: self._state_of(name) for name in self._named}
         manifest = Manifest(
@@ -248,8 +258,9 @@ class Checkpoint:
         return True
 
     def _load(self, saved: dict[str, State]) -> None:
-        for name, thing in self._named.items():
-            load(thing, saved[name])
+        # Data first: they refuse another dataset or seed, and then nothing must have been loaded.
+        for name in sorted(self._named, key=lambda name: name not in self._data):
+            load(self._named[name], saved[name])
 
     def _fitting(self, name: str, manifest: Manifest, tensors: dict[str, Tensor]) -> tuple[dict[str, State], Any]:
         """Returns the saved states and random streams, after checking that they fit what is named here."""

@@ -42,7 +42,8 @@ def gather(world: World) -> dict[str, Any]:
 
 def restore(saved: dict[str, Any], world: World) -> None:
     """Puts this rank's streams back where they stood when ``saved`` was gathered by a world of the same size."""
-    streams = {name: rows[world.rank] for name, rows in saved["streams"].items()}
+    # Cloned: torch 2.13 crashes in set_rng_state on a row that does not start its storage.
+    streams = {name: rows[world.rank].clone() for name, rows in saved["streams"].items()}
     rest = saved["rest"][world.rank]
     torch.set_rng_state(streams["torch"])
     if world.device.type == "cuda" and "cuda" in streams:

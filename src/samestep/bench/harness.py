@@ -1,0 +1,145 @@
+"""Timing in alternating pairs, and what may be said of the result.
+
+Times taken one after the other drift: clocks throttle, caches warm, other processes come and go. So a pair of blocks
+is timed side by side, again and again, with the first place changing hands:
+
+    pair          0                1                2                3
+    runs     ours theirs      theirs ours      ours theirs      theirs ours      ...
+    ratio    ours / theirs    of each pair: drift that is slow beside a pair cancels, and going first favours nobody
+
+The median of the ratios is the answer, their quartiles the doubt about it: a single stolen time slice spoils one pair
+and moves neither. Source: T. Kalibera and R. Jones, "Rigorous Benchmarking in Reasonable Time", ISMM 2013.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from typing import Any
+
+from samestep.errors import UsageError
+
+__all__: list[str] = []
+
+Block = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every benchmark can be told.
+
+    Attributes:
+        ranks: processes on this machine.
+        repeats: pairs of blocks.
+    """
+
+    ranks: int = 2
+    repeats: int = 40
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise UsageError(f"a benchmark needs 1 rank or more, got {self.ranks}")
+        if self.repeats < 2:
+            raise UsageError(f"a benchmark needs 2 repeats or more, for quartiles, got {self.repeats}")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Times of pairs of blocks, in seconds a unit of work; `ours[i]` and `theirs[i]` were taken side by side.
+
+    Attributes:
+        name: what was compared with what.
+        unit: the work that one time is for, such as "step".
+        most: the ratio promised at most, or None where nothing is promised.
+    """
+
+    name: str
+    unit: str
+    ours: tuple[float, ...]
+    theirs: tuple[float, ...]
+    most: float | None = None
+
+    @property
+    def ratios(self) -> list[float]:
+        """Ours over theirs, pair by pair; below 1 ours is faster."""
+        return [ours / theirs for ours, theirs in zip(self.ours, self.theirs, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        """The median ratio."""
+        return median(self.ratios)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Between these two lies the middle half of the ratios."""
+        lower, _, upper = quantiles(self.ratios, n=4, method="inclusive")
+        return lower, upper
+
+    @property
+    def kept(self) -> bool | None:
+        """Whether the median keeps what was promised; None where nothing is promised."""
+        return None if self.most is None else self.ratio <= self.most
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything above, and every single time."""
+        return {
+            "name": self.name,
+            "unit": f"seconds per {self.unit}",
+            "ours": {"median": median(self.ours), "times": list(self.ours)},
+            "theirs": {"median": median(self.theirs), "times": list(self.theirs)},
+            "ratio": {"median": self.ratio, "quartiles": list(self.quartiles)},
+            "overhead_percent": 100 * (self.ratio - 1),
+            "promised_percent": None if self.most is None else 100 * (self.most - 1),
+            "kept": self.kept,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a benchmark found, and under which conditions."""
+
+    bench: str
+    comparisons: Sequence[Comparison]
+    setting: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as `samestep bench --json` writes it."""
+        comparisons = [comparison.as_json() for comparison in self.comparisons]
+        return {"bench": self.bench, "setting": self.setting, "comparisons": comparisons}
+
+
+def alternate(
+    ours: Block,
+    theirs: Block,
+    *,
+    pairs: int,
+    warmup: int = 2,
+    align: Block = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[list[float], list[float]]:
+    """Times two blocks in alternating pairs; returns the seconds of each, pair by pair.
+
+    Collective where the blocks or `align` are: every rank must call it.
+
+    Args:
+        ours: one block of work.
+        theirs: the same work done the other way.
+        pairs: how often both are timed.
+        warmup: how often both run untimed before.
+        align: waits until all ranks (and devices) are here; runs before and after each block, inside the time after.
+        clock: returns seconds.
+    """
+    for _ in range(warmup):
+        ours()
+        theirs()
+    times: dict[Block, list[float]] = {ours: [], theirs: []}
+    for pair in range(pairs):
+        for block in (ours, theirs) if pair % 2 == 0 else (theirs, ours):
+            align()
+            start = clock()
+            block()
+            align()
+            times[block].append(clock() - start)
+    return times[ours], times[theirs]

@@ -1,0 +1,101 @@
+"""`samestep bench`: samestep beside the code it stands in for, timed in alternating pairs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from samestep.bench import BENCHMARKS, benchmark
+from samestep.bench.harness import Comparison, Options, Report
+from samestep.cli.options import Parser
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["main"]
+
+DESCRIPTION = """Times samestep against the code it stands in for, side by side in the same processes.
+
+Blocks of both are timed in pairs, and which goes first changes with every pair, so a machine that speeds up or
+slows down favours neither. The answer is the median ratio; its quartiles say how far to trust it.
+
+benchmarks:
+{benchmarks}"""
+
+EXAMPLES = """examples:
+  samestep bench step                     two processes, 40 pairs
+  samestep bench step -n 4 --repeats 100  four processes, surer
+  samestep bench step --json step.json    every single time, for plots
+
+exit code: 0 whatever was measured; 2 for a usage error."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    options = _parser().parse(arguments)
+    run = benchmark(options.name)
+    report = run(Options(options.ranks, options.repeats))
+    _show(report)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _parser() -> Parser:
+    width = max(map(len, BENCHMARKS))
+    rows = "\n".join(f"  {name:<{width}}  {entry.summary}" for name, entry in BENCHMARKS.items())
+    parser = Parser(
+        "bench",
+        usage="samestep bench NAME [options]",
+        description=DESCRIPTION.format(benchmarks=rows),
+        epilog=EXAMPLES,
+    )
+    add = parser.add_argument
+    add("name", metavar="NAME", help="which benchmark; listed above")
+    add("-n", dest="ranks", metavar="N", type=_whole, default=Options.ranks, help="processes (default: %(default)s)")
+    add("--repeats", metavar="K", type=_whole, default=Options.repeats, help="pairs of blocks (default: %(default)s)")
+    add("--json", metavar="FILE", type=Path, help="write the medians, the ratio and every time to this file")
+    return parser
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _show(report: Report) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in report.setting.items()))
+    for comparison in report.comparisons:
+        console.print(_table(comparison))
+        console.print(_conclusion(comparison))
+
+
+def _table(comparison: Comparison) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{comparison.name}, {len(comparison.ours)} pairs", title_justify="left")
+    for heading in ("", f"ms per {comparison.unit}", "quickest", "slowest"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for side, times in (("ours", comparison.ours), ("theirs", comparison.theirs)):
+        table.add_row(side, *(f"{1000 * seconds:.2f}" for seconds in (median(times), min(times), max(times))))
+    return table
+
+
+def _conclusion(comparison: Comparison) -> str:
+    lower, upper = (_percent(ratio) for ratio in comparison.quartiles)
+    text = f"overhead {_percent(comparison.ratio)} (half of the pairs between {lower} and {upper})"
+    if comparison.most is None:
+        return text
+    return f"{text}; promised: at most {_percent(comparison.most)}: {'kept' if comparison.kept else 'missed'}"
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %"

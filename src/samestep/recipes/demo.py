@@ -1,0 +1,59 @@
+"""What `make demo` shows: a training on two processes, and the proof that it is the training of one.
+
+    python -m samestep.recipes.demo
+
+First the digits recipe on 2 processes, with its display and its exact evaluation. Then 20 steps on 2 processes and
+the same 20 on 1, and how far their parameters are apart. Exit code 1 if that is more than 1e-12, or if the training
+failed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from samestep.recipes.equality import STEPS, difference
+
+__all__ = ["main"]
+
+RANKS = 2
+TOLERANCE = 1e-12
+RECIPE = "samestep.recipes.digits"
+
+
+def main() -> int:
+    """Runs the demonstration; 0 if all of it held."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"\n[bold]Handwritten digits on {RANKS} processes[/]   samestep run -n {RANKS} -m {RECIPE}\n")
+    ended = train()
+    if ended["exit"] != 0:
+        return 1
+    console.print(f"\n[bold]The same {STEPS} steps on {RANKS} processes and on 1[/]   SGD with momentum, float64\n")
+    apart, parameters = difference(RANKS)
+    held = apart < TOLERANCE
+    verdict = "[green]the same training[/]" if held else "[red]another training[/]"
+    console.print(f"{parameters:,} parameters, at most {apart:.1e} apart (allowed: {TOLERANCE:.0e}): {verdict}")
+    console.print(f"\nThe run's files lie in {ended['run_dir']}\n", markup=False)
+    return 0 if held else 1
+
+
+def train() -> dict[str, Any]:
+    """Runs the digits recipe as a user would; what `samestep run --json` says of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "run.json"
+        command = [sys.executable, "-m", "samestep", "run", "-n", str(RANKS), "--json", str(told), "-m", RECIPE]
+        code = subprocess.run(command, check=False).returncode
+        if not told.exists():
+            return {"exit": code or 1, "run_dir": None}
+        ended: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
+    return ended
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,59 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from samestep.errors import BackendError
+from samestep.runtime.backend import RULES, choose_backend, group_backend, interconnect, rule_for
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.device}, {rule.interconnect}")
+def test_every_row_names_a_backend_that_torch_knows_and_a_reason(rule):
+    assert rule.backend in dist.Backend.backend_list
+    assert rule.reason
+    assert rule_for(rule.device, rule.interconnect) is rule
+
+
+def test_the_table_decides_where_nothing_is_asked():
+    assert choose_backend(None, CPU, one_host=True) == "gloo"
+    assert choose_backend(None, GPU, one_host=True) == "nccl"
+
+
+def test_an_adapter_in_the_kernels_list_means_infiniband(tmp_path):
+    assert interconnect(one_host=False, sys_class=tmp_path) == "ethernet"
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    assert interconnect(one_host=False, sys_class=tmp_path) == "infiniband"
+    assert interconnect(one_host=True, sys_class=tmp_path) == "one host"
+
+
+def test_what_is_asked_for_wins_where_it_is_possible():
+    assert choose_backend("gloo", GPU, one_host=True) == "gloo"
+
+
+def test_an_unknown_backend_is_refused_with_the_nearest_known():
+    with pytest.raises(BackendError, match="unknown backend 'glo'; did you mean 'gloo'"):
+        choose_backend("glo", CPU, one_host=True)
+
+
+@pytest.mark.skipif(dist.is_mpi_available(), reason="this torch was built with MPI")
+def test_a_backend_that_is_not_built_in_is_refused_with_the_remedy():
+    with pytest.raises(BackendError, match="'mpi' is not built into torch.*built from source"):
+        choose_backend("mpi", CPU, one_host=True)
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_nccl_without_a_cuda_build_is_refused():
+    with pytest.raises(BackendError, match="'nccl' is not built into torch.*CUDA build"):
+        choose_backend("nccl", CPU, one_host=True)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_nccl_on_the_cpu_is_refused_with_the_reason():
+    with pytest.raises(BackendError, match="moves GPU tensors only"):
+        choose_backend("nccl", CPU, one_host=True)
+
+
+def test_host_tensors_keep_a_backend_beside_nccl():
+    assert group_backend("nccl", GPU) == "cpu:gloo,cuda:nccl"
+    assert group_backend("gloo", CPU) == "gloo"

@@ -1,0 +1,35 @@
+import pytest
+import torch
+
+from samestep.errors import DeviceError
+from samestep.runtime.device import own_device, refuse_sharing
+
+
+#   local rank of size, GPUs seen, device
+@pytest.mark.parametrize(
+    ("local_rank", "local_size", "visible", "device"),
+    [
+        (0, 1, 0, "cpu"),
+        (3, 4, 0, "cpu"),
+        (0, 1, 1, "cuda:0"),
+        (3, 4, 1, "cuda:0"),  # Slurm's --gpus-per-task shows each rank its own card as number 0
+        (3, 4, 4, "cuda:3"),
+        (1, 2, 8, "cuda:1"),
+    ],
+)
+def test_the_device_follows_from_local_rank_and_sight(local_rank, local_size, visible, device):
+    assert own_device(local_rank, local_size, visible=visible) == torch.device(device)
+
+
+def test_more_ranks_than_gpus_is_refused_with_the_number_that_fits():
+    with pytest.raises(DeviceError, match=r"4 ranks on this host see 2 GPUs.*samestep run -n 2"):
+        own_device(0, 4, visible=2)
+
+
+def test_two_ranks_on_one_card_are_refused_with_the_reason():
+    with pytest.raises(DeviceError, match="ranks 0 and 2 on a hold the same GPU.*deadlocks"):
+        refuse_sharing([(0, "a", "GPU-1"), (1, "b", "GPU-1"), (2, "a", "GPU-1")])
+
+
+def test_ranks_on_cpus_or_cards_of_their_own_share_nothing():
+    refuse_sharing([(0, "a", None), (1, "a", None), (2, "a", "GPU-1"), (3, "a", "GPU-2"), (4, "b", "GPU-1")])

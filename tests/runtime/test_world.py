@@ -1,0 +1,280 @@
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import samestep
+from samestep.errors import (
+    BackendError,
+    RankVariablesError,
+    RendezvousError,
+    UsageError,
+)
+
+JOIN = """
+    import sys, samestep
+    with samestep.world({arguments}) as world:
+        print(world.rank, world.size, world.local_rank, world.local_size, world.device, world.backend)
+"""
+
+
+def start(rank, size, arguments="", code=JOIN, **variables):
+    """Starts one rank by hand, as a fresh interpreter with nothing but these variables."""
+    clean = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}}
+    named = {} if rank is None else {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code).format(arguments=arguments)],
+        env={**clean, "OMP_NUM_THREADS": "1", **named, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(*processes):
+    results = [process.communicate(timeout=60) for process in processes]
+    return [(process.returncode, out.strip(), err) for process, (out, err) in zip(processes, results, strict=True)]
+
+
+@pytest.fixture
+def port():
+    """A port that nobody serves, kept bound but not listening so that nobody else is given it."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def last_line(text):
+    return text.strip().splitlines()[-1]
+
+
+def test_a_process_that_nobody_launched_is_a_world_of_one_without_a_group():
+    with samestep.world() as world:
+        assert (world.rank, world.size, world.local_rank, world.backend) == (0, 1, 0, None)
+        assert not dist.is_initialized()
+        assert world.group([0]) is None
+        world.barrier()
+
+
+def test_a_launched_world_of_one_needs_no_address():
+    assert finish(start(0, 1)) == [(0, "0 1 0 1 cpu None", "")]
+
+
+def joined():
+    with samestep.world() as world:
+        return world.rank, world.size, world.local_rank, world.host_index, world.backend, len(world.data.ranks)
+
+
+def test_ranks_know_their_place(three_ranks):
+    assert three_ranks(joined) == [(rank, 3, rank, 0, "gloo", 3) for rank in range(3)]
+
+
+@pytest.mark.parametrize("method", ["file", "env"])
+def test_ranks_started_by_hand_meet(tmp_path, method):
+    if method == "file":
+        ranks = [start(None, 2, f"init_method='file://{tmp_path}/meet', rank={rank}, size=2") for rank in range(2)]
+    else:  # mpiexec's variables and nothing else: they meet through a file named for the process that started them
+        ranks = [
+            start(None, 2, PMI_RANK=str(rank), PMI_SIZE="2", MPI_LOCALRANKID=str(rank), MPI_LOCALNRANKS="2")
+            for rank in range(2)
+        ]
+    results = finish(*ranks)
+    assert [(code, out) for code, out, _ in results] == [(0, f"{rank} 2 {rank} 2 cpu gloo") for rank in range(2)]
+
+
+def test_ranks_meet_at_a_tcp_address():
+    serving = """
+        import sys, samestep, socket
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0)); port = probe.getsockname()[1]
+        print(port, flush=True)
+        with samestep.world(init_method=f"tcp://127.0.0.1:{{port}}?rank=0&world_size=2") as world:
+            print(world.rank)
+    """
+    first = start(None, 2, code=serving)
+    port = first.stdout.readline().strip()
+    second = start(None, 2, f"init_method='tcp://127.0.0.1:{port}', rank=1, size=2")
+    (code, out, _), (other_code, other_out, _) = finish(first, second)
+    assert (code, out, other_code, other_out) == (0, "0", 0, "1 2 1 2 cpu gloo")
+
+
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+
+
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec beside this Python: pip install mpich brings one")
+def test_ranks_of_a_real_mpiexec_meet():
+    code = textwrap.dedent(JOIN).format(arguments="")
+    done = subprocess.run(
+        [MPIEXEC, "-n", "2", sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 2 0 2 cpu gloo", "1 2 1 2 cpu gloo"]
+
+
+def groups():
+    with samestep.world() as world:
+        pair = world.group([2, 0])
+        ones = torch.ones(1)
+        if pair is not None:
+            dist.all_reduce(ones, group=pair)
+        return ones.item()
+
+
+def test_a_group_of_some_ranks_adds_up_without_the_others(three_ranks):
+    assert three_ranks(groups) == [2.0, 1.0, 2.0]
+
+
+def axes():
+    with samestep.world(pipeline=2) as world:
+        summed = torch.tensor([1.0 + world.rank])
+        dist.all_reduce(summed, group=world.data.group)
+        return world.data.ranks, world.data.rank, world.pipeline.ranks, world.pipeline.rank, summed.item()
+
+
+def test_both_axes_have_groups_of_their_own(four_ranks):
+    assert four_ranks(axes) == [
+        ((0, 2), 0, (0, 1), 0, 4.0),
+        ((1, 3), 0, (0, 1), 1, 6.0),
+        ((0, 2), 1, (2, 3), 0, 4.0),
+        ((1, 3), 1, (2, 3), 1, 6.0),
+    ]
+
+
+def left_by_error():
+    try:
+        with samestep.world() as world:
+            samestep.replicate(torch.nn.Linear(2, 2), world)
+            raise KeyError("lost")
+    except KeyError:
+        return dist.is_initialized()
+
+
+def test_the_group_is_destroyed_on_the_way_out_of_an_error(two_ranks):
+    assert two_ranks(left_by_error) == [False, False]
+
+
+def adopted():
+    dist.init_process_group("gloo")
+    try:
+        with samestep.world() as world:
+            place = world.rank, world.size
+        return place, dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_that_the_script_made_is_used_and_left_to_it(two_ranks):
+    assert two_ranks(adopted) == [((0, 2), True), ((1, 2), True)]
+
+
+def streams():
+    with samestep.world(seed=4) as world:
+        shared = torch.rand(()).item()
+        model = samestep.replicate(torch.nn.Linear(2, 1), world)
+        own = torch.rand(()).item()
+        purposes = world.generator("a").initial_seed(), world.generator("a", per_rank=False).initial_seed()
+        return shared, model.module.weight.detach().clone(), own, purposes
+
+
+def test_models_start_alike_and_dropout_differs(two_ranks):
+    (shared, weight, own, purpose), (other_shared, other_weight, other_own, other_purpose) = two_ranks(streams)
+    assert shared == other_shared
+    assert torch.equal(weight, other_weight)
+    assert own != other_own
+    assert purpose[0] != other_purpose[0]
+    assert purpose[1] == other_purpose[1]
+
+
+def test_without_a_seed_the_global_generator_is_left_alone():
+    before = torch.get_rng_state()
+    with samestep.world(seed=None):
+        assert torch.equal(before, torch.get_rng_state())
+
+
+def test_deterministic_mode_is_asked_of_torch_and_cudnn():
+    code = """
+        import samestep, torch
+        with samestep.world(deterministic=True):
+            print(torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic)
+    """
+    assert finish(start(None, 1, code=code))[0][:2] == (0, "True True")
+
+
+# --- bad input: one clear line each ---
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"backend": "glo"}, BackendError, "unknown backend 'glo'"),
+        ({"init_method": "udp://host:1", "rank": 0, "size": 2}, UsageError, "init_method 'udp://host:1' is unknown"),
+        ({"init_method": "tcp://host", "rank": 0, "size": 2}, UsageError, "needs a host and a port"),
+        ({"init_method": "file://here", "rank": 0, "size": 2}, UsageError, "absolute path"),
+        ({"init_method": "tcp://host:1"}, RankVariablesError, "nobody says which rank"),
+        ({"init_method": "tcp://host:1", "rank": 2, "size": 2}, RankVariablesError, "rank is 2 but the world's size"),
+        ({"pipeline": 2}, UsageError, "world of 1 cannot be cut into pipelines of 2"),
+        (
+            {"init_method": "file:///nowhere/at/all", "rank": 0, "size": 2},
+            RendezvousError,
+            "/nowhere/at does not exist",
+        ),
+        ({"init_method": "env://", "rank": 0, "size": 2}, RankVariablesError, "MASTER_ADDR and MASTER_PORT not set"),
+        ({"join_timeout": 0, "rank": 0, "size": 2}, UsageError, "more than 0 seconds"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused_in_one_line(options, error, message):
+    with pytest.raises(error, match=message) as caught:
+        samestep.world(**options)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_half_set_variables_are_named():
+    (code, _, err) = finish(start(None, 2, RANK="0"))[0]
+    assert code == 1
+    assert "RANK is set ('0') but WORLD_SIZE is not" in last_line(err)
+
+
+def test_an_address_where_nobody_answers_is_named_with_the_wait(port):
+    with pytest.raises(RendezvousError, match=rf"waited 0\.\d s for rank 0 at host 127.0.0.1, port {port}"):
+        samestep.world(init_method=f"tcp://127.0.0.1:{port}", rank=1, size=2, join_timeout=0.3)
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        with pytest.raises(RendezvousError, match=f"port {taken} is taken"):
+            samestep.world(init_method=f"tcp://127.0.0.1:{taken}", rank=0, size=2, join_timeout=5)
+
+
+def test_missing_ranks_are_named(tmp_path):
+    with pytest.raises(RendezvousError, match=r"3 of 4 ranks never came: 0, 1, 3"):
+        samestep.world(init_method=f"file://{tmp_path}/meet", rank=2, size=4, join_timeout=0.5)
+
+
+def test_a_file_left_over_from_a_dead_run_is_recognised(tmp_path):
+    alone = start(None, 2, f"init_method='file://{tmp_path}/meet', rank=0, size=2, join_timeout=0.5")
+    assert "never came: 1" in last_line(finish(alone)[0][2])
+    with pytest.raises(RendezvousError, match=f"left over from a dead run: pid {alone.pid}.*Delete the file"):
+        samestep.world(init_method=f"file://{tmp_path}/meet", rank=0, size=2, join_timeout=0.5)
+
+
+def test_a_rank_that_is_there_twice_is_named(tmp_path):
+    first = start(None, 2, f"init_method='file://{tmp_path}/meet', rank=0, size=3, join_timeout=8")
+    second = start(None, 2, f"init_method='file://{tmp_path}/meet', rank=0, size=3, join_timeout=8")
+    errors = [last_line(err) for _, _, err in finish(first, second)]
+    assert any("rank 0 is there twice: pid" in error for error in errors), errors
+
+
+def test_ranks_that_disagree_on_the_world_say_so(tmp_path):
+    first = start(None, 2, f"init_method='file://{tmp_path}/meet', rank=0, size=2, pipeline=2, join_timeout=8")
+    second = start(None, 2, f"init_method='file://{tmp_path}/meet', rank=1, size=2, join_timeout=8")
+    for code, _, err in finish(first, second):
+        assert code == 1
+        assert "the ranks do not agree on pipeline: rank 0: 2; rank 1: 1" in last_line(err)
