@@ -91,14 +91,14 @@ class Training:
     def scores(self, images: torch.Tensor) -> torch.Tensor:
         """The model's forward, in the precision asked for: B x classes."""
         with options.autocast(self.precision, images.device):
-            return self.model(images)  # type: ignore[no-any-return]
+            return self.model(images.to(options.dtype(self.precision)))  # type: ignore[no-any-return]
 
     def epoch(self, rate: float, after_step: Callable[[], None]) -> None:
         """One pass over the training images at this learning rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         for images, labels in self.batches:
-            losses = F.cross_entropy(self.scores(images).float(), labels, reduction="none")
+            losses = F.cross_entropy(options.at_least_float32(self.scores(images)), labels, reduction="none")
             self.batches.mean(losses).backward()  # type: ignore[no-untyped-call]
             if self.batches.step_ends:
                 self.optimizer.step()
@@ -143,7 +143,7 @@ def build(asked: argparse.Namespace, world: samestep.World, train_set: Images, s
     network = architecture(asked.arch, classes=len(train_set.classes), zero_init=asked.zero_init)
     if asked.pretrained is not None:
         load_weights(network, asked.pretrained)
-    model = samestep.replicate(network.to(world.device), world)
+    model = samestep.replicate(network.to(world.device, options.dtype(asked.precision)), world)
     settings = {"lr": asked.lr, "momentum": asked.momentum, "weight_decay": asked.weight_decay}
     batches = samestep.shards(
         train_set,

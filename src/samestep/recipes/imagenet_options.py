@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import samestep
-from samestep.recipes.options import OneLineParser, count, positive
+from samestep.recipes.options import PRECISIONS, OneLineParser, count, positive
 
 __all__ = ["parse", "settle_files", "world_arguments"]
 
@@ -67,7 +67,7 @@ def add_training(made: argparse.ArgumentParser) -> None:
     add("--momentum", type=float, default=0.9, metavar="X", help="momentum of SGD")
     add("--wd", "--weight-decay", dest="weight_decay", type=float, default=1e-4, metavar="X", help="weight decay")
     add("--zero-init", action="store_true", help="start residual branches at zero, for large batches")
-    add("--precision", choices=["float32", "bf16"], default="float32", help="bf16 is mixed: weights stay float32")
+    add("--precision", choices=sorted(PRECISIONS), default="float32", help="bf16 is mixed: weights stay float32")
     add("--seed", type=count(0), default=None, metavar="N", help="make the run repeatable, at a price in speed")
     add("--image-size", type=count(8), default=224, metavar="N", help="side of the square seen, in pixels")
     add("-p", "--print-freq", type=count(1), default=10, metavar="N", help="steps between lines, in a log")

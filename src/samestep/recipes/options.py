@@ -24,6 +24,7 @@ import samestep
 __all__ = [
     "Saving",
     "add_training_options",
+    "at_least_float32",
     "autocast",
     "both",
     "count",
@@ -127,6 +128,11 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 def dtype(precision: str) -> torch.dtype:
     """What the weights are kept in: float32 under bf16 too, because small updates would vanish."""
     return torch.float64 if precision == "float64" else torch.float32
+
+
+def at_least_float32(scores: torch.Tensor) -> torch.Tensor:
+    """Scores in bf16 become float32: a loss summed in 8 bits of mantissa would be no loss."""
+    return scores.float() if scores.dtype in {torch.bfloat16, torch.float16} else scores
 
 
 def count(least: int) -> Callable[[str], int]:

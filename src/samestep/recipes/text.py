@@ -72,7 +72,7 @@ class Training:
         inputs, targets = batch
         with options.autocast(self.precision, inputs.device):
             scores = self.model(inputs)
-        scores = scores if scores.dtype == torch.float64 else scores.float()
+        scores = options.at_least_float32(scores)
         return F.cross_entropy(scores.transpose(1, 2), targets, ignore_index=corpus.IGNORED, reduction="none")
 
     def kept(self) -> dict[str, Any]:

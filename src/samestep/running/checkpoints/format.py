@@ -18,7 +18,7 @@ import hashlib
 import json
 import math
 from collections import Counter, OrderedDict
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -174,11 +174,13 @@ def _decode_one(kind: str, content: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def to_text(manifest: Manifest) -> str:
-    """Returns the manifest as JSON whose first entry is the SHA-256 of the whole text.
+    """Returns the manifest as JSON, an entry a line; the first is the SHA-256 of the whole text.
 
     The digest is taken with 64 zeros in its own place, so it covers every byte of the file.
     """
-    text = json.dumps({"sha256": _UNSEALED, **asdict(manifest)}, indent=1, allow_nan=False)
+    entries = {"sha256": _UNSEALED, **vars(manifest)}
+    lines = [f" {json.dumps(name)}: {json.dumps(entry, allow_nan=False)}" for name, entry in entries.items()]
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
     return text.replace(_UNSEALED, _digest(text), 1)
 
 

@@ -43,7 +43,7 @@ def write(directory: Directory, manifest: Manifest, tensors: dict[str, Tensor]) 
     """
     name = directory.fresh_name(manifest.step)
     manifest = replace(manifest, tensors={key: describe(tensor) for key, tensor in tensors.items()})
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + 3 * len(to_text(manifest))
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + 2 * len(to_text(manifest))
     try:
         _require_space(directory.path, needed)
         return _write_folder(directory, name, manifest, tensors)

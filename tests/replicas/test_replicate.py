@@ -1,0 +1,305 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import samestep
+from samestep.data.order import Order
+from samestep.errors import DeviceError, EmptyBatchError, ModelError
+from samestep.testing import assert_same_bits
+
+TOLERANCE = 1e-12  # float64, values of order 1, sums of at most 12 terms over 6 steps
+
+
+def test_alone_a_replica_is_the_bare_model():
+    with samestep.world() as world:
+        bare = nn.Linear(2, 3)
+        model = samestep.replicate(bare, world)
+        x = torch.ones(4, 2)
+        assert torch.equal(model(x), bare(x))
+
+
+def names():
+    with samestep.world() as world:
+        model = samestep.replicate(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), world)
+        return (
+            list(model.state_dict()),
+            [name for name, _ in model.named_parameters()],
+            [name for name, _ in model.named_buffers()],
+            len(list(model.parameters())),
+        )
+
+
+def test_names_have_no_prefix(two_ranks):
+    bare = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    expected = (
+        list(bare.state_dict()),
+        [name for name, _ in bare.named_parameters()],
+        [name for name, _ in bare.named_buffers()],
+        4,
+    )
+    assert two_ranks(names) == [expected, expected]
+    assert names() == expected
+
+
+def different_starts():
+    with samestep.world() as world:
+        torch.manual_seed(world.rank)
+        bare = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        bare[1].running_mean.fill_(world.rank)
+        return dict(samestep.replicate(bare, world).state_dict())
+
+
+def test_rank_0s_parameters_and_buffers_reach_all(two_ranks):
+    first, second = two_ranks(different_starts)
+    assert_same_bits(first, second)
+    assert first["1.running_mean"].tolist() == [0, 0, 0]
+
+
+def reductions():
+    """How often gradients travelled: equal gradients on all ranks mean that they did."""
+    with samestep.world() as world:
+        model = samestep.replicate(nn.Linear(1, 1, bias=False), world)
+        data = TensorDataset(torch.tensor([[1.0], [2.0], [4.0], [8.0]]))
+        seen = []
+        for (x,) in (batches := samestep.shards(data, world, batch_size=4, micro_batch_size=1, shuffle=False)):
+            batches.mean(model(x).flatten()).backward()
+            seen.append(model.module.weight.grad.item())
+        return seen
+
+
+def test_gradients_travel_on_the_micro_batch_that_ends_the_step_and_only_then(two_ranks):
+    # before: each rank's own, times 2 for DDP's division, over 4 samples; at the end: the mean of 1, 2, 4 and 8
+    assert two_ranks(reductions) == [[0.5, 3.75], [2.0, 3.75]]
+
+
+def without_shards():
+    with samestep.world() as world:
+        model = samestep.replicate(nn.Linear(1, 1, bias=False), world)
+        model(torch.tensor([[1.0 + world.rank]])).sum().backward()
+        return model.module.weight.grad.item()
+
+
+def test_without_shards_every_backward_averages(two_ranks):
+    assert two_ranks(without_shards) == [1.5, 1.5]
+
+
+# --- several models and optimizers side by side: a GAN with BatchNorm ---
+
+
+class Generator(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+class Discriminator(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.LeakyReLU(), nn.Linear(8, 1))
+
+
+GAN_SAMPLES, GAN_BATCH, GAN_STEPS = 32, 10, 6
+
+
+def gan_data():
+    draw = torch.Generator().manual_seed(2)
+    real = torch.randn(GAN_SAMPLES, 2, generator=draw, dtype=torch.float64) + 3
+    return TensorDataset(real, torch.randn(GAN_SAMPLES, 3, generator=draw, dtype=torch.float64))
+
+
+def gan_step(generator, discriminator, optimizers, real, noise, mean, *, freeze):
+    """One step as people write it: two forwards of the discriminator before its backward, then the generator's."""
+
+    def against(logits, label):
+        target = torch.full_like(logits, label)
+        return mean(F.binary_cross_entropy_with_logits(logits, target, reduction="none").flatten())
+
+    for_generator, for_discriminator = optimizers
+    fake = generator(noise)
+    for_discriminator.zero_grad()
+    (against(discriminator(real), 1.0) + against(discriminator(fake.detach()), 0.0)).backward()
+    for_discriminator.step()
+    for_generator.zero_grad()
+    discriminator.requires_grad_(not freeze)
+    against(discriminator(fake), 1.0).backward()
+    discriminator.requires_grad_(True)
+    for_generator.step()
+
+
+def train_gan(freeze):
+    with samestep.world() as world:
+        torch.manual_seed(0)
+        generator = samestep.replicate(Generator().double(), world)
+        torch.manual_seed(1)
+        discriminator = samestep.replicate(Discriminator().double(), world)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.5) for m in (generator, discriminator)]
+        batches = samestep.shards(gan_data(), world, batch_size=GAN_BATCH)
+        steps = 0
+        while steps < GAN_STEPS:
+            for real, noise in batches:
+                gan_step(generator, discriminator, optimizers, real, noise, batches.mean, freeze=freeze)
+                steps += 1
+                if steps == GAN_STEPS:
+                    break
+        return {**{f"g.{k}": v for k, v in generator.state_dict().items()}, **dict(discriminator.state_dict())}
+
+
+def train_gan_alone(freeze):
+    torch.manual_seed(0)
+    generator = Generator().double()
+    torch.manual_seed(1)
+    discriminator = Discriminator().double()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.5) for m in (generator, discriminator)]
+    real, noise = gan_data().tensors
+    steps, epoch = 0, 0
+    while steps < GAN_STEPS:
+        order = torch.from_numpy(Order(GAN_SAMPLES, seed=0, epoch=epoch).take(0, GAN_SAMPLES))
+        for start in range(0, GAN_SAMPLES, GAN_BATCH):
+            chosen = order[start : start + GAN_BATCH]
+            if steps == GAN_STEPS:
+                break
+            gan_step(generator, discriminator, optimizers, real[chosen], noise[chosen], torch.mean, freeze=freeze)
+            steps += 1
+        epoch += 1
+    return {**{f"g.{k}": v for k, v in generator.state_dict().items()}, **dict(discriminator.state_dict())}
+
+
+@pytest.mark.parametrize("freeze", [False, True], ids=["discriminator trainable", "discriminator frozen in turn"])
+def test_a_gan_with_batchnorm_trains_as_on_one_process(three_ranks, freeze):
+    alone = train_gan_alone(freeze)
+    for state in three_ranks(train_gan, freeze):
+        assert state.keys() == alone.keys()
+        for name, value in state.items():
+            assert (value.double() - alone[name].double()).abs().max() < TOLERANCE, name
+
+
+# --- mixed precision, dropout, unused parameters ---
+
+
+def train_bf16():
+    with samestep.world() as world:
+        model = samestep.replicate(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)), world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        draw = torch.Generator().manual_seed(0)
+        data = TensorDataset(torch.randn(24, 4, generator=draw), torch.randint(0, 2, (24,), generator=draw))
+        batches = samestep.shards(data, world, batch_size=12, micro_batch_size=3)
+        for x, y in batches:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                losses = F.cross_entropy(model(x), y, reduction="none")
+            batches.mean(losses).backward()
+            if batches.step_ends:
+                optimizer.step()
+                optimizer.zero_grad()
+        return dict(model.state_dict())
+
+
+def test_bf16_autocast_keeps_float32_weights_equal_on_all_ranks_and_near_one_process(two_ranks):
+    alone = train_bf16()
+    first, second = two_ranks(train_bf16)
+    assert_same_bits(first, second)
+    for name, value in first.items():
+        assert value.dtype == torch.float32
+        # bf16 rounds each product to 2^-8 relative; one process differs in the order of float32 sums alone
+        assert (value - alone[name]).abs().max() < 1e-5
+
+
+def dropout_masks():
+    with samestep.world() as world:
+        model = samestep.replicate(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), world)
+        return (model(torch.ones(1, 8)) == 0).tolist()
+
+
+def test_dropout_draws_its_own_mask_on_every_rank(two_ranks):
+    first, second = two_ranks(dropout_masks)
+    assert first != second
+
+
+class Sometimes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.seldom = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x, both):
+        return self.always(x) + (self.seldom(x) if both else 0)
+
+
+def train_with_unused():
+    with samestep.world() as world:
+        model = samestep.replicate(Sometimes(), world, find_unused_parameters=True)
+        for step in range(3):
+            model(torch.ones(2, 1), both=step == 1).sum().backward()
+        return model.module.seldom.weight.grad.item()
+
+
+def test_parameters_left_out_of_some_forwards_are_allowed_when_said(two_ranks):
+    assert two_ranks(train_with_unused) == [2.0, 2.0]
+
+
+def after_the_world():
+    with samestep.world() as world:
+        model = samestep.replicate(nn.Linear(2, 2), world)
+        inside = model(torch.ones(1, 2)).detach()
+    outside = model(torch.ones(1, 2))
+    outside.sum().backward()
+    return torch.equal(inside, outside.detach()), model.module.weight.grad is not None
+
+
+def test_a_replica_outlives_the_world_as_the_bare_model(two_ranks):
+    assert two_ranks(after_the_world) == [(True, True)] * 2
+
+
+# --- what is refused ---
+
+
+def test_dataparallel_is_refused_with_the_replacement():
+    with samestep.world() as world, pytest.raises(ModelError, match=r"nn.DataParallel.*samestep.replicate\("):
+        samestep.replicate(nn.DataParallel(nn.Linear(2, 2)), world)
+
+
+def test_wrapping_twice_is_refused():
+    with samestep.world() as world, pytest.raises(ModelError, match="wrapped in Replica already"):
+        samestep.replicate(samestep.replicate(nn.Linear(2, 2), world), world)
+
+
+@pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)], ids=["none", "all frozen"])
+def test_a_model_with_nothing_to_train_is_refused(model):
+    with samestep.world() as world, pytest.raises(ModelError, match="no trainable parameter"):
+        samestep.replicate(model, world)
+
+
+def test_a_model_on_another_device_is_refused():
+    with samestep.world() as world, pytest.raises(DeviceError, match=r"weight is on meta, but rank 0 trains on cpu"):
+        samestep.replicate(nn.Linear(2, 2, device="meta"), world)
+
+
+def test_an_unknown_batchnorm_mode_is_refused():
+    with samestep.world() as world, pytest.raises(ModelError, match="batchnorm='global' is unknown"):
+        samestep.replicate(nn.Linear(2, 2), world, batchnorm="global")
+
+
+class Viewing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(x.view(x.size(0), -1))
+
+
+def view_of_nothing():
+    with samestep.world() as world:
+        model = samestep.replicate(Viewing(), world)
+        data = TensorDataset(torch.ones(3, 2, 2))
+        try:
+            for (x,) in samestep.shards(data, world, batch_size=4):
+                if len(x) == 0:
+                    model(x)
+        except EmptyBatchError as error:
+            return str(error)
+
+
+def test_a_model_that_refuses_an_empty_batch_is_told_what_to_write(four_ranks):
+    *fed, refused = four_ranks(view_of_nothing)
+    assert fed == [None] * 3
+    assert "Viewing refused the empty batch of rank 3" in refused
+    assert "x.flatten(1) instead of x.view(x.size(0), -1)" in refused
