@@ -1,0 +1,106 @@
+"""The tree is the architecture: imports go down or sideways, never in a circle, and files stay small."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "src" / "samestep"
+FLOORS = [  # bottom first; a module may import its own floor or any floor below
+    {"errors", "events", "paths", "config", "rankenv", "topology", "progress", "_version"},
+    {"launch", "network"},
+    {"collectives", "compress", "schedule"},
+    {"runtime"},
+    {"data", "replicas", "pipelines"},
+    {"running"},
+    {"verification", "planning", "doctor", "bench", "reporting"},
+    {"cli", "recipes", "testing", "__init__", "__main__"},
+]
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+WITHOUT_TORCH = FLOORS[0] | FLOORS[1] | {"cli", "__init__", "__main__"}
+MAX_LINES = 400
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+MODULES = {module(path) for path in FILES}
+
+
+def imports(path: Path, *, lazy: bool) -> Iterator[tuple[int, str]]:
+    """Yields (line, dotted name) of what a file imports; `lazy` includes what functions import."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = ast.walk(tree) if lazy else iter(tree.body)
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write absolute imports"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+
+
+def own_imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields (line, module of ours), lazy ones included."""
+    for line, name in imports(path, lazy=True):
+        head, _, rest = name.partition(".")
+        if head != "samestep" or not rest:
+            continue
+        parts = rest.split(".")
+        known = [".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in MODULES]
+        yield line, known[0] if known else parts[0]
+
+
+# `samestep/__init__` re-exports from every floor, so it stands on top and nothing below may import from it
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_imports_go_down_or_sideways(path: Path) -> None:
+    here = FLOOR_OF[module(path).split(".")[0]]
+    for line, target in own_imports(path):
+        there = FLOOR_OF.get(target.split(".")[0])
+        if target == "__version__":
+            continue
+        assert there is not None, f"{path}:{line}: {target} stands on no floor; give it one in FLOORS"
+        assert there <= here, f"{path}:{line}: floor {here} must not import {target} (floor {there})"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = {module(path): {target for _, target in own_imports(path)} - {module(path)} for path in FILES}
+    graph.pop("__init__")
+    # a package's __init__ that re-exports its own files is not a circle unless they import it back
+    list(TopologicalSorter(graph).static_order())
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_files_stay_small(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_LINES, f"{path} has {lines} lines (limit {MAX_LINES}): split it along a noun"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if module(p).split(".")[0] in WITHOUT_TORCH], ids=module)
+def test_the_launchers_floors_do_not_import_torch(path: Path) -> None:
+    for line, name in imports(path, lazy=False):
+        assert name.split(".")[0] not in {"torch", "numpy"}, f"{path}:{line} imports {name} at module level"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_only_rankenv_touches_the_environment(path: Path) -> None:
+    if path.name == "rankenv.py":
+        return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        touched = isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "putenv"}
+        assert not touched, f"{path}:{node.lineno}: rankenv owns os.environ"
+
+
+def test_importing_has_no_effects_and_loads_no_torch() -> None:
+    code = "import samestep, sys; print(sorted(m for m in sys.modules if m in {'torch', 'numpy', 'rich'}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert done.stderr == ""
