@@ -9,6 +9,10 @@ import samestep
 from samestep.recipes.imagefolder import DummyImages, ImageFolder, train_and_val
 
 
+# a machine with fewer cores than loader processes is told so, and is right
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
 def first_views(dataset, workers, epochs=1):
     """What an epoch of shards yields, in order."""
     with samestep.world() as world:

@@ -36,7 +36,7 @@ class Options:
     """
 
     ranks: int = 2
-    repeats: int = 40
+    repeats: int = 150
 
     def __post_init__(self) -> None:
         if self.ranks < 1:

@@ -23,6 +23,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("samestep.cli.run", "start a script on N processes of this machine"),
+    "bench": Command("samestep.cli.bench", "time samestep beside the code it stands in for"),
 }
 
 HELP = """usage: samestep COMMAND [options]

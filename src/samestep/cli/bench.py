@@ -27,8 +27,8 @@ benchmarks:
 {benchmarks}"""
 
 EXAMPLES = """examples:
-  samestep bench step                     two processes, 40 pairs
-  samestep bench step -n 4 --repeats 100  four processes, surer
+  samestep bench step                     two processes, 150 pairs: half a minute
+  samestep bench step -n 4 --repeats 500  four processes, surer
   samestep bench step --json step.json    every single time, for plots
 
 exit code: 0 whatever was measured; 2 for a usage error."""

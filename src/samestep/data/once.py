@@ -46,7 +46,8 @@ def once(path: str | os.PathLike[str], *, timeout: float | None = None) -> Itera
         True in the one process that has to do the work, False in all others.
 
     Raises:
-        SamestepError: nobody finished within ``timeout``; names the holder's pid and how long the wait was.
+        SamestepError: nobody finished within ``timeout`` (names the holder's pid and how long the wait was), or the
+            folder beside ``path`` cannot be written.
 
     Example:
         >>> import tempfile, pathlib
@@ -81,10 +82,14 @@ def _beside(target: Path, what: str) -> Path:
 
 
 def _lock(target: Path, timeout: float | None) -> NamedLock:
-    target.parent.mkdir(parents=True, exist_ok=True)
     lock = NamedLock(_beside(target, "lock"))
     started = time.monotonic()
-    if not lock.acquire(timeout):
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        acquired = lock.acquire(timeout)
+    except OSError as error:
+        raise SamestepError(f"cannot take turns at {target}: {error}") from error
+    if not acquired:
         waited = time.monotonic() - started
         holder = lock.holder() or "another process"
         raise SamestepError(
@@ -98,7 +103,7 @@ def _is_done(target: Path) -> bool:
     """Whether the marker says so, and what was there when it was written is there still."""
     try:
         marker = json.loads(_beside(target, "done").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except ValueError:
         return False  # torn by a power failure: the work is done again

@@ -7,12 +7,10 @@ off.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
@@ -42,11 +40,18 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     try:
         is_safe = path.suffix == ".safetensors"
         loaded = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise samestep.UsageError(f"{path} cannot be read as weights alone: {reason}") from error
+    except Exception as error:  # an unpickler fails in as many ways as there are wrong bytes
+        raise samestep.UsageError(f"{path} cannot be read as weights alone: {reason(error)}") from error
     if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
         raise samestep.UsageError(f"{path} holds no state_dict: a mapping of names to tensors is needed")
     return {name.removeprefix("module."): value for name, value in loaded.items()}
+
+
+def reason(error: Exception) -> str:
+    """Why a file could not be read, in one line; torch's own line advises running the code in it."""
+    if "weights_only" in str(error):
+        return "it holds other objects than tensors, and loading those would run code"
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+

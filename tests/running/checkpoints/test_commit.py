@@ -185,8 +185,8 @@ def test_two_ranks_of_new_processes_go_on_bit_for_bit(tmp_path, two_ranks):
     assert not torch.equal(second[0]["drawn"], second[1]["drawn"])  # each rank has streams of its own
 
 
-def train_at(path, stop, dropout=0.5):
-    return train(path, stop=stop, dropout=dropout)
+def train_at(path, stop, dropout=0.5, kind="adam"):
+    return train(path, stop=stop, dropout=dropout, kind=kind)
 
 
 SCRIPT = """
@@ -224,7 +224,8 @@ def test_a_run_that_is_killed_outright_goes_on_bit_for_bit(tmp_path, straight):
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_on_another_number_of_ranks_the_order_goes_on_and_the_parameters_agree(tmp_path, two_ranks, before, after):
     def run(ranks, path, stop):
-        return two_ranks(train_at, path, stop, 0.0) if ranks == 2 else [train_at(path, stop, 0.0)]
+        # SGD, since Adam makes much of the rounding in a gradient that is zero (a bias before BatchNorm).
+        return two_ranks(train_at, path, stop, 0.0, "sgd") if ranks == 2 else [train_at(path, stop, 0.0, "sgd")]
 
     path = str(tmp_path / "parts")
     first, second = run(before, path, ("step", 6)), run(after, path, None)

@@ -1,0 +1,103 @@
+"""Alternating pairs, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from samestep.bench import BENCHMARKS, benchmark
+from samestep.bench.harness import Comparison, Options, Report, alternate
+from samestep.errors import UsageError
+
+
+class Clock:
+    """Advances only when told to."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.log = []
+
+    def block(self, name, seconds):
+        def run():
+            self.log.append(name)
+            self.now += seconds
+
+        return run
+
+    def __call__(self):
+        return self.now
+
+
+def test_who_goes_first_changes_with_every_pair():
+    clock = Clock()
+    alternate(clock.block("ours", 1), clock.block("theirs", 2), pairs=3, warmup=0, clock=clock)
+    assert clock.log == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
+
+
+def test_every_block_is_timed_under_its_own_name_and_the_warm_up_is_not():
+    clock = Clock()
+    times = alternate(clock.block("ours", 1), clock.block("theirs", 2), pairs=4, warmup=3, clock=clock)
+    assert times == ([1.0] * 4, [2.0] * 4)
+    assert len(clock.log) == 2 * (3 + 4)
+
+
+def test_all_are_aligned_before_each_block_and_again_inside_its_time():
+    clock = Clock()
+    times = alternate(
+        clock.block("ours", 1),
+        clock.block("theirs", 2),
+        pairs=1,
+        warmup=0,
+        align=clock.block("align", 0.25),
+        clock=clock,
+    )
+    assert clock.log == ["align", "ours", "align", "align", "theirs", "align"]
+    assert times == ([1.25], [2.25])
+
+
+COMPARISON = Comparison("a / b", "step", (1.0, 2.0, 3.0, 30.0), (1.0, 1.0, 2.0, 30.0), most=1.25)
+
+
+def test_the_ratio_is_the_median_over_pairs_and_not_the_ratio_of_medians():
+    assert COMPARISON.ratios == [1.0, 2.0, 1.5, 1.0]
+    assert COMPARISON.ratio == 1.25
+    assert COMPARISON.quartiles == (1.0, 1.625)
+
+
+def test_a_promise_is_kept_at_its_limit_and_missed_above():
+    assert COMPARISON.kept is True
+    assert Comparison("a / b", "step", (1.3,) * 2, (1.0,) * 2, most=1.25).kept is False
+    assert Comparison("a / b", "step", (1.3,) * 2, (1.0,) * 2).kept is None
+
+
+def test_the_json_carries_setting_medians_ratio_and_every_time():
+    told = json.loads(json.dumps(Report("step", [COMPARISON], {"ranks": 2}).as_json()))
+    assert told["bench"] == "step"
+    assert told["setting"] == {"ranks": 2}
+    (comparison,) = told["comparisons"]
+    assert comparison == {
+        "name": "a / b",
+        "unit": "seconds per step",
+        "ours": {"median": 2.5, "times": [1.0, 2.0, 3.0, 30.0]},
+        "theirs": {"median": 1.5, "times": [1.0, 1.0, 2.0, 30.0]},
+        "ratio": {"median": 1.25, "quartiles": [1.0, 1.625]},
+        "overhead_percent": 25.0,
+        "promised_percent": 25.0,
+        "kept": True,
+    }
+
+
+@pytest.mark.parametrize("options", [{"ranks": 0}, {"repeats": 1}])
+def test_options_that_measure_nothing_are_refused(options):
+    with pytest.raises(UsageError, match="a benchmark needs"):
+        Options(**options)
+
+
+def test_every_benchmark_in_the_table_exists():
+    assert all(callable(benchmark(name)) for name in BENCHMARKS)
+
+
+def test_an_unknown_benchmark_is_refused_with_the_list():
+    with pytest.raises(UsageError, match="there is no benchmark 'stpe': choose one of step"):
+        benchmark("stpe")

@@ -1,0 +1,74 @@
+"""`samestep bench` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from samestep.bench.harness import Comparison, Options, Report
+from samestep.cli import bench
+from samestep.errors import UsageError
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Replaces the benchmarks by one that only remembers how it was asked."""
+    seen = []
+
+    def run(options):
+        seen.append(options)
+        return Report("step", [Comparison("a / b", "step", (0.001, 0.003), (0.001, 0.002), 1.02)], {"ranks": 2})
+
+    monkeypatch.setattr(bench, "benchmark", lambda name: run)
+    return seen
+
+
+def test_the_table_shows_medians_and_the_verdict(asked, capsys):
+    assert bench.main(["step"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "ours │ 2.00 │ 1.00 │ 3.00" in shown
+    assert "overhead +25.0 % (half of the pairs between +12.5 % and +37.5 %); promised: at most +2.0 %: missed" in shown
+
+
+def test_ranks_and_repeats_reach_the_benchmark(asked, capsys):
+    bench.main(["step", "-n", "3", "--repeats", "7"])
+    bench.main(["step"])
+    assert asked == [Options(ranks=3, repeats=7), Options()]
+
+
+def test_json_goes_to_the_named_file(asked, capsys, tmp_path):
+    bench.main(["step", "--json", str(tmp_path / "step.json")])
+    assert json.loads((tmp_path / "step.json").read_text())["comparisons"][0]["kept"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "there is no benchmark 'nothing'"),
+        (["step", "-n", "two"], "'two' is not a whole number"),
+        (["step", "-n", "0"], "1 rank or more"),
+        ([], "NAME"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_to_give(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        bench.main(arguments)
+
+
+def test_help_lists_the_benchmarks_without_importing_torch():
+    code = "import sys; from samestep.cli import bench; print(bench._parser().format_help(), 'torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "step  a training step against a hand-written" in shown
+    assert "examples:" in shown
+    assert shown.strip().endswith("False")
+
+
+def test_the_real_thing_runs_on_two_processes(tmp_path, capsys):
+    assert bench.main(["step", "--repeats", "2", "--json", str(tmp_path / "step.json")]) == 0
+    told = json.loads((tmp_path / "step.json").read_text())
+    assert told["setting"]["ranks"] == 2
+    assert len(told["comparisons"][0]["ours"]["times"]) == 2
+    assert "overhead" in capsys.readouterr().out

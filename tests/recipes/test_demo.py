@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from samestep.recipes import demo, equality
+
+
+def test_the_demonstration_trains_compares_and_says_where_its_files_lie(tmp_path):
+    command = [sys.executable, "-m", "samestep.recipes.demo"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "360 held-out samples right, 15 epochs, 2 ranks" in ended.stdout
+    assert "the same training" in ended.stdout
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert f"The run's files lie in {run_dir}" in ended.stdout
+
+
+@pytest.mark.parametrize(("apart", "code"), [(0.0, 0), (1e-13, 0), (1e-12, 1), (0.5, 1), (float("nan"), 1)])
+def test_it_fails_when_the_parameters_are_apart(monkeypatch, capsys, apart, code):
+    monkeypatch.setattr(demo, "train", lambda: {"exit": 0, "run_dir": "runs/x"})
+    monkeypatch.setattr(demo, "difference", lambda n: (apart, 100))
+    assert demo.main() == code
+    assert ("another training" in capsys.readouterr().out) == bool(code)
+
+
+def test_it_fails_when_the_training_failed(monkeypatch):
+    monkeypatch.setattr(demo, "RECIPE", "samestep.recipes.nothing")
+    monkeypatch.setattr(demo, "difference", lambda n: pytest.fail("there is nothing to compare"))
+    assert demo.main() == 1
+
+
+def test_twenty_steps_move_the_parameters_far_beyond_the_tolerance():
+    assert float((equality.trained(1) - equality.trained(20)).abs().max()) > 0.01

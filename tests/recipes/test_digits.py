@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from samestep.recipes import digits
+
+ENOUGH = 98.0  # percent
+
+
+def share(printed):
+    """The percentage in the summary line, which must be the last of rank 0's."""
+    lines = [line for line in printed.splitlines() if "held-out samples right" in line]
+    assert len(lines) == 1, printed
+    found = re.search(r"digits: ([\d.]+) % of 360 held-out samples right", lines[0])
+    assert found is not None, lines[0]
+    return float(found[1])
+
+
+def python(*arguments, cwd):
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_360_digits_are_held_out_and_every_digit_is_in_one_part_alone():
+    train, held_out = digits.load_digits()
+    assert (len(train), len(held_out)) == (1437, 360)
+    images = torch.cat([train.tensors[0], held_out.tensors[0]])
+    assert images.shape == (1797, 1, 8, 8)
+    assert (float(images.min()), float(images.max())) == (0.0, 1.0)
+    assert set(held_out.tensors[1].tolist()) == set(range(10))
+
+
+def test_the_split_does_not_depend_on_the_runs_seed():
+    torch.manual_seed(1)
+    one = digits.load_digits()[1].tensors[0]
+    torch.manual_seed(2)
+    assert torch.equal(one, digits.load_digits()[1].tensors[0])
+
+
+def test_an_empty_batch_gives_no_scores():
+    assert digits.DigitNet()(torch.zeros(0, 1, 8, 8)).shape == (0, 10)
+
+
+def test_alone_it_names_98_percent_of_the_held_out_digits(capsys):
+    assert digits.main([]) == 0
+    printed = capsys.readouterr().out
+    assert share(printed) >= ENOUGH
+    assert "15 epochs, 1 rank, " in printed.splitlines()[-1]
+
+
+def test_samestep_run_trains_it_on_two_processes(tmp_path):
+    ended = python("-m", "samestep", "run", "-n", 2, "-m", "samestep.recipes.digits", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert share(ended.stdout) >= ENOUGH
+    assert "2 ranks" in ended.stdout
+
+
+def test_torchrun_trains_it_on_two_processes(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    ended = python(*torchrun, "-m", "samestep.recipes.digits", "--epochs", 2, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert share(ended.stdout) > 80
+    assert "2 epochs, 2 ranks" in ended.stdout
+
+
+def test_a_run_stopped_after_an_epoch_goes_on_as_if_it_had_not(tmp_path, capsys):
+    common = ["--precision", "float64", "--epochs"]
+    assert digits.main([*common, "2", "--checkpoint", str(tmp_path / "whole")]) == 0
+    whole = capsys.readouterr().out.splitlines()
+    halved = ["--checkpoint", str(tmp_path / "halved"), "--save-every", "10 steps"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digits.Training, "epoch", stopping_after(30))
+        with pytest.raises(Stopped):
+            digits.main([*common, "2", *halved])
+    capsys.readouterr()
+    assert digits.main([*common, "2", *halved]) == 0
+    rest = capsys.readouterr().out.splitlines()
+    assert rest[0] == "digits: goes on in epoch 2/2 after step 7/23"
+    assert rest[1].rpartition("  ")[0] == whole[1].rpartition("  ")[0]  # all but the rate
+
+
+class Stopped(Exception):  # noqa: N818
+    """The end of the run, in the middle of an epoch."""
+
+
+def stopping_after(steps):
+    """`Training.epoch` that stops the run after so many steps of all epochs."""
+    whole, taken = digits.Training.epoch, []
+
+    def epoch(self, after_step):
+        def counted():
+            after_step()
+            taken.append(None)
+            if len(taken) == steps:
+                raise Stopped
+
+        whole(self, counted)
+
+    return epoch
+
+
+def test_a_finished_training_is_evaluated_again(tmp_path, capsys):
+    arguments = ["--epochs", "1", "--checkpoint", str(tmp_path)]
+    assert digits.main(arguments) == 0
+    first = share(capsys.readouterr().out)
+    assert digits.main(arguments) == 0
+    assert share(capsys.readouterr().out) == first
+
+
+def test_bf16_trains_too(capsys):
+    assert digits.main(["--precision", "bf16", "--epochs", "3"]) == 0
+    assert share(capsys.readouterr().out) > 80
+
+
+def test_workers_and_micro_batches_train_too(capsys):
+    assert digits.main(["--epochs", "2", "--workers", "1", "--micro-batch-size", "24"]) == 0
+    assert share(capsys.readouterr().out) > 80
+
+
+def test_a_batch_smaller_than_the_world_is_one_line_and_exit_code_2(tmp_path):
+    arguments = ("-n", 2, "--json", "told.json", "-m", "samestep.recipes.digits", "--batch-size", 1)
+    ended = python("-m", "samestep", "run", *arguments, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "digits: error: batch_size 1 is smaller than the 2 ranks" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert json.loads((tmp_path / "told.json").read_text())["exit"] == 2
+
+
+def test_an_unknown_backend_is_one_line_and_exit_code_2(capsys):
+    assert digits.main(["--backend", "carrier-pigeon"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("digits: error: unknown backend 'carrier-pigeon'")
+    assert said.count("\n") == 1
