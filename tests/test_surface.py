@@ -53,6 +53,7 @@ EXIT_CODES = {
     "RendezvousError": 2,
     "EmptyBatchError": 1,
     "StepError": 1,
+    "PeerError": 1,
     "CheckpointError": 1,
     "RankFailure": 1,
 }

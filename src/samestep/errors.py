@@ -10,6 +10,7 @@
     ├── RendezvousError               2   the ranks did not find each other
     ├── EmptyBatchError               1   the model cannot digest the empty batch of a rank without samples
     ├── StepError                     1   the calls of one training step do not fit together
+    ├── PeerError                     1   another rank failed, and this one was told
     ├── CheckpointError               1   a checkpoint cannot be written, or cannot be trusted
     └── RankFailure                   1   a rank of `spawn` or `run_ranks` failed; carries which, and why
 
@@ -28,6 +29,7 @@ __all__ = [
     "DeviceError",
     "EmptyBatchError",
     "ModelError",
+    "PeerError",
     "RankFailure",
     "RankVariablesError",
     "RendezvousError",
@@ -79,6 +81,7 @@ class RendezvousError(SamestepError):
     """The ranks did not find each other in time; says who waited where, how long, and for whom."""
 
     exit_code = 2
+    secondary = True  # a rank that died on its way here is the cause, the ranks that waited for it are not
 
 
 class EmptyBatchError(SamestepError):
@@ -87,6 +90,12 @@ class EmptyBatchError(SamestepError):
 
 class StepError(SamestepError):
     """The calls of one training step do not fit together."""
+
+
+class PeerError(SamestepError):
+    """Another rank failed, and told this one before it waited in vain."""
+
+    secondary = True
 
 
 class CheckpointError(SamestepError):

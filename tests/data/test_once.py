@@ -41,7 +41,7 @@ def start(target, log, way="finish"):
 
 
 def finish(process):
-    out, err = process.communicate("go\n")
+    out, err = process.communicate("go\n", timeout=60)
     assert process.returncode == 0, err
     return out.splitlines()[-1]
 
@@ -63,6 +63,9 @@ def test_the_first_gets_the_work_and_later_ones_find_it_done(target):
 def test_of_unrelated_processes_at_once_exactly_one_works_and_all_go_on_after_it(target, tmp_path):
     log = tmp_path / "log"
     processes = [start(target, log) for _ in range(4)]
+    for process in processes:
+        process.stdin.write("go\n")  # whichever works may end at once
+        process.stdin.flush()
     ends = sorted(finish(process) for process in processes)
     assert ends == ["mine True", "waited True", "waited True", "waited True"]
     assert len(log.read_text().splitlines()) == 1

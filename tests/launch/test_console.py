@@ -71,6 +71,17 @@ def test_a_line_starts_on_a_line_of_its_own():
     os.close(descriptor)
 
 
+def test_a_terminal_gets_its_cursor_back():
+    shown, descriptor = os.pipe()
+    screen = Screen(descriptor)
+    screen.show(b"\x1b[?25l 50 %")
+    screen.tidy()
+    screen.tidy()
+    assert os.read(shown, 100) == b"\x1b[?25l 50 %\n\x1b[?25h"
+    os.close(shown)
+    os.close(descriptor)
+
+
 def test_a_reader_that_left_does_not_end_the_run(folder):
     script = folder.script("for i in range(20000): print('x' * 100)\nopen('finished', 'w')")
     read, write = os.pipe()

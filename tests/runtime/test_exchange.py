@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import samestep
-from samestep.errors import SamestepError
+from samestep.errors import PeerError
 from samestep.runtime import exchange
 from samestep.testing import assert_same_bits
 
@@ -51,10 +51,10 @@ def one_fails():
     with samestep.world() as world:
         try:
             exchange.agree(world.everyone, ValueError("disk full") if world.rank == 1 else None)
-        except (ValueError, SamestepError) as error:
+        except (ValueError, PeerError) as error:
             return f"{type(error).__name__}: {error}"
 
 
 def test_a_problem_of_one_rank_is_raised_on_all(three_ranks):
-    other = "SamestepError: rank 1 failed: ValueError: disk full"
+    other = "PeerError: rank 1 failed: ValueError: disk full"
     assert three_ranks(one_fails) == [other, "ValueError: disk full", other]

@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SamestepError as error:
         print(f"samestep: error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
 
 
 def _dispatch(arguments: list[str]) -> int:

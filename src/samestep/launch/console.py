@@ -15,11 +15,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from samestep.launch.terminal import is_terminal
 from samestep.paths import Stream
 
 __all__: list[str] = []
 
+HIDE, SHOW = b"\x1b[?25l", b"\x1b[?25h"  # what progress displays do to the cursor
 CHUNK = 1 << 16  # bytes read at a time; a line longer than this is shown in pieces
+
+
+@dataclass
+class Cursor:
+    """Where the cursor of a terminal, or the end of a file, stands."""
+
+    at_line_start: bool = True
+    hidden: bool = False
+
+    def follow(self, data: bytes) -> None:
+        """Takes note of what has been written."""
+        if data:
+            self.at_line_start = data.endswith((b"\n", b"\r"))
+        if HIDE in data or SHOW in data:
+            self.hidden = data.rfind(HIDE) > data.rfind(SHOW)
 
 
 @dataclass
@@ -27,7 +44,7 @@ class Screen:
     """One of the launcher's own two streams. What cannot be shown any more is dropped: the files have it all."""
 
     descriptor: int
-    at_line_start: bool = True
+    cursor: Cursor = field(default_factory=Cursor)
     gone: bool = False
 
     def show(self, data: bytes) -> None:
@@ -38,11 +55,25 @@ class Screen:
                 left = left[os.write(self.descriptor, left) :]
         except OSError:  # its reader has gone (`| head`): no reason to end a training
             self.gone = True
-        self.at_line_start = data.endswith((b"\n", b"\r")) if data else self.at_line_start
+        self.cursor.follow(data)
 
     def show_line(self, line: bytes) -> None:
         """Writes a whole line, on a line of its own even where a progress display has left the cursor elsewhere."""
-        self.show((b"" if self.at_line_start else b"\n") + line + b"\n")
+        self.show((b"" if self.cursor.at_line_start else b"\n") + line + b"\n")
+
+    def tidy(self) -> None:
+        """Leaves a terminal as it was found, even by a rank that was killed while it drew."""
+        if not self.cursor.at_line_start:
+            self.show(b"\n")
+        if self.cursor.hidden:
+            self.show(SHOW)
+
+
+def open_screens() -> dict[Stream, Screen]:
+    """Returns the launcher's own standard output and error; on one terminal they share its cursor."""
+    cursor = Cursor()
+    shared = is_terminal(1) and is_terminal(2)
+    return {"out": Screen(1, cursor), "err": Screen(2, cursor if shared else Cursor())}
 
 
 @dataclass

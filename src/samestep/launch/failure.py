@@ -114,7 +114,7 @@ def lost_peer(error: BaseException) -> bool:
     A :class:`SamestepError` knows by itself (its attribute `secondary`); others are judged by their message.
     """
     if isinstance(error, SamestepError):
-        return bool(getattr(error, "secondary", False))
+        return error.secondary
     if isinstance(error, RuntimeError):  # torch.distributed's errors are RuntimeErrors, all of them
         return LOST_PEER.search(str(error)) is not None
     return False

@@ -14,11 +14,12 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from samestep._version import __version__
 from samestep.launch.address import listen_on_loopback
-from samestep.launch.console import Channel, Screen, open_channel
+from samestep.launch.console import Channel, open_channel, open_screens
 from samestep.launch.failure import as_json
 from samestep.launch.process import Process, rank_command, reap, start
 from samestep.launch.supervise import Supervisor
@@ -68,13 +69,11 @@ def launch(plan: Plan) -> Verdict:
     with listen_on_loopback() as listener:
         plan = replace(plan, group=replace(plan.group, port=listener.getsockname()[1]))
         ranks = _Ranks(plan)
-        try:
+        with ranks:
             for rank in range(plan.group.size):
                 ranks.start(rank, listener.fileno())
-        except BaseException:
-            ranks.kill()
-            raise
-    verdict = ranks.watch()
+    with ranks:  # the socket is rank 0's alone by now: when it ends, peers are refused rather than left waiting
+        verdict = ranks.watch()
     _write_record(plan, began, verdict)
     _say(plan, verdict)
     return verdict
@@ -85,7 +84,7 @@ class _Ranks:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.screens: dict[Stream, Screen] = {"out": Screen(1), "err": Screen(2)}
+        self.screens = open_screens()
         self.processes: list[Process] = []
         self.channels: list[Channel] = []
         self.terminals: list[tuple[int, int]] = []  # (the real one, the master of rank 0's)
@@ -122,17 +121,23 @@ class _Ranks:
         records = [self.plan.directory.error(self.plan.host, rank) for rank in range(len(self.processes))]
         verdict = Supervisor(self.processes, self.channels, records, self._resize).wait()
         for screen in self.screens.values():
-            if not screen.at_line_start and self.plan.group.size > 1:
-                screen.show(b"\n")
+            if is_terminal(screen.descriptor):
+                screen.tidy()
         return verdict
 
     def _resize(self) -> None:
         for real, master in self.terminals:
             copy_size(real, master)
 
-    def kill(self) -> None:
-        for process in self.processes:
-            reap(process)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            for process in self.processes:
+                reap(process)
 
 
 def summary(plan: Plan, verdict: Verdict) -> dict[str, Any]:

@@ -116,7 +116,8 @@ class Supervisor:
             return
         failure = Failure.read(self.records[rank]) or death(rank, self.processes[rank].pid, code)
         if not self.failures or not failure.lost_peer:
-            self._arm(PATIENCE if failure.lost_peer else SETTLE, self._stop)
+            shared = failure.lost_peer or failure.usage  # others may say more, or the same
+            self._arm(PATIENCE if shared else SETTLE, self._stop)
         self.failures.append(failure)
 
     def _arm(self, seconds: float, step: Callable[[], None]) -> None:

@@ -81,7 +81,7 @@ def evaluate(
         DataError: the dataset is empty, has no length or differs in length between ranks; `batch_size` is less than
             1; `fn` returned something else than two tensors with rows for each sample; a metric's value cannot be
             sent.
-        SamestepError: another rank failed; says which, and why. The failing rank raises its own error.
+        PeerError: another rank failed; says which, and why. The failing rank raises its own error.
 
     Example:
         >>> import samestep, torch

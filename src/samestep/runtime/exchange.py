@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from samestep.errors import SamestepError
+from samestep.errors import PeerError
 from samestep.runtime.axes import Axis
 
 __all__: list[str] = []
@@ -48,9 +48,7 @@ def agree(axis: Axis, problem: Exception | None) -> None:
         raise problem
     for position, message in enumerate(said):
         if message is not None:
-            victim = SamestepError(f"rank {axis.ranks[position]} failed: {message}")
-            victim.secondary = True
-            raise victim
+            raise PeerError(f"rank {axis.ranks[position]} failed: {message}")
 
 
 def gather_tensors(axis: Axis, tensor: torch.Tensor) -> list[torch.Tensor]:

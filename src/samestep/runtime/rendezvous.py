@@ -10,6 +10,7 @@ who is there twice, and who left the file behind:
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import time
@@ -25,6 +26,8 @@ from samestep import paths, rankenv
 from samestep.errors import RankVariablesError, RendezvousError, UsageError
 
 __all__: list[str] = []
+
+_opened = itertools.count()  # worlds that this process has joined through a launcher's store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +181,10 @@ def open_store(place: Place, join_timeout_s: float) -> Store:
         )
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         raise RendezvousError(_unreachable(place, time.monotonic() - began, error)) from error
-    return PrefixStore(place.prefix, store) if place.prefix else store
+    if not place.prefix:
+        return store
+    # The launcher's store outlives a world: a second world of the same processes must not read the first one's keys.
+    return PrefixStore(f"{place.prefix}/world_{next(_opened)}", store)
 
 
 def _answers(host: str, port: int, deadline: float) -> bool:

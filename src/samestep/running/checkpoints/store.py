@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from samestep.errors import CheckpointError, SamestepError
+from samestep.errors import CheckpointError, PeerError
 from samestep.running.checkpoints.directory import Directory, reason
 from samestep.running.checkpoints.format import Manifest
 from samestep.running.checkpoints.reader import newest_good, read_manifest, read_tensors
@@ -74,10 +74,10 @@ class Store:
     def _agree(self, problem: Exception | None) -> None:
         try:
             agree(self._world.everyone, problem)
-        except SamestepError as error:
-            if error is not problem:
-                raise CheckpointError(str(error)) from error
-            raise
+        except PeerError as error:
+            told = CheckpointError(str(error))
+            told.secondary = True
+            raise told from error
 
     def _read(self, folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
         if not folder.is_dir():
