@@ -1,6 +1,10 @@
-"""Real pictures for the ImageNet recipe: scikit-learn's digits as JPEG and PNG files, in class folders."""
+"""Real data, small: scikit-learn's digits as image files in class folders, and some modules of the library."""
 
 from __future__ import annotations
+
+import shutil
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,10 +30,22 @@ def digit_folder(tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="session")
+def modules(tmp_path_factory):
+    """Two dozen short modules of the standard library, about 90,000 bytes."""
+    folder = tmp_path_factory.mktemp("modules")
+    library = Path(sysconfig.get_paths()["stdlib"])
+    short = [path for path in sorted(library.glob("*.py")) if 2000 < path.stat().st_size < 6000]
+    for path in short[:24]:
+        shutil.copy(path, folder)
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def _torch_as_found():
     """A recipe run in this process sets the number of threads and the seeds; the next test must not see them."""
     threads, state = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_num_threads(1)  # the models are so small that threads only wait for each other
     yield
     torch.set_num_threads(threads)
     torch.set_rng_state(state)

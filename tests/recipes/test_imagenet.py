@@ -26,7 +26,7 @@ def python(*arguments, cwd):
 
 def trained(folder, *more):
     """Parameters and buffers after an epoch of a ResNet-18 in float64, and its exact top-1 and top-5."""
-    asked = parse([folder, *SMALL, "--precision", "float64", "-b", "21", *more])
+    asked = parse([folder, *SMALL, "--precision", "float64", "-b", "41", *more])
     train_set, val_set = imagenet.datasets(asked)
     with samestep.world() as world:
         training = imagenet.build(asked, world, train_set, seed=0)

@@ -78,10 +78,10 @@ def _report(error: BaseException, rank: int, record: Path | None) -> int:
     if isinstance(error, SystemExit):
         if error.code is not None and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)  # noqa: T201
-    elif failure.lost_peer and record is not None:
+    elif record is not None and failure.lost_peer and not failure.usage:
         sys.stderr.write(_in_one_line(failure, record))
-    elif not (failure.usage and record is not None) and not isinstance(error, KeyboardInterrupt):
-        _print_traceback(error, failure)
+    elif not (record is not None and failure.usage) and not isinstance(error, KeyboardInterrupt):
+        _print_traceback(error, failure)  # a usage error is the launcher's to show, once for all ranks
     return failure.exit_code
 
 

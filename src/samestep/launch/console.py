@@ -33,8 +33,9 @@ class Cursor:
 
     def follow(self, data: bytes) -> None:
         """Takes note of what has been written."""
-        if data:
-            self.at_line_start = data.endswith((b"\n", b"\r"))
+        drawn = data.replace(HIDE, b"").replace(SHOW, b"")
+        if drawn:
+            self.at_line_start = drawn.endswith((b"\n", b"\r"))
         if HIDE in data or SHOW in data:
             self.hidden = data.rfind(HIDE) > data.rfind(SHOW)
 

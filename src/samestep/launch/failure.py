@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from samestep.errors import SamestepError, UsageError
+from samestep.errors import RendezvousError, SamestepError, UsageError
 
 __all__: list[str] = []
 
@@ -95,7 +95,7 @@ def describe(error: BaseException, rank: int) -> Failure:
         source=source,
         traceback=format_traceback(error),
         lost_peer=lost_peer(error),
-        usage=isinstance(error, UsageError),
+        usage=isinstance(error, UsageError | RendezvousError),
     )
 
 
@@ -132,7 +132,7 @@ def brief(message: str) -> str:
 
 def user_line(trace: TracebackType | None) -> tuple[str | None, str | None]:
     """Returns "file:line" and text of the innermost frame that is the user's own, or of the innermost at all."""
-    frames = traceback.extract_tb(below_the_launcher(trace))
+    frames = traceback.extract_tb(below_the_launcher(trace) or trace)
     if not frames:
         return None, None
     own = [frame for frame in frames if _is_users(frame.filename)]
@@ -143,16 +143,17 @@ def user_line(trace: TracebackType | None) -> tuple[str | None, str | None]:
 
 def format_traceback(error: BaseException) -> str:
     """Returns the traceback as python prints it, without the frames of the launcher above the script."""
-    below = below_the_launcher(error.__traceback__)
+    ours = None if isinstance(error, SyntaxError) else error.__traceback__  # a fault of the launcher itself
+    below = below_the_launcher(error.__traceback__) or ours
     return "".join(traceback.format_exception(type(error), error, below))
 
 
 def below_the_launcher(trace: TracebackType | None) -> TracebackType | None:
-    """Returns the part of a traceback that python would have shown had it run the script itself."""
+    """Returns the part of a traceback that python would have shown had it run the script itself, if any."""
     below = trace
     while below is not None and _is_launcher(below.tb_frame.f_code.co_filename):
         below = below.tb_next
-    return below or trace
+    return below
 
 
 def _is_launcher(filename: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.launch.failure import Failure, count, culprit
+from samestep.launch.failure import Failure, brief, count, culprit
 
 __all__: list[str] = []
 
@@ -17,7 +17,8 @@ class Verdict:
     """What became of a run of `size` ranks.
 
     `blamed` is the failure that explains the others, `alike` the ranks that failed in the very same way, `waiting`
-    those that merely lost the culprit; `interrupted` is the signal that ended the run from outside.
+    those that merely lost the culprit, `silent` those that neither failed nor ended before the launcher stopped
+    them; `interrupted` is the signal that ended the run from outside.
     """
 
     exit_code: int
@@ -25,6 +26,7 @@ class Verdict:
     blamed: Failure | None = None
     alike: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
     interrupted: int | None = None
 
 
@@ -48,13 +50,22 @@ def judge(
         return Verdict(exit_code=0, size=size)
     alike = sorted((f for f in failures if _same(f, blamed)), key=lambda failure: failure.rank)
     ranks = tuple(failure.rank for failure in alike)
-    waiting = tuple(sorted(set(codes) - set(ranks) - set(finished) - {blamed.rank}))
     first = alike[0] if alike else blamed
-    return Verdict(exit_code=first.exit_code, size=size, blamed=first, alike=ranks, waiting=waiting)
+    silent = set(codes) - {failure.rank for failure in failures} - set(finished)
+    waiting = set(codes) - set(ranks) - set(finished) - {blamed.rank} - (silent if first.lost_peer else set())
+    return Verdict(
+        exit_code=first.exit_code,
+        size=size,
+        blamed=first,
+        alike=ranks,
+        waiting=tuple(sorted(waiting)),
+        silent=tuple(sorted(silent)),
+    )
 
 
 def _same(one: Failure, other: Failure) -> bool:
-    return (one.exception, one.message, one.where) == (other.exception, other.message, other.where)
+    told = ("exception", "message", "where", "lost_peer")
+    return all(getattr(one, name) == getattr(other, name) for name in told)
 
 
 def explain(verdict: Verdict, logs: Path) -> list[str]:
@@ -74,7 +85,9 @@ def _cause(verdict: Verdict) -> list[str]:
     failure = verdict.blamed
     if failure is None:
         return []
-    lines = [f"samestep: error: {_headline(failure, verdict)}"]
+    unexplained = failure.lost_peer and not failure.usage
+    lines = failure.traceback.rstrip().splitlines() if unexplained else []  # so far it has shown one line of it
+    lines.append(f"samestep: error: {_headline(failure, verdict)}")
     if failure.where is not None:
         lines.append(f"    at {failure.where}  {failure.source or ''}".rstrip())
     return [*lines, f"    {_particulars(failure, verdict)}"]
@@ -83,6 +96,8 @@ def _cause(verdict: Verdict) -> list[str]:
 def _headline(failure: Failure, verdict: Verdict) -> str:
     if failure.usage:
         return failure.message
+    if failure.lost_peer:
+        return f"{_who(failure, verdict)} lost its peers, and no rank said why: {brief(failure.message)}"
     what = f"{failure.exception}: {failure.message}".rstrip(": ")
     if failure.exception == "SystemExit":
         what = f"it exited with code {failure.exit_code}"
@@ -104,4 +119,6 @@ def _particulars(failure: Failure, verdict: Verdict) -> str:
         text += f"; {count(others)} failed alike"
     if verdict.waiting:
         text += f"; {count(list(verdict.waiting))} merely lost it"
+    if failure.lost_peer and verdict.silent:
+        text += f"; {count(list(verdict.silent))} had not failed when stopped: look there first"
     return text

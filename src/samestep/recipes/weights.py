@@ -54,4 +54,3 @@ def reason(error: Exception) -> str:
     if "weights_only" in str(error):
         return "it holds other objects than tensors, and loading those would run code"
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-

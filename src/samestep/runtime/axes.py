@@ -9,7 +9,7 @@ import torch.distributed as dist
 __all__: list[str] = []
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Axis:
     """Some ranks of the world, in order, and the groups they talk through.
 
@@ -31,6 +31,10 @@ class Axis:
     def size(self) -> int:
         """The number of ranks on the axis."""
         return len(self.ranks)
+
+    def release(self) -> None:
+        """Forgets the groups, before they are destroyed."""
+        self.group = self.control = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         # A copy of a model (an average of its weights, say) stands on the same axis; a process group has no copy.

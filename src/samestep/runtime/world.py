@@ -135,8 +135,7 @@ class World:
         for replica in self.replicas:
             replica.release()
         for axis in (self.everyone, self.data, self.pipeline):
-            object.__setattr__(axis, "group", None)
-            object.__setattr__(axis, "control", None)
+            axis.release()
         gc.collect()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()

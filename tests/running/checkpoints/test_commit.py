@@ -26,7 +26,7 @@ STEPS_PER_EPOCH = 4  # the last one short: 22 = 6 + 6 + 6 + 4
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
 
-class Crash(Exception):
+class CrashError(Exception):
     """Ends a run at a chosen point."""
 
 
@@ -75,13 +75,13 @@ def train(path, *, stop=None, kind="adam", dropout=0.5, every=1, micro=None, epo
                         optimizer.zero_grad()
                         state.commit()
                         if stop == ("step", state.step):
-                            raise Crash
+                            raise CrashError
                 if stop == ("evaluation", epoch):
-                    raise Crash
+                    raise CrashError
                 record.evaluated.append(epoch)
                 if stop == ("end", epoch):
                     stop = ("step", state.step + 1)
-        except Crash:
+        except CrashError:
             record.crashed = True
         finally:
             state.close()
@@ -163,7 +163,7 @@ def test_stopped_twice_and_with_micro_batches_the_end_is_the_same(tmp_path):
     whole = train(tmp_path / "whole", micro=2)
     parts = [train(tmp_path / "parts", micro=2, stop=stop) for stop in (("step", 2), ("step", 9), None)]
     assert_same_end(parts[-1], whole)
-    assert sum((part["samples"] for part in parts), []) == whole["samples"]
+    assert [number for part in parts for number in part["samples"]] == whole["samples"]
 
 
 def test_saved_less_often_than_every_step_a_run_goes_on_from_the_last_save(tmp_path, straight):
@@ -210,7 +210,7 @@ test_commit.train(sys.argv[2])
 def test_a_run_that_is_killed_outright_goes_on_bit_for_bit(tmp_path, straight):
     here = str(Path(__file__).parent)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, here, str(tmp_path)], env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, "-c", SCRIPT, here, str(tmp_path)], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
     )
     assert done.returncode == -signal.SIGKILL
     second = train(tmp_path)
@@ -309,8 +309,7 @@ def test_a_run_that_never_commits_resumes_at_the_end_of_its_epoch(tmp_path):
         with samestep.world(device="cpu") as world:
             batches = samestep.shards(a_dataset(), world, batch_size=BATCH)
             state = a_state(tmp_path, world, data=batches)
-            for epoch in state.epochs(n):
-                seen.append((epoch, batches.epoch, len(list(batches))))
+            seen += [(epoch, batches.epoch, len(list(batches))) for epoch in state.epochs(n)]
             state.close()
     assert seen == [(epoch, epoch, STEPS_PER_EPOCH) for epoch in range(4)]
 

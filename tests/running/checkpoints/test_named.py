@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as lrs
 
 import samestep
 from samestep.errors import CheckpointError, UsageError
-from samestep.running.checkpoints.named import check_names, differences, load, shortened, state_of
+from samestep.running.checkpoints.format import Encoder, decode
+from samestep.running.checkpoints.named import State, check_names, differences, load, shortened, state_of
 from samestep.testing import assert_same_bits
 
 
@@ -118,6 +120,49 @@ def test_optimizer_state_keeps_a_precision_above_its_parameters():
     saved.state[weight]["momentum_buffer"] = torch.tensor([1.0, 1 / 3, 1e-6])
     load(fresh, state_of(saved))
     assert_same_bits(fresh.state[other]["momentum_buffer"], saved.state[weight]["momentum_buffer"])
+
+
+SCHEDULES = {
+    "lambda": lambda o: lrs.LambdaLR(o, lambda k: 0.9**k),
+    "milestones": lambda o: lrs.MultiStepLR(o, [2, 4, 4]),
+    "cosine": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
+    "one cycle": lambda o: lrs.OneCycleLR(o, 0.5, total_steps=9),
+    "cyclic": lambda o: lrs.CyclicLR(o, 0.1, 0.5, step_size_up=2, cycle_momentum=False),
+    "warm-up": lambda o: lrs.SequentialLR(o, [lrs.LinearLR(o), lrs.ExponentialLR(o, 0.9)], [3]),
+}
+
+
+@pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_every_schedule_goes_on_where_it_stood(make):
+    def start():
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+        return {"optimizer": optimizer, "schedule": make(optimizer)}
+
+    def rates(run, count):
+        for _ in range(count):
+            run["optimizer"].step()
+            run["schedule"].step()
+            yield run["optimizer"].param_groups[0]["lr"]
+
+    whole, part, resumed = start(), start(), start()
+    expected = list(rates(whole, 6))
+    before = list(rates(part, 3))
+    encoder = Encoder()
+    for name, thing in resumed.items():
+        saved = state_of(part[name])
+        tree = encoder.encode(saved.content, name)
+        load(thing, State(saved.about, decode(tree, encoder.tensors)))
+    assert before + list(rates(resumed, 3)) == expected
+
+
+def test_a_gradient_scaler_goes_on_where_it_stood():
+    scaler, fresh = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.update(64.0)
+    tree = Encoder().encode(state_of(scaler).content, "scaler")
+    load(fresh, State({"kind": "object"}, decode(tree, {})))
+    assert fresh.get_scale() == 64.0
+    assert fresh.state_dict() == scaler.state_dict()
 
 
 def test_what_has_no_state_cannot_be_named():

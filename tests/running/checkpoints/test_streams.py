@@ -11,19 +11,19 @@ from samestep.running.checkpoints.format import Encoder, decode
 
 
 def draw():
-    numbers = [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand()]  # noqa: NPY002
+    numbers = [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand()]
     return [*numbers, torch.rand(1).item(), torch.randn(1).item()]
 
 
 def drawn_before_and_after(_):
     with samestep.world(device="cpu") as world:
-        for seed in (random.seed, np.random.seed, torch.manual_seed):  # noqa: NPY002
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(100 + world.rank)
         draw()  # leaves half a pair of normal numbers behind in Python's and NumPy's streams
         encoder = Encoder()
         tree = encoder.encode(streams.gather(world), "random")
         went_on = draw()
-        for seed in (random.seed, np.random.seed, torch.manual_seed):  # noqa: NPY002
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
         streams.restore(decode(tree, encoder.tensors), world)
         return went_on, draw()

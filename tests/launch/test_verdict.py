@@ -1,0 +1,63 @@
+"""The last lines of a run, decided without any process."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from samestep.launch.failure import Failure
+from samestep.launch.verdict import explain, judge
+
+
+def failed(rank, **options):
+    values = {"pid": 10 + rank, "exception": "ValueError", "message": "no", "exit_code": 1, "host": "h"} | options
+    return Failure(rank=rank, **{"time": float(rank), "where": "train.py:3", "source": "go()", **values})
+
+
+def lines(verdict):
+    return explain(verdict, Path("runs/x/0/h"))
+
+
+def test_a_run_that_went_well_says_where_its_files_lie():
+    verdict = judge({0: 0, 1: 0}, [], {0: 10, 1: 11}, None)
+    assert (verdict.exit_code, lines(verdict)) == (0, ["samestep: logs: runs/x/0/h"])
+
+
+def test_the_root_cause_comes_first_then_its_line_and_the_victims():
+    verdict = judge({0: 1, 1: 4, 2: -15}, [failed(0, lost_peer=True), failed(1, exit_code=4)], {}, None)
+    assert (verdict.exit_code, verdict.waiting) == (4, (0, 2))
+    assert lines(verdict) == [
+        "samestep: error: rank 1 of 3 failed: ValueError: no",
+        "    at train.py:3  go()",
+        "    rank 1, host h, process 11, exit code 4; 2 other ranks (0, 2) merely lost it",
+        "    logs: runs/x/0/h",
+    ]
+
+
+def test_what_all_ranks_say_is_said_once_and_the_lowest_rank_stands_for_all():
+    verdict = judge({0: 1, 1: 1}, [failed(1), failed(0)], {}, None)
+    assert verdict.blamed.rank == 0
+    assert lines(verdict)[0] == "samestep: error: all 2 ranks failed: ValueError: no"
+
+
+def test_a_usage_error_is_shown_as_its_message_alone():
+    verdict = judge({0: 2}, [failed(0, usage=True, message="batch size 1 is too small", exit_code=2)], {}, None)
+    assert lines(verdict)[0] == "samestep: error: batch size 1 is too small"
+
+
+def test_a_rank_that_waited_in_vain_is_not_called_the_culprit():
+    message = "[/g/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete"
+    alone = failed(0, lost_peer=True, message=message, traceback="Traceback …\nRuntimeError: …\n")
+    verdict = judge({0: 1, 1: -15}, [alone], {}, None)
+    assert verdict.waiting == ()
+    shown = lines(verdict)
+    assert shown[:2] == ["Traceback …", "RuntimeError: …"]
+    assert shown[2].startswith("samestep: error: rank 0 of 2 lost its peers, and no rank said why: Timed out waiting")
+    assert "1 other rank (1) had not failed when stopped: look there first" in shown[-2]
+
+
+def test_an_interrupted_run_blames_nobody():
+    verdict = judge({0: -2, 1: -2}, [], {}, signal.SIGINT)
+    assert verdict.exit_code == 130
+    assert lines(verdict)[0] == "samestep: interrupted by SIGINT: all 2 ranks have ended"
+    assert judge({0: 0, 1: 0}, [], {}, signal.SIGTERM).exit_code == 0
