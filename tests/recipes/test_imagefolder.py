@@ -8,7 +8,6 @@ import torch
 import samestep
 from samestep.recipes.imagefolder import DummyImages, ImageFolder, train_and_val
 
-
 # a machine with fewer cores than loader processes is told so, and is right
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 

@@ -9,8 +9,12 @@ script      a file or module run as `__main__`, as python itself would
 calls       functions sent to a rank and what they gave (the rank's side)
 pool        ranks that stay alive and answer calls (the caller's side)
 spawn       the public `samestep.spawn`
-supervise   waits on the ranks of `samestep run`, stops the rest after a failure
+run         what `samestep run` does: plan, start, watch, record
+supervise   waits on the ranks of a run, stops the rest after a failure
+verdict     what became of a run: exit code, culprit, the last lines on standard error
 console     the ranks' lines on one terminal, and in files
+terminal    a pseudo-terminal for rank 0's progress display
+devices     how many GPUs there are, counted without torch
 """
 
 from __future__ import annotations

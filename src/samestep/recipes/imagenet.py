@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def start_ranks(asked: argparse.Namespace) -> None:
     """One process for each GPU of this machine, or as many as asked for."""
     # by the name that other processes import it under; in this one it may be __main__
-    from samestep.recipes.imagenet import join_and_train  # noqa: PLW0406
+    from samestep.recipes.imagenet import join_and_train
 
     number = asked.processes or (0 if asked.no_accel else torch.cuda.device_count())
     if number == 0:

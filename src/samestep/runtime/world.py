@@ -30,10 +30,10 @@ __all__ = ["Axis", "World", "world"]
 
 
 class Releasable(Protocol):
-    """Something that holds on to a process group and can let go of it."""
+    """Something that holds on to a process group, or to a lock of this run, and can let go of it."""
 
     def release(self) -> None:
-        """Drops every reference to the process group."""
+        """Lets go; called when the world closes."""
 
 
 class World:
@@ -82,11 +82,14 @@ class World:
     @property
     def replicas(self) -> list[Any]:
         """The live models made by :func:`samestep.replicate` in this world, oldest first."""
-        return [held for reference in self._held if (held := reference()) is not None]
+        return [held for held in self._holders() if isinstance(held, torch.nn.Module)]
 
-    def hold(self, replica: Releasable) -> None:
-        """Remembers a user of the process group, so that it lets go before the group is destroyed."""
-        self._held.append(weakref.ref(replica))
+    def hold(self, user: Releasable) -> None:
+        """Remembers who uses the process group or a lock of this run, so that they let go before the world closes."""
+        self._held.append(weakref.ref(user))
+
+    def _holders(self) -> list[Any]:
+        return [user for reference in self._held if (user := reference()) is not None]
 
     def group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Returns a process group of some ranks, or None on a rank that is not among them.
@@ -132,8 +135,8 @@ class World:
             return
         self._open = False
         atexit.unregister(self.close)
-        for replica in self.replicas:
-            replica.release()
+        for user in self._holders():
+            user.release()
         for axis in (self.everyone, self.data, self.pipeline):
             axis.release()
         gc.collect()

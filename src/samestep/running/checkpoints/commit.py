@@ -136,6 +136,7 @@ class Checkpoint:
         self._positions: dict[str, Any] = {}  # in the data, at the last commit or at the start of the epoch's body
         self._within = False
         self._store = Store(path, world)
+        world.hold(self)
         try:
             self.resumed = self._resume()
         except BaseException:
@@ -195,8 +196,12 @@ class Checkpoint:
                 self.save()
 
     def close(self) -> None:
-        """Lets another run use the directory; happens by itself when the process ends."""
+        """Lets another run use the directory; happens by itself when the world closes."""
         self._store.close()
+
+    def release(self) -> None:
+        """What the world calls when it closes."""
+        self.close()
 
     def _snapshot(self) -> tuple[Manifest, dict[str, Tensor]]:
         """Every rank encodes: a state dict may be collective, and one that cannot be saved must fail everywhere."""
