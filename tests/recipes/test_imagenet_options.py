@@ -23,8 +23,8 @@ def test_defaults_are_those_of_the_official_example():
     [
         "-a resnet18 /data",
         "/data -a resnet50 --lr 0.01 --wd 5e-5 --weight-decay 5e-5 --learning-rate 0.2",
-        "--dist-url tcp://127.0.0.1:2345 --dist-backend nccl --multiprocessing-distributed --world-size 1 --rank 0 /data",
-        "--dist-url tcp://10.0.0.1:2345 --dist-backend gloo --multiprocessing-distributed --world-size 2 --rank 1 /data",
+        "--dist-url tcp://h:2345 --dist-backend nccl --multiprocessing-distributed --world-size 1 --rank 0 /data",
+        "--dist-url tcp://h:2345 --dist-backend gloo --multiprocessing-distributed --world-size 2 --rank 1 /data",
         "-a resnet18 --dummy",
         "-e --resume model.pth -j 8 -b 512 -p 100 --gpu 1 --seed 3 --no-accel --start-epoch 30 /data",
     ],

@@ -146,6 +146,20 @@ def test_both_axes_have_groups_of_their_own(four_ranks):
     ]
 
 
+def twice():
+    sums = []
+    for _ in range(2):
+        with samestep.world() as world:
+            total = torch.ones(1)
+            dist.all_reduce(total, group=world.everyone.group)
+            sums.append(total.item())
+    return sums
+
+
+def test_one_process_may_join_a_second_world_after_the_first(two_ranks):
+    assert two_ranks(twice) == [[2.0, 2.0]] * 2
+
+
 def left_by_error():
     try:
         with samestep.world() as world:

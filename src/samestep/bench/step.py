@@ -27,7 +27,7 @@ __all__: list[str] = []
 PROMISE = 1.02  # at most 2 % more than the hand-written loop
 WIDTHS = (512, 2048, 1536, 512)  # 4,984,832 parameters
 SAMPLES = 8192
-BATCH_PER_RANK = 32
+BATCH_PER_RANK = 64
 STEPS = 2  # in a block: few, so that many pairs fit in a minute and what disturbs a machine spoils few of them
 
 

@@ -22,18 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import samestep
-from samestep.recipes.options import PRECISIONS, OneLineParser, count, positive
+from samestep.recipes.options import PRECISIONS, count, parser, positive
 
 __all__ = ["parse", "settle_files", "world_arguments"]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options, checked against each other."""
-    made = OneLineParser(
-        prog="imagenet",
-        description="Train a ResNet, or another network, on folders of images.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    made = parser("imagenet", "Train a ResNet, or another network, on folders of images.")
     add_training(made)
     add_files(made)
     add_distributed(made)
@@ -89,8 +85,8 @@ def add_files(made: argparse.ArgumentParser) -> None:
 def add_distributed(made: argparse.ArgumentParser) -> None:
     """Who takes part. Under a launcher none of these is needed."""
     add = made.add_argument
-    add("--world-size", type=int, default=-1, metavar="N", help="number of ranks, or of machines (see below)")
-    add("--rank", type=int, default=-1, metavar="N", help="number of this rank, or of this machine")
+    add("--world-size", type=int, default=-1, metavar="N", help="number of ranks; -1: as the launcher says")
+    add("--rank", type=int, default=-1, metavar="N", help="number of this rank; -1: as the launcher says")
     add("--dist-url", default=None, metavar="URL", help="where ranks meet: tcp://host:port, file:///path, env://")
     add("--dist-backend", default=None, metavar="NAME", help="gloo or nccl, instead of the rule's choice")
     add("--gpu", type=count(0), default=None, metavar="N", help="train on this GPU")

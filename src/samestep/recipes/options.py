@@ -92,7 +92,23 @@ def both(first: Callable[[], Any], second: Callable[[], Any]) -> Callable[[], No
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
     """A parser whose errors are one line, `name: error: …`."""
-    return OneLineParser(prog=name, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    started = f"python -m samestep.recipes.{name}"
+    return OneLineParser(
+        prog=name,
+        description=description,
+        epilog=f"one process: {started}; several: samestep run -n 2 -m samestep.recipes.{name}, or torchrun",
+        formatter_class=HelpWithDefaults,
+        allow_abbrev=False,
+    )
+
+
+class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -117,7 +117,6 @@ class ResNet(nn.Module):
         self.layer2 = stage(block, 64 * block.expansion, 128, depths[1], stride=2)
         self.layer3 = stage(block, 128 * block.expansion, 256, depths[2], stride=2)
         self.layer4 = stage(block, 256 * block.expansion, 512, depths[3], stride=2)
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(512 * block.expansion, classes)
         initialise(self, zero_init=zero_init)
 
@@ -125,7 +124,7 @@ class ResNet(nn.Module):
         """Scores, not yet probabilities."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]
+        return self.fc(x.mean(dim=(2, 3)))  # type: ignore[no-any-return]
 
 
 def stage(block: type[Block], inputs: int, width: int, depth: int, *, stride: int) -> nn.Sequential:

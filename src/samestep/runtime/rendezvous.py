@@ -10,7 +10,6 @@ who is there twice, and who left the file behind:
 
 from __future__ import annotations
 
-import itertools
 import json
 import socket
 import time
@@ -26,8 +25,6 @@ from samestep import paths, rankenv
 from samestep.errors import RankVariablesError, RendezvousError, UsageError
 
 __all__: list[str] = []
-
-_opened = itertools.count()  # worlds that this process has joined through a launcher's store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +156,12 @@ def _job_port() -> int:
     return 20000 + job % 10000
 
 
+class _Joined:
+    """How many worlds this process has joined; the same on all ranks, since they joined them together."""
+
+    worlds = 0
+
+
 def open_store(place: Place, join_timeout_s: float) -> Store:
     """Returns a client of the store at `place`, serving it first where this rank is the one that does.
 
@@ -181,10 +184,8 @@ def open_store(place: Place, join_timeout_s: float) -> Store:
         )
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         raise RendezvousError(_unreachable(place, time.monotonic() - began, error)) from error
-    if not place.prefix:
-        return store
-    # The launcher's store outlives a world: a second world of the same processes must not read the first one's keys.
-    return PrefixStore(f"{place.prefix}/world_{next(_opened)}", store)
+    # The store may outlive a world: a second world of the same processes must not read the first one's keys.
+    return PrefixStore(f"{place.prefix}/world_{_Joined.worlds}", store)
 
 
 def _answers(host: str, port: int, deadline: float) -> bool:
@@ -251,6 +252,7 @@ def sign_in(store: Store, place: Place, about: dict[str, Any], join_timeout_s: f
         raise RendezvousError(_missing(place, missing, time.monotonic() - began)) from error
     signed = [json.loads(store.get(key)) for key in keys]  # [2]
     _compare(signed)
+    _Joined.worlds += 1
     return signed
 
 
