@@ -65,10 +65,21 @@ def test_the_ratio_is_the_median_over_pairs_and_not_the_ratio_of_medians():
     assert COMPARISON.quartiles == (1.0, 1.625)
 
 
-def test_a_promise_is_kept_at_its_limit_and_missed_above():
-    assert COMPARISON.kept is True
-    assert Comparison("a / b", "step", (1.3,) * 2, (1.0,) * 2, most=1.25).kept is False
-    assert Comparison("a / b", "step", (1.3,) * 2, (1.0,) * 2).kept is None
+def compare(ratios, most=1.25):
+    return Comparison("a / b", "step", tuple(ratios), (1.0,) * len(ratios), most)
+
+
+def test_the_interval_of_the_median_narrows_with_the_number_of_pairs():
+    ratios = [float(ratio) for ratio in range(1, 101)]
+    assert compare(ratios[:4]).interval == (1.0, 4.0)  # too few to leave any out
+    assert compare(ratios[::-1]).interval == (41.0, 60.0)  # numbers 50 - 9.8 and 50 + 9.8, rounded outwards
+
+
+def test_a_promise_is_kept_or_missed_only_when_the_interval_says_so():
+    assert compare([1.0, 1.25]).kept is True
+    assert compare([1.26, 1.3]).kept is False
+    assert compare([1.0, 1.3]).kept is None
+    assert compare([1.0, 1.0], most=None).kept is None
 
 
 def test_the_json_carries_setting_medians_ratio_and_every_time():
@@ -81,10 +92,10 @@ def test_the_json_carries_setting_medians_ratio_and_every_time():
         "unit": "seconds per step",
         "ours": {"median": 2.5, "times": [1.0, 2.0, 3.0, 30.0]},
         "theirs": {"median": 1.5, "times": [1.0, 1.0, 2.0, 30.0]},
-        "ratio": {"median": 1.25, "quartiles": [1.0, 1.625]},
+        "ratio": {"median": 1.25, "interval": [1.0, 2.0], "quartiles": [1.0, 1.625]},
         "overhead_percent": 25.0,
         "promised_percent": 25.0,
-        "kept": True,
+        "kept": None,
     }
 
 

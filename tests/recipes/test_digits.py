@@ -63,7 +63,7 @@ def test_torchrun_trains_it_on_two_processes(tmp_path):
 
 
 def test_a_run_stopped_after_an_epoch_goes_on_as_if_it_had_not(tmp_path, capsys):
-    common = ["--precision", "float64", "--epochs"]
+    common = ["--epochs"]
     assert digits.main([*common, "2", "--checkpoint", str(tmp_path / "whole")]) == 0
     whole = capsys.readouterr().out.splitlines()
     halved = ["--checkpoint", str(tmp_path / "halved"), "--save-every", "10 steps"]

@@ -1,4 +1,5 @@
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -280,10 +281,15 @@ def test_a_file_left_over_from_a_dead_run_is_recognised(tmp_path):
 
 
 def test_a_rank_that_is_there_twice_is_named(tmp_path):
-    first = start(None, 2, f"init_method='file://{tmp_path}/meet', rank=0, size=3, join_timeout=8")
-    second = start(None, 2, f"init_method='file://{tmp_path}/meet', rank=0, size=3, join_timeout=8")
-    errors = [last_line(err) for _, _, err in finish(first, second)]
-    assert any("rank 0 is there twice: pid" in error for error in errors), errors
+    twins = [start(None, 2, f"init_method='file://{tmp_path}/meet', rank=0, size=3") for _ in range(2)]
+    handles = {os.pidfd_open(twin.pid): twin for twin in twins}
+    (ended, *_), _, _ = select.select(list(handles), [], [], 60)  # the other one waits for ranks 1 and 2
+    (_, _, err), *_ = finish(handles[ended])
+    for handle, twin in handles.items():
+        os.close(handle)
+        twin.kill()
+        twin.communicate()
+    assert "rank 0 is there twice: pid" in last_line(err)
 
 
 def test_ranks_that_disagree_on_the_world_say_so(tmp_path):

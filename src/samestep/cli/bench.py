@@ -21,7 +21,7 @@ __all__ = ["main"]
 DESCRIPTION = """Times samestep against the code it stands in for, side by side in the same processes.
 
 Blocks of both are timed in pairs, and which goes first changes with every pair, so a machine that speeds up or
-slows down favours neither. The answer is the median ratio; its quartiles say how far to trust it.
+slows down favours neither. The answer is the median ratio, with the interval that it can be trusted to lie in.
 
 benchmarks:
 {benchmarks}"""
@@ -90,11 +90,12 @@ def _table(comparison: Comparison) -> Table:
 
 
 def _conclusion(comparison: Comparison) -> str:
-    lower, upper = (_percent(ratio) for ratio in comparison.quartiles)
-    text = f"overhead {_percent(comparison.ratio)} (half of the pairs between {lower} and {upper})"
+    lower, upper = (_percent(ratio) for ratio in comparison.interval)
+    text = f"overhead {_percent(comparison.ratio)}, 19 times in 20 between {lower} and {upper}"
     if comparison.most is None:
         return text
-    return f"{text}; promised: at most {_percent(comparison.most)}: {'kept' if comparison.kept else 'missed'}"
+    verdict = {True: "kept", False: "missed", None: "not decided, take more --repeats"}[comparison.kept]
+    return f"{text}; promised: at most {_percent(comparison.most)}: {verdict}"
 
 
 def _percent(ratio: float) -> str:
