@@ -97,7 +97,6 @@ def test_a_call_starts_with_the_defaults(two_ranks):
 
 
 def test_a_closure_can_be_sent(two_ranks):
-    pytest.importorskip("cloudpickle", reason="closures travel by cloudpickle only")
     factor = 3
     assert two_ranks(lambda value: factor * value, 2) == [6, 6]
 

@@ -65,7 +65,7 @@ class RankSet:
         """Returns `[fn(*args) on rank 0, on rank 1, …]`.
 
         Args:
-            fn: a function of a module (a test's own will do); lambdas and closures where cloudpickle is installed.
+            fn: a function of a module (a test's own will do); lambdas and closures too.
             *args: the same on every rank.
             timeout: seconds until the ranks' stacks are dumped and the call fails.
 

@@ -7,9 +7,10 @@ is timed side by side, again and again, with the first place changing hands:
     runs     ours theirs      theirs ours      ours theirs      theirs ours      ...
     ratio    ours / theirs    of each pair: drift that is slow beside a pair cancels, and going first favours nobody
 
-The median of the ratios is the answer: a stolen time slice spoils one pair and hardly moves it. How far it may be off is
-read from the ratios themselves, in order: with n of them the true median lies between those numbered n/2 - 0.98 sqrt(n)
-and n/2 + 0.98 sqrt(n), 19 times in 20, whatever their distribution. Source: T. Kalibera and R. Jones, "Rigorous Benchmarking in Reasonable Time", ISMM 2013.
+The median of the ratios is the answer: a stolen time slice spoils one pair and hardly moves it. How far it may be off
+is read from the ratios themselves, in order: of n, those numbered n/2 - 0.98 sqrt(n) and n/2 + 0.98 sqrt(n) have the
+true median between them 19 times in 20, whatever the distribution. Source: T. Kalibera and R. Jones, "Rigorous
+Benchmarking in Reasonable Time", ISMM 2013.
 """
 
 from __future__ import annotations

@@ -12,15 +12,14 @@ step, so that the gradients which DistributedDataParallel averages over N ranks 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from samestep.data.batches import Loader, Mover, check_dataset
+from samestep.data.loss import StepLoss, scale_gradient
 from samestep.data.order import ORDER_VERSION, Cut, Order, Step
 from samestep.errors import DataError, StepError
 from samestep.runtime import seeds
@@ -38,14 +37,13 @@ class Shards:
 
     Attributes:
         batch_size: samples of a step, over all ranks.
-        epoch: epochs finished.
+        epoch: epochs finished; may be set, to start that epoch anew.
         step: steps of this epoch that are finished.
         step_ends: the micro-batch yielded last is the last of its step; known before its forward.
     """
 
     def __init__(self, loader: Loader, cut: Cut, world: World, *, seed: int, shuffle: bool, weigh: Any) -> None:
         self.batch_size = cut.batch_size
-        self.epoch = 0
         self.step_ends = True
         self._loader = loader
         self._cut = cut
@@ -54,11 +52,28 @@ class Shards:
         self._shuffle = shuffle
         self._weigh = weigh
         self._mover = Mover(world.device)
+        self._epoch = 0
         self._cursor = 0  # everything before it is consumed: the step that used it was committed
         self._reached = 0  # everything before it was in a finished step
         self._open: _OpenStep | None = None
         self._iteration = 0
-        self._loss = _Loss(world)
+        self._loss = StepLoss(world)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs finished. Setting it starts that epoch anew."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._go_to(epoch, 0)
+
+    def _go_to(self, epoch: int, cursor: int) -> None:
+        """Abandons a step under way, and any loop."""
+        self._epoch, self._cursor, self._reached = epoch, cursor, cursor
+        self._open = None
+        self._iteration += 1
+        self._loss.discard()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -85,10 +100,7 @@ class Shards:
         return count + (len(self._cut.step(whole * self.batch_size).micro) if rest else 0)
 
     def __iter__(self) -> Iterator[Any]:
-        self._open = None
-        self._reached = self._cursor
-        self._iteration += 1
-        self._loss.discard()
+        self._go_to(self._epoch, self._cursor)
         return self._iterate(self._iteration)
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
@@ -100,8 +112,7 @@ class Shards:
             if iteration != self._iteration:
                 raise StepError("these shards are being iterated elsewhere: a second loop began and this one went on")
             yield batch
-        self.epoch += 1
-        self._cursor = self._reached = 0
+        self._go_to(self._epoch + 1, 0)
 
     def _counted(self, steps: list[Step], host: Iterator[Any]) -> Iterator[Any]:
         """A sample weighs 1, so a step's weight is known without looking."""
@@ -197,7 +208,7 @@ class Shards:
         counted = losses if mask is None else losses * mask
         value = counted.sum() / (self._open.total or 1.0)  # nothing to learn from: zero, not nan
         self._loss.add(value)
-        return _scale_gradient(value, self._world.data.size)
+        return scale_gradient(value, self._world.data.size)
 
     def _check_losses(self, losses: torch.Tensor, mask: torch.Tensor | None) -> None:
         assert self._open is not None
@@ -242,10 +253,7 @@ class Shards:
                     f"the saved run had {name} {state[name]}, this one has {mine[name]}: its position in the data "
                     "means nothing here"
                 )
-        self.epoch, self._cursor = int(state["epoch"]), int(state["cursor"])
-        self._reached = self._cursor
-        self._open = None
-        self._iteration += 1
+        self._go_to(int(state["epoch"]), int(state["cursor"]))
 
 
 class _OpenStep:
@@ -256,59 +264,6 @@ class _OpenStep:
         self.total = total  # the weight of the whole step
         self.agreement = agreement
         self.micro = 0  # the micro-batch yielded last
-
-
-class _Loss:
-    """The step's loss: summed here while it computes, over the ranks when it ends, read when somebody asks."""
-
-    def __init__(self, world: World) -> None:
-        self._axis = world.data
-        self._on_host = world.device.type == "cpu"
-        self._device = world.device
-        self._sum: torch.Tensor | None = None
-        self._reduced: torch.Tensor | None = None
-        self._work: dist.Work | None = None
-
-    def add(self, value: torch.Tensor) -> None:
-        part = value.detach().to(torch.float64, copy=True)  # reduced in place; the caller's value must not change
-        self._sum = part if self._sum is None else self._sum + part
-
-    def discard(self) -> None:
-        """Forgets a step that was abandoned."""
-        self._sum = None
-
-    def reduce(self) -> None:
-        """Every rank calls it at the end of every step, so that a rank which never called `mean` holds nobody up."""
-        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
-        used = self._sum is not None
-        total, self._sum = (nothing if self._sum is None else self._sum), None
-        group = self._axis.control if self._on_host else self._axis.group
-        self._work = None if group is None else dist.all_reduce(total, group=group, async_op=True)
-        self._reduced = total if used else None
-
-    def read(self) -> float:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return math.nan if self._reduced is None else float(self._reduced)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a number; [2] above."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, factor: int) -> torch.Tensor:
-        ctx.factor = factor
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.factor, None
-
-
-def _scale_gradient(value: torch.Tensor, factor: int) -> torch.Tensor:
-    scaled = _ScaleGradient.apply(value, factor)  # type: ignore[no-untyped-call]
-    return cast("torch.Tensor", scaled)
 
 
 def shards(

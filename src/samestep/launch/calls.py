@@ -5,8 +5,8 @@
       (rank 0 also: a listening socket)         ->    serve a store on it
                                                 <-    ("returned", value) or ("raised", Failure)
 
-Functions travel by cloudpickle where it is installed (those of a notebook or of `__main__` go by value), else by
-pickle, by reference. Nothing but the caller's own process can write to the socket.
+Functions travel by cloudpickle: those of a notebook or a script by value, all others by name. Nothing but the
+caller's own process can write to the socket.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from samestep.errors import UsageError
 from samestep.launch.address import serve_store
@@ -46,12 +46,20 @@ def dump_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """Pickles a call.
 
     Raises:
-        UsageError: without cloudpickle, `fn` is one that other processes cannot import.
+        UsageError: `fn` or an argument cannot be pickled.
     """
     try:
-        return dump((fn, tuple(args)))
+        return dump((importable(fn), tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UsageError(f"{_name(fn)} cannot be sent to other processes: {error}") from error
+
+
+def importable(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` under the name that other processes import, where this one runs its module by `python -m`."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if getattr(fn, "__module__", None) != "__main__" or spec is None or "." in fn.__qualname__:
+        return fn
+    return cast("Callable[..., Any]", getattr(importlib.import_module(spec.name), fn.__name__, fn))
 
 
 def _name(fn: Callable[..., Any]) -> str:
@@ -59,21 +67,10 @@ def _name(fn: Callable[..., Any]) -> str:
 
 
 def dump(value: Any) -> bytes:
-    """Pickles a value, functions of `__main__`, lambdas and closures included where cloudpickle is installed."""
-    try:
-        import cloudpickle  # type: ignore[import-untyped]
-    except ImportError:
-        return _dump_plainly(value)
+    """Pickles a value; functions of a script or notebook, lambdas and closures go by value."""
+    import cloudpickle  # type: ignore[import-untyped]  # not before it is needed: help answers at once
+
     return bytes(cloudpickle.dumps(value))
-
-
-def _dump_plainly(value: Any) -> bytes:
-    data = pickle.dumps(value)
-    if b"__main__" in data:  # pickled by name, in a module that is another one over there
-        raise pickle.PicklingError(
-            "it is defined in the script or notebook itself: `pip install cloudpickle`, or move it to a module"
-        )
-    return data
 
 
 def send_job(connection: Connection, job: Job, listener: socket.socket) -> None:

@@ -103,7 +103,7 @@ class RankPool:
         """Returns `[fn(*args) on rank 0, on rank 1, …]`.
 
         Args:
-            fn: a function that every rank can import, or (with cloudpickle) any function.
+            fn: any function; its results travel by pickle.
             args: its arguments, the same on every rank.
             timeout: seconds until the ranks' stacks are dumped and the call fails; None waits for ever.
             module_of: the function whose module the ranks import first; `fn` by default.

@@ -17,8 +17,7 @@ def spawn(fn: Callable[..., Any], n: int, *args: Any, timeout: float | None = No
     `torch.distributed.init_process_group()`. torch.multiprocessing.spawn leaves rank, port and results to the
     caller, passes the rank as an argument, and reports whichever process it saw fail first, often a victim.
 
-    In a script, no `if __name__ == "__main__"` is needed, and a notebook's functions work, where cloudpickle is
-    installed; without it `fn` must be importable.
+    In a script, no `if __name__ == "__main__"` is needed, and a notebook's functions work.
 
     Args:
         fn: what every rank runs. Its results travel by pickle: return plain values or CPU tensors.

@@ -70,7 +70,7 @@ def _same(one: Failure, other: Failure) -> bool:
 
 def explain(verdict: Verdict, logs: Path) -> list[str]:
     """Returns the last lines of standard error: the root cause first."""
-    lines = _interruption(verdict) if verdict.interrupted is not None else _cause(verdict)
+    lines = _interruption(verdict) if verdict.interrupted is not None else _cause(verdict, logs)
     return [*lines, f"{'    ' if lines else 'samestep: '}logs: {logs}"]
 
 
@@ -81,16 +81,23 @@ def _interruption(verdict: Verdict) -> list[str]:
     return [f"samestep: interrupted by {name}: {ranks} ended"]
 
 
-def _cause(verdict: Verdict) -> list[str]:
+def _cause(verdict: Verdict, logs: Path) -> list[str]:
     failure = verdict.blamed
     if failure is None:
         return []
     unexplained = failure.lost_peer and not failure.usage
     lines = failure.traceback.rstrip().splitlines() if unexplained else []  # so far it has shown one line of it
     lines.append(f"samestep: error: {_headline(failure, verdict)}")
-    if failure.where is not None:
+    if failure.exception in {"SystemExit", "Exit"}:  # its reason is what it printed
+        lines.append(f"    its last line: {_last_line(logs / f'rank{failure.rank}.err')}")
+    elif failure.where is not None:
         lines.append(f"    at {failure.where}  {failure.source or ''}".rstrip())
     return [*lines, f"    {_particulars(failure, verdict)}"]
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "none on standard error")
 
 
 def _headline(failure: Failure, verdict: Verdict) -> str:
@@ -100,7 +107,7 @@ def _headline(failure: Failure, verdict: Verdict) -> str:
         return f"{_who(failure, verdict)} lost its peers, and no rank said why: {brief(failure.message)}"
     what = f"{failure.exception}: {failure.message}".rstrip(": ")
     if failure.exception == "SystemExit":
-        what = f"it exited with code {failure.exit_code}"
+        what = f"exit code {failure.exit_code}"
     elif failure.exception in {"Exit", "EarlyExit", "Signal"}:
         what = failure.message
     return f"{_who(failure, verdict)} failed: {what}"

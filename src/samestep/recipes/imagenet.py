@@ -49,9 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def start_ranks(asked: argparse.Namespace) -> None:
     """One process for each GPU of this machine, or as many as asked for."""
-    # by the name that other processes import it under; in this one it may be __main__
-    from samestep.recipes.imagenet import join_and_train
-
     number = asked.processes or (0 if asked.no_accel else torch.cuda.device_count())
     if number == 0:
         raise samestep.UsageError("--multiprocessing-distributed starts a rank for each GPU; without: --processes N")
@@ -159,14 +156,14 @@ def build(asked: argparse.Namespace, world: samestep.World, train_set: Images, s
     return Training(model, torch.optim.SGD(model.parameters(), **settings), batches, asked.precision)
 
 
-def resumption(asked: argparse.Namespace, world: samestep.World, training: Training) -> options.Saving:
+def resumption(asked: argparse.Namespace, world: samestep.World, training: Training) -> samestep.Checkpoint:
     """Where the training stands, and what saves it. Collective: every rank must call."""
     state = options.saving(asked, world, **training.kept())
     if asked.resume == asked.checkpoint and asked.resume is not None and not state.resumed:
         raise samestep.UsageError(f"there is no checkpoint in {asked.resume}")
     if asked.start_epoch and not state.resumed:
         state.epoch = asked.start_epoch
-        training.batches.load_state_dict({**training.batches.state_dict(), "epoch": asked.start_epoch})
+        training.batches.epoch = asked.start_epoch
     return state
 
 

@@ -12,17 +12,16 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 import samestep
 
 __all__ = [
-    "Saving",
     "add_training_options",
     "at_least_float32",
     "autocast",
@@ -39,44 +38,10 @@ PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "float64": torch
 EXTRAS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 
-class Saving(Protocol):
-    """What a training loop needs of a checkpoint."""
-
-    epoch: int
-    resumed: bool
-
-    def epochs(self, n: int) -> Iterator[int]:
-        """The epochs left to train."""
-        ...
-
-    def commit(self) -> None:
-        """A step has ended."""
-        ...
-
-
-class Unsaved:
-    """The checkpoint of a run that saves nothing."""
-
-    def __init__(self, batches: samestep.Shards) -> None:
-        self.epoch = 0
-        self.resumed = False
-        self.batches = batches
-
-    def epochs(self, n: int) -> Iterator[int]:
-        """All of them."""
-        while self.epoch < n:
-            yield self.epoch
-            self.epoch += 1
-
-    def commit(self) -> None:
-        """Ends the step, so that its loss can be read."""
-        self.batches.commit()
-
-
-def saving(asked: argparse.Namespace, world: samestep.World, batches: samestep.Shards, **named: Any) -> Saving:
-    """`samestep.checkpoint` at the path asked for, or nothing saved without one. Collective: every rank must call."""
-    if asked.checkpoint is None:
-        return Unsaved(batches)
+def saving(
+    asked: argparse.Namespace, world: samestep.World, batches: samestep.Shards, **named: Any
+) -> samestep.Checkpoint:
+    """The checkpoint at the path asked for; without one nothing is saved. Collective: every rank must call."""
     return samestep.checkpoint(asked.checkpoint, world, every=asked.save_every, batches=batches, **named)
 
 

@@ -534,3 +534,15 @@ def test_arguments_that_make_no_sense_are_refused_at_once(tmp_path, options, mes
     with samestep.world(device="cpu") as world, pytest.raises(UsageError, match=message):
         a_state(tmp_path / "new", world, **options)
     assert not (tmp_path / "new").exists()
+
+
+def test_without_a_path_nothing_is_saved_and_all_else_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with samestep.world() as world:
+        batches = samestep.shards(torch.utils.data.TensorDataset(torch.arange(4)), world, batch_size=2)
+        state = samestep.checkpoint(None, world, every=1, data=batches)
+        for _ in state.epochs(2):
+            for _ in batches:
+                state.commit()
+        assert (state.step, state.epoch, state.resumed, state.save()) == (4, 2, False, None)
+    assert list(tmp_path.iterdir()) == []

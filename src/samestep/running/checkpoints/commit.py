@@ -62,7 +62,7 @@ class _Equalisable(Protocol):
 
 
 def checkpoint(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None,
     world: World,
     *,
     every: int | str | None = None,
@@ -79,7 +79,8 @@ def checkpoint(
     of ranks weights and data order go on unchanged, but the random streams are those that the world's seed gives.
 
     Args:
-        path: a directory for the checkpoints of this run alone; made if need be.
+        path: a directory for the checkpoints of this run alone; made if need be. None saves nothing, and all else
+            stays: `commit` ends steps, `epochs` counts.
         world: the world whose ranks train.
         every: when :meth:`Checkpoint.commit` saves: a number of optimizer steps (100), a time ("30 s", "10 min",
             "2 h"; rank 0's clock counts), or None. The end of every epoch is saved in any case, or with
@@ -104,20 +105,22 @@ def checkpoint(
         ...     print(state.step, state.epoch, state.resumed)
         2 2 False
     """
-    return Checkpoint(Path(path), world, every=every, keep=keep, named=named)
+    return Checkpoint(None if path is None else Path(path), world, every=every, keep=keep, named=named)
 
 
 class Checkpoint:
     """The saved state of a run; made by :func:`samestep.checkpoint`.
 
     Attributes:
-        path: the directory of the checkpoints.
+        path: the directory of the checkpoints, or None where nothing is saved.
         resumed: whether an earlier checkpoint was loaded.
         step: optimizer steps committed since the run began, over all its resumptions.
         epoch: epochs finished, likewise.
     """
 
-    def __init__(self, path: Path, world: World, *, every: int | str | None, keep: int, named: dict[str, Any]) -> None:
+    def __init__(
+        self, path: Path | None, world: World, *, every: int | str | None, keep: int, named: dict[str, Any]
+    ) -> None:
         self._every = parse_every(every)
         check_names(named)
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
@@ -135,7 +138,7 @@ class Checkpoint:
         self._data = {name: thing for name, thing in named.items() if isinstance(thing, _Data)}
         self._positions: dict[str, Any] = {}  # in the data, at the last commit or at the start of the epoch's body
         self._within = False
-        self._store = Store(path, world)
+        self._store = None if path is None else Store(path, world)
         world.hold(self)
         try:
             self.resumed = self._resume()
@@ -161,14 +164,16 @@ class Checkpoint:
         if self._is_due():
             self.save()
 
-    def save(self) -> Path:
-        """Saves now, and returns the new checkpoint's folder. Collective: every rank must call it.
+    def save(self) -> Path | None:
+        """Saves now, and returns the new checkpoint's folder, None without a path. Collective: every rank must call.
 
         Raises:
             CheckpointError: on every rank, if it could not be saved; what was saved before is untouched.
         """
         self._world.step.wishes.discard("save")
         self._world.step.agreed -= {"save"}
+        if self._store is None:
+            return None
         try:
             manifest, tensors = self._store.together(self._snapshot)
             random = Encoder(tensors).encode(streams.gather(self._world), "random")
@@ -197,7 +202,8 @@ class Checkpoint:
 
     def close(self) -> None:
         """Lets another run use the directory; happens by itself when the world closes."""
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
 
     def release(self) -> None:
         """What the world calls when it closes."""
@@ -250,16 +256,17 @@ class Checkpoint:
 
     def _resume(self) -> bool:
         """Loads the newest good checkpoint on every rank, or on none; returns whether there was one."""
-        name = self._store.newest()
-        if name is None:
+        store = self._store
+        name = None if store is None else store.newest()
+        if store is None or name is None:
             return False
-        manifest, tensors = self._store.read(name)
-        saved, random = self._store.together(lambda: self._fitting(name, manifest, tensors))
-        self._store.together(lambda: self._load(saved))
+        manifest, tensors = store.read(name)
+        saved, random = store.together(lambda: self._fitting(name, manifest, tensors))
+        store.together(lambda: self._load(saved))
         self.step, self.epoch = manifest.step, manifest.epoch
         if manifest.world_size == self._world.size:
             streams.restore(random, self._world)
-        _LOG.info("resumed from %s: %d steps, %d epochs", self.path / name, self.step, self.epoch)
+        _LOG.info("resumed from %s/%s: %d steps, %d epochs", self.path, name, self.step, self.epoch)
         return True
 
     def _load(self, saved: dict[str, State]) -> None:
@@ -272,5 +279,5 @@ class Checkpoint:
         saved = {key: State(manifest.about[key], decode(tree, tensors)) for key, tree in manifest.state.items()}
         present = {key: state_of(thing) for key, thing in self._named.items()}
         if lines := differences(saved, present):
-            raise CheckpointError(f"{self.path / name} does not fit, nothing was loaded:{shortened(lines)}")
+            raise CheckpointError(f"{self.path}/{name} does not fit, nothing was loaded:{shortened(lines)}")
         return saved, decode(manifest.random, tensors)
