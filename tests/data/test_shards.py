@@ -162,10 +162,11 @@ def test_a_wish_of_one_rank_is_agreed_by_all_at_the_same_step(two_ranks):
 def wish_to_save():
     with samestep.world() as world:
         batches = samestep.shards(numbers(6), world, batch_size=2)
+        world.step.listen()
         agreed = []
         for step, _ in enumerate(batches):
             if step == 1 and world.rank == 1:
-                world.step.wishes.add("save")
+                world.step.wish("save")
             batches.finish_step()
             agreed.append(tuple(world.step.agreed))
         return agreed

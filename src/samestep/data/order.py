@@ -60,7 +60,10 @@ class Order:
         assert 0 <= start <= stop <= self.size
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        blocks = range(start // BLOCK, -(-stop // BLOCK))
+        first = start // BLOCK
+        if start < stop <= (first + 1) * BLOCK:  # nearly always
+            return self._samples(first)[start - first * BLOCK : stop - first * BLOCK]
+        blocks = range(first, -(-stop // BLOCK))
         parts = [self._samples(number)[max(0, start - number * BLOCK) : stop - number * BLOCK] for number in blocks]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 

@@ -13,17 +13,18 @@ step, so that the gradients which DistributedDataParallel averages over N ranks 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 
 from samestep.data.batches import Loader, Mover, check_dataset
-from samestep.data.loss import StepLoss, scale_gradient
 from samestep.data.order import ORDER_VERSION, Cut, Order, Step
+from samestep.data.report import StepReport
 from samestep.errors import DataError, StepError
 from samestep.runtime import seeds
-from samestep.runtime.step import Agreement
+from samestep.runtime.sums import PendingSum, start_sum
 from samestep.runtime.world import World
 
 __all__ = ["Shards", "shards"]
@@ -57,7 +58,7 @@ class Shards:
         self._reached = 0  # everything before it was in a finished step
         self._open: _OpenStep | None = None
         self._iteration = 0
-        self._loss = StepLoss(world)
+        self._report = StepReport(world)
 
     @property
     def epoch(self) -> int:
@@ -73,7 +74,7 @@ class Shards:
         self._epoch, self._cursor, self._reached = epoch, cursor, cursor
         self._open = None
         self._iteration += 1
-        self._loss.discard()
+        self._report.discard()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -91,7 +92,7 @@ class Shards:
 
         All ranks reduced it when the step ended, so reading it only waits, and one rank may read it alone.
         """
-        return self._loss.read()
+        return self._report.read()
 
     def __len__(self) -> int:
         """The micro-batches of a whole epoch on this rank, the same on every rank."""
@@ -118,31 +119,28 @@ class Shards:
         """A sample weighs 1, so a step's weight is known without looking."""
         batches = self._mover.stream_through(host)
         for step in steps:
-            agreement = self._world.step.propose(self._world.data, 0.0)
-            yield from self._micro_batches(step, float(step.size), agreement, batches)
+            yield from self._micro_batches(step, float(step.size), batches)
 
     def _weighted(self, steps: list[Step], host: Iterator[Any]) -> Iterator[Any]:
         """A step's weight is summed over the ranks while the step before it computes, so it is loaded by then."""
-        ahead, weight = self._weighed(steps[:1], host)
-        total = self._world.step.propose(self._world.data, weight).settle()
+        ahead, total = self._weighed(steps[:1], host)
         for number, step in enumerate(steps):
-            batches, (ahead, weight) = ahead, self._weighed(steps[number + 1 : number + 2], host)
-            agreement = self._world.step.propose(self._world.data, weight)
-            yield from self._micro_batches(step, total, agreement, map(self._mover.receive, batches))
-            total = agreement.settle()
+            batches, weight = ahead, float(total.wait())
+            ahead, total = self._weighed(steps[number + 1 : number + 2], host)
+            yield from self._micro_batches(step, weight, map(self._mover.receive, batches))
 
-    def _weighed(self, steps: list[Step], host: Iterator[Any]) -> tuple[list[Any], float]:
-        """Loads this rank's part of a step (or of none), and returns it on its way to the device with its weight."""
+    def _weighed(self, steps: list[Step], host: Iterator[Any]) -> tuple[list[Any], PendingSum]:
+        """Loads this rank's part of a step (or of none), on its way to the device, and starts summing its weight."""
         batches: list[Any] = []
         weight = 0.0
         for step in steps:
             for (start, stop), batch in zip(step.micro, islice(host, len(step.micro)), strict=True):
                 weight += float(self._weigh(batch)) if stop > start else 0.0
                 batches.append(self._mover.send(batch))
-        return batches, weight
+        return batches, start_sum(torch.tensor(weight, dtype=torch.float64), self._world.data.control)
 
-    def _micro_batches(self, step: Step, total: float, agreement: Agreement, batches: Iterator[Any]) -> Iterator[Any]:
-        self._open = current = _OpenStep(step, total, agreement)
+    def _micro_batches(self, step: Step, weight: float, batches: Iterator[Any]) -> Iterator[Any]:
+        self._open = current = _OpenStep(step, weight)
         last = len(step.micro) - 1
         for number, batch in enumerate(islice(batches, len(step.micro))):
             current.micro = number
@@ -165,10 +163,9 @@ class Shards:
                 f"the step is not over: micro-batch {self._open.micro + 1} of {len(self._open.step.micro)}; step, "
                 "zero_grad and commit belong under `if batches.step_ends:`"
             )
-        finished, self._open = self._open, None
-        self._loss.reduce()
-        finished.agreement.settle()
-        self._reached = finished.step.stop
+        self._reached = self._open.step.stop
+        self._open = None
+        self._report.send()
 
     def commit(self) -> None:
         """Counts the samples of the finished step as consumed: a resume goes on behind them. Collective."""
@@ -206,9 +203,12 @@ class Shards:
             raise StepError("mean() belongs inside the loop over the shards: no micro-batch is being processed")
         self._check_losses(losses, mask)
         counted = losses if mask is None else losses * mask
-        value = counted.sum() / (self._open.total or 1.0)  # nothing to learn from: zero, not nan
-        self._loss.add(value)
-        return scale_gradient(value, self._world.data.size)
+        value = counted.sum() / (self._open.weight or 1.0)  # nothing to learn from: zero, not nan
+        self._report.add(value)
+        ranks = self._world.data.size
+        if ranks > 1 and value.requires_grad:
+            value.register_hook(lambda gradient: gradient * ranks)  # type: ignore[no-untyped-call]  # [2]
+        return value
 
     def _check_losses(self, losses: torch.Tensor, mask: torch.Tensor | None) -> None:
         assert self._open is not None
@@ -256,14 +256,13 @@ class Shards:
         self._go_to(int(state["epoch"]), int(state["cursor"]))
 
 
+@dataclass
 class _OpenStep:
     """The step that is being computed."""
 
-    def __init__(self, step: Step, total: float, agreement: Agreement) -> None:
-        self.step = step
-        self.total = total  # the weight of the whole step
-        self.agreement = agreement
-        self.micro = 0  # the micro-batch yielded last
+    step: Step
+    weight: float  # of the whole step, over all ranks
+    micro: int = 0  # the micro-batch yielded last
 
 
 def shards(

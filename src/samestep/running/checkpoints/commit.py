@@ -138,6 +138,9 @@ class Checkpoint:
         self._data = {name: thing for name, thing in named.items() if isinstance(thing, _Data)}
         self._positions: dict[str, Any] = {}  # in the data, at the last commit or at the start of the epoch's body
         self._within = False
+        self._asked = False  # rank 0 has wished to save, and the wish is on its way
+        if self._every.seconds is not None:
+            world.step.listen()
         self._store = None if path is None else Store(path, world)
         world.hold(self)
         try:
@@ -170,8 +173,8 @@ class Checkpoint:
         Raises:
             CheckpointError: on every rank, if it could not be saved; what was saved before is untouched.
         """
-        self._world.step.wishes.discard("save")
         self._world.step.agreed -= {"save"}
+        self._asked = False
         if self._store is None:
             return None
         try:
@@ -250,8 +253,9 @@ class Checkpoint:
             return True
         if not self._data:
             return self._every.seconds is not None and bool(tell_json(self._world.everyone, late))
-        if late and self._world.is_first:
-            self._world.step.wishes.add("save")  # rides on the next step's reduction
+        if late and self._world.is_first and not self._asked:
+            self._world.step.wish("save")  # leaves with the next step's report
+            self._asked = True
         return "save" in self._world.step.agreed
 
     def _resume(self) -> bool:
