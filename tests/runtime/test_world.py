@@ -21,7 +21,8 @@ from samestep.errors import (
 JOIN = """
     import sys, samestep
     with samestep.world({arguments}) as world:
-        print(world.rank, world.size, world.local_rank, world.local_size, world.device, world.backend)
+        place = world.rank, world.size, world.local_rank, world.local_size, world.device, world.backend
+        print(" ".join(map(str, place)) + "\\n", end="")  # in one piece: mpiexec mixes what it gets
 """
 
 

@@ -3,8 +3,8 @@
 A script that prints its loss usually prints that of rank 0's last micro-batch, or stops all ranks to reduce it. Here
 every rank adds up its share while the step computes and hands it over when the step ends; nobody waits until asked.
 
-    on the CPU       one message [loss, wishes] over the control group
-    on the GPU       the loss over the device's own group, so that no rank waits for its GPU; wishes as above
+    on the CPU       one message (loss, wishes)
+    on the GPU       the loss over the device's own group, so that no rank waits for its GPU; wishes by themselves
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from samestep.runtime.sums import PendingSum, start_sum
+from samestep.runtime.sums import PendingSum, start_device_sum, start_sum
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -25,16 +25,14 @@ class StepReport:
     def __init__(self, world: World) -> None:
         self._axis = world.data
         self._state = world.step
-        self._on_host = world.device.type == "cpu"
-        self._nothing = torch.zeros(1, dtype=torch.float64, device=world.device)
-        self._share: torch.Tensor | None = None
+        self._device = world.device
+        self._share: torch.Tensor | float | None = None
         self._loss: PendingSum | None = None
         self._wishes: PendingSum | None = None
 
     def add(self, value: torch.Tensor) -> None:
         """Adds one micro-batch's share of the loss, a scalar."""
-        # a copy, whatever the dtype: it is summed in place, and the caller's value must not change
-        part = value.detach().to(torch.float64, copy=True)
+        part = value.item() if self._device.type == "cpu" else value.detach().double()
         self._share = part if self._share is None else self._share + part
 
     def discard(self) -> None:
@@ -47,25 +45,19 @@ class StepReport:
         Every rank sends at the end of every step, so that one which never called `mean` holds nobody up.
         """
         if self._wishes is not None:
-            self._state.settle(float(self._wishes.wait()[-1]))
+            self._state.settle(self._wishes.wait()[-1])
         share, self._share = self._share, None
-        loss = self._nothing.clone() if share is None else share.reshape(1)
-        wishes = self._take_wishes()
-        if self._on_host:
-            both = loss if wishes is None else torch.cat((loss, wishes))
-            sent = start_sum(both, self._axis.control)
-            self._loss, self._wishes = sent, None if wishes is None else sent
+        self._loss = self._wishes = None
+        wishes = (self._state.take_wishes(),) if self._state.listens else ()
+        if self._device.type == "cpu":
+            sent = start_sum(self._axis, float(share or 0.0), *wishes)
+            self._wishes = sent if wishes else None
         else:
-            self._loss = start_sum(loss, self._axis.group)
-            self._wishes = None if wishes is None else start_sum(wishes, self._axis.control)
-        if share is None:
-            self._loss = None
-
-    def _take_wishes(self) -> torch.Tensor | None:
-        if not self._state.listens:
-            return None
-        return torch.tensor([self._state.take_wishes()], dtype=torch.float64)
+            on_device = torch.zeros(1, dtype=torch.float64, device=self._device) + (0.0 if share is None else share)
+            sent = start_device_sum(self._axis, on_device)
+            self._wishes = start_sum(self._axis, *wishes) if wishes else None
+        self._loss = None if share is None else sent
 
     def read(self) -> float:
         """Returns the last finished step's loss over all ranks; waits if it is still on its way."""
-        return math.nan if self._loss is None else float(self._loss.wait()[0])
+        return math.nan if self._loss is None else self._loss.wait()[0]

@@ -125,7 +125,7 @@ class Shards:
         """A step's weight is summed over the ranks while the step before it computes, so it is loaded by then."""
         ahead, total = self._weighed(steps[:1], host)
         for number, step in enumerate(steps):
-            batches, weight = ahead, float(total.wait())
+            batches, weight = ahead, total.wait()[0]
             ahead, total = self._weighed(steps[number + 1 : number + 2], host)
             yield from self._micro_batches(step, weight, map(self._mover.receive, batches))
 
@@ -137,7 +137,7 @@ class Shards:
             for (start, stop), batch in zip(step.micro, islice(host, len(step.micro)), strict=True):
                 weight += float(self._weigh(batch)) if stop > start else 0.0
                 batches.append(self._mover.send(batch))
-        return batches, start_sum(torch.tensor(weight, dtype=torch.float64), self._world.data.control)
+        return batches, start_sum(self._world.data, weight)
 
     def _micro_batches(self, step: Step, weight: float, batches: Iterator[Any]) -> Iterator[Any]:
         self._open = current = _OpenStep(step, weight)

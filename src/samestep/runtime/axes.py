@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from samestep.runtime.mailbox import Mailbox
+
 __all__: list[str] = []
 
 
@@ -19,6 +21,7 @@ class Axis:
         ranks: the global ranks on it, in order.
         group: carries tensors on the world's device; None where there is nobody to talk to.
         control: carries small host-side messages (gloo), apart from the gradients; None likewise.
+        mailbox: carries a few numbers through shared memory; None unless all its ranks are on one host.
     """
 
     name: str
@@ -26,6 +29,7 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     control: dist.ProcessGroup | None = field(default=None, repr=False)
+    mailbox: Mailbox | None = field(default=None, repr=False)
 
     @property
     def size(self) -> int:
@@ -34,7 +38,7 @@ class Axis:
 
     def release(self) -> None:
         """Forgets the groups, before they are destroyed."""
-        self.group = self.control = None
+        self.group = self.control = self.mailbox = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         # A copy of a model (an average of its weights, say) stands on the same axis; a process group has no copy.

@@ -7,6 +7,7 @@ import os
 import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from samestep import rankenv
 from samestep._version import __version__
+from samestep.runtime import mailbox
 from samestep.runtime.axes import Axis, alone
 from samestep.runtime.backend import choose_backend, group_backend
 from samestep.runtime.device import claim, identity, own_device, refuse_sharing
+from samestep.runtime.exchange import gather_json, tell_json
+from samestep.runtime.mailbox import Mailbox
 from samestep.runtime.rendezvous import locate, open_store, sign_in
 from samestep.topology import Grid
 
@@ -50,7 +54,9 @@ def stay_alone(asked: torch.device | None, backend: str | None, pipeline: int) -
     return member
 
 
-def adopt(told: rankenv.RankVariables | None, asked: torch.device | None, pipeline: int) -> Membership:
+def adopt(
+    told: rankenv.RankVariables | None, asked: torch.device | None, pipeline: int, timeout_s: float
+) -> Membership:
     """Takes the process group that the script made itself, and leaves its end to the script."""
     member = Membership()
     member.rank, member.size = dist.get_rank(), dist.get_world_size()
@@ -62,7 +68,7 @@ def adopt(told: rankenv.RankVariables | None, asked: torch.device | None, pipeli
     member.device = claim(
         asked or (torch.device("cpu") if on_cpu else own_device(member.local_rank, member.local_size))
     )
-    _make_axes(member, pipeline)
+    _make_axes(member, pipeline, timeout_s)
     return member
 
 
@@ -103,7 +109,7 @@ class Joining:
             timeout=timedelta(seconds=timeout_s),
         )
         member.owns_group = True
-        _make_axes(member, self.pipeline)
+        _make_axes(member, self.pipeline, timeout_s)
         return member
 
     def _about(self) -> dict[str, Any]:
@@ -141,7 +147,7 @@ def _check_cards(store: Store, member: Membership, host: str) -> None:
     refuse_sharing([tuple(json.loads(store.get(f"samestep/card/{rank}"))) for rank in range(member.size)])
 
 
-def _make_axes(member: Membership, pipeline: int) -> None:
+def _make_axes(member: Membership, pipeline: int, timeout_s: float) -> None:
     """Groups for the whole world and for each axis; an axis as long as the world shares the world's."""
     grid = Grid(member.size, pipeline)
     everybody = tuple(range(member.size))
@@ -152,9 +158,10 @@ def _make_axes(member: Membership, pipeline: int) -> None:
     if pipeline == 1:
         member.data = Axis("data", member.rank, everybody, whole, control)
         member.pipeline = alone("pipeline", member.rank)
-        return
-    member.data = _axis("data", data, grid.columns(), grid.data_ranks(member.rank))
-    member.pipeline = _axis("pipeline", stage, grid.rows(), grid.pipeline_ranks(member.rank))
+    else:
+        member.data = _axis("data", data, grid.columns(), grid.data_ranks(member.rank))
+        member.pipeline = _axis("pipeline", stage, grid.rows(), grid.pipeline_ranks(member.rank))
+    member.data.mailbox = _open_mailbox(member.data, timeout_s)
 
 
 def _axis(name: str, position: int, lines: list[tuple[int, ...]], mine: tuple[int, ...]) -> Axis:
@@ -167,3 +174,30 @@ def _axis(name: str, position: int, lines: list[tuple[int, ...]], mine: tuple[in
         if line == mine:
             group, control = made, beside
     return Axis(name, position, mine, group, control)
+
+
+def _open_mailbox(axis: Axis, timeout_s: float) -> Mailbox | None:
+    """Shared memory for the axis, where its ranks are on one host and can see each other; else None on all of them."""
+    if axis.size == 1:
+        return None
+    told = gather_json(axis, [_sight(), os.getpid()])
+    if any(sight is None or sight != told[0][0] for sight, _ in told):
+        return None
+    file = mailbox.create(axis.size) if axis.rank == 0 else None
+    path = tell_json(axis, None if file is None else str(file))
+    memory = None if path is None else mailbox.attach(Path(path), axis.size)
+    everybody = gather_json(axis, memory is not None)
+    if file is not None:
+        file.unlink()  # the memory stays as long as a rank holds it, and nothing is left behind
+    if memory is None or not all(everybody):
+        return None
+    return Mailbox(memory, axis.rank, [process for _, process in told], timeout_s)
+
+
+def _sight() -> list[str] | None:
+    """What two processes have in common that see each other's process numbers: the kernel's boot, the namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return [boot, str(Path("/proc/self/ns/pid").readlink())]
+    except OSError:
+        return None

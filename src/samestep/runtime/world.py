@@ -210,7 +210,7 @@ def world(
     told = rankenv.read_rank_variables()
     asked = None if device is None else torch.device(device)
     if dist.is_available() and dist.is_initialized():
-        membership = adopt(told, asked, pipeline)
+        membership = adopt(told, asked, pipeline, _seconds(timeout))
     elif _is_alone(init_method, told, rank, size):
         membership = stay_alone(asked, backend, pipeline)
     else:

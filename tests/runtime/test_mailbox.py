@@ -1,0 +1,103 @@
+import mmap
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import samestep
+from samestep.errors import PeerError
+from samestep.runtime import mailbox
+from samestep.runtime.mailbox import Mailbox
+from samestep.runtime.sums import Reduction, start_sum
+
+
+def boxes(ranks, timeout_s=5.0):
+    """The boxes of several ranks, all in this process."""
+    memory = mmap.mmap(-1, mailbox.length(ranks))
+    return [Mailbox(memory, rank, [os.getpid()] * ranks, timeout_s) for rank in range(ranks)]
+
+
+def test_letters_add_up_in_rank_order():
+    ours = boxes(3)
+    for step in range(5):
+        letters = [box.send(0.1 * (rank + step), rank) for rank, box in enumerate(ours)]
+        expected = (0.0 + 0.1 * step + 0.1 * (1 + step) + 0.1 * (2 + step), 3.0)
+        assert [letter.wait() for letter in letters] == [expected] * 3
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=200))
+def test_no_letter_is_overwritten_before_it_is_read_whoever_is_ahead(turns):
+    """A rank whose turn it is sends if it can without waiting, and so runs ahead as far as it ever may."""
+    ours = boxes(3, timeout_s=0.0)
+    sent = [[], [], []]
+    for rank in turns:
+        letter = ours[rank]._last
+        behind = min(len(letters) for letters in sent)
+        if letter is None or behind >= letter.number:
+            sent[rank].append(ours[rank].send(float(len(sent[rank])), float(rank)))
+    complete = min(len(letters) for letters in sent)
+    for letters in sent:
+        for number, letter in enumerate(letters[:complete]):
+            assert letter.wait() == (3.0 * number, 3.0)
+
+
+def test_untouched_memory_and_half_written_slots_are_no_letters():
+    first, second = boxes(2)
+    assert first._read(1, 0) is None
+    second.send(1.0, 2.0)
+    assert first._read(1, 1) == (1.0, 2.0)
+    place = first._place(1, 1)
+    for offset in range(32):
+        kept = first.memory[place + offset]
+        first.memory[place + offset] = kept ^ 0x10
+        assert first._read(1, 1) is None, f"byte {offset}"
+        first.memory[place + offset] = kept
+
+
+def test_a_rank_that_never_writes_is_named_with_the_wait():
+    first, _ = boxes(2, timeout_s=0.2)
+    letter = first.send(1.0)
+    with pytest.raises(PeerError, match=r"rank 0 waited 0 s for rank 1 \(process \d+\) to end this step"):
+        letter.wait()
+
+
+def test_a_rank_that_is_gone_is_named_long_before_the_timeout():
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    memory = mmap.mmap(-1, mailbox.length(2))
+    letter = Mailbox(memory, 0, [os.getpid(), child], 3600.0).send(1.0)
+    with pytest.raises(PeerError, match=rf"rank 1 is gone \(process {child}\)"):
+        letter.wait()
+
+
+def test_where_no_memory_can_be_shared_there_is_no_box(tmp_path):
+    assert mailbox.create(2, tmp_path / "missing") is None
+    assert mailbox.attach(tmp_path / "missing", 2) is None
+    (tmp_path / "short").write_bytes(b"too short")
+    assert mailbox.attach(tmp_path / "short", 2) is None
+
+
+def both_ways():
+    with samestep.world() as world:
+        axis = world.data
+        by_box = [start_sum(axis, world.rank + step / 3, 1.0).wait() for step in range(4)]
+        box, axis.mailbox = axis.mailbox, None
+        letters = [start_sum(axis, world.rank + step / 3, 1.0) for step in range(4)]
+        assert box is not None
+        assert all(isinstance(letter, Reduction) for letter in letters)
+        return by_box, [letter.wait() for letter in letters]
+
+
+def test_shared_memory_and_gloo_say_the_same(three_ranks):
+    for by_box, by_gloo in three_ranks(both_ways):
+        for mine, other in zip(by_box, by_gloo, strict=True):
+            assert mine == pytest.approx(other, rel=1e-15)
+
+
+def test_nothing_is_left_in_the_memory_file_system(two_ranks):
+    before = set(mailbox.SHARED_MEMORY.glob("samestep-*"))
+    two_ranks(both_ways)
+    assert set(mailbox.SHARED_MEMORY.glob("samestep-*")) <= before
