@@ -30,7 +30,7 @@ def test_both_sides_train_as_far_in_as_many_steps(two_ranks):
 
 
 def test_every_rank_returns_a_time_for_each_pair_and_the_setting(two_ranks):
-    for ours, theirs, setting in two_ranks(step.compare, 3, "cpu"):
+    for ours, theirs, setting in two_ranks(step.compare, 3, "cpu", True):
         assert (len(ours), len(theirs)) == (3, 3)
         assert min(*ours, *theirs) > 0
         assert (setting["ranks"], setting["backend"], setting["batch_size"]) == (2, "gloo", 2 * step.BATCH_PER_RANK)

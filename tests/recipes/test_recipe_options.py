@@ -106,7 +106,7 @@ def test_without_a_checkpoint_every_epoch_is_trained_and_steps_still_end():
     data = torch.utils.data.TensorDataset(torch.arange(6.0))
     with samestep.world() as world:
         batches = samestep.shards(data, world, batch_size=3)
-        state = options.saving(argparse.Namespace(checkpoint=None), world, batches)
+        state = options.saving(argparse.Namespace(checkpoint=None, save_every="10 min"), world, batches)
         losses = []
         for _ in state.epochs(2):
             for (x,) in batches:

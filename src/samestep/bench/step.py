@@ -37,9 +37,10 @@ def run(options: Options) -> Report:
     device = None if visible_gpus() >= options.ranks else "cpu"
     ours: list[float] = []
     theirs: list[float] = []
-    for number in range(SETS):
-        pairs = (options.repeats + number) // SETS
-        mine, other, setting = spawn(compare, options.ranks, max(1, pairs), device, number % 2 == 0)[0]
+    sets = min(SETS, options.repeats)
+    for number in range(sets):
+        pairs = (options.repeats + number) // sets  # together as many as asked for
+        mine, other, setting = spawn(compare, options.ranks, pairs, device, number % 2 == 0)[0]
         ours += mine
         theirs += other
     name = "samestep / hand-written DistributedDataParallel"

@@ -158,6 +158,7 @@ class Checkpoint:
         Raises:
             CheckpointError: a checkpoint was due and could not be saved; the step counts all the same.
         """
+        self._wish_if_late()
         for data in self._data.values():
             data.finish_step()
         for data in self._data.values():
@@ -246,17 +247,22 @@ class Checkpoint:
     def _note_positions(self) -> None:
         self._positions = {name: data.state_dict() for name, data in self._data.items()}
 
+    def _wish_if_late(self) -> None:
+        """Rank 0's wish leaves with the report of the step that ends now; all ranks save at the end of the next."""
+        if self._data and self._world.is_first and not self._asked and self._is_late():
+            self._world.step.wish("save")
+            self._asked = True
+
+    def _is_late(self) -> bool:
+        return self._every.seconds is not None and time.monotonic() - self._saved_at >= self._every.seconds
+
     def _is_due(self) -> bool:
         """Whether all ranks save now: decided by a count they share, or by what rank 0 told them."""
-        late = self._every.seconds is not None and time.monotonic() - self._saved_at >= self._every.seconds
         if self._every.steps is not None and self.step % self._every.steps == 0:
             return True
-        if not self._data:
-            return self._every.seconds is not None and bool(tell_json(self._world.everyone, late))
-        if late and self._world.is_first and not self._asked:
-            self._world.step.wish("save")  # leaves with the next step's report
-            self._asked = True
-        return "save" in self._world.step.agreed
+        if self._data:
+            return "save" in self._world.step.agreed
+        return self._every.seconds is not None and bool(tell_json(self._world.everyone, self._is_late()))
 
     def _resume(self) -> bool:
         """Loads the newest good checkpoint on every rank, or on none; returns whether there was one."""
