@@ -123,8 +123,8 @@ def sizes_of_batches(samples, batch_size):
 
 
 def test_each_rank_takes_its_share_of_the_batch_size(three_ranks):
-    assert three_ranks(sizes_of_batches, 10, 6) == [[2, 1], [2, 1], [2, 2]]
-    assert three_ranks(sizes_of_batches, 10, 7) == [[3], [3], [3, 1]]
+    assert three_ranks(sizes_of_batches, 10, 6) == [[2, 2], [2, 1], [2, 1]]
+    assert three_ranks(sizes_of_batches, 10, 7) == [[3, 1], [3], [3]]
 
 
 def probabilities():

@@ -6,9 +6,9 @@ all. A forward through DistributedDataParallel also broadcasts buffers, in eval 
 numbers of batches wait for each other for ever. Here:
 
     dataset      0 1 2 3 4 5 6 7 8 9        10 samples, 3 ranks, batch_size 6
-    rank 0       0 1|2                      contiguous slices, uneven, nothing padded;
-    rank 1             3 4|5                batches of at most ceil(6 / 3) = 2
-    rank 2                   6 7|8 9
+    rank 0       0 1|2 3                    contiguous slices, uneven, nothing padded;
+    rank 1               4 5|6              batches of at most ceil(6 / 3) = 2
+    rank 2                     7 8|9
     metric       metric(outputs[0..9], targets[0..9]), once, in dataset order, on rank 0; all ranks get its result
 
 A metric sees all outputs, so any function of them is exact, scikit-learn's included. It runs on one rank because two
@@ -31,6 +31,7 @@ from samestep.errors import DataError
 from samestep.running.results import decode, encode
 from samestep.runtime import exchange
 from samestep.runtime.world import World
+from samestep.topology import cut_evenly
 
 __all__ = ["evaluate"]
 
@@ -100,7 +101,7 @@ def evaluate(
     With scikit-learn: `metrics={"auc": lambda o, t: roc_auc_score(t, o.softmax(1)[:, 1])}`.
     """
     length = _agreed_length(dataset, batch_size, world)
-    mine = range(*_slice_bounds(length, world.data.rank, world.data.size))
+    mine = range(*cut_evenly(length, world.data.size)[world.data.rank])
     for replica in world.replicas:
         replica.equalise_buffers()
     problem, rows = None, (torch.empty(0), torch.empty(0))
@@ -149,10 +150,6 @@ def _length(dataset: MapDataset) -> int:
 def _require_positive(batch_size: int) -> None:
     if batch_size < 1:
         raise DataError(f"batch_size must be 1 or more, got {batch_size}")
-
-
-def _slice_bounds(length: int, rank: int, size: int) -> tuple[int, int]:
-    return rank * length // size, (rank + 1) * length // size
 
 
 def _loader(
