@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from samestep.errors import DeviceError
-from samestep.runtime.device import own_device, refuse_sharing
+from samestep.runtime.device import choose_device, own_device, refuse_sharing
 
 
 #   local rank of size, GPUs seen, device
@@ -24,6 +24,23 @@ def test_the_device_follows_from_local_rank_and_sight(local_rank, local_size, vi
 def test_more_ranks_than_gpus_is_refused_with_the_number_that_fits():
     with pytest.raises(DeviceError, match=r"4 ranks on this host see 2 GPUs.*samestep run -n 2"):
         own_device(0, 4, visible=2)
+
+
+def test_the_device_asked_for_wins():
+    assert choose_device(torch.device("cpu"), 0, 1) == torch.device("cpu")
+    assert choose_device(torch.device("meta"), 0, 1) == torch.device("meta")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
+def test_a_gpu_that_nobody_sees_is_refused(name):
+    with pytest.raises(DeviceError, match=f"device '{name}' was asked for, but this process sees 0 GPUs"):
+        choose_device(torch.device(name), 0, 1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_without_a_number_means_the_ranks_own():
+    assert choose_device(torch.device("cuda"), 0, 1) == torch.device("cuda", 0)
 
 
 def test_two_ranks_on_one_card_are_refused_with_the_reason():

@@ -45,6 +45,25 @@ def own_device(local_rank: int, local_size: int, *, visible: int | None = None) 
     )
 
 
+def choose_device(asked: torch.device | None, local_rank: int, local_size: int) -> torch.device:
+    """Returns the device asked for, with its number, or else the rank's own.
+
+    Raises:
+        DeviceError: a GPU was asked for that this process does not see.
+    """
+    if asked is None:
+        return own_device(local_rank, local_size)
+    if asked.type != "cuda":
+        return asked
+    seen = torch.cuda.device_count()
+    if (asked.index or 0) >= seen:
+        raise DeviceError(
+            f"device {str(asked)!r} was asked for, but this process sees {seen} GPUs: is this a CUDA build of torch, "
+            "and what does CUDA_VISIBLE_DEVICES say?"
+        )
+    return own_device(local_rank, local_size) if asked.index is None else asked
+
+
 def identity(device: torch.device) -> str | None:
     """Returns a name that two processes share only if they hold the same card, or None on the CPU."""
     if device.type != "cuda":

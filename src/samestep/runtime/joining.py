@@ -19,7 +19,7 @@ from samestep._version import __version__
 from samestep.runtime import mailbox
 from samestep.runtime.axes import Axis, alone
 from samestep.runtime.backend import choose_backend, group_backend
-from samestep.runtime.device import claim, identity, own_device, refuse_sharing
+from samestep.runtime.device import choose_device, claim, identity, refuse_sharing
 from samestep.runtime.exchange import gather_json, tell_json
 from samestep.runtime.mailbox import Mailbox
 from samestep.runtime.rendezvous import locate, open_store, sign_in
@@ -48,7 +48,7 @@ class Membership:
 def stay_alone(asked: torch.device | None, backend: str | None, pipeline: int) -> Membership:
     Grid(1, pipeline)
     member = Membership()
-    member.device = claim(asked or own_device(0, 1))
+    member.device = claim(choose_device(asked, 0, 1))
     if backend is not None:
         choose_backend(backend, member.device, one_host=True)  # an impossible ask is an error here too
     return member
@@ -65,9 +65,8 @@ def adopt(
     member.local_size = told.local_size if told is not None and told.local_size is not None else member.size
     member.host_index = (told.host_index or 0) if told is not None else 0
     on_cpu = member.backend == "gloo" and not torch.cuda.is_available()
-    member.device = claim(
-        asked or (torch.device("cpu") if on_cpu else own_device(member.local_rank, member.local_size))
-    )
+    asked = torch.device("cpu") if asked is None and on_cpu else asked
+    member.device = claim(choose_device(asked, member.local_rank, member.local_size))
     _make_axes(member, pipeline, timeout_s)
     return member
 
@@ -133,7 +132,7 @@ class Joining:
         member.local_rank = here.index(rank) if told is None or told.local_rank is None else told.local_rank
         member.local_size = len(here) if told is None or told.local_size is None else told.local_size
         member.host_index = hosts.index(signed[rank]["host"])
-        member.device = claim(self.device or own_device(member.local_rank, member.local_size))
+        member.device = claim(choose_device(self.device, member.local_rank, member.local_size))
         member.backend = choose_backend(self.backend, member.device, one_host=len(hosts) == 1)
         return member
 
