@@ -77,6 +77,7 @@ def test_a_launcher_inside_srun_wins():
         ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK must be a whole number.*'zero'"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK must be a whole number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is 1 but"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999"}, "MASTER_PORT is 99999: a port is"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "http"}, "MASTER_PORT must be a whole number"),
     ],
 )
@@ -96,7 +97,15 @@ def test_malformed_slurm_tasks_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"), [("gpu[07-09,12],login", "gpu07"), ("a,b", "a"), ("node3", "node3"), ("n-[1,5]", "n-1")]
+    ("nodes", "first"),
+    [
+        ("gpu[07-09,12],login", "gpu07"),
+        ("a,b", "a"),
+        ("node3", "node3"),
+        ("n-[1,5]", "n-1"),
+        ("rack[1-2]n[01-04]", "rack1n01"),
+        ("node[1-2]-ib,x", "node1-ib"),
+    ],
 )
 def test_the_first_slurm_host_is_found(nodes, first):
     assert first_slurm_host({"SLURM_JOB_NODELIST": nodes}) == first

@@ -123,6 +123,8 @@ def _read(launcher: _Launcher, variables: Mapping[str, str]) -> RankVariables:
     if local_rank is not None and local_size is not None:
         _check_range(launcher.local_rank, local_rank, launcher.local_size, local_size)
     port = _integer(variables, "MASTER_PORT") if "MASTER_PORT" in variables else None
+    if port is not None and not 0 < port < 65536:
+        raise RankVariablesError(f"MASTER_PORT is {port}: a port is a number from 1 to 65535")
     job = [variables[name] for name in launcher.job if name in variables]
     return RankVariables(
         rank=rank,
@@ -196,8 +198,8 @@ def first_slurm_host(environ: Mapping[str, str] | None = None) -> str | None:
     hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
     if not hosts:
         return None
-    match = re.match(r"([^\[,]+)(?:\[(\d+))?", hosts)
-    return None if match is None else match[1] + (match[2] or "")
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", hosts)  # up to the first comma that is not in brackets
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else None
 
 
 def variable(name: str, default: str | None = None) -> str | None:

@@ -6,7 +6,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import samestep
 from samestep.data.order import Order
-from samestep.errors import DataError, StepError
+from samestep.errors import DataError, PeerError, StepError
 
 
 def numbers(n):
@@ -31,18 +31,9 @@ def test_ranks_take_slices_of_the_one_order(three_ranks):
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch_size": 2}, {"workers": 2}, {"weight": len}])
 def test_options_change_neither_order_nor_multiset(two_ranks, options):
-    order = Order(23, seed=4).take(0, 23).tolist()
-    plain = two_ranks(seen, 23, 8, {"seed": 4, **options})
-    flat = []
-    steps = [[], []]
-    for rank, batches in enumerate(plain):
-        for samples, ends in batches:
-            steps[rank].append(samples)
-            if ends:
-                flat.append((rank, [sample for part in steps[rank] for sample in part]))
-                steps[rank] = []
-    mine, others = ([taken for rank, taken in flat if rank == r] for r in (0, 1))
-    assert [sample for pair in zip(mine, others, strict=True) for part in pair for sample in part] == order
+    first, second = two_ranks(seen, 23, 8, {"seed": 4, **options})
+    together = [sample for (mine, _), (other, _) in zip(first, second, strict=True) for sample in mine + other]
+    assert together == Order(23, seed=4).take(0, 23).tolist()
 
 
 def test_step_ends_is_known_before_forward():
@@ -223,6 +214,56 @@ def batch_of_two():
             samestep.shards(numbers(9), world, batch_size=2)
         except DataError as error:
             return str(error)
+
+
+@pytest.mark.parametrize("losses", [torch.tensor(1.0), torch.ones(4)], ids=["reduced", "mask counts another number"])
+def test_weighted_losses_that_do_not_fit_their_weight_are_refused(losses):
+    with samestep.world() as world:
+        batches = samestep.shards(numbers(4), world, batch_size=4, weight=lambda batch: 3)
+        next(taken := iter(batches))
+        with pytest.raises(StepError, match="reduced already|lets 4 losses count, but weight\\(\\) said 3"):
+            batches.mean(losses, torch.ones_like(losses))
+        taken.close()
+
+
+def test_a_loss_that_does_not_count_may_be_infinite():
+    with samestep.world() as world:
+        batches = samestep.shards(numbers(2), world, batch_size=2, weight=lambda batch: 1)
+        for _ in batches:
+            assert batches.mean(torch.tensor([2.0, torch.inf]), torch.tensor([True, False])).item() == 2.0
+
+
+def two_loaders_save():
+    with samestep.world() as world:
+        world.step.listen()
+        first, second = (samestep.shards(numbers(6), world, batch_size=2) for _ in range(2))
+        agreed = []
+        for step, _ in enumerate(zip(first, second, strict=True)):
+            if step == 0 and world.rank == 1:
+                world.step.wish("save")
+            first.finish_step()
+            second.finish_step()
+            agreed.append(tuple(world.step.agreed))
+        return agreed
+
+
+def test_a_wish_that_was_agreed_stays_until_it_is_done_whatever_loader_reports_next(two_ranks):
+    assert two_ranks(two_loaders_save) == [[(), ("save",), ("save",)]] * 2
+
+
+def peek_on_one_rank():
+    with samestep.world() as world:
+        batches = samestep.shards(numbers(8), world, batch_size=4, weight=len)
+        try:
+            if world.rank == 0:
+                next(iter(batches))
+            return [x.tolist() for (x,) in batches]
+        except (StepError, PeerError) as error:
+            return str(error)
+
+
+def test_ranks_that_went_different_ways_are_told_so_instead_of_given_a_wrong_weight(two_ranks):
+    assert any("the ranks went different ways" in str(said) for said in two_ranks(peek_on_one_rank))
 
 
 @pytest.mark.parametrize(

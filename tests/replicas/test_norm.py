@@ -402,30 +402,11 @@ def test_local_statistics_are_another_training(two_ranks):
     assert largest_difference(two_ranks(train_a_network, 20, 8, None, "local")[0], expected) > 1e-3
 
 
-def test_with_micro_batches_the_statistics_are_those_of_all_ranks_micro_batches(two_ranks):
-    # 37 samples, steps of 8: each of 2 ranks computes 4 in two micro-batches of 2. That is not one process with
-    # micro-batches of 4 consecutive samples, because rank 0 takes samples 0-3 and rank 1 samples 4-7 of the step;
-    # the reference below therefore takes samples 0 1 4 5 together, then 2 3 6 7.
-    results = two_ranks(one_accumulated_step)
-    assert_same_bits(results[0]["ours"], results[1]["ours"])
-    for result in results:
-        assert largest_difference(result["ours"], result["expected"]) < 1e-12
-
-
-def one_accumulated_step():
-    with samestep.world() as world:
-        torch.manual_seed(7)
-        x = torch.randn(8, 3, dtype=torch.float64)
-        reference = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
-        model = samestep.replicate(copy.deepcopy(reference), world)
-        data = torch.utils.data.TensorDataset(x)
-        batches = samestep.shards(data, world, batch_size=8, micro_batch_size=2, shuffle=False)
-        for (part,) in batches:
-            batches.mean(model(part).square().squeeze(1)).backward()
-        for rows in ([0, 1, 4, 5], [2, 3, 6, 7]):
-            (reference(x[rows]).square().sum() / 8).backward()
-        both = {"ours": model.module, "expected": reference}
-        return {
-            name: [p.grad.clone() for p in module.parameters()] + [b.double() for b in module.buffers()]
-            for name, module in both.items()
-        }
+@pytest.mark.parametrize("batch_size", [8, 10, 5])
+def test_with_micro_batches_n_ranks_equal_one_process_with_micro_batches_as_large_as_theirs_together(
+    three_ranks, batch_size
+):
+    expected = train_a_network(20, batch_size, 6, None)
+    results = three_ranks(train_a_network, 20, batch_size, 2, None)
+    assert_same_bits(results[1:], results[:1] * 2)
+    assert largest_difference(results[0], expected) < 1e-12

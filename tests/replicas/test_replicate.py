@@ -1,3 +1,6 @@
+import copy
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -6,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.data.order import Order
-from samestep.errors import DeviceError, EmptyBatchError, ModelError
+from samestep.errors import DeviceError, EmptyBatchError, ModelError, StepError
 from samestep.testing import assert_same_bits
 
 TOLERANCE = 1e-12  # float64, values of order 1, sums of at most 12 terms over 6 steps
@@ -71,7 +74,7 @@ def reductions():
 
 def test_gradients_travel_on_the_micro_batch_that_ends_the_step_and_only_then(two_ranks):
     # before: each rank's own, times 2 for DDP's division, over 4 samples; at the end: the mean of 1, 2, 4 and 8
-    assert two_ranks(reductions) == [[0.5, 3.75], [2.0, 3.75]]
+    assert two_ranks(reductions) == [[0.5, 3.75], [1.0, 3.75]]
 
 
 def without_shards():
@@ -238,14 +241,176 @@ def test_parameters_left_out_of_some_forwards_are_allowed_when_said(two_ranks):
 def after_the_world():
     with samestep.world() as world:
         model = samestep.replicate(nn.Linear(2, 2), world)
+        batches = samestep.shards(TensorDataset(torch.ones(2, 2)), world, batch_size=2)
         inside = model(torch.ones(1, 2)).detach()
-    outside = model(torch.ones(1, 2))
-    outside.sum().backward()
-    return torch.equal(inside, outside.detach()), model.module.weight.grad is not None
+    refused = []
+    for action in (lambda: model(torch.ones(1, 2)), lambda: next(iter(batches))):
+        try:
+            action()
+        except StepError as error:
+            refused.append(str(error))
+    with torch.no_grad():
+        return torch.equal(inside, model(torch.ones(1, 2))), refused
 
 
-def test_a_replica_outlives_the_world_as_the_bare_model(two_ranks):
-    assert two_ranks(after_the_world) == [(True, True)] * 2
+def test_after_the_world_a_replica_still_predicts_but_nobody_trains_on_alone(two_ranks):
+    for same, refused in two_ranks(after_the_world):
+        assert same
+        assert len(refused) == 2
+        assert all("the world of 2 ranks is closed" in message for message in refused)
+
+
+# --- more than one backward, more or fewer parameters ---
+
+
+def two_backwards(model, x, optimizer):
+    first, second = model(x[:, :2]), model(x[:, 2:])
+    return [first, second]
+
+
+def one_twice(model, x, optimizer):
+    out = model(x[:, :2])
+    return [out, out]
+
+
+def train_with_several_backwards(forwards):
+    """One backward for each loss of a step, in float64; the gradients of all of them count."""
+    with samestep.world() as world:
+        torch.manual_seed(3)
+        model = samestep.replicate(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double(), world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        draw = torch.Generator().manual_seed(0)
+        data = TensorDataset(torch.randn(22, 4, generator=draw, dtype=torch.float64))
+        batches = samestep.shards(data, world, batch_size=6, micro_batch_size=6)
+        for _ in range(2):
+            for (x,) in batches:
+                outputs = forwards(model, x, optimizer)
+                for number, out in enumerate(outputs):
+                    losses = (out.flatten() - number) ** 2
+                    batches.mean(losses).backward(retain_graph=number == 0)
+                optimizer.step()
+                optimizer.zero_grad()
+        return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("forwards", [two_backwards, one_twice])
+def test_every_backward_of_a_step_is_averaged(three_ranks, forwards):
+    alone = train_with_several_backwards(forwards)
+    for state in three_ranks(train_with_several_backwards, forwards):
+        for name, value in state.items():
+            assert (value - alone[name]).abs().max() < TOLERANCE, name
+
+
+def train_with_thawing():
+    """Freezes a layer, thaws it, adds one: what transfer learning does."""
+    with samestep.world() as world:
+        torch.manual_seed(3)
+        bare = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+        bare[0].requires_grad_(False)
+        model = samestep.replicate(bare, world)
+        draw = torch.Generator().manual_seed(0)
+        data = TensorDataset(torch.randn(22, 2, generator=draw, dtype=torch.float64))
+        batches = samestep.shards(data, world, batch_size=6)
+        for epoch in range(4):
+            if epoch == 1:
+                bare[0].requires_grad_(True)
+            if epoch == 2:
+                torch.manual_seed(4)
+                bare.append(nn.Linear(4, 1).double())
+            if epoch == 3:
+                bare[2].requires_grad_(False)
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+            for (x,) in batches:
+                batches.mean(model(x).square().sum(1)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return dict(model.state_dict())
+
+
+def test_layers_may_be_frozen_thawed_and_added_after_replicate(three_ranks):
+    alone = train_with_thawing()
+    for state in three_ranks(train_with_thawing):
+        assert state.keys() == alone.keys()
+        for name, value in state.items():
+            assert (value - alone[name]).abs().max() < TOLERANCE, name
+
+
+def train_and_look_elsewhere():
+    """In the training body, a look at one micro-batch of another loader that is in mid-step."""
+    with samestep.world() as world:
+        torch.manual_seed(3)
+        model = samestep.replicate(nn.Linear(2, 1).double(), world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        draw = torch.Generator().manual_seed(0)
+        data = TensorDataset(torch.randn(20, 2, generator=draw, dtype=torch.float64))
+        batches = samestep.shards(data, world, batch_size=8)
+        others = samestep.shards(data, world, batch_size=8, micro_batch_size=1)
+        for (x,) in batches:
+            peek = iter(others)
+            next(peek)
+            batches.mean(model(x).square().flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for _ in others:
+            break
+        ends = world.step.step_ends
+        return dict(model.state_dict()), ends
+
+
+def test_another_loader_in_mid_step_does_not_switch_the_averaging_off(two_ranks):
+    alone, _ = train_and_look_elsewhere()
+    for state, ends in two_ranks(train_and_look_elsewhere):
+        assert ends
+        for name, value in state.items():
+            assert (value - alone[name]).abs().max() < TOLERANCE, name
+
+
+# --- copies and larger models ---
+
+
+def copies():
+    with samestep.world() as world:
+        model = samestep.replicate(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), world)
+        average = copy.deepcopy(model)
+        with torch.no_grad():
+            average(torch.ones(4, 2))
+        try:
+            average(torch.ones(4, 2))
+        except StepError as error:
+            message = str(error)
+        saved = io.BytesIO()
+        torch.save(model.module, saved)
+        return list(average.state_dict()) == list(model.state_dict()), message
+
+
+def test_a_deep_copy_averages_and_evaluates_but_does_not_train(two_ranks):
+    for same_names, message in two_ranks(copies):
+        assert same_names
+        assert "copy of a replica" in message
+
+
+class Pair(nn.Module):
+    def __init__(self, left, right):
+        super().__init__()
+        self.left, self.right = left, right
+
+
+def parent():
+    with samestep.world() as world:
+        both = Pair(samestep.replicate(nn.Linear(2, 2), world), nn.Linear(2, 2))
+        state = both.state_dict()
+        for value in state.values():
+            value.zero_()
+        state["left.weight"] = torch.ones(2, 2)
+        both.load_state_dict(state)
+        return list(state), both.left.module.weight.tolist()
+
+
+def test_a_larger_model_saves_and_loads_its_replicas_without_prefixes(two_ranks):
+    names = ["left.weight", "left.bias", "right.weight", "right.bias"]
+    for found, weight in two_ranks(parent):
+        assert sorted(found) == sorted(names)
+        assert weight == [[1, 1], [1, 1]]
 
 
 # --- what is refused ---

@@ -6,10 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import samestep
-from samestep.errors import PeerError
+from samestep.errors import PeerError, StepError
 from samestep.runtime import mailbox
-from samestep.runtime.mailbox import Mailbox
+from samestep.runtime.mailbox import Mailbox, Tag
 from samestep.runtime.sums import Reduction, start_sum
+
+ABOUT = Tag("report", 1, 2, 3)
 
 
 def boxes(ranks, timeout_s=5.0):
@@ -21,7 +23,7 @@ def boxes(ranks, timeout_s=5.0):
 def test_letters_add_up_in_rank_order():
     ours = boxes(3)
     for step in range(5):
-        letters = [box.send(0.1 * (rank + step), rank) for rank, box in enumerate(ours)]
+        letters = [box.send(0.1 * (rank + step), rank, tag=ABOUT) for rank, box in enumerate(ours)]
         expected = (0.0 + 0.1 * step + 0.1 * (1 + step) + 0.1 * (2 + step), 3.0)
         assert [letter.wait() for letter in letters] == [expected] * 3
 
@@ -35,7 +37,7 @@ def test_no_letter_is_overwritten_before_it_is_read_whoever_is_ahead(turns):
         letter = ours[rank]._last
         behind = min(len(letters) for letters in sent)
         if letter is None or behind >= letter.number:
-            sent[rank].append(ours[rank].send(float(len(sent[rank])), float(rank)))
+            sent[rank].append(ours[rank].send(float(len(sent[rank])), float(rank), tag=ABOUT))
     complete = min(len(letters) for letters in sent)
     for letters in sent:
         for number, letter in enumerate(letters[:complete]):
@@ -45,10 +47,10 @@ def test_no_letter_is_overwritten_before_it_is_read_whoever_is_ahead(turns):
 def test_untouched_memory_and_half_written_slots_are_no_letters():
     first, second = boxes(2)
     assert first._read(1, 0) is None
-    second.send(1.0, 2.0)
-    assert first._read(1, 1) == (1.0, 2.0)
+    second.send(1.0, 2.0, tag=ABOUT)
+    assert first._read(1, 1) == (ABOUT.pack(), 1.0, 2.0)
     place = first._place(1, 1)
-    for offset in range(32):
+    for offset in range(40):
         kept = first.memory[place + offset]
         first.memory[place + offset] = kept ^ 0x10
         assert first._read(1, 1) is None, f"byte {offset}"
@@ -57,7 +59,7 @@ def test_untouched_memory_and_half_written_slots_are_no_letters():
 
 def test_a_rank_that_never_writes_is_named_with_the_wait():
     first, _ = boxes(2, timeout_s=0.2)
-    letter = first.send(1.0)
+    letter = first.send(1.0, tag=ABOUT)
     with pytest.raises(PeerError, match=r"rank 0 waited 0 s for rank 1 \(process \d+\) to end this step"):
         letter.wait()
 
@@ -66,11 +68,39 @@ def test_a_rank_that_is_gone_is_named_long_before_the_timeout():
     child = os.fork()
     if child == 0:
         os._exit(0)
-    os.waitpid(child, 0)
     memory = mmap.mmap(-1, mailbox.length(2))
-    letter = Mailbox(memory, 0, [os.getpid(), child], 3600.0).send(1.0)
-    with pytest.raises(PeerError, match=rf"rank 1 is gone \(process {child}\)"):
+    letter = Mailbox(memory, 0, [os.getpid(), child], 3600.0).send(1.0, tag=ABOUT)
+    with pytest.raises(PeerError, match=rf"rank 1 \(process {child}\) has left"):
+        letter.wait()  # dead, and nobody has waited for it yet
+    os.waitpid(child, 0)
+    with pytest.raises(PeerError, match=rf"rank 1 \(process {child}\) has left"):
         letter.wait()
+
+
+def test_a_rank_that_has_left_the_world_is_named_while_its_process_lives_on():
+    first, second = boxes(2, timeout_s=3600.0)
+    second.leave()
+    with pytest.raises(PeerError, match="has left and never ended this step"):
+        first.send(1.0, tag=ABOUT).wait()
+
+
+def test_ranks_that_went_different_ways_are_told_so():
+    first, second = boxes(2)
+    letter = first.send(1.0, tag=ABOUT)
+    second.send(1.0, tag=Tag("weight", 1, 2, 3))
+    with pytest.raises(StepError, match="rank 0 sent the report of shards 1, epoch 2, position 3, rank 1 the weight"):
+        letter.wait()
+
+
+@given(
+    st.sampled_from(["report", "weight"]),
+    st.integers(0, 2**15 - 1),
+    st.integers(0, 2**12 - 1),
+    st.integers(0, 2**36 - 1),
+)
+def test_what_a_letter_is_about_survives_packing(purpose, loader, epoch, position):
+    tag = Tag(purpose, loader, epoch, position)
+    assert Tag.unpack(tag.pack()) == tag
 
 
 def test_where_no_memory_can_be_shared_there_is_no_box(tmp_path):
@@ -83,9 +113,9 @@ def test_where_no_memory_can_be_shared_there_is_no_box(tmp_path):
 def both_ways():
     with samestep.world() as world:
         axis = world.data
-        by_box = [start_sum(axis, world.rank + step / 3, 1.0).wait() for step in range(4)]
+        by_box = [start_sum(axis, world.rank + step / 3, 1.0, tag=ABOUT).wait() for step in range(4)]
         box, axis.mailbox = axis.mailbox, None
-        letters = [start_sum(axis, world.rank + step / 3, 1.0) for step in range(4)]
+        letters = [start_sum(axis, world.rank + step / 3, 1.0, tag=ABOUT) for step in range(4)]
         assert box is not None
         assert all(isinstance(letter, Reduction) for letter in letters)
         return by_box, [letter.wait() for letter in letters]

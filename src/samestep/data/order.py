@@ -161,14 +161,18 @@ class Cut:
     def step(self, start: int) -> Step:
         """Returns the step that starts at position `start`.
 
-        The number of micro-batches follows from the largest share, so that it is the same on every rank.
+        The number of micro-batches follows from the largest share, so that it is the same on every rank. Micro-batch
+        m of all ranks together is a contiguous part of the step, the one that a single process would take, so that
+        what depends on a whole micro-batch (BatchNorm) is the same on any number of ranks.
         """
         stop = min(start + self.batch_size, self.end)
         largest = -(-(stop - start) // self.ranks)
         count = -(-largest // self.micro_batch_size) if self.micro_batch_size else 1
-        low, high = cut_evenly(stop - start, self.ranks)[self.rank]
-        micro = tuple((start + low + a, start + low + b) for a, b in cut_evenly(high - low, count))
-        return Step(start, stop, micro)
+        micro = []
+        for low, high in cut_evenly(stop - start, count):  # first for all ranks together, then among them
+            first, last = cut_evenly(high - low, self.ranks)[self.rank]
+            micro.append((start + low + first, start + low + last))
+        return Step(start, stop, tuple(micro))
 
     def steps(self, cursor: int) -> Iterator[Step]:
         """Yields the steps from position `cursor` to the end."""

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from samestep.runtime.sums import PendingSum, start_device_sum, start_sum
+from samestep.runtime.sums import PendingSum, Tag, start_device_sum, start_sum
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -39,7 +39,7 @@ class StepReport:
         """Forgets a step that was abandoned."""
         self._share = None
 
-    def send(self) -> None:
+    def send(self, tag: Tag) -> None:
         """Ends a step: settles what the report before this one said, and sends this one. Collective.
 
         Every rank sends at the end of every step, so that one which never called `mean` holds nobody up.
@@ -50,12 +50,12 @@ class StepReport:
         self._loss = self._wishes = None
         wishes = (self._state.take_wishes(),) if self._state.listens else ()
         if self._device.type == "cpu":
-            sent = start_sum(self._axis, float(share or 0.0), *wishes)
+            sent = start_sum(self._axis, float(share or 0.0), *wishes, tag=tag)
             self._wishes = sent if wishes else None
         else:
             on_device = torch.zeros(1, dtype=torch.float64, device=self._device) + (0.0 if share is None else share)
             sent = start_device_sum(self._axis, on_device)
-            self._wishes = start_sum(self._axis, *wishes) if wishes else None
+            self._wishes = start_sum(self._axis, *wishes, tag=tag) if wishes else None
         self._loss = None if share is None else sent
 
     def read(self) -> float:

@@ -12,6 +12,7 @@ step, so that the gradients which DistributedDataParallel averages over N ranks 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -24,7 +25,7 @@ from samestep.data.order import ORDER_VERSION, Cut, Order, Step
 from samestep.data.report import StepReport
 from samestep.errors import DataError, StepError
 from samestep.runtime import seeds
-from samestep.runtime.sums import PendingSum, start_sum
+from samestep.runtime.sums import PendingSum, Tag, start_sum
 from samestep.runtime.world import World
 
 __all__ = ["Shards", "shards"]
@@ -53,6 +54,7 @@ class Shards:
         self._shuffle = shuffle
         self._weigh = weigh
         self._mover = Mover(world.device)
+        self._number = world.next_number()
         self._epoch = 0
         self._cursor = 0  # everything before it is consumed: the step that used it was committed
         self._reached = 0  # everything before it was in a finished step
@@ -101,6 +103,7 @@ class Shards:
         return count + (len(self._cut.step(whole * self.batch_size).micro) if rest else 0)
 
     def __iter__(self) -> Iterator[Any]:
+        self._world.check_open()
         self._go_to(self._epoch, self._cursor)
         return self._iterate(self._iteration)
 
@@ -119,34 +122,45 @@ class Shards:
         """A sample weighs 1, so a step's weight is known without looking."""
         batches = self._mover.stream_through(host)
         for step in steps:
-            yield from self._micro_batches(step, float(step.size), batches)
+            yield from self._micro_batches(step, float(step.size), [], batches)
 
     def _weighted(self, steps: list[Step], host: Iterator[Any]) -> Iterator[Any]:
         """A step's weight is summed over the ranks while the step before it computes, so it is loaded by then."""
-        ahead, total = self._weighed(steps[:1], host)
+        ahead, weights, total = self._weighed(steps[:1], host)
         for number, step in enumerate(steps):
-            batches, weight = ahead, total.wait()[0]
-            ahead, total = self._weighed(steps[number + 1 : number + 2], host)
-            yield from self._micro_batches(step, weight, map(self._mover.receive, batches))
+            batches, mine, weight = ahead, weights, total.wait()[0]
+            ahead, weights, total = self._weighed(steps[number + 1 : number + 2], host)
+            yield from self._micro_batches(step, weight, mine, map(self._mover.receive, batches))
 
-    def _weighed(self, steps: list[Step], host: Iterator[Any]) -> tuple[list[Any], PendingSum]:
+    def _weighed(self, steps: list[Step], host: Iterator[Any]) -> tuple[list[Any], list[float], PendingSum]:
         """Loads this rank's part of a step (or of none), on its way to the device, and starts summing its weight."""
         batches: list[Any] = []
-        weight = 0.0
+        weights: list[float] = []
         for step in steps:
             for (start, stop), batch in zip(step.micro, islice(host, len(step.micro)), strict=True):
-                weight += float(self._weigh(batch)) if stop > start else 0.0
+                weights.append(float(self._weigh(batch)) if stop > start else 0.0)
                 batches.append(self._mover.send(batch))
-        return batches, start_sum(self._world.data, weight)
+        tag = Tag("weight", self._number, self._epoch, steps[0].start if steps else self._cut.end)
+        return batches, weights, start_sum(self._world.data, sum(weights), tag=tag)
 
-    def _micro_batches(self, step: Step, weight: float, batches: Iterator[Any]) -> Iterator[Any]:
-        self._open = current = _OpenStep(step, weight)
+    def _micro_batches(self, step: Step, weight: float, weights: list[float], batches: Iterator[Any]) -> Iterator[Any]:
+        self._open = current = _OpenStep(step, weight, weights)
         last = len(step.micro) - 1
-        for number, batch in enumerate(islice(batches, len(step.micro))):
-            current.micro = number
-            self.step_ends = self._world.step.step_ends = number == last
-            yield batch
-        self.finish_step()
+        try:
+            for number, batch in enumerate(islice(batches, len(step.micro))):
+                current.micro = number
+                self.step_ends = number == last
+                self._world.step.enter(self._number, ends=self.step_ends)
+                yield batch
+                if self._was_taken_over(current, over=number == last):
+                    raise StepError("these shards were iterated elsewhere, or set to another position, in mid-step")
+            self.finish_step()
+        finally:
+            self._world.step.leave(self._number)
+
+    def _was_taken_over(self, step: _OpenStep, *, over: bool) -> bool:
+        """Whether another step is open, or none though this one is not over."""
+        return self._open is not step if self._open is not None else not over
 
     def finish_step(self) -> None:
         """Ends the step whose last micro-batch was yielded: the loss is reduced, and `world.step.agreed` refreshed.
@@ -163,9 +177,10 @@ class Shards:
                 f"the step is not over: micro-batch {self._open.micro + 1} of {len(self._open.step.micro)}; step, "
                 "zero_grad and commit belong under `if batches.step_ends:`"
             )
-        self._reached = self._open.step.stop
-        self._open = None
-        self._report.send()
+        step, self._open = self._open.step, None
+        self._reached = step.stop
+        self._world.step.leave(self._number)
+        self._report.send(Tag("report", self._number, self._epoch, step.start))
 
     def commit(self) -> None:
         """Counts the samples of the finished step as consumed: a resume goes on behind them. Collective."""
@@ -202,8 +217,14 @@ class Shards:
         if self._open is None:
             raise StepError("mean() belongs inside the loop over the shards: no micro-batch is being processed")
         self._check_losses(losses, mask)
-        counted = losses if mask is None else losses * mask
-        value = counted.sum() / (self._open.weight or 1.0)  # nothing to learn from: zero, not nan
+        # a loss that does not count may be inf or nan, and 0 times that is nan
+        counted = losses if mask is None else torch.where(mask.bool(), losses * mask, torch.zeros_like(losses))
+        half = losses.dtype in {torch.float16, torch.bfloat16}
+        value = counted.sum(dtype=torch.float32 if half else None) / (
+            self._open.weight or 1.0
+        )  # of nothing: 0, not nan
+        if self._open.is_empty:
+            value = value * 0.0  # a batch of a type that could not be cut to nothing holds a sample all the same
         self._report.add(value)
         ranks = self._world.data.size
         if ranks > 1 and value.requires_grad:
@@ -212,21 +233,34 @@ class Shards:
 
     def _check_losses(self, losses: torch.Tensor, mask: torch.Tensor | None) -> None:
         assert self._open is not None
-        if mask is not None and mask.shape != losses.shape:
-            raise StepError(f"the mask has shape {list(mask.shape)}, the losses {list(losses.shape)}; they must match")
-        if self._weigh is not None:
-            return
-        start, stop = self._open.step.micro[self._open.micro]
         if losses.dim() == 0:
             raise StepError(
                 'the loss is reduced already, and a mean of means is not the mean: pass reduction="none", one loss '
-                "per sample"
+                "per item"
             )
-        if mask is not None or losses.numel() != stop - start:
+        if mask is not None and mask.shape != losses.shape:
+            raise StepError(f"the mask has shape {list(mask.shape)}, the losses {list(losses.shape)}; they must match")
+        if self._weigh is not None:
+            self._check_mask(mask)
+            return
+        start, stop = self._open.step.micro[self._open.micro]
+        if mask is not None or (losses.numel() != stop - start and stop > start):
             raise StepError(
                 f"losses of shape {list(losses.shape)} for {stop - start} samples: without weight= an item is a "
                 "sample. Give shards weight=lambda batch: … (the items that count, such as unmasked tokens), or "
                 "reduce to one loss per sample"
+            )
+
+    def _check_mask(self, mask: torch.Tensor | None) -> None:
+        """On the host; on a GPU the check would stop the computation."""
+        assert self._open is not None
+        if mask is None or mask.device.type != "cpu" or self._open.is_empty:
+            return
+        counts, weight = float(mask.sum()), self._open.weights[self._open.micro]
+        if not math.isclose(counts, weight, rel_tol=1e-6):
+            raise StepError(
+                f"the mask lets {counts:g} losses count, but weight() said {weight:g} for this micro-batch: the sum "
+                "would be divided by the wrong number"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -262,7 +296,14 @@ class _OpenStep:
 
     step: Step
     weight: float  # of the whole step, over all ranks
+    weights: list[float]  # of this rank's micro-batches, where `weight` was given
     micro: int = 0  # the micro-batch yielded last
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank has no sample in the micro-batch."""
+        start, stop = self.step.micro[self.micro]
+        return start == stop
 
 
 def shards(

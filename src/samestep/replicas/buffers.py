@@ -22,10 +22,10 @@ def equalise_buffers(module: nn.Module, axis: Axis) -> None:
     (`batchnorm="local"`), or any buffer that a module updates from its own slice of the batch. With synchronised
     BatchNorm they are equal already and this changes nothing.
 
-    The first rank's and not the mean over ranks, for four reasons: it is what DistributedDataParallel does
-    before each forward, so looking at a model does not change its training; a mean makes no sense of a queue, a
-    codebook, a mask or a counter; the mean of three equal floats need not be that float, so constants would move; and
-    what is evaluated is then exactly what is saved. The price: local BatchNorm statistics come from 1/N of the samples.
+    The first rank's and not the mean over ranks, for three reasons: a mean makes no sense of a queue, a codebook, a
+    mask or a counter; the mean of three equal floats need not be that float, so constants would move; and what is
+    evaluated is then exactly what is saved. The price: local BatchNorm statistics come from 1/N of the samples, and a
+    model whose training reads a buffer that differed goes on with the first rank's.
     All buffers travel, also those that are not persistent, through host memory as one message.
     """
     buffers = [buffer for buffer in module.buffers() if buffer.numel()]

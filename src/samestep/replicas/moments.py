@@ -67,6 +67,7 @@ def gather_moments(local: Moments, axis: Axis) -> Moments:
 
 def gather_rows(row: Tensor, axis: Axis) -> list[Tensor]:
     """Every rank's row, in rank order; rows are equally long. Collective: every rank must call."""
+    axis.check_open()
     rows = [torch.empty_like(row) for _ in range(axis.size)]
     dist.all_gather(rows, row, group=axis.group)
     return rows

@@ -3,7 +3,9 @@
 DistributedDataParallel is the engine: buckets in reverse order of the parameters, reduced while backward goes on.
 Around it this file mends what trips its users:
 
-    no_sync() around the backward alone does nothing, because DDP decides in forward    decided here, from the step
+    no_sync() around the backward alone does nothing, because DDP decides in forward    decided from the step, and
+    a second backward of one forward is not synchronised, without a word                  again at every backward
+    a layer that is frozen or unfrozen later goes without, or raises                    noticed at the next forward
     names begin with `module.`                                                          state_dict is the bare model's
     buffers are broadcast in every forward: uneven evaluation hangs, a GAN's second     never in forward; BatchNorm is
       forward breaks the first one's backward, BatchNorm differs from one process         synchronised instead
@@ -14,27 +16,22 @@ Source: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Par
 
 from __future__ import annotations
 
-import inspect
+import copy
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.data.batches import tensors_of
-from samestep.errors import DeviceError, EmptyBatchError, ModelError
+from samestep.errors import DeviceError, EmptyBatchError, ModelError, SamestepError, StepError
+from samestep.launch.failure import lost_peer
 from samestep.replicas.buffers import equalise_buffers
 from samestep.replicas.norm import synchronise_batchnorm
-from samestep.runtime import seeds
+from samestep.replicas.synchroniser import Synchroniser
 from samestep.runtime.world import World
 
 __all__ = ["Replica", "replicate"]
-
-# torch 2.13 renamed the argument; both mean: no buffer travels in forward
-_SPELLING = "forward_sync_buffers"
-_KNOWN = _SPELLING in inspect.signature(DistributedDataParallel.__init__).parameters
-_WITHOUT_BUFFERS: dict[str, Any] = {_SPELLING if _KNOWN else "broadcast_buffers": False}
 
 BatchNormMode = Literal["synchronised", "local"]
 
@@ -43,58 +40,63 @@ class Replica(nn.Module):
     """One rank's copy of a model. Made by :func:`samestep.replicate`; call it in the model's place.
 
     `state_dict`, `named_parameters` and their like are the bare model's, without a prefix, so that what is saved on
-    many ranks loads on one.
+    many ranks loads on one. A deep copy is for averaging and evaluating; to train it, replicate it.
 
     Attributes:
         module: the bare model.
         world: the world that it is replicated over.
         batchnorm: "synchronised" or "local".
+        number: the same on every rank; models are numbered as they are replicated.
     """
 
     module: nn.Module
 
-    def __init__(self, module: nn.Module, engine: DistributedDataParallel | None, world: World, batchnorm: str) -> None:
+    def __init__(self, module: nn.Module, world: World, batchnorm: str, synchroniser: Synchroniser | None) -> None:
         super().__init__()
         self.module = module
         self.world = world
         self.batchnorm = batchnorm
-        # past nn.Module's registration: the engine holds `module` too, and every parameter would be listed twice
-        self.__dict__["_engine"] = engine
+        self.number = world.next_number()
+        # past nn.Module's registration: the engine in it holds `module` too, and every parameter would be listed twice
+        self.__dict__["_synchroniser"] = synchroniser
+        self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
         world.hold(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model; gradients are averaged in the backward of the micro-batch that ends the step."""
-        engine: DistributedDataParallel | None = self.__dict__["_engine"]
-        call: Any = self.module
-        if engine is not None and torch.is_grad_enabled():
-            engine.require_backward_grad_sync = self.world.step.step_ends and self._learns()
-            call = engine
+        """Calls the model; gradients are averaged in the backward of the micro-batch that ends the step.
+
+        Raises:
+            StepError: gradients are wanted after the world was closed, or of a deep copy.
+            EmptyBatchError: the model cannot take the empty batch of a rank without samples.
+        """
         try:
-            return call(*args, **kwargs)
-        except RuntimeError as error:
-            if any(tensor.dim() and not len(tensor) for tensor in tensors_of([args, kwargs])):
+            if not torch.is_grad_enabled() or self.world.data.size == 1:
+                return self.module(*args, **kwargs)
+            return self._synchronised()(*args, **kwargs)
+        except (RuntimeError, IndexError, ValueError) as error:
+            empty = any(tensor.dim() and not len(tensor) for tensor in tensors_of([args, kwargs]))
+            if empty and not isinstance(error, SamestepError) and not lost_peer(error):
                 raise EmptyBatchError(_empty_batch(self.module, self.world.rank, error)) from error
             raise
 
-    def _learns(self) -> bool:
-        """Whether any parameter wants a gradient just now; a frozen discriminator must not wait for its own."""
-        return any(parameter.requires_grad for parameter in self.module.parameters())
+    def _synchronised(self) -> Synchroniser:
+        self.world.check_open()
+        synchroniser: Synchroniser | None = self.__dict__["_synchroniser"]
+        if synchroniser is None:
+            raise StepError(
+                f"this {type(self.module).__name__} is a copy of a replica, whose gradients nobody averages: train "
+                "samestep.replicate(copy.module, world) instead, or use it under torch.no_grad()"
+            )
+        return synchroniser
 
     def equalise_buffers(self) -> None:
         """Makes buffers equal on all ranks, where local BatchNorm let them differ. Collective: every rank calls it."""
         equalise_buffers(self.module, self.world.data)
 
     def release(self) -> None:
-        """Lets go of the process group; afterwards forward is the bare model's."""
-        self.__dict__["_engine"] = None
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the bare model's state, without prefixes."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the bare model's state."""
-        return self.module.load_state_dict(*args, **kwargs)
+        """Lets go of the process group, when the world closes."""
+        self.__dict__["_synchroniser"] = None
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Yields the bare model's parameters under its own names."""
@@ -104,8 +106,26 @@ class Replica(nn.Module):
         """Yields the bare model's buffers under its own names."""
         return self.module.named_buffers(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replica:
+        return Replica(copy.deepcopy(self.module, memo), self.world, self.batchnorm, None)
 
-def _empty_batch(module: nn.Module, rank: int, error: RuntimeError) -> str:
+
+def _without_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:  # noqa: ARG001
+    """Takes `module.` out of the names, also where the replica is part of a larger model."""
+    _rename(state, prefix + "module.", prefix)
+
+
+def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:  # noqa: ARG001
+    """Puts `module.` in again, before the children look for their names."""
+    _rename(state, prefix, prefix + "module.")
+
+
+def _rename(state: dict[str, Any], old: str, new: str) -> None:
+    for name in [name for name in state if name.startswith(old)]:
+        state[new + name.removeprefix(old)] = state.pop(name)
+
+
+def _empty_batch(module: nn.Module, rank: int, error: Exception) -> str:
     return (
         f"{type(module).__name__} refused the empty batch of rank {rank}, which has no sample in this micro-batch: "
         f"{str(error).splitlines()[0]}. Reshape without guessing a size: x.flatten(1) instead of x.view(x.size(0), -1)"
@@ -153,33 +173,12 @@ def replicate(
         raise ModelError(f"batchnorm={batchnorm!r} is unknown: use 'synchronised' (the default) or 'local'")
     if mode == "synchronised":
         model = synchronise_batchnorm(model, world.data, world.device)
-    engine = _engine(model, world, buckets, find_unused_parameters=find_unused_parameters)
-    if world.seed is not None:
-        seeds.seed_everything(world.seed, "step", world.data.rank)
-    return Replica(model, engine, world, mode)
-
-
-def _engine(
-    model: nn.Module, world: World, buckets: float | None, *, find_unused_parameters: bool
-) -> DistributedDataParallel | None:
-    if world.data.group is None:
-        return None
-    _send_buffers(model, world)
-    return DistributedDataParallel(
-        model,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
-        process_group=world.data.group,
-        gradient_as_bucket_view=True,
-        bucket_cap_mb=buckets,
-        find_unused_parameters=find_unused_parameters,
-        **_WITHOUT_BUFFERS,
-    )
-
-
-def _send_buffers(model: nn.Module, world: World) -> None:
-    """DDP sends the parameters; buffers only if it may go on sending them in every forward (before torch 2.13)."""
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=world.data.ranks[0], group=world.data.group)
+    synchroniser = None
+    if world.data.size > 1:
+        equalise_buffers(model, world.data)  # DDP sends rank 0's parameters
+        synchroniser = Synchroniser(model, world, buckets=buckets, find_unused_parameters=find_unused_parameters)
+    world.set_streams_apart()
+    return Replica(model, world, mode, synchroniser)
 
 
 def _check_model(model: nn.Module, world: World) -> None:

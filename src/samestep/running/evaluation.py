@@ -102,8 +102,7 @@ def evaluate(
     """
     length = _agreed_length(dataset, batch_size, world)
     mine = range(*cut_evenly(length, world.data.size)[world.data.rank])
-    for replica in world.replicas:
-        replica.equalise_buffers()
+    _equalise_buffers(world)
     problem, rows = None, (torch.empty(0), torch.empty(0))
     try:
         with torch.no_grad(), _eval_mode(world.replicas):
@@ -170,6 +169,14 @@ def _loader(
         generator=world.generator("evaluation"),  # else the loader draws from, and so moves, the global stream
     )
     return zip(map(len, batches), loader, strict=True)
+
+
+def _equalise_buffers(world: World) -> None:
+    """A replica that is garbage on one rank may still be alive on another; only those that all hold are equalised."""
+    alive = {replica.number: replica for replica in world.replicas}
+    everywhere = set.intersection(*(set(numbers) for numbers in exchange.gather_json(world.data, sorted(alive))))
+    for number in sorted(everywhere):
+        alive[number].equalise_buffers()
 
 
 # --- one rank's part -------------------------------------------------------------------------

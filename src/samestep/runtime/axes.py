@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from samestep.errors import StepError
 from samestep.runtime.mailbox import Mailbox
 
 __all__: list[str] = []
@@ -22,6 +23,7 @@ class Axis:
         group: carries tensors on the world's device; None where there is nobody to talk to.
         control: carries small host-side messages (gloo), apart from the gradients; None likewise.
         mailbox: carries a few numbers through shared memory; None unless all its ranks are on one host.
+        closed: the world was closed; there is nobody to talk to any more.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Axis:
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     control: dist.ProcessGroup | None = field(default=None, repr=False)
     mailbox: Mailbox | None = field(default=None, repr=False)
+    closed: bool = field(default=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -37,8 +40,27 @@ class Axis:
         return len(self.ranks)
 
     def release(self) -> None:
-        """Forgets the groups, before they are destroyed."""
+        """Forgets the groups, before they are destroyed, and tells the others of this host."""
+        if self.mailbox is not None:
+            self.mailbox.leave()
+        self.closed = True
         self.group = self.control = self.mailbox = None
+
+    def check_open(self) -> None:
+        """Refuses to go on alone where there were others.
+
+        Raises:
+            StepError: the world was closed.
+        """
+        if self.closed and self.size > 1:
+            raise StepError(
+                f"the world of {self.size} ranks is closed, and each rank would go on alone: move this into the "
+                "`with samestep.world()` block"
+            )
+
+    def __reduce__(self) -> tuple[type[Axis], tuple[str, int, tuple[int, ...], None, None, None, bool]]:
+        # A saved model keeps its place, not the connections.
+        return (type(self), (self.name, self.rank, self.ranks, None, None, None, True))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         # A copy of a model (an average of its weights, say) stands on the same axis; a process group has no copy.

@@ -20,6 +20,7 @@ __all__: list[str] = []
 
 def gather_json(axis: Axis, value: Any) -> list[Any]:
     """Returns every rank's `value`, in rank order, on every rank. Collective."""
+    axis.check_open()
     if axis.control is None:
         return [json.loads(json.dumps(value))]
     return [json.loads(_text(data)) for data in _gather_bytes(axis, _bytes(json.dumps(value)))]
@@ -27,6 +28,7 @@ def gather_json(axis: Axis, value: Any) -> list[Any]:
 
 def tell_json(axis: Axis, value: Any, source: int = 0) -> Any:
     """Returns the `value` of the rank at position `source` of the axis, on every rank. Collective."""
+    axis.check_open()
     if axis.control is None:
         return json.loads(json.dumps(value))
     data = _bytes(json.dumps(value)) if axis.rank == source else torch.empty(0, dtype=torch.uint8)
@@ -58,6 +60,7 @@ def gather_tensors(axis: Axis, tensor: torch.Tensor) -> list[torch.Tensor]:
         axis: the ranks that call.
         tensor: shape [n, ...]; n and the other dims may differ from rank to rank.
     """
+    axis.check_open()
     host = tensor.detach().to("cpu").contiguous()
     if axis.control is None:
         return [host.clone()]

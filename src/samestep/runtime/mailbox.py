@@ -9,8 +9,10 @@ them, by then long written. The numbers are added in rank order, so all ranks ho
     slot of rank 0  [even]   [odd]   [even]    [odd]                letter n - 1 of everybody: so two slots a rank
     slot of rank 1  [even]   [odd]   [even]    [odd]                are enough, and none is written before it was read
 
-A slot is [number of the letter, first value, second value, seal]. The seal is the three before it, folded together:
-a reader that sees half a letter, as processors with a weak memory order may let it, sees a broken seal and looks again.
+A slot is [number of the letter, what it is about, first value, second value, seal]. What it is about must be the same
+on all ranks: where they went different ways, adding up would be worse than an error. The seal is all before it, folded
+together: a reader that sees half a letter, as processors with a weak memory order may let it, sees a broken seal and
+looks again.
 """
 
 from __future__ import annotations
@@ -23,18 +25,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from samestep.errors import PeerError
+from samestep.errors import PeerError, StepError
 
 __all__: list[str] = []
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (the kernel's memory file system; the file has a name of its own, mode 0600)
 MOST_VALUES = 2
 _SLOT_BYTES = 64  # a cache line: a rank that writes disturbs no other's
-_BODY = struct.Struct("<Qdd")
-_WORDS = struct.Struct("<QQQ")
+_SLOTS = 3  # even letters, odd letters, and whether the rank has left
+_BODY = struct.Struct("<QQdd")
+_WORDS = struct.Struct("<QQQQ")
 _SEAL = struct.Struct("<Q")
 _SALT = 0x9E3779B97F4A7C15  # so that untouched memory, all zero, is not a sealed letter
 _LOOK_AROUND_S = 0.1  # how often a waiting rank checks that the others live
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What a letter is about: a step's "report" or "weight", of which loader, epoch and position."""
+
+    purpose: str
+    loader: int
+    epoch: int
+    position: int
+
+    def pack(self) -> int:
+        """Returns it as 64 bits; what does not fit is cut off, which may hide a difference but makes none."""
+        word = int(self.purpose == "weight") << 63 | (self.loader & 0x7FFF) << 48
+        return word | (self.epoch & 0xFFF) << 36 | self.position & 0xFFFFFFFFF
+
+    @staticmethod
+    def unpack(word: int) -> Tag:
+        """Returns what `pack` packed."""
+        purpose = "weight" if word >> 63 else "report"
+        return Tag(purpose, word >> 48 & 0x7FFF, word >> 36 & 0xFFF, word & 0xFFFFFFFFF)
+
+    def __str__(self) -> str:
+        return f"the {self.purpose} of shards {self.loader}, epoch {self.epoch}, position {self.position}"
 
 
 @dataclass
@@ -43,6 +70,7 @@ class Letter:
 
     box: Mailbox
     number: int
+    tag: int
     total: tuple[float, ...] | None = None
 
     def wait(self) -> tuple[float, ...]:
@@ -50,9 +78,10 @@ class Letter:
 
         Raises:
             PeerError: a rank is gone, or did not write within the box's timeout.
+            StepError: the ranks wrote about different things.
         """
         if self.total is None:
-            self.total = self.box.collect(self.number)
+            self.total = self.box.collect(self.number, self.tag)
         return self.total
 
 
@@ -73,39 +102,53 @@ class Mailbox:
     timeout_s: float
     _last: Letter | None = field(default=None, init=False)
 
-    def send(self, *values: float) -> Letter:
+    def send(self, *values: float, tag: Tag) -> Letter:
         """Writes this rank's next letter, of one or two values. Collective, but waits only for the letter before."""
         number = 1
         if self._last is not None:
             self._last.wait()
             number = self._last.number + 1
         first, second = (*values, 0.0)[:MOST_VALUES]
-        body = _BODY.pack(number, first, second)
+        word = tag.pack()
+        body = _BODY.pack(number, word, first, second)
         place = self._place(self.rank, number)
         self.memory[place : place + _BODY.size + _SEAL.size] = body + _SEAL.pack(_seal(body))
-        self._last = Letter(self, number)
+        self._last = Letter(self, number, word)
         return self._last
 
-    def collect(self, number: int) -> tuple[float, ...]:
+    def leave(self) -> None:
+        """Tells the others that this rank will write no more."""
+        place = (_SLOTS * self.rank + 2) * _SLOT_BYTES
+        self.memory[place] = 1
+
+    def collect(self, number: int, tag: int) -> tuple[float, ...]:
         """Returns the sums of letter `number`, in rank order; waits for whoever has not written it."""
         first = second = 0.0
         for rank in range(len(self.processes)):
-            one, other = self._read(rank, number) or self._await(rank, number)
+            about, one, other = self._read(rank, number) or self._await(rank, number)
+            if about != tag:
+                raise StepError(
+                    f"the ranks went different ways: rank {self.rank} sent {Tag.unpack(tag)}, rank {rank} "
+                    f"{Tag.unpack(about)}. Every rank must iterate the same shards in the same order"
+                )
             first += one
             second += other
         return first, second
 
     def _place(self, rank: int, number: int) -> int:
-        return (2 * rank + number % 2) * _SLOT_BYTES
+        return (_SLOTS * rank + number % 2) * _SLOT_BYTES
 
-    def _read(self, rank: int, number: int) -> tuple[float, float] | None:
+    def _read(self, rank: int, number: int) -> tuple[int, float, float] | None:
         place = self._place(rank, number)
         body = self.memory[place : place + _BODY.size]
         (seal,) = _SEAL.unpack_from(self.memory, place + _BODY.size)
-        found, first, second = _BODY.unpack(body)
-        return (first, second) if found == number and seal == _seal(body) else None
+        found, about, first, second = _BODY.unpack(body)
+        return (about, first, second) if found == number and seal == _seal(body) else None
 
-    def _await(self, rank: int, number: int) -> tuple[float, float]:
+    def _has_left(self, rank: int) -> bool:
+        return self.memory[(_SLOTS * rank + 2) * _SLOT_BYTES] != 0 or not _is_running(self.processes[rank])
+
+    def _await(self, rank: int, number: int) -> tuple[int, float, float]:
         began = checked = time.monotonic()
         pause_s = 20e-6
         while (values := self._read(rank, number)) is None:
@@ -114,7 +157,7 @@ class Mailbox:
             now = time.monotonic()
             if now - checked > _LOOK_AROUND_S:
                 checked = now
-                gone = not Path(f"/proc/{self.processes[rank]}").exists()
+                gone = self._has_left(rank)
                 if (gone or now - began > self.timeout_s) and self._read(rank, number) is None:
                     raise PeerError(self._complaint(rank, now - began, gone=gone))
         return values
@@ -128,14 +171,23 @@ class Mailbox:
         return f"rank {self.rank} waited {waited_s:.0f} s for rank {rank} (process {process}) to end this step"
 
 
+def _is_running(process: int) -> bool:
+    """Whether a process lives; one that has ended but was not waited for does not."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in {"Z", "X"}
+
+
 def _seal(body: bytes) -> int:
-    number, first, second = (int(word) for word in _WORDS.unpack(body))
-    return (number * _SALT ^ first ^ second << 1 ^ _SALT) & 0xFFFFFFFFFFFFFFFF
+    number, about, first, second = (int(word) for word in _WORDS.unpack(body))
+    return (number * _SALT ^ about << 2 ^ first ^ second << 1 ^ _SALT) & 0xFFFFFFFFFFFFFFFF
 
 
 def length(ranks: int) -> int:
     """Returns the bytes that a box for so many ranks takes."""
-    return 2 * ranks * _SLOT_BYTES
+    return _SLOTS * ranks * _SLOT_BYTES
 
 
 def create(ranks: int, folder: Path = SHARED_MEMORY) -> Path | None:

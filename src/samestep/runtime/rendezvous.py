@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
@@ -73,9 +73,9 @@ def locate(
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
     rank, size = _numbers(init_method, told, query, rank, size)
     if parts.scheme == "tcp":
-        if not parts.hostname or parts.port is None:
+        if not parts.hostname or not _port(parts):
             raise UsageError(f"init_method {init_method!r} needs a host and a port, such as tcp://10.0.0.1:29500")
-        return Place(rank=rank, size=size, method="tcp", host=parts.hostname, port=parts.port, serves=rank == 0)
+        return Place(rank=rank, size=size, method="tcp", host=parts.hostname, port=_port(parts), serves=rank == 0)
     if parts.scheme == "file":
         path = (parts.netloc + parts.path) or ""
         if not path.startswith("/"):
@@ -84,6 +84,14 @@ def locate(
     if parts.scheme == "env":
         return _from_variables(told, rank, size)
     raise UsageError(f"init_method {init_method!r} is unknown: use env://, tcp://host:port or file:///path")
+
+
+def _port(parts: SplitResult) -> int:
+    """The address's port, 0 where it has none that could be one."""
+    try:
+        return parts.port or 0
+    except ValueError:
+        return 0
 
 
 def _numbers(
@@ -222,7 +230,8 @@ def _file_store(place: Place) -> Store:
     if not folder.is_dir():
         raise RendezvousError(f"rank {place.rank} cannot meet at {place.address}: the folder {folder} does not exist")
     try:
-        return FileStore(place.path, place.size)
+        # a second world of the same processes must not read the first one's addresses
+        return FileStore(place.path + (f".{_Joined.worlds}" if _Joined.worlds else ""), place.size)
     except RuntimeError as error:
         raise RendezvousError(f"rank {place.rank} cannot meet at {place.address}: {_first_line(error)}") from error
 

@@ -25,16 +25,31 @@ class StepState:
     """The state of the step that this rank is in.
 
     Attributes:
-        step_ends: the micro-batch yielded last is the last of its step; known before its forward. True without
-            shards, so that every backward synchronises.
-        agreed: what all ranks do at the end of the last finished step; equal on every rank.
+        agreed: what all ranks do at the end of the last finished step, until it is done; equal on every rank.
         listens: whether wishes travel; until somebody listens, a step's report is half as long.
     """
 
-    step_ends: bool = True
     agreed: frozenset[str] = frozenset()
     listens: bool = False
     _wishes: set[str] = field(default_factory=set)
+    _open: dict[int, bool] = field(default_factory=dict)  # loaders in a step; whether its last micro-batch is out
+
+    @property
+    def step_ends(self) -> bool:
+        """Whether this backward synchronises: unless every loader that is in a step is in the middle of it.
+
+        Known before forward. True without shards. To synchronise once too often changes nothing, since the mean of
+        equal gradients is that gradient; once too seldom, and the ranks part.
+        """
+        return not self._open or any(self._open.values())
+
+    def enter(self, loader: int, *, ends: bool) -> None:
+        """A loader hands out a micro-batch, which ends its step or does not."""
+        self._open[loader] = ends
+
+    def leave(self, loader: int) -> None:
+        """A loader's step is over, or was abandoned."""
+        self._open.pop(loader, None)
 
     def listen(self) -> None:
         """Lets wishes travel from now on. Collective: every rank must call it, at the same step."""
@@ -53,6 +68,6 @@ class StepState:
         return taken
 
     def settle(self, summed: float) -> None:
-        """Publishes what all ranks' wishes add up to."""
+        """Adds what all ranks wished to what is agreed; whoever does it takes it off."""
         digits = int(summed)
-        self.agreed = frozenset(wish for kind, wish in enumerate(WISHES) if digits // _BASE**kind % _BASE)
+        self.agreed |= frozenset(wish for kind, wish in enumerate(WISHES) if digits // _BASE**kind % _BASE)

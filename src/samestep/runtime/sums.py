@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.runtime.axes import Axis
+from samestep.runtime.mailbox import Tag
 
-__all__: list[str] = []
+__all__ = ["Tag"]
 
 
 class PendingSum(Protocol):
@@ -53,10 +54,17 @@ class Reduction:
         return tuple(self.values.tolist())
 
 
-def start_sum(axis: Axis, *values: float) -> PendingSum:
-    """Starts summing one or two numbers over the ranks of `axis`. Collective: every rank must call it."""
+def start_sum(axis: Axis, *values: float, tag: Tag) -> PendingSum:
+    """Starts summing one or two numbers over the ranks of `axis`. Collective: every rank must call it.
+
+    Args:
+        axis: the ranks.
+        *values: this rank's numbers.
+        tag: what they are, so that ranks which went different ways are told so rather than given a wrong sum.
+    """
+    axis.check_open()
     if axis.mailbox is not None:
-        return axis.mailbox.send(*values)
+        return axis.mailbox.send(*values, tag=tag)
     if axis.control is None:
         return Arrived(values)
     tensor = torch.tensor(values, dtype=torch.float64)

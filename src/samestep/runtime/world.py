@@ -72,6 +72,8 @@ class World:
         self._owns_group = membership.owns_group
         self._open = True
         self._held: list[weakref.ref[Any]] = []
+        self._counted = 0
+        self._streams_apart = False
         atexit.register(self.close)
 
     @property
@@ -83,6 +85,21 @@ class World:
     def replicas(self) -> list[Any]:
         """The live models made by :func:`samestep.replicate` in this world, oldest first."""
         return [held for held in self._holders() if isinstance(held, torch.nn.Module)]
+
+    def next_number(self) -> int:
+        """Returns 1, 2, 3, …: the same on every rank for what all ranks make in the same order."""
+        self._counted += 1
+        return self._counted
+
+    def check_open(self) -> None:
+        """Raises StepError where the world was closed and had other ranks."""
+        self.everyone.check_open()
+
+    def set_streams_apart(self) -> None:
+        """Gives each rank of the data axis global random streams of its own, once; until then they are alike."""
+        if self.seed is not None and not self._streams_apart:
+            seeds.seed_everything(self.seed, "step", self.data.rank)
+        self._streams_apart = True
 
     def hold(self, user: Releasable) -> None:
         """Remembers who uses the process group or a lock of this run, so that they let go before the world closes."""
@@ -142,6 +159,9 @@ class World:
         gc.collect()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self  # a copy of a model lives in the same world
 
     def __enter__(self) -> Self:
         return self

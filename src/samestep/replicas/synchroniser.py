@@ -1,0 +1,93 @@
+"""The engine of a replica: DistributedDataParallel, told what to do at every forward and every backward.
+
+DDP prepares its reducer in forward, for one backward, and for the parameters that it was built with:
+
+    forward, backward                       prepared [1], reduced
+    forward, backward, backward             the second goes unreduced, and nobody says so: prepared again here [2]
+    forward, forward, backward, backward    likewise
+    unfreeze a layer, forward, backward     its gradients go unreduced: built anew here [3]
+
+All ranks run the same program, so they come to [2] and [3] at the same moments, as they come to forward and backward.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep.data.batches import tensors_of
+from samestep.runtime.world import World
+
+__all__: list[str] = []
+
+# torch 2.13 renamed the argument; both mean: no buffer travels in forward
+_SPELLING = "forward_sync_buffers"
+_KNOWN = _SPELLING in inspect.signature(DistributedDataParallel.__init__).parameters
+_WITHOUT_BUFFERS: dict[str, Any] = {_SPELLING if _KNOWN else "broadcast_buffers": False}
+
+
+class Synchroniser:
+    """Calls a model so that its gradients are averaged whenever the world's step ends.
+
+    Args:
+        module: the bare model, already alike on all ranks.
+        world: whose data axis averages.
+        buckets: size of a gradient bucket in MiB, None for DDP's own.
+        find_unused_parameters: as in DDP.
+    """
+
+    def __init__(self, module: nn.Module, world: World, *, buckets: float | None, find_unused_parameters: bool) -> None:
+        self.module = module
+        self.world = world
+        self.buckets = buckets
+        self.find_unused_parameters = find_unused_parameters
+        self.engine = self._build()
+        self.trained = self._trained()
+        self.prepared = False  # DDP did it in forward, for the next backward
+        self.backward = -1  # the number of the backward that was seen last
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the model returns."""
+        trained = self._trained()
+        learns = any(wanted for _, wanted in trained)
+        if learns and trained != self.trained:  # [3]
+            self.trained = trained
+            self.engine = self._build()
+        self.prepared = self.engine.require_backward_grad_sync = learns and self.world.step.step_ends
+        outputs = self.engine(*args, **kwargs)  # [1]
+        for tensor in tensors_of([outputs]):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _, found=outputs: self._meet_backward(found))  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _meet_backward(self, outputs: Any) -> None:
+        """Runs first in every backward through the model, once for each [2]."""
+        number = torch._C._current_graph_task_id()  # noqa: SLF001  (nothing public tells one backward from the next)
+        if number == self.backward:
+            return
+        self.backward = number
+        if self.prepared:
+            self.prepared = False
+        elif self.world.step.step_ends and any(parameter.requires_grad for parameter in self.module.parameters()):
+            reducer = self.engine.reducer
+            reducer._rebuild_buckets()  # noqa: SLF001  (DDP's own forward does the same two things)
+            reducer.prepare_for_backward(tensors_of([outputs]) if self.find_unused_parameters else [])
+
+    def _trained(self) -> list[tuple[int, bool]]:
+        """Which parameters there are, and whether each wants a gradient."""
+        return [(id(parameter), parameter.requires_grad) for parameter in self.module.parameters()]
+
+    def _build(self) -> DistributedDataParallel:
+        return DistributedDataParallel(
+            self.module,
+            device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
+            process_group=self.world.data.group,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=self.buckets,
+            find_unused_parameters=self.find_unused_parameters,
+            **_WITHOUT_BUFFERS,
+        )
