@@ -22,14 +22,17 @@ help:
 
 $(VENV)/torch: scripts/install-torch constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch into $(VENV)"
 	@scripts/install-torch $(BIN)/python "$(TORCH)"
 	@touch $@
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml
+	@echo "installing samestep into $(VENV)"
 	@$(PIP) install -c constraints.txt -e ".[recipes]"
 	@touch $@
 
 $(VENV)/tested: $(VENV)/installed
+	@echo "installing what the tests need into $(VENV)"
 	@$(PIP) install -c constraints.txt -e ".[test]"
 	@touch $@
 

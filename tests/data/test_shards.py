@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import samestep
 from samestep.data.order import Order
@@ -189,6 +189,7 @@ class WithoutLength(Dataset):
     [
         (numbers(0), {}, "TensorDataset is empty"),
         (WithoutLength(), {}, "WithoutLength has no length"),
+        (DataLoader(numbers(4)), {}, "takes the dataset, not a DataLoader"),
         (Endless(), {}, "Endless has no random access"),
         (numbers(4), {"batch_size": 0}, "batch_size 0"),
         (numbers(4), {"micro_batch_size": 0}, "micro_batch_size 0"),
@@ -249,6 +250,18 @@ def two_loaders_save():
 
 def test_a_wish_that_was_agreed_stays_until_it_is_done_whatever_loader_reports_next(two_ranks):
     assert two_ranks(two_loaders_save) == [[(), ("save",), ("save",)]] * 2
+
+
+def other_data():
+    with samestep.world() as world:
+        try:
+            return len(list(samestep.shards(numbers(8 + world.rank), world, batch_size=4)))
+        except (StepError, PeerError) as error:
+            return str(error)
+
+
+def test_datasets_of_different_lengths_are_told_so(two_ranks):
+    assert any("cut shards 1 differently: the length of the dataset" in str(said) for said in two_ranks(other_data))
 
 
 def peek_on_one_rank():

@@ -93,7 +93,9 @@ def test_ctrl_c_in_the_caller_stops_the_ranks(tmp_path):
         textwrap.dedent("""
         import os, signal, samestep
         def stay(parent, file):
-            open(f"{file}{os.environ['RANK']}", "w").write(str(os.getpid()))
+            with open(f"{file}{os.environ['RANK']}.tmp", "w") as draft:
+                draft.write(str(os.getpid()))
+            os.rename(draft.name, f"{file}{os.environ['RANK']}")
             while not all(os.path.exists(f"{file}{rank}") for rank in "01"):
                 pass
             if os.environ["RANK"] == "0":

@@ -61,7 +61,7 @@ def clip_every_micro_batch(holder):
 
 @pytest.mark.parametrize("holder", [False, True], ids=["replica", "module that holds one"])
 def test_clipping_before_the_step_ends_is_refused(two_ranks, holder):
-    with pytest.raises(RankFailure, match=r"StepError: rank .: clip_grad_norm_ was called after a micro-batch"):
+    with pytest.raises(RankFailure, match=r"StepError: clip_grad_norm_ was called after a micro-batch"):
         two_ranks(clip_every_micro_batch, holder)
 
 

@@ -1,5 +1,6 @@
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -468,3 +469,51 @@ def test_a_model_that_refuses_an_empty_batch_is_told_what_to_write(four_ranks):
     assert fed == [None] * 3
     assert "Viewing refused the empty batch of rank 3" in refused
     assert "x.flatten(1) instead of x.view(x.size(0), -1)" in refused
+
+
+def step_in_mid_step():
+    with samestep.world() as world:
+        model = samestep.replicate(nn.Linear(1, 1), world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = TensorDataset(torch.ones(8, 1))
+        batches = samestep.shards(data, world, batch_size=8, micro_batch_size=2)
+        try:
+            for (x,) in batches:
+                batches.mean(model(x).flatten()).backward()
+                optimizer.step()
+        except StepError as error:
+            return str(error)
+
+
+def test_an_optimizer_step_in_mid_step_is_refused(two_ranks):
+    assert all("put optimizer.step() and zero_grad() under" in said for said in two_ranks(step_in_mid_step))
+
+
+def loss_of_ones_own():
+    with samestep.world() as world, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = samestep.replicate(nn.Linear(1, 1), world)
+        batches = samestep.shards(TensorDataset(torch.ones(9, 1)), world, batch_size=3)
+        for (x,) in batches:
+            model(x).mean().backward()
+        return [str(warning.message) for warning in caught]
+
+
+def test_a_loss_that_did_not_come_from_mean_is_warned_of_once(two_ranks):
+    for messages in two_ranks(loss_of_ones_own):
+        assert len(messages) == 1
+        assert "did not come from batches.mean" in messages[0]
+
+
+def unused():
+    with samestep.world() as world:
+        model = samestep.replicate(Sometimes(), world)
+        try:
+            for _ in range(2):
+                model(torch.ones(2, 1), both=False).sum().backward()
+        except ModelError as error:
+            return str(error)
+
+
+def test_unused_parameters_are_refused_with_samesteps_own_remedy(two_ranks):
+    assert all("samestep.replicate(model, world, find_unused_parameters=True)" in said for said in two_ranks(unused))

@@ -162,6 +162,17 @@ def test_one_process_may_join_a_second_world_after_the_first(two_ranks):
     assert two_ranks(twice) == [[2.0, 2.0]] * 2
 
 
+def contradicted():
+    try:
+        samestep.world(rank=0, size=3)
+    except RankVariablesError as error:
+        return str(error)
+
+
+def test_a_size_that_contradicts_the_launchers_is_refused_at_once(two_ranks):
+    assert "the caller says rank 0 of 3, the launcher rank 1 of 2" in two_ranks(contradicted)[1]
+
+
 def left_by_error():
     try:
         with samestep.world() as world:

@@ -28,7 +28,7 @@ COMMANDS = {
 
 HELP = """usage: samestep COMMAND [options]
 
-N processes take the same training step that one process would take, and can prove it.
+N processes take the same training step that one process would take.
 
 commands:
 {commands}

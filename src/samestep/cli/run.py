@@ -52,6 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     if plan.group.size > 1 and "OMP_NUM_THREADS" in plan.variables(0):
         threads = plan.variables(0)["OMP_NUM_THREADS"]
         print(f"samestep: {plan.group.size} ranks, OMP_NUM_THREADS={threads} for each", file=sys.stderr)
+    if plan.group.size == 1 and {"-n", "--nproc-per-node", "--nproc_per_node"} & set(plan.arguments):
+        print("samestep: note: options behind the script are its own; this is 1 process", file=sys.stderr)
     verdict = launch(plan)
     if options.json is not None:
         options.json.write_text(json.dumps(summary(plan, verdict), indent=2) + "\n", encoding="utf-8")

@@ -22,6 +22,11 @@ __all__: list[str] = []
 def check_dataset(dataset: Any) -> int:
     """Returns the number of samples, or raises DataError where the dataset cannot be cut."""
     name = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            "shards takes the dataset, not a DataLoader: samestep.shards(loader.dataset, world, batch_size=…, "
+            "workers=…, collate_fn=…)"
+        )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise DataError(
             f"{name} has no random access (an iterable dataset?): shards cuts one global order, so the dataset needs "

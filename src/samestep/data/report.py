@@ -10,6 +10,7 @@ every rank adds up its share while the step computes and hands it over when the 
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 
@@ -17,6 +18,12 @@ from samestep.runtime.sums import PendingSum, Tag, start_device_sum, start_sum
 from samestep.runtime.world import World
 
 __all__: list[str] = []
+
+
+_WITHOUT_MEAN = (
+    "a step has ended whose loss did not come from batches.mean(...): the mean of each rank's own mean is not the mean "
+    'of the whole step where their shares differ. Write loss = batches.mean(losses), with reduction="none"'
+)
 
 
 class StepReport:
@@ -29,6 +36,7 @@ class StepReport:
         self._share: torch.Tensor | float | None = None
         self._loss: PendingSum | None = None
         self._wishes: PendingSum | None = None
+        self._warned = False
 
     def add(self, value: torch.Tensor) -> None:
         """Adds one micro-batch's share of the loss, a scalar."""
@@ -47,6 +55,10 @@ class StepReport:
         if self._wishes is not None:
             self._state.settle(self._wishes.wait()[-1])
         share, self._share = self._share, None
+        if share is None and self._state.averaged and not self._warned:
+            self._warned = True
+            warnings.warn(_WITHOUT_MEAN, stacklevel=4)
+        self._state.averaged = False
         self._loss = self._wishes = None
         wishes = (self._state.take_wishes(),) if self._state.listens else ()
         if self._device.type == "cpu":

@@ -55,6 +55,7 @@ class Shards:
         self._weigh = weigh
         self._mover = Mover(world.device)
         self._number = world.next_number()
+        self._digest = seeds.derive_seed(seed, cut.total, cut.batch_size, cut.micro_batch_size or 0, int(shuffle))
         self._epoch = 0
         self._cursor = 0  # everything before it is consumed: the step that used it was committed
         self._reached = 0  # everything before it was in a finished step
@@ -140,8 +141,11 @@ class Shards:
             for (start, stop), batch in zip(step.micro, islice(host, len(step.micro)), strict=True):
                 weights.append(float(self._weigh(batch)) if stop > start else 0.0)
                 batches.append(self._mover.send(batch))
-        tag = Tag("weight", self._number, self._epoch, steps[0].start if steps else self._cut.end)
+        tag = self._tag("weight", steps[0].start if steps else self._cut.end)
         return batches, weights, start_sum(self._world.data, sum(weights), tag=tag)
+
+    def _tag(self, purpose: str, position: int) -> Tag:
+        return Tag(purpose, self._number, self._epoch, position, self._digest)
 
     def _micro_batches(self, step: Step, weight: float, weights: list[float], batches: Iterator[Any]) -> Iterator[Any]:
         self._open = current = _OpenStep(step, weight, weights)
@@ -180,7 +184,7 @@ class Shards:
         step, self._open = self._open.step, None
         self._reached = step.stop
         self._world.step.leave(self._number)
-        self._report.send(Tag("report", self._number, self._epoch, step.start))
+        self._report.send(self._tag("report", step.start))
 
     def commit(self) -> None:
         """Counts the samples of the finished step as consumed: a resume goes on behind them. Collective."""

@@ -77,7 +77,7 @@ def _require_step_end(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Replica) and not module.world.step.step_ends:
             raise StepError(
-                f"rank {module.world.rank}: clip_grad_norm_ was called after a micro-batch that does not end the step; "
+                "clip_grad_norm_ was called after a micro-batch that does not end the step; "
                 "gradients are each rank's own until then, and the ranks would scale by different factors. "
                 "Clip inside `if batches.step_ends:`, before optimizer.step()"
             )

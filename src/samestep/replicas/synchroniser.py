@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.data.batches import tensors_of
+from samestep.errors import ModelError, StepError
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -49,6 +50,7 @@ class Synchroniser:
         self.trained = self._trained()
         self.prepared = False  # DDP did it in forward, for the next backward
         self.backward = -1  # the number of the backward that was seen last
+        self.in_mid_step: tuple[int, int] | None = None  # the step, and the parameters' version in it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the model returns."""
@@ -57,8 +59,14 @@ class Synchroniser:
         if learns and trained != self.trained:  # [3]
             self.trained = trained
             self.engine = self._build()
+        self._check_unchanged()
         self.prepared = self.engine.require_backward_grad_sync = learns and self.world.step.step_ends
-        outputs = self.engine(*args, **kwargs)  # [1]
+        try:
+            outputs = self.engine(*args, **kwargs)  # [1]
+        except RuntimeError as error:
+            if "finished reduction in the prior iteration" in str(error):
+                raise ModelError(_unused(self.module)) from error
+            raise
         for tensor in tensors_of([outputs]):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _, found=outputs: self._meet_backward(found))  # type: ignore[no-untyped-call]
@@ -70,12 +78,24 @@ class Synchroniser:
         if number == self.backward:
             return
         self.backward = number
+        self.world.step.averaged = self.world.step.averaged or self.world.step.step_ends
         if self.prepared:
             self.prepared = False
         elif self.world.step.step_ends and any(parameter.requires_grad for parameter in self.module.parameters()):
             reducer = self.engine.reducer
             reducer._rebuild_buckets()  # noqa: SLF001  (DDP's own forward does the same two things)
             reducer.prepare_for_backward(tensors_of([outputs]) if self.find_unused_parameters else [])
+
+    def _check_unchanged(self) -> None:
+        """Refuses parameters that an optimizer has changed in mid-step, by gradients that differ from rank to rank."""
+        step = self.world.step
+        now = (step.steps, sum(parameter._version for parameter in self.module.parameters()))  # noqa: SLF001
+        if self.in_mid_step is not None and self.in_mid_step[0] == now[0] and self.in_mid_step != now:
+            raise StepError(
+                "the parameters were changed in the middle of a step, by gradients that are each rank's own: put "
+                "optimizer.step() and zero_grad() under `if batches.step_ends:`"
+            )
+        self.in_mid_step = None if step.step_ends else now
 
     def _trained(self) -> list[tuple[int, bool]]:
         """Which parameters there are, and whether each wants a gradient."""
@@ -91,3 +111,10 @@ class Synchroniser:
             find_unused_parameters=self.find_unused_parameters,
             **_WITHOUT_BUFFERS,
         )
+
+
+def _unused(module: nn.Module) -> str:
+    return (
+        f"some parameters of {type(module).__name__} got no gradient in the backward before this forward, so the ranks "
+        "wait for them: use every output in the loss, or samestep.replicate(model, world, find_unused_parameters=True)"
+    )

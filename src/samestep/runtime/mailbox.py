@@ -42,23 +42,39 @@ _LOOK_AROUND_S = 0.1  # how often a waiting rank checks that the others live
 
 @dataclass(frozen=True)
 class Tag:
-    """What a letter is about: a step's "report" or "weight", of which loader, epoch and position."""
+    """What a letter is about: a step's "report" or "weight", of which loader, epoch and position.
+
+    `cut` is a digest of what the loader cuts and how: dataset length, batch size, seed.
+    """
 
     purpose: str
     loader: int
     epoch: int
     position: int
+    cut: int = 0
 
     def pack(self) -> int:
         """Returns it as 64 bits; what does not fit is cut off, which may hide a difference but makes none."""
-        word = int(self.purpose == "weight") << 63 | (self.loader & 0x7FFF) << 48
-        return word | (self.epoch & 0xFFF) << 36 | self.position & 0xFFFFFFFFF
+        word = int(self.purpose == "weight") << 63 | (self.loader & 0x7FF) << 52
+        return word | (self.cut & 0x3FF) << 42 | (self.epoch & 0x3FF) << 32 | self.position & 0xFFFFFFFF
 
     @staticmethod
     def unpack(word: int) -> Tag:
         """Returns what `pack` packed."""
         purpose = "weight" if word >> 63 else "report"
-        return Tag(purpose, word >> 48 & 0x7FFF, word >> 36 & 0xFFF, word & 0xFFFFFFFFF)
+        return Tag(purpose, word >> 52 & 0x7FF, word >> 32 & 0x3FF, word & 0xFFFFFFFF, word >> 42 & 0x3FF)
+
+    def difference(self, other: Tag, rank: int, theirs: int) -> str:
+        """Returns a sentence on how rank `theirs` differs from `rank`."""
+        if (self.loader, self.cut) != (other.loader, other.cut) and self.loader == other.loader:
+            return (
+                f"ranks {rank} and {theirs} cut shards {self.loader} differently: the length of the dataset, the batch "
+                "size, the seed and the micro-batch size must be the same on every rank"
+            )
+        return (
+            f"the ranks went different ways: rank {rank} sent {self}, rank {theirs} {other}. Every rank must iterate "
+            "the same shards in the same order"
+        )
 
     def __str__(self) -> str:
         return f"the {self.purpose} of shards {self.loader}, epoch {self.epoch}, position {self.position}"
@@ -127,10 +143,7 @@ class Mailbox:
         for rank in range(len(self.processes)):
             about, one, other = self._read(rank, number) or self._await(rank, number)
             if about != tag:
-                raise StepError(
-                    f"the ranks went different ways: rank {self.rank} sent {Tag.unpack(tag)}, rank {rank} "
-                    f"{Tag.unpack(about)}. Every rank must iterate the same shards in the same order"
-                )
+                raise StepError(Tag.unpack(tag).difference(Tag.unpack(about), self.rank, rank))
             first += one
             second += other
         return first, second
@@ -165,9 +178,7 @@ class Mailbox:
     def _complaint(self, rank: int, waited_s: float, *, gone: bool) -> str:
         process = self.processes[rank]
         if gone:
-            return (
-                f"rank {rank} is gone (process {process}) and never ended this step, for which rank {self.rank} waited"
-            )
+            return f"rank {rank} (process {process}) has left and never ended this step; rank {self.rank} waited for it"
         return f"rank {self.rank} waited {waited_s:.0f} s for rank {rank} (process {process}) to end this step"
 
 

@@ -112,6 +112,11 @@ def _numbers(
             f"nobody says which rank of how many this process is: {init_method or 'env://'} needs rank= and size=, "
             "or RANK and WORLD_SIZE in the environment"
         )
+    if told is not None and init_method in {None, "env://"} and (told.rank, told.size) != (rank, size):
+        raise RankVariablesError(
+            f"the caller says rank {rank} of {size}, the launcher rank {told.rank} of {told.size}: leave rank= and "
+            "size= out, or give an init_method of your own"
+        )
     if not 0 <= rank < size:
         raise RankVariablesError(f"rank is {rank} but the world's size is {size}: ranks count from 0 to size - 1")
     return rank, size
@@ -213,8 +218,8 @@ def _answers(host: str, port: int, deadline: float) -> bool:
 def _unreachable(place: Place, waited_s: float, error: Exception | None) -> str:
     if "EADDRINUSE" in str(error) or "address already in use" in str(error):
         return (
-            f"rank {place.rank} cannot serve {place.address}: port {place.port} is taken on this host. Choose another "
-            "port, or start with `samestep run`, which never guesses one"
+            f"rank {place.rank} cannot serve {place.address}: port {place.port} is taken on this host, by another "
+            "program or by a second rank 0. Choose another port, or start with `samestep run`, which never guesses one"
         )
     if place.serves and error is not None:
         return f"rank {place.rank} cannot serve {place.address}: {_first_line(error)}"

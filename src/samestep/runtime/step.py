@@ -27,11 +27,15 @@ class StepState:
     Attributes:
         agreed: what all ranks do at the end of the last finished step, until it is done; equal on every rank.
         listens: whether wishes travel; until somebody listens, a step's report is half as long.
+        averaged: a backward has averaged gradients since a step ended last.
+        steps: how many steps have ended or were abandoned.
     """
 
     agreed: frozenset[str] = frozenset()
     listens: bool = False
     _wishes: set[str] = field(default_factory=set)
+    averaged: bool = False
+    steps: int = 0
     _open: dict[int, bool] = field(default_factory=dict)  # loaders in a step; whether its last micro-batch is out
 
     @property
@@ -49,7 +53,7 @@ class StepState:
 
     def leave(self, loader: int) -> None:
         """A loader's step is over, or was abandoned."""
-        self._open.pop(loader, None)
+        self.steps += self._open.pop(loader, None) is not None
 
     def listen(self) -> None:
         """Lets wishes travel from now on. Collective: every rank must call it, at the same step."""

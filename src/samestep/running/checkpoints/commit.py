@@ -17,9 +17,10 @@ no step is repeated, the evaluation is. At [3], after the body, it yields the ne
 
 from __future__ import annotations
 
-import logging
 import os
+import sys
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,10 @@ from samestep.runtime.world import World
 
 __all__ = ["Checkpoint", "checkpoint"]
 
-_LOG = logging.getLogger("samestep.checkpoint")
+_NEVER_COMMITTED = (
+    "an epoch is over and commit() was never called: nothing was saved in it, and a resume repeats it. Call "
+    "state.commit() after every optimizer.step()"
+)
 
 
 @runtime_checkable
@@ -195,12 +199,16 @@ class Checkpoint:
         Args:
             n: epochs of the whole run, those before a resumption included.
         """
+        if self.resumed and self.epoch >= n:
+            self._say(f"all {n} epochs in {self.path} are finished: ask for more, or delete it to start again")
         while self.epoch < n:
             self._within = True
             self._note_positions()
             yield self.epoch
             self._within = False
             self.epoch += 1
+            if self.step == 0 and (self._every.steps is not None or self._every.seconds is not None):
+                warnings.warn(_NEVER_COMMITTED, stacklevel=2)
             if self.epoch % self._every.epochs == 0 or self.epoch == n:
                 self.save()
 
@@ -212,6 +220,10 @@ class Checkpoint:
     def release(self) -> None:
         """What the world calls when it closes."""
         self.close()
+
+    def _say(self, line: str) -> None:
+        if self._world.is_first:
+            sys.stderr.write(f"samestep: {line}\n")
 
     def _snapshot(self) -> tuple[Manifest, dict[str, Tensor]]:
         """Every rank encodes: a state dict may be collective, and one that cannot be saved must fail everywhere."""
@@ -276,7 +288,7 @@ class Checkpoint:
         self.step, self.epoch = manifest.step, manifest.epoch
         if manifest.world_size == self._world.size:
             streams.restore(random, self._world)
-        _LOG.info("resumed from %s/%s: %d steps, %d epochs", self.path, name, self.step, self.epoch)
+        self._say(f"goes on from {self.path}/{name}: {self.step} steps, {self.epoch} epochs finished")
         return True
 
     def _load(self, saved: dict[str, State]) -> None:
@@ -289,5 +301,8 @@ class Checkpoint:
         saved = {key: State(manifest.about[key], decode(tree, tensors)) for key, tree in manifest.state.items()}
         present = {key: state_of(thing) for key, thing in self._named.items()}
         if lines := differences(saved, present):
-            raise CheckpointError(f"{self.path}/{name} does not fit, nothing was loaded:{shortened(lines)}")
+            raise CheckpointError(
+                f"{self.path}/{name} does not fit, nothing was loaded (another directory, or deleting this "
+                f"one, starts anew):{shortened(lines)}"
+            )
         return saved, decode(manifest.random, tensors)
