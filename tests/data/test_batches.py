@@ -1,3 +1,4 @@
+from collections import UserDict
 from typing import NamedTuple
 
 import pytest
@@ -34,6 +35,12 @@ def test_every_tensor_of_a_batch_is_found_and_moved():
     batch = [torch.ones(1), {"a": (torch.zeros(2), "text")}, None]
     assert [len(tensor) for tensor in tensors_of(batch)] == [1, 2]
     assert [tensor.device.type for tensor in tensors_of(moved(batch, torch.device("meta")))] == ["meta", "meta"]
+
+
+def test_a_mapping_keeps_its_type():
+    batch = empty_like(UserDict({"x": torch.ones(3, 2)}))
+    assert isinstance(batch, UserDict)
+    assert batch["x"].shape == (0, 2)
 
 
 def test_on_the_cpu_batches_pass_through_in_order():

@@ -162,6 +162,20 @@ def test_one_process_may_join_a_second_world_after_the_first(two_ranks):
     assert two_ranks(twice) == [[2.0, 2.0]] * 2
 
 
+def test_a_second_world_over_the_same_file_does_not_read_the_firsts_addresses(tmp_path):
+    code = """
+        import samestep, torch, torch.distributed as dist
+        for _ in range(3):
+            with samestep.world({arguments}) as world:
+                total = torch.ones(1)
+                dist.all_reduce(total, group=world.everyone.group)
+        print(int(total))
+    """
+    where = f"init_method='file://{tmp_path}/meet', size=2, join_timeout=30"
+    ranks = [start(None, 2, f"{where}, rank={rank}", code) for rank in range(2)]
+    assert [(status, out) for status, out, _ in finish(*ranks)] == [(0, "2"), (0, "2")]
+
+
 def contradicted():
     try:
         samestep.world(rank=0, size=3)

@@ -141,13 +141,22 @@ def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor], leaf: An
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        return {key: _mapped(value, change, leaf) for key, value in batch.items()}
+        parts = {key: _mapped(value, change, leaf) for key, value in batch.items()}
+        return parts if isinstance(batch, dict) else _like(batch, parts)
     if isinstance(batch, (list, tuple)):
         if leaf is not None and not any(isinstance(part, (torch.Tensor, Mapping, list, tuple)) for part in batch):
             return type(batch)(leaf)
-        parts = [_mapped(part, change, leaf) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        items = [_mapped(part, change, leaf) for part in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     return batch
+
+
+def _like(batch: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
+    """Keeps a mapping's own type (transformers' BatchEncoding, say) where it can be made of a dict."""
+    try:
+        return type(batch)(parts)  # type: ignore[call-arg]
+    except TypeError:
+        return parts
 
 
 class Mover:
