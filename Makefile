@@ -18,7 +18,7 @@ help:
 	@echo "make check   formatting, lint and types"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make bench   the benchmarks, ours and theirs in alternation"
-	@echo "make clean   remove the environment and everything made"
+	@echo "make clean   remove the environment and caches; runs/ stays"
 
 $(VENV)/torch: scripts/install-torch constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
