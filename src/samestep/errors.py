@@ -14,6 +14,9 @@
     ├── CheckpointError               1   a checkpoint cannot be written, or cannot be trusted
     └── RankFailure                   1   a rank of `spawn` or `run_ranks` failed; carries which, and why
 
+    SystemExit
+    └── Preempted                    75   asked to make room, every rank has saved and leaves
+
 PyTorch raises RuntimeError for most of these, often on the rank that merely noticed. A class of its own lets
 the launcher tell a culprit from a victim, and lets a script catch what it can mend.
 
@@ -30,6 +33,7 @@ __all__ = [
     "EmptyBatchError",
     "ModelError",
     "PeerError",
+    "Preempted",
     "RankFailure",
     "RankVariablesError",
     "RendezvousError",
@@ -119,3 +123,17 @@ class RankFailure(SamestepError):  # noqa: N818  (it reports a failure elsewhere
 
     def __reduce__(self) -> tuple[type[RankFailure], tuple[int | None, str, int]]:
         return (type(self), (self.rank, self.reason, self.exit_code))
+
+
+class Preempted(SystemExit):
+    """Asked to make room, all ranks have saved the same step and leave with exit code 75 (EX_TEMPFAIL: start again).
+
+    Attributes:
+        step: how many steps the checkpoint holds.
+        path: where it lies.
+    """
+
+    def __init__(self, step: int, path: str) -> None:
+        super().__init__(75)
+        self.step = step
+        self.path = path

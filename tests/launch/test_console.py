@@ -7,58 +7,47 @@ import pty
 
 import pytest
 
-from samestep.launch.console import Screen, open_channel
+from samestep.launch.console import Channel, Screen
 
 
 @pytest.fixture
-def pipes(tmp_path):
-    """A channel of rank 1, with the end that the rank writes to and the end that shows what the screen got."""
-    source, sink = os.pipe()
+def channel(tmp_path):
+    """Makes a channel of rank 1; returns it, what shows what the screen got, and its file."""
     shown, screen = os.pipe()
 
     def make(*, prefixed):
-        return open_channel(1, "out", source, Screen(screen), prefixed=prefixed, log=tmp_path / "log")
+        log = (tmp_path / "log").open("wb", buffering=0)
+        return Channel(1, Screen(screen), prefixed, log), lambda: os.read(shown, 1 << 20), tmp_path / "log"
 
-    yield make, sink, lambda: os.read(shown, 1 << 20), tmp_path / "log"
+    yield make
     os.close(shown)
     os.close(screen)
 
 
-def test_lines_are_shown_whole_with_their_rank(pipes):
-    make, sink, shown, log = pipes
-    channel = make(prefixed=True)
-    os.write(sink, b"one\ntw")
-    assert channel.pump()
+def test_lines_are_shown_whole_with_their_rank(channel):
+    rank1, shown, log = channel(prefixed=True)
+    rank1.feed(b"one\ntw")
     assert shown() == b"[rank 1] one\n"
-    os.write(sink, b"o\nthree")
-    assert channel.pump()
+    rank1.feed(b"o\nthree")
     assert shown() == b"[rank 1] two\n"
-    os.close(sink)
-    assert not channel.pump()
-    channel.close()
+    rank1.close()
     assert shown() == b"[rank 1] three\n"
     assert log.read_bytes() == b"one\ntwo\nthree"
 
 
-def test_what_a_progress_bar_overwrote_is_not_shown_but_kept(pipes):
-    make, sink, shown, log = pipes
-    channel = make(prefixed=True)
-    os.write(sink, b"10 %\r50 %\r100 %\r\n")
-    channel.pump()
+def test_what_a_progress_bar_overwrote_is_not_shown_but_kept(channel):
+    rank1, shown, log = channel(prefixed=True)
+    rank1.feed(b"10 %\r50 %\r100 %\r\n")
+    rank1.close()
     assert shown() == b"[rank 1] 100 %\n"
-    os.close(sink)
-    channel.close()
     assert log.read_bytes() == b"10 %\r50 %\r100 %\r\n"
 
 
-def test_a_single_ranks_bytes_are_not_touched(pipes):
-    make, sink, shown, _ = pipes
-    channel = make(prefixed=False)
-    os.write(sink, b"\x1b[2K 50 %\r\xff")
-    channel.pump()
+def test_a_single_ranks_bytes_are_not_touched(channel):
+    rank1, shown, _ = channel(prefixed=False)
+    rank1.feed(b"\x1b[2K 50 %\r\xff")
+    rank1.close()
     assert shown() == b"\x1b[2K 50 %\r\xff"
-    os.close(sink)
-    channel.close()
 
 
 def test_a_line_starts_on_a_line_of_its_own():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from samestep.errors import CheckpointError, DataError
@@ -73,17 +75,16 @@ def test_an_exception_ends_a_process_with_its_own_code(error, code):
     assert exit_code(error) == code
 
 
-def test_a_record_survives_the_way_through_its_file(tmp_path):
+def test_a_record_is_written_whole(tmp_path):
     try:
         raise DataError("too small")
     except DataError as error:
         record = describe(error, 3)
     record.write(tmp_path / "rank3.error.json")
-    assert Failure.read(tmp_path / "rank3.error.json") == record
+    assert Failure(**json.loads((tmp_path / "rank3.error.json").read_text())) == record
     assert record.usage
     assert record.where.startswith(__file__)
     assert record.source == 'raise DataError("too small")'
-    assert Failure.read(tmp_path / "rank4.error.json") is None
 
 
 def test_a_death_is_told_by_its_signal():

@@ -92,13 +92,13 @@ def test_two_runs_side_by_side_do_not_meet(folder):
         assert (process.returncode, sorted(out.splitlines())) == (0, ["[rank 0] 2", "[rank 1] 2"]), err
 
 
-def test_no_rank_imports_torch_before_the_script_does(folder):
+def test_no_rank_in_a_fresh_interpreter_imports_torch_before_the_script_does(folder):
     script = folder.script("""
         print("torch" in sys.modules)  # rank 0 serves the store all the same:
         join()
         meet()
     """)
-    done = folder.run("-n", 2, script)
+    done = folder.run("-n", 2, "--start", "spawn", script)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank 0] False", "[rank 1] False"]
 

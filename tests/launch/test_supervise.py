@@ -160,14 +160,13 @@ def test_a_second_signal_does_not_wait(folder):
     assert not any(map(is_running, started))
 
 
-def test_ranks_do_not_outlive_a_launcher_that_was_killed(folder):
-    process = folder.start("-n", 2, folder.script(STAY + "signal.pause()"))
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_nothing_outlives_a_launcher_that_was_killed(folder, start):
+    process = folder.start("-n", 2, "--start", start, folder.script(STAY + "signal.pause()"))
     ranks_and_children = pids(folder, 2)
     process.kill()
     process.communicate(timeout=60)
-    wait_until_gone(ranks_and_children[::2])
-    for child in ranks_and_children[1::2]:
-        os.kill(child, signal.SIGKILL)
+    wait_until_gone(ranks_and_children)
 
 
 def test_nothing_is_left_after_a_run_that_ended_well(folder):

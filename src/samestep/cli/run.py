@@ -27,6 +27,9 @@ Every rank sees the variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, 
 written for it runs unchanged. Each rank's output is shown live and kept in the run directory. When a rank
 fails the others are stopped, and the last lines name the culprit, its own line, and where the logs lie."""
 
+START = """how ranks start: fork copies one process that has imported torch (several times faster), spawn takes fresh
+interpreters; auto forks when there are several ranks and the script does not forbid it"""
+
 EXAMPLES = """options stand before the script; everything after it is the script's.
 
 examples:
@@ -81,6 +84,9 @@ def _parser() -> Parser:
         help="pass --local-rank=K to the script (--pass-local_rank: --local_rank=K), as torch.distributed.launch does",
     )
     parser.also("--pass-local_rank", "--pass_local_rank", dest="local_rank", action="store_const", const="--local_rank")
+    add("--start", choices=("auto", "fork", "spawn"), default="auto", help=START)
+    add("--restarts", metavar="K", type=_count, default=0, help="after a failure start all ranks again, K times at most")
+    parser.also("--max-restarts", "--max_restarts", dest="restarts", type=_count)
     parser.also("--nproc-per-node", "--nproc_per_node", dest="ranks", type=_ranks)
     parser.also("--standalone", dest="standalone", action="store_true")  # what run does anyway
     add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -92,6 +98,12 @@ def _ranks(text: str) -> int:
         return max(1, visible_gpus())
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes; give 1 or more, or auto")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts; give 0 or more")
     return int(text)
 
 
@@ -107,6 +119,8 @@ def _plan(options: argparse.Namespace) -> Plan:
         arguments=tuple(arguments),
         is_module=options.module,
         local_rank_option=options.local_rank,
+        start=options.start,
+        restarts=options.restarts,
     )
 
 
@@ -157,11 +171,9 @@ def _show(plan: Plan) -> None:
     """Prints what would be started, in a form that a shell would take."""
     print(f"# run directory: {plan.directory.path}")
     print("# MASTER_PORT is bound when the run starts; rank 0 inherits its socket and serves the store on it")
+    if plan.start == "fork" or (plan.start == "auto" and plan.group.size > 1):
+        print("# the ranks are forked from one process that has imported torch, and each does what its command says")
     for rank in range(plan.group.size):
         chosen = {**plan.variables(rank), "MASTER_PORT": "<port>"}
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in chosen.items())
-        command = plan.command(rank, None)
-        if rank == 0:
-            at = command.index("--error")
-            command[at:at] = ["--store", "<fd>"]
-        print(f"\n# rank {rank}\n{variables} \\\n  {shlex.join(command)}")
+        print(f"\n# rank {rank}\n{variables} \\\n  {shlex.join(plan.command(rank))}")

@@ -30,8 +30,13 @@ _stores: list[Any] = []  # what serves must outlive the script: clients fail whe
 
 def listen_on_loopback() -> socket.socket:
     """Returns a socket that listens on a free port of 127.0.0.1; its port is `getsockname()[1]`."""
+    return listen(LOOPBACK)
+
+
+def listen(address: str) -> socket.socket:
+    """Returns a socket that listens on a free port of `address`, one of this host's own, and on no other."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((LOOPBACK, 0))
+    listener.bind((address, 0))
     listener.listen(BACKLOG)
     return listener
 

@@ -1,12 +1,16 @@
 """The one piece that runs in every rank before the script, however it was started.
 
-    python -P -m samestep.launch.bootstrap --parent PID [--store FD] [--stacks FD] [--error FILE]
+    python -P -m samestep.launch.bootstrap --parent PID [--control FD] [--stacks FD] [--store FD]
                                            (--calls FD | -m module args… | script.py args…)
 
-It asks to die with its parent, keeps a record of an uncaught exception, and leaves the process in a way that gloo
+A forked rank (:mod:`samestep.launch.fork`) comes in by :func:`live`, without the command line. Either way it asks to
+die with its parent, obeys orders, keeps a record of an uncaught exception, and leaves the process in a way that gloo
 survives: its run-loop thread needs the interpreter's lock to release its last tensors, so a process whose training
 went well can still abort or hang while the interpreter finalises. Here the script's threads are joined, its atexit
 handlers run and its output is flushed as python would; then `os._exit` skips the finalisation.
+
+Signal 40 makes a rank write the Python stacks of all its threads, even while native code holds the interpreter's
+lock. SIGUSR1 and SIGUSR2, which torch and submitit use for it, stay the scheduler's and the script's.
 """
 
 from __future__ import annotations
@@ -18,12 +22,15 @@ import os
 import socket
 import sys
 import threading
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NoReturn
 
+from samestep import progress
+from samestep.errors import Preempted
 from samestep.launch.address import serve_store
 from samestep.launch.calls import serve_calls
+from samestep.launch.control import Control
 from samestep.launch.failure import Failure, below_the_launcher, brief, describe
 from samestep.launch.process import follow_parent
 from samestep.launch.script import run_module, run_script
@@ -31,63 +38,115 @@ from samestep.rankenv import variable
 
 __all__: list[str] = []
 
+STACKS_SIGNAL = 40  # a real-time signal that neither glibc (32, 33) nor torch, CUDA or Slurm uses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What a rank is told beside its variables; the numbers are descriptors that it inherits.
+
+    `control` leads to its team; `stacks` is the file for fatal stacks (standard error without one); on `store` it
+    serves the store; `progress` is the memory that it notes its steps in; `calls` brings functions, in place of the
+    program.
+    """
+
+    program: tuple[str, ...] = ()
+    is_module: bool = False
+    control: int | None = None
+    stacks: int | None = None
+    store: int | None = None
+    progress: int | None = None
+    calls: int | None = None
+
+    def options(self) -> list[str]:
+        """Returns it as a command line for :func:`main`."""
+        fields = ("control", "stacks", "store", "progress", "calls")
+        given = [(name, getattr(self, name)) for name in fields]
+        options = [text for name, value in given if value is not None for text in (f"--{name}", str(value))]
+        return [*options, *(["-m"] if self.is_module else []), *self.program]
+
+    def descriptors(self) -> list[int]:
+        """Returns what the rank must inherit."""
+        return [fd for fd in (self.control, self.stacks, self.store, self.progress, self.calls) if fd is not None]
+
 
 def main() -> NoReturn:
-    """Runs what the command line names and leaves the process with its exit code."""
-    options = _parse(sys.argv[1:])
-    follow_parent(options.parent)
-    faulthandler.enable(file=sys.stderr if options.stacks is None else options.stacks, all_threads=True)
+    """Does what the command line says and leaves the process with its exit code."""
+    options = vars(_parse(sys.argv[1:]))
+    follow_parent(options.pop("parent"))
+    live(Assignment(**options | {"program": tuple(options["program"])}))
+
+
+def live(assignment: Assignment) -> NoReturn:
+    """Runs what the rank was told to, and leaves the process with its exit code."""
+    stacks = sys.stderr.fileno() if assignment.stacks is None else assignment.stacks
+    faulthandler.enable(file=stacks, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     rank, size = int(variable("RANK") or 0), int(variable("WORLD_SIZE") or 1)
-    if options.store is not None:
-        os.set_inheritable(options.store, False)
-        serve_store(socket.socket(fileno=options.store), size)
+    control = None if assignment.control is None else Control(assignment.control)
+    if assignment.progress is not None:
+        progress.attach(assignment.progress)
+    if assignment.store is not None:
+        os.set_inheritable(assignment.store, False)
+        serve_store(socket.socket(fileno=assignment.store), size)
+    if control is not None:
+        control.obey()
     try:
-        _run(options, rank, size)
+        _run(assignment, rank, size)
     except BaseException as error:  # noqa: BLE001  (SystemExit and KeyboardInterrupt too: all end the rank here)
-        leave(_report(error, rank, options.error))
+        leave(_report(error, rank, control))
     leave(0)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="samestep.launch.bootstrap", allow_abbrev=False)
     parser.add_argument("--parent", type=int, required=True, help="end when this process ends")
-    parser.add_argument("--store", type=int, help="serve the store on this inherited socket")
+    parser.add_argument("--control", type=int, help="obey and report on this inherited socket")
     parser.add_argument("--stacks", type=int, help="write fatal stacks to this inherited file, not to stderr")
-    parser.add_argument("--error", type=Path, help="write the record of a failure here")
+    parser.add_argument("--store", type=int, help="serve the store on this inherited socket")
+    parser.add_argument("--progress", type=int, help="note steps in this inherited memory")
     parser.add_argument("--calls", type=int, help="answer calls on this inherited socket")
-    parser.add_argument("-m", dest="module", action="store_true")
+    parser.add_argument("-m", dest="is_module", action="store_true")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     return parser.parse_args(arguments)
 
 
-def _run(options: argparse.Namespace, rank: int, size: int) -> None:
-    if options.calls is not None:
-        os.set_inheritable(options.calls, False)
-        serve_calls(Connection(options.calls), rank, size)
+def _run(assignment: Assignment, rank: int, size: int) -> None:
+    if assignment.calls is not None:
+        os.set_inheritable(assignment.calls, False)
+        serve_calls(Connection(assignment.calls), rank, size)
         return
-    program, *arguments = options.program
-    run = run_module if options.module else run_script
+    program, *arguments = assignment.program
+    run = run_module if assignment.is_module else run_script
     run(program, arguments)
 
 
-def _report(error: BaseException, rank: int, record: Path | None) -> int:
-    """Writes an uncaught exception down, prints what python would, and returns the exit code."""
+def _report(error: BaseException, rank: int, control: Control | None) -> int:
+    """Tells the launcher of an uncaught exception, prints what python would, and returns the exit code."""
     failure = describe(error, rank)
-    if record is not None and failure.exit_code != 0:
-        failure.write(record)
-    if isinstance(error, SystemExit):
-        if error.code is not None and not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)  # noqa: T201
-    elif record is not None and failure.lost_peer and not failure.usage:
-        sys.stderr.write(_in_one_line(failure, record))
-    elif not (record is not None and failure.usage) and not isinstance(error, KeyboardInterrupt):
-        _print_traceback(error, failure)  # a usage error is the launcher's to show, once for all ranks
+    if isinstance(error, Preempted):
+        if control is not None:
+            control.tell("preempted", step=error.step, path=str(error.path))
+    elif control is not None and failure.exit_code != 0:
+        control.tell("failed", failure=asdict(failure))
+    _print(error, failure, launched=control is not None)
     return failure.exit_code
 
 
-def _in_one_line(failure: Failure, record: Path) -> str:
+def _print(error: BaseException, failure: Failure, *, launched: bool) -> None:
+    if isinstance(error, SystemExit):
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)  # noqa: T201
+    elif launched and failure.lost_peer and not failure.usage:
+        sys.stderr.write(_in_one_line(failure))
+    elif not (launched and failure.usage) and not isinstance(error, KeyboardInterrupt):
+        _print_traceback(error, failure)  # a usage error is the launcher's to show, once for all ranks
+
+
+def _in_one_line(failure: Failure) -> str:
     """A victim's traceback is kept, but must not bury the culprit's."""
-    return f"lost its peers at {failure.where}: {brief(failure.message)} (traceback in {record.name})\n"
+    kept = f"traceback in rank{failure.rank}.error.json"
+    return f"lost its peers at {failure.where}: {brief(failure.message)} ({kept})\n"
 
 
 def _print_traceback(error: BaseException, failure: Failure) -> None:

@@ -11,6 +11,7 @@ all ranks' bytes mixed, even within a line, unless it is told to write files ins
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +22,7 @@ from samestep.paths import Stream
 __all__: list[str] = []
 
 HIDE, SHOW = b"\x1b[?25l", b"\x1b[?25h"  # what progress displays do to the cursor
-CHUNK = 1 << 16  # bytes read at a time; a line longer than this is shown in pieces
+CHUNK = 1 << 16  # bytes; a line longer than this is shown in pieces
 
 
 @dataclass
@@ -82,22 +83,15 @@ class Channel:
     """One stream of one rank, on its way to a screen and a file."""
 
     rank: int
-    stream: Stream
-    source: int
     screen: Screen
     prefixed: bool
     log: BinaryIO
     held: bytearray = field(default_factory=bytearray)
 
-    def pump(self) -> bool:
-        """Passes on what is there; returns False at the end of the stream."""
-        try:
-            data = os.read(self.source, CHUNK)
-        except OSError:  # EIO: the other side of a pseudo-terminal is closed
-            data = b""
+    def feed(self, data: bytes) -> None:
+        """Takes what the rank has written."""
         self.log.write(data)
         self._show(data)
-        return bool(data)
 
     def _show(self, data: bytes) -> None:
         if not self.prefixed:
@@ -113,10 +107,9 @@ class Channel:
             self.screen.show_line(b"\n".join(prefix(self.rank, bytes(line)) for line in lines))
 
     def close(self) -> None:
-        """Shows an unfinished last line and closes both ends."""
+        """Shows an unfinished last line and closes the file."""
         self._show(b"")
         self.log.close()
-        os.close(self.source)
 
 
 def prefix(rank: int, line: bytes) -> bytes:
@@ -128,6 +121,32 @@ def prefix(rank: int, line: bytes) -> bytes:
     return b"[rank %d] " % rank + line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
-def open_channel(rank: int, stream: Stream, source: int, screen: Screen, *, prefixed: bool, log: Path) -> Channel:
-    """Returns the channel of one stream of one rank, its file open."""
-    return Channel(rank, stream, source, screen, prefixed, log.open("wb", buffering=0))
+class Console:
+    """All streams of all ranks of one attempt.
+
+    Args:
+        logs: the directory of each rank's files.
+        drawn: the streams that rank 0 draws on a terminal.
+    """
+
+    def __init__(self, logs: Sequence[Path], drawn: Collection[str]) -> None:
+        self._screens = open_screens()
+        self._channels: dict[tuple[int, str], Channel] = {}
+        for rank, folder in enumerate(logs):
+            folder.mkdir(parents=True, exist_ok=True)
+            for stream, screen in self._screens.items():
+                prefixed = len(logs) > 1 and not (rank == 0 and stream in drawn)
+                log = (folder / f"rank{rank}.{stream}").open("wb", buffering=0)
+                self._channels[rank, stream] = Channel(rank, screen, prefixed, log)
+
+    def feed(self, rank: int, stream: str, data: bytes) -> None:
+        """Takes what a rank has written."""
+        self._channels[rank, stream].feed(data)
+
+    def close(self) -> None:
+        """Shows unfinished lines, closes the files and leaves the terminals as they were found."""
+        for channel in self._channels.values():
+            channel.close()
+        for screen in self._screens.values():
+            if is_terminal(screen.descriptor):
+                screen.tidy()

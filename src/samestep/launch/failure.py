@@ -64,17 +64,11 @@ class Failure:
     usage: bool = False
 
     def write(self, path: Path) -> None:
-        """Writes the record where the launcher looks for it; it is there whole or not at all."""
+        """Writes the record beside the rank's logs; it is there whole or not at all."""
         draft = path.with_suffix(".tmp")
-        draft.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        draft.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
         draft.replace(path)
 
-    @classmethod
-    def read(cls, path: Path) -> Failure | None:
-        """Returns the record that a rank left at `path`, or None where it left none."""
-        if not path.exists():
-            return None
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def describe(error: BaseException, rank: int) -> Failure:
@@ -132,7 +126,11 @@ def brief(message: str) -> str:
 
 def user_line(trace: TracebackType | None) -> tuple[str | None, str | None]:
     """Returns "file:line" and text of the innermost frame that is the user's own, or of the innermost at all."""
-    frames = traceback.extract_tb(below_the_launcher(trace) or trace)
+    return own_line(traceback.extract_tb(below_the_launcher(trace) or trace))
+
+
+def own_line(frames: traceback.StackSummary) -> tuple[str | None, str | None]:
+    """Returns "file:line" and text of the last of `frames` that is the user's own, or of the last at all."""
     if not frames:
         return None, None
     own = [frame for frame in frames if _is_users(frame.filename)]
@@ -174,23 +172,57 @@ def _installed_places() -> set[Path]:
     return {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
 
-def death(rank: int, pid: int, code: int) -> Failure:
-    """Returns the failure of a rank that ended without a word, from its exit code (negative for a signal)."""
+def death(
+    rank: int,
+    pid: int,
+    code: int,
+    place: tuple[str | None, str | None] | None = None,
+    *,
+    of_memory: bool = False,
+) -> Failure:
+    """Returns the failure of a rank that ended without a word.
+
+    Args:
+        rank: its number.
+        pid: its process.
+        code: its exit code, negative for a signal.
+        place: the user's line that it stood at and its text, where they are known.
+        of_memory: the kernel has killed a process for want of memory meanwhile.
+    """
     number = -code if code < 0 else None
-    if number is None:
-        name, message = "Exit", f"it ended with exit code {code} and left no exception behind"
-    else:
-        name, message = "Signal", f"it was ended by {signal.Signals(number).name} (signal {number})"
-    if number == signal.SIGKILL:
-        message += "; often the kernel, when memory runs out"
+    where, source = place or (None, None)
     return Failure(
         rank=rank,
         pid=pid,
-        exception=name,
-        message=message,
-        exit_code=code if number is None else 128 + number,
+        exception="Exit" if number is None else "Signal",
+        message=_last_words(code, of_memory=of_memory),
+        exit_code=code if number is None else 128 - code,
         time=time.time(),
+        where=where,
+        source=source,
         signal=number,
+    )
+
+
+def _last_words(code: int, *, of_memory: bool) -> str:
+    if code >= 0:
+        return f"it ended with exit code {code} and left no exception behind"
+    if of_memory:
+        return "the kernel killed it because memory ran out (SIGKILL): take smaller batches or fewer workers"
+    message = f"it was ended by {signal.Signals(-code).name} (signal {-code})"
+    return message + ("; not by the kernel for want of memory" if -code == signal.SIGKILL else "")
+
+
+def lost_host(rank: int, host: str, reason: str) -> Failure:
+    """Returns the failure of a host whose connection has ended, in the name of its first rank."""
+    return Failure(
+        rank=rank,
+        pid=0,
+        host=host,
+        exception="HostLost",
+        message=f"host {host} is lost: {reason}",
+        exit_code=1,
+        time=time.time(),
     )
 
 

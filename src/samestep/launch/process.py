@@ -1,8 +1,9 @@
 """One rank as an operating-system process: its own session and group, and gone when its parent is.
 
 torchrun starts its workers in sessions of their own but without a parent-death signal: kill the agent with SIGKILL
-and the workers live on; kill a worker and its children live on. Here the bootstrap asks the kernel for SIGKILL at
-its parent's end (:func:`follow_parent`), and stopping goes to the whole process group.
+and the workers live on; kill a worker and its children live on. Here each rank asks the kernel for SIGKILL at its
+parent's end (:func:`follow_parent`), stopping goes to the whole process group, and what left its group is adopted by
+the nearest subreaper (:func:`adopt_orphans`) and ended there (:func:`end_orphans`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,36 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
 
 __all__: list[str] = []
 
-PR_SET_PDEATHSIG = 1  # prctl(2)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
-Process = subprocess.Popen[bytes]
+
+class Process(Protocol):
+    """A child of this process, however it was started: what is used of :class:`subprocess.Popen`."""
+
+    pid: int
+    returncode: int | None
+
+    def wait(self) -> int:
+        """Reaps it, and returns its exit code, negative for a signal."""
+
+
+class Forked:
+    """A child made by os.fork; forget it only after :meth:`wait`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        """Reaps it, and returns its exit code, negative for a signal."""
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
 
 
 def rank_command(*options: str) -> list[str]:
@@ -61,16 +86,72 @@ def start(
 
 def follow_parent(parent: int) -> None:
     """Makes the kernel kill this process when its parent ends; called in the rank before anything else."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel was asked
         os._exit(128 + signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent ends."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def end_orphans(own: Iterable[int] = ()) -> list[str]:
+    """Kills every child that this process has adopted, and theirs in turn; returns their names.
+
+    Args:
+        own: children that this process started itself and looks after.
+    """
+    spared, ended = set(own), []
+    while strangers := [pid for pid in children(os.getpid()) if pid not in spared]:
+        for pid in strangers:
+            ended += [] if _state(pid) == "Z" else [_name(pid)]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # its own children come to us, and are next
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+    return ended
+
+
+def children(pid: int) -> list[int]:
+    """Returns the processes whose parent is `pid`, zombies too."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text(encoding="ascii").split())
+    return found
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() + f" ({pid})"
+    return str(pid)
+
+
+def _state(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    return "Z"
 
 
 def signal_group(process: Process, number: int) -> None:
     """Sends a signal to a rank and everything it started, unless it was reaped: its number may be another's by now."""
     if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.killpg(process.pid, number)
+        except ProcessLookupError:  # just forked: it has not made its group yet
+            signal_alone(process, number)
+
+
+def signal_alone(process: Process, number: int) -> None:
+    """Sends a signal to a rank and not to what it started: its DataLoader's workers must outlive its last save."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 def exit_status(process: Process) -> int | None:

@@ -1,33 +1,34 @@
-"""One run of a script on N ranks of this machine: what `samestep run` does.
+"""One run of a script on N ranks: what `samestep run` does.
 
 plan    commands, variables and files of every rank: pure, shown by --dry-run
-launch  starts them, watches them, writes run.json, returns the verdict
+launch  prepares the hosts, runs attempts until one is the last, writes run.json, returns the verdict
 """
 
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from samestep._version import __version__
-from samestep.launch.address import listen_on_loopback
-from samestep.launch.console import Channel, open_channel, open_screens
+from samestep.launch.bootstrap import Assignment
+from samestep.launch.console import Console
 from samestep.launch.failure import as_json
-from samestep.launch.process import Process, rank_command, reap, start
-from samestep.launch.supervise import Supervisor
-from samestep.launch.terminal import copy_size, is_terminal, open_terminal
+from samestep.launch.head import Attempt, Head, open_here
+from samestep.launch.process import rank_command
+from samestep.launch.restarts import Restarts
+from samestep.launch.supervise import SAVING
+from samestep.launch.team import Job
+from samestep.launch.terminal import is_terminal
 from samestep.launch.variables import Group, rank_variables
 from samestep.launch.verdict import Verdict, explain
-from samestep.paths import RunDirectory, Stream
-from samestep.rankenv import child_environment
+from samestep.paths import RunDirectory
 
 __all__: list[str] = []
 
@@ -43,18 +44,34 @@ class Plan:
     is_module: bool = False
     local_rank_option: str | None = None
     host: str = socket.gethostname()
+    start: str = "auto"
+    restarts: int = 0
+    grace: float = SAVING
 
-    def command(self, rank: int, store: int | None) -> list[str]:
-        """Returns one rank's command; `store` is the inherited socket on which it serves the store, if it does."""
-        options = ["--error", str(self.directory.error(self.host, rank))]
-        options += [] if store is None else ["--store", str(store)]
-        extra = [] if self.local_rank_option is None else [f"{self.local_rank_option}={rank}"]
-        module = ["-m"] if self.is_module else []
-        return [*rank_command(*options), *module, self.program, *extra, *self.arguments]
+    def command(self, rank: int) -> list[str]:
+        """Returns the command that is one rank in a fresh interpreter, and what a forked one does instead."""
+        extra = () if self.local_rank_option is None else (f"{self.local_rank_option}={rank}",)
+        program = (self.program, *extra, *self.arguments)
+        return rank_command(*Assignment(program=program, is_module=self.is_module).options())
 
     def variables(self, rank: int) -> dict[str, str]:
         """Returns the variables that one rank gets beside the caller's own."""
         return {**rank_variables(self.group, rank), "SAMESTEP_RUN_DIR": str(self.directory.path)}
+
+    def job(self) -> Job:
+        """Returns what the ranks of this host run."""
+        size = self.group.size
+        return Job(
+            program=self.program,
+            arguments=self.arguments,
+            is_module=self.is_module,
+            start=self.start,
+            local_rank_option=self.local_rank_option,
+            drawn=tuple(stream for stream, number in (("out", 1), ("err", 2)) if is_terminal(number)),
+            reads=size == 1,
+            ranks=tuple(range(size)),
+            variables=tuple(self.variables(rank) for rank in range(size)),
+        )
 
 
 def launch(plan: Plan) -> Verdict:
@@ -63,81 +80,42 @@ def launch(plan: Plan) -> Verdict:
     Raises:
         OSError: the run directory cannot be written, or no process can be started.
     """
-    plan.directory.logs(plan.host).mkdir(parents=True)
+    plan.directory.path.mkdir(parents=True, exist_ok=True)
     began = time.time()
-    _write_record(plan, began, None)
-    with listen_on_loopback() as listener:
-        plan = replace(plan, group=replace(plan.group, port=listener.getsockname()[1]))
-        ranks = _Ranks(plan)
-        with ranks:
-            for rank in range(plan.group.size):
-                ranks.start(rank, listener.fileno())
-    with ranks:  # the socket is rank 0's alone by now: when it ends, peers are refused rather than left waiting
-        verdict = ranks.watch()
-    _write_record(plan, began, verdict)
-    _say(plan, verdict)
+    _write_record(plan, began, None, 0)
+    restarts = Restarts(plan.restarts)
+    with Head([open_here(plan.host, plan.group.size)]) as head:
+        for note in head.prepare([plan.job()]):
+            _say(f"note: {note}")
+        verdict = _attempt(head, plan, 0)
+        while restarts.another(verdict):
+            _say("\n".join(_cause(plan, verdict, restarts.done - 1)), plain=True)
+            _say(f"restart {restarts.done} of {restarts.most}: all {plan.group.size} ranks, from the last checkpoint")
+            verdict = _attempt(head, plan, restarts.done)
+    _write_record(plan, began, verdict, restarts.done)
+    if restarts.reason is not None:
+        _say(restarts.reason)
+    _say("\n".join(_cause(plan, verdict, restarts.done)), plain=True)
     return verdict
 
 
-class _Ranks:
-    """The processes of a plan, with the streams that come from them."""
+def _attempt(head: Head, plan: Plan, number: int) -> Verdict:
+    group = replace(plan.group, port=head.bind(plan.group.host), restarts=number, most_restarts=plan.restarts)
+    job = replace(plan, group=group).job()
+    with _console(plan, number, job.drawn) as console:
+        verdict = head.run(Attempt(jobs=(job,), console=console, grace=plan.grace))
+    for failure in verdict.failures:
+        failure.write(plan.directory.error(plan.host, failure.rank, number))
+    return verdict
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.screens = open_screens()
-        self.processes: list[Process] = []
-        self.channels: list[Channel] = []
-        self.terminals: list[tuple[int, int]] = []  # (the real one, the master of rank 0's)
 
-    def start(self, rank: int, listener: int) -> None:
-        sinks = {stream: self._open(rank, stream) for stream in self.screens}
-        first = rank == 0
-        self.processes.append(
-            start(
-                self.plan.command(rank, listener if first else None),
-                child_environment(self.plan.variables(rank)),
-                keep=(listener,) if first else (),
-                stdin=None if self.plan.group.size == 1 else subprocess.DEVNULL,
-                stdout=sinks["out"],
-                stderr=sinks["err"],
-            )
-        )
-        for sink in sinks.values():
-            os.close(sink)
-
-    def _open(self, rank: int, stream: Stream) -> int:
-        """Returns the end of a stream that the rank writes to; the other goes to a channel."""
-        screen = self.screens[stream]
-        drawn = rank == 0 and is_terminal(screen.descriptor)
-        source, sink = open_terminal(screen.descriptor) if drawn else os.pipe()
-        if drawn:
-            self.terminals.append((screen.descriptor, source))
-        log = self.plan.directory.log(self.plan.host, rank, stream)
-        prefixed = self.plan.group.size > 1 and not drawn
-        self.channels.append(open_channel(rank, stream, source, screen, prefixed=prefixed, log=log))
-        return sink
-
-    def watch(self) -> Verdict:
-        records = [self.plan.directory.error(self.plan.host, rank) for rank in range(len(self.processes))]
-        verdict = Supervisor(self.processes, self.channels, records, self._resize).wait()
-        for screen in self.screens.values():
-            if is_terminal(screen.descriptor):
-                screen.tidy()
-        return verdict
-
-    def _resize(self) -> None:
-        for real, master in self.terminals:
-            copy_size(real, master)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            for process in self.processes:
-                reap(process)
+@contextmanager
+def _console(plan: Plan, attempt: int, drawn: tuple[str, ...]) -> Iterator[Console]:
+    console = Console([plan.directory.logs(plan.host, attempt)] * plan.group.size, drawn)
+    try:
+        yield console
+    finally:
+        console.close()
 
 
 def summary(plan: Plan, verdict: Verdict) -> dict[str, Any]:
@@ -146,7 +124,7 @@ def summary(plan: Plan, verdict: Verdict) -> dict[str, Any]:
     return {"exit": verdict.exit_code, "run_dir": str(plan.directory.path), "failure": failure}
 
 
-def _write_record(plan: Plan, began: float, verdict: Verdict | None) -> None:
+def _write_record(plan: Plan, began: float, verdict: Verdict | None, restarts: int) -> None:
     """Writes run.json, at the start and again at the end; a reader never sees half of it."""
     record = {
         "samestep": __version__,
@@ -157,6 +135,7 @@ def _write_record(plan: Plan, began: float, verdict: Verdict | None) -> None:
         "run_id": plan.group.run_id,
         "directory": str(Path.cwd()),
         "began": began,
+        "restarts": restarts,
         "ended": None if verdict is None else time.time(),
         "exit": None if verdict is None else verdict.exit_code,
         "failure": None if verdict is None else summary(plan, verdict)["failure"],
@@ -166,8 +145,12 @@ def _write_record(plan: Plan, began: float, verdict: Verdict | None) -> None:
     draft.replace(plan.directory.record)
 
 
-def _say(plan: Plan, verdict: Verdict) -> None:
-    logs = plan.directory.logs(plan.host)
+def _cause(plan: Plan, verdict: Verdict, attempt: int) -> list[str]:
+    logs = plan.directory.logs(plan.host, attempt)
     shown = logs.relative_to(Path.cwd()) if logs.is_relative_to(Path.cwd()) else logs
-    sys.stderr.write("\n".join(explain(verdict, shown)) + "\n")
+    return explain(verdict, shown)
+
+
+def _say(text: str, *, plain: bool = False) -> None:
+    sys.stderr.write(text + "\n" if plain else f"samestep: {text}\n")
     sys.stderr.flush()

@@ -1,202 +1,195 @@
-"""Waits on all ranks of a run, passes on what they write, and ends the rest after a failure.
+"""Decides what happens to a run: whom to wait for, when to stop the rest, what to make of a signal.
 
-    running --a rank fails--> settling --all ended, or time is over--> stopping --grace is over--> killing
-       |                      others may explain better,               SIGTERM                     SIGKILL
-       |                      or end by themselves
-       +--a signal arrives--> stopping, the signal passed on; a second one: killing
+    running --a rank fails--> settling --all ended, or 0.5 s--> stopping ----> asking ----> terminating ----> killing
+       |                      others may explain better,        order over     stacks of    SIGTERM, to       SIGKILL
+       |                      or end by themselves              the pipe       the silent   groups
+       |
+       +--SIGTERM, SIGUSR1--> preempting: order over the pipe; the ranks save, and leave with 75
+       |                        +--a rank cannot--> the signal itself, to the ranks alone
+       +--SIGINT, SIGHUP----> interrupted: the signal itself; 5 s later killing
+       +--a second signal---> killing
 
-One loop over process handles, pipes and signals (pidfd_open(2), selectors): no thread, no polling. torchrun looks at
-its workers every 0.1 s, waits 30 s for them to end, and forwards signals to all processes of their groups, so that
-the workers of a DataLoader die before the rank can save.
+It sees messages of teams (samestep.launch.team), on this host or others, and gives them orders. torchrun looks at its
+workers every 0.1 s, waits 30 s for them to end, and forwards signals to all processes of their groups, so that the
+workers of a DataLoader die before the rank can save.
 """
 
 from __future__ import annotations
 
-import os
-import selectors
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Self
+from dataclasses import replace
+from typing import Any, Protocol
 
-from samestep.launch.console import Channel
-from samestep.launch.failure import Failure, death
-from samestep.launch.process import Process, exit_status, reap, signal_group
-from samestep.launch.verdict import Verdict, judge
+from samestep.launch.failure import Failure, lost_host
+from samestep.launch.loop import Alarm, Loop
+from samestep.launch.verdict import PREEMPTED, Verdict, judge
 
 __all__: list[str] = []
 
-SETTLE = 1.0  # seconds for the others to end by themselves after a rank's own failure
+SETTLE = 0.5  # seconds for the others to end by themselves after a rank's own failure
 PATIENCE = 2.0  # seconds to wait for a better reason than "my peer is gone"
-GRACE = 5.0  # seconds between asking a rank to end and ending it
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+OBEY = 0.3  # seconds to leave when told over the pipe
+ANSWER = 0.1  # seconds for faulthandler to write the stacks of a rank that does not
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+SAVING = 30.0  # seconds to save in after SIGTERM; what Slurm and Kubernetes give by default
+GENTLE = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler's: save first
+
+
+class Crew(Protocol):
+    """The ranks of one host, as the supervisor sees them."""
+
+    host: str
+    ranks: tuple[int, ...]
+
+    def order(self, what: str, ranks: Sequence[int], number: int = 0) -> None:
+        """Passes an order on; see :meth:`samestep.launch.team.Team.order`."""
 
 
 class Supervisor:
-    """Watches the ranks of one run until all have ended.
+    """Watches one attempt of a run until all its ranks have ended.
 
     Args:
-        processes: the ranks, in order.
-        channels: their streams.
-        records: where each rank writes down why it failed.
-        on_resize: called when the terminal has changed its size.
+        loop: what waits.
+        crews: who holds the ranks.
+        done: called once, when no rank is left.
+        grace: seconds that ranks may take to save after a preemption by SIGTERM.
     """
 
-    def __init__(
-        self,
-        processes: Sequence[Process],
-        channels: Sequence[Channel],
-        records: Sequence[Path],
-        on_resize: Callable[[], None],
-    ) -> None:
-        self.processes = processes
-        self.records = records
-        self.on_resize = on_resize
-        self.codes: dict[int, int] = {}
-        self.failures: list[Failure] = []
-        self.finished: dict[int, int] = {}  # rank and process that exited with code 0 before anybody failed
-        self.interrupted: int | None = None
-        self.stopped_at: float | None = None  # the clock when the launcher itself began to end ranks
-        self.deadline: float | None = None
-        self.next_step: Callable[[], None] = self._stop
-        self.selector = selectors.DefaultSelector()
-        for channel in channels:
-            self.selector.register(channel.source, selectors.EVENT_READ, channel)
-        for rank, process in enumerate(processes):
-            self.selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, rank)
+    def __init__(self, loop: Loop, crews: Sequence[Crew], done: Callable[[], None], *, grace: float = SAVING) -> None:
+        self._loop = loop
+        self._crews = list(crews)
+        self._done = done
+        self._grace = grace
+        self._size = sum(len(crew.ranks) for crew in crews)
+        self._codes: dict[int, int] = {}
+        self._failures: dict[int, Failure] = {}
+        self._finished: dict[int, int] = {}  # rank and process that exited with code 0 before anybody failed
+        self._standing: dict[int, str] = {}  # where a rank stood when it was told to leave
+        self._steps: dict[int, int] = {}
+        self._saved: tuple[int, str] | None = None  # step and path, when preempted
+        self._signals: dict[str, int] = {}  # who passed on which signal
+        self._stopping = False  # the launcher itself has begun to end ranks
+        self._lost: list[str] = []
+        self._alarm: Alarm | None = None
 
-    def wait(self) -> Verdict:
-        """Returns when no rank is left, nor anything that one has started."""
-        with _Signals() as signals:
-            self.selector.register(signals.reader, selectors.EVENT_READ, signals)
-            while len(self.codes) < len(self.processes):
-                events = self.selector.select(self._time_left())
-                for key, _ in events:
-                    self._handle(key)
-                if self.deadline is not None and time.monotonic() >= self.deadline:
-                    self.next_step()
-            self.selector.unregister(signals.reader)
-        for process in self.processes:
-            reap(process)
-        self._drain()
-        return judge(self.codes, self._own_failures(), self.finished, self.interrupted)
+    def hear(self, crew: Crew, kind: str, body: dict[str, Any]) -> None:
+        """Takes note of a message from a team."""
+        rank = body["rank"]
+        if kind == "failed":
+            self._failed(replace(Failure(**body["failure"]), host=crew.host))
+        elif kind == "ended":
+            self._ended(crew, body)
+        elif kind == "waiting" and body["where"] is not None:
+            self._standing[rank] = _line(body["where"], body["source"])
+        elif kind == "preempted":
+            self._saved = (body["step"], body["path"])
+        elif kind == "cannot":
+            crew.order("signal", [rank], max(self._signals.values(), default=signal.SIGTERM))
 
-    def _time_left(self) -> float | None:
-        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+    def lost(self, crew: Crew, reason: str) -> None:
+        """A host is gone, and its ranks with it."""
+        self._lost.append(crew.host)
+        gone = [rank for rank in crew.ranks if rank not in self._codes]
+        for rank in gone:
+            self._codes[rank] = -signal.SIGKILL
+        if gone and not self._stopping:
+            self._failed(lost_host(gone[0], crew.host, reason))
+        self._finish_if_over()
 
-    def _handle(self, key: selectors.SelectorKey) -> None:
-        match key.data:
-            case Channel() as channel:
-                if not channel.pump():
-                    self._close(channel)
-            case int() as rank:
-                self.selector.unregister(key.fd)
-                os.close(key.fd)
-                self._ended(rank)
-            case _Signals() as signals:
-                for number in signals.read():
-                    self._signalled(number)
+    def verdict(self) -> Verdict:
+        """Returns what became of it."""
+        found = judge(self._codes, list(self._failures.values()), self._finished, self._interrupted())
+        standing = {failure.rank: _place(failure) for failure in self._failures.values() if failure.lost_peer} | self._standing
+        return replace(
+            found,
+            standing={rank: standing[rank] for rank in found.waiting if rank in standing},
+            saved=self._saved,
+            step=max(self._steps.values(), default=0),
+            lost=tuple(self._lost),
+            failures=tuple(self._failures.values()),
+        )
 
-    def _close(self, channel: Channel) -> None:
-        self.selector.unregister(channel.source)
-        channel.close()
+    def _interrupted(self) -> int | None:
+        return next(iter(self._signals.values()), None)
 
-    def _ended(self, rank: int) -> None:
-        code = exit_status(self.processes[rank])
-        assert code is not None
-        self.codes[rank] = code
-        if self.stopped_at is not None:
+    def _ended(self, crew: Crew, body: dict[str, Any]) -> None:
+        rank, code = body["rank"], body["code"]
+        self._codes[rank] = code
+        self._steps[rank] = body["step"]
+        if code == 0 and not self._failures and not self._stopping:
+            self._finished[rank] = body["pid"]
+        elif code not in {0, PREEMPTED} and rank not in self._failures and not self._stopping and not self._signals:
+            self._failed(replace(Failure(**body["death"]), host=crew.host))
+        self._finish_if_over()
+
+    def _finish_if_over(self) -> None:
+        if len(self._codes) == self._size:
+            self._set(None)
+            self._done()
+
+    def _failed(self, failure: Failure) -> None:
+        if self._stopping:
             return
-        if code == 0:
-            if not self.failures:
-                self.finished[rank] = self.processes[rank].pid
-            return
-        failure = Failure.read(self.records[rank]) or death(rank, self.processes[rank].pid, code)
-        if not self.failures or not failure.lost_peer:
-            shared = failure.lost_peer or failure.usage  # others may say more, or the same
-            self._arm(PATIENCE if shared else SETTLE, self._stop)
-        self.failures.append(failure)
+        first = not self._failures
+        self._failures[failure.rank] = failure
+        shared = failure.lost_peer or failure.usage  # others may say more, or the same
+        if first or not failure.lost_peer:
+            self._set(PATIENCE if shared else SETTLE, self._stop, unless_sooner=not first)
 
-    def _arm(self, seconds: float, step: Callable[[], None]) -> None:
-        """Takes `step` after `seconds`, or when an earlier deadline for it comes."""
-        deadline = time.monotonic() + seconds
-        earlier = self.deadline is not None and self.next_step == step
-        self.deadline = min(deadline, self.deadline or deadline) if earlier else deadline
-        self.next_step = step
+    def _set(self, seconds: float | None, step: Callable[[], None] | None = None, *, unless_sooner: bool = False) -> None:
+        """Makes `step` the next thing to happen by itself; None: nothing."""
+        if self._alarm is not None:
+            if unless_sooner and seconds is not None and self._alarm.due <= time.monotonic() + seconds:
+                return
+            self._alarm.cancel()
+        self._alarm = None if seconds is None or step is None else self._loop.at(seconds, step)
 
-    def _signalled(self, number: int) -> None:
-        if number == signal.SIGWINCH:
-            self.on_resize()
-        elif self.stopped_at is not None:
-            self._kill()
-        else:
-            self.interrupted = number
-            self.stopped_at = time.time()
-            for rank in self._alive():  # to the rank alone: its DataLoader's workers must outlive its last save
-                self.processes[rank].send_signal(number)
-            self._arm(GRACE, self._kill)
+    def _order(self, what: str, number: int = 0) -> None:
+        for crew in self._crews:
+            crew.order(what, [rank for rank in crew.ranks if rank not in self._codes], number)
 
     def _stop(self) -> None:
-        self.stopped_at = time.time()
-        for rank in self._alive():
-            signal_group(self.processes[rank], signal.SIGTERM)
-        self._arm(GRACE, self._kill)
+        self._stopping = True
+        self._order("stop")
+        self._set(OBEY, self._ask)
+
+    def _ask(self) -> None:
+        self._order("ask")
+        self._set(ANSWER, self._terminate)
+
+    def _terminate(self) -> None:
+        self._order("waiting")
+        self._order("terminate")
+        self._set(GRACE, self._kill)
 
     def _kill(self) -> None:
-        self.deadline = None
-        self.stopped_at = self.stopped_at or time.time()
-        for rank in self._alive():
-            signal_group(self.processes[rank], signal.SIGKILL)
+        self._stopping = True
+        self._order("kill")
+        self._set(None)
 
-    def _alive(self) -> list[int]:
-        return [rank for rank in range(len(self.processes)) if rank not in self.codes]
-
-    def _drain(self) -> None:
-        """Passes on what is still in the pipes. A process that left its rank's group may hold one open for ever."""
-        while events := self.selector.select(0):
-            for key, _ in events:
-                self._handle(key)
-        for key in list(self.selector.get_map().values()):
-            self._close(key.data)
-        self.selector.close()
-
-    def _own_failures(self) -> list[Failure]:
-        """Adds the ranks that had failed, but not yet ended, when the launcher began to end them."""
-        known = {failure.rank for failure in self.failures}
-        late = [Failure.read(path) for rank, path in enumerate(self.records) if rank not in known]
-        before = self.stopped_at or 0.0
-        return self.failures + [record for record in late if record is not None and record.time < before]
+    def signalled(self, number: int, source: str = "") -> None:
+        """A signal has reached the launcher, or the agent of the host called `source`."""
+        if source in self._signals or (self._stopping and not self._signals):
+            self._kill()
+            return
+        first = not self._signals
+        self._signals[source] = number
+        if not first:  # schedulers signal every host at once
+            return
+        if number in GENTLE:
+            self._order("preempt", number)
+            if number == signal.SIGTERM:
+                self._set(self._grace, self._kill)
+        else:
+            self._order("signal", number)
+            self._set(GRACE, self._kill)
 
 
-class _Signals:
-    """The signals that reach the launcher, as a stream of numbers; a context manager."""
-
-    def __init__(self) -> None:
-        self.reader, self.writer = socket.socketpair()
-        for end in (self.reader, self.writer):
-            end.setblocking(False)
-        self.numbers = (*FORWARDED, signal.SIGWINCH)
-
-    def __enter__(self) -> Self:
-        self.previous_wakeup = signal.set_wakeup_fd(self.writer.fileno())
-        self.previous = {number: signal.signal(number, _nothing) for number in self.numbers}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        signal.set_wakeup_fd(self.previous_wakeup)
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-        self.reader.close()
-        self.writer.close()
-
-    def read(self) -> list[int]:
-        return [number for number in self.reader.recv(64) if number in self.numbers]
+def _place(failure: Failure) -> str:
+    return _line(str(failure.where), failure.source)
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """A handler must exist for the wakeup descriptor to be written."""
+def _line(where: str, source: str | None) -> str:
+    return f"{where}  {source or ''}".rstrip()

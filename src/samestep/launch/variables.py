@@ -13,6 +13,8 @@ torchrun sets OMP_NUM_THREADS to 1 whatever the machine has; a user's own settin
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samestep.launch.address import LOOPBACK
@@ -21,26 +23,66 @@ from samestep.rankenv import variable
 __all__: list[str] = []
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where one rank stands among the hosts."""
+
+    host_index: int
+    local_rank: int
+    local_size: int
+
+
+def lay_out(hosts: Sequence[tuple[str, int]]) -> tuple[Place, ...]:
+    """Returns every rank's place, in rank order.
+
+    Args:
+        hosts: name and number of ranks of each part; parts may share a host, as tasks of Slurm do.
+
+    Example:
+        >>> [place.local_rank for place in lay_out([("a", 2), ("b", 1), ("a", 1)])]
+        [0, 1, 0, 2]
+    """
+    names = list(dict.fromkeys(name for name, _ in hosts))
+    totals: Counter[str] = Counter()
+    for name, count in hosts:
+        totals[name] += count
+    seen: Counter[str] = Counter()
+    places = []
+    for name, count in hosts:
+        for _ in range(count):
+            places.append(Place(names.index(name), seen[name], totals[name]))
+            seen[name] += 1
+    return tuple(places)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The ranks that start together on this host."""
+    """The ranks that start together. `places` is each rank's; by default all are on one host."""
 
     size: int
     port: int
     run_id: str
     restarts: int = 0
+    most_restarts: int = 0
     host: str = LOOPBACK
+    interface: str = "lo"
+    places: tuple[Place, ...] = ()
+
+    def place(self, rank: int) -> Place:
+        """Returns where one rank stands."""
+        return self.places[rank] if self.places else Place(0, rank, self.size)
 
 
-def rank_variables(group: Group, rank: int) -> dict[str, str]:
+def rank_variables(group: Group, rank: int, *, threads: int | None = None) -> dict[str, str]:
     """Returns the variables of one rank; those that the user has set already and that are theirs are left out."""
+    here = group.place(rank)
     place = {
         "RANK": rank,
-        "LOCAL_RANK": rank,
+        "LOCAL_RANK": here.local_rank,
         "WORLD_SIZE": group.size,
-        "LOCAL_WORLD_SIZE": group.size,
-        "GROUP_RANK": 0,
-        "GROUP_WORLD_SIZE": 1,
+        "LOCAL_WORLD_SIZE": here.local_size,
+        "GROUP_RANK": here.host_index,
+        "GROUP_WORLD_SIZE": 1 + max((place.host_index for place in group.places), default=0),
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": group.size,
         "ROLE_NAME": "default",
@@ -48,12 +90,12 @@ def rank_variables(group: Group, rank: int) -> dict[str, str]:
         "MASTER_PORT": group.port,
         "TORCHELASTIC_RUN_ID": group.run_id,
         "TORCHELASTIC_RESTART_COUNT": group.restarts,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_MAX_RESTARTS": group.most_restarts,
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }
     theirs = {
-        "OMP_NUM_THREADS": threads_per_rank(group.size),
-        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": threads or threads_per_rank(here.local_size),
+        "GLOO_SOCKET_IFNAME": group.interface,
         "PYTHONUNBUFFERED": 1,
     }
     unset = {name: value for name, value in theirs.items() if variable(name) is None}

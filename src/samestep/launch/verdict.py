@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from samestep.launch.failure import Failure, brief, count, culprit
 
 __all__: list[str] = []
+
+MOST_PLACES = 4  # of ranks that were stopped; the logs and records have them all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +20,9 @@ class Verdict:
 
     `blamed` is the failure that explains the others, `alike` the ranks that failed in the very same way, `waiting`
     those that merely lost the culprit, `silent` those that neither failed nor ended before the launcher stopped
-    them; `interrupted` is the signal that ended the run from outside.
+    them; `interrupted` is the signal that ended the run from outside, `saved` the step and path of the checkpoint
+    that it was preempted with; `standing` says where ranks stood when they were stopped, `step` how many steps the
+    furthest had finished, `lost` which hosts are gone, `failures` all that were heard of.
     """
 
     exit_code: int
@@ -28,6 +32,14 @@ class Verdict:
     waiting: tuple[int, ...] = ()
     silent: tuple[int, ...] = ()
     interrupted: int | None = None
+    saved: tuple[int, str] | None = None
+    standing: Mapping[int, str] = field(default_factory=dict)
+    step: int = 0
+    lost: tuple[str, ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+
+PREEMPTED = 75  # EX_TEMPFAIL: start the same command again
 
 
 def judge(
@@ -42,6 +54,8 @@ def judge(
         interrupted: the signal that the launcher received, if it did.
     """
     size = len(codes)
+    if not failures and PREEMPTED in codes.values() and set(codes.values()) <= {0, PREEMPTED}:
+        return Verdict(exit_code=PREEMPTED, size=size, interrupted=interrupted)
     if interrupted is not None:
         handled = not any(codes.values())  # every rank ended in its own, orderly way
         return Verdict(exit_code=0 if handled else 128 + interrupted, size=size, interrupted=interrupted)
@@ -70,7 +84,10 @@ def _same(one: Failure, other: Failure) -> bool:
 
 def explain(verdict: Verdict, logs: Path) -> list[str]:
     """Returns the last lines of standard error: the root cause first."""
-    lines = _interruption(verdict) if verdict.interrupted is not None else _cause(verdict, logs)
+    if verdict.exit_code == PREEMPTED and verdict.blamed is None:
+        lines = _preemption(verdict)
+    else:
+        lines = _interruption(verdict) if verdict.interrupted is not None else _cause(verdict, logs)
     return [*lines, f"{'    ' if lines else 'samestep: '}logs: {logs}"]
 
 
@@ -79,6 +96,12 @@ def _interruption(verdict: Verdict) -> list[str]:
     name = signal.Signals(verdict.interrupted).name
     ranks = "the rank has" if verdict.size == 1 else f"all {verdict.size} ranks have"
     return [f"samestep: interrupted by {name}: {ranks} ended"]
+
+
+def _preemption(verdict: Verdict) -> list[str]:
+    by = "" if verdict.interrupted is None else f" by {signal.Signals(verdict.interrupted).name}"
+    saved = "" if verdict.saved is None else f": step {verdict.saved[0]} is saved in {verdict.saved[1]}"
+    return [f"samestep: preempted{by}{saved}; the same command goes on from there (exit code {PREEMPTED})"]
 
 
 def _cause(verdict: Verdict, logs: Path) -> list[str]:
@@ -92,7 +115,33 @@ def _cause(verdict: Verdict, logs: Path) -> list[str]:
         lines.append(f"    its last line: {_last_line(logs / f'rank{failure.rank}.err')}")
     elif failure.where is not None:
         lines.append(f"    at {failure.where}  {failure.source or ''}".rstrip())
-    return [*lines, f"    {_particulars(failure, verdict)}"]
+    return [*lines, f"    {_particulars(failure, verdict)}", *_standing(verdict)]
+
+
+def _standing(verdict: Verdict) -> list[str]:
+    """Where the others stood, ranks of one place in one line; the places that most ranks share first."""
+    places: dict[str, list[int]] = {}
+    for rank, place in sorted(verdict.standing.items()):
+        places.setdefault(place, []).append(rank)
+    shown = sorted(places.items(), key=lambda item: (-len(item[1]), item[1]))[:MOST_PLACES]
+    lines = [f"    {'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)} stood at {place}" for place, ranks in shown]
+    rest = len(places) - len(shown)
+    return lines + ([f"    and others at {rest} more places"] if rest else [])
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Returns ranks in short.
+
+    >>> spans([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def _last_line(log: Path) -> str:
@@ -108,7 +157,7 @@ def _headline(failure: Failure, verdict: Verdict) -> str:
     what = f"{failure.exception}: {failure.message}".rstrip(": ")
     if failure.exception == "SystemExit":
         what = f"exit code {failure.exit_code}"
-    elif failure.exception in {"Exit", "EarlyExit", "Signal"}:
+    elif failure.exception in {"Exit", "EarlyExit", "Signal", "HostLost"}:
         what = failure.message
     return f"{_who(failure, verdict)} failed: {what}"
 

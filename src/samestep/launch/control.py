@@ -1,0 +1,83 @@
+"""The pipe between a rank and whoever watches over it, at the rank's end.
+
+    rank -> team    failed       why this rank is about to end: its error record
+                    waiting      the line that its main thread stood at when it was told to leave
+                    preempted    it has saved, at this step and path
+                    cannot       nobody here can save: send the signal instead
+    team -> rank    stop         a peer has failed: leave now
+                    preempt      save at the next step that all agree on, and leave
+    end of file     the launcher is gone: leave now
+
+One JSON object a line. A thread of its own reads the orders: the main thread may stand in a collective for as long as
+it likes, and a signal would run the script's handler, which may well begin to save with peers that are dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from typing import Any, NoReturn
+
+from samestep.launch import orders
+from samestep.launch.failure import own_line
+
+__all__: list[str] = []
+
+FLUSH_S = 0.3  # how long leaving may wait for a stream that another thread holds
+
+
+class Control:
+    """The rank's end. Call :meth:`obey` once, from the main thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._socket = socket.socket(fileno=descriptor)
+        self._lock = threading.Lock()
+        self._main = threading.main_thread().ident
+        self._process = os.getpid()
+
+    def tell(self, kind: str, **body: Any) -> None:
+        """Sends one message. A launcher that is gone hears nothing, and ends this rank anyway."""
+        line = json.dumps({"kind": kind, **body}).encode() + b"\n"
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.sendall(line)
+
+    def obey(self) -> None:
+        """Follows orders from now on."""
+        threading.Thread(target=self._read, name="samestep-control", daemon=True).start()
+
+    def _read(self) -> None:
+        with self._socket.makefile("rb") as lines:
+            for line in lines:
+                self._follow(json.loads(line))
+        os._exit(128 + signal.SIGKILL)
+
+    def _follow(self, order: dict[str, Any]) -> None:
+        if order["kind"] == "stop":
+            self._leave()
+        elif order["kind"] == "preempt" and not orders.preempt(order["signal"]):
+            self.tell("cannot")
+
+    def _leave(self) -> NoReturn:
+        where, source = self._standing_at()
+        self.tell("waiting", where=where, source=source)
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(FLUSH_S)
+        os._exit(128 + signal.SIGTERM)
+
+    def _standing_at(self) -> tuple[str | None, str | None]:
+        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001  (documented; the name only looks private)
+        return own_line(traceback.extract_stack(frame)) if frame is not None else (None, None)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

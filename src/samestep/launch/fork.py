@@ -1,0 +1,227 @@
+"""Ranks that start at once: forked from a process that has imported torch already.
+
+    fresh interpreters    N x (python 0.05 s + torch 0.7 s + its compiler 0.8 s, which the first optimizer imports)
+    fork                  1 x that, then N x 0.01 s
+
+What a fork would share by mistake is renewed in the child before the script sees it:
+
+    threads          none but OpenBLAS's, which minds forks itself; no tensor is touched before the fork, for a child
+                     of a process that used OpenMP hangs in its first parallel loop
+    thread count     torch.set_num_threads first: what the parent had computed does not hold here
+    random numbers   NumPy's global generator from the operating system (else all ranks draw alike); python renews
+                     its own; torch starts from the same fixed seed in every process anyway
+    signals, files   handlers back to python's, every descriptor closed but those that are the rank's
+    string hashes    stay the same in all ranks: the order of a set of strings is equal where fresh interpreters
+                     would differ (which `samestep verify` therefore uses)
+
+TorchElastic can fork too (`start_method="fork"`), and leaves all of that to the user.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import importlib
+import io
+import os
+import signal
+import sys
+import threading
+import zipfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, NoReturn
+
+from samestep.launch.bootstrap import Assignment, live
+from samestep.launch.process import Forked, follow_parent
+from samestep.rankenv import child_environment, set_variables
+
+__all__: list[str] = []
+
+# Read when torch or its OpenMP library is imported: a script that sets one must come before that import.
+EARLY = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMEXPR_", "TORCH", "PYTORCH_", "LD_", "PYTHON", "TORCHDYNAMO_")
+
+_kept: list[IO[str]] = []  # the launcher's own streams: collected, they would close the rank's
+
+
+def source_of(program: str, *, is_module: bool) -> str:
+    """Returns the text of a script or module; "" where there is none to read."""
+    try:
+        if is_module:
+            spec = find_spec(program)
+            origin = None if spec is None else spec.origin
+            return Path(origin).read_text(encoding="utf-8") if origin else ""
+        path = Path(program)
+        return (path / "__main__.py" if path.is_dir() else path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ImportError, ValueError, zipfile.BadZipFile):
+        return ""
+
+
+def needs_fresh_interpreter(source: str) -> str | None:
+    """Returns why a script cannot be run after torch was imported, or None.
+
+    >>> needs_fresh_interpreter("import os\\nos.environ['OMP_NUM_THREADS'] = '3'\\nimport torch")
+    'it sets OMP_NUM_THREADS in line 2'
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return None  # the ranks will say it
+    for node in nodes:
+        name = _variable_set_by(node)
+        if name is not None and name.startswith(EARLY):
+            return f"it sets {name} in line {getattr(node, 'lineno', '?')}"
+    return None
+
+
+def _variable_set_by(node: ast.AST) -> str | None:
+    """Returns the variable that `os.environ[…] = …`, `os.environ.setdefault(…)` or `os.putenv(…)` sets."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _is_environ(node.value):
+        return _text(node.slice)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+        sets = (node.func.attr == "setdefault" and _is_environ(node.func.value)) or node.func.attr == "putenv"
+        return _text(node.args[0]) if sets else None
+    return None
+
+
+def _is_environ(node: ast.AST) -> bool:
+    return (isinstance(node, ast.Attribute) and node.attr == "environ") or (
+        isinstance(node, ast.Name) and node.id == "environ"
+    )
+
+
+def _text(node: ast.AST) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def warm(source: str, folder: Path) -> str | None:
+    """Imports what the script will, once for all ranks; returns why its ranks cannot be forked, or None.
+
+    Args:
+        source: the script's text; torch's compiler, 0.8 s, is left out where no optimizer is in sight.
+        folder: where the script finds its own modules.
+    """
+    before = set(sys.modules)
+    try:
+        importlib.import_module("torch.utils.data")
+        if not source or "optim" in source or "samestep" in source:
+            importlib.import_module("torch._dynamo")
+        if "samestep" in source:
+            _import_samestep()
+    except Exception as error:  # noqa: BLE001  (whatever a broken installation raises, the ranks will tell it better)
+        return f"torch cannot be imported here ({type(error).__name__}: {error})"
+    hidden = _hidden({name for name in sys.modules if "." not in name} - before, folder)
+    if hidden:
+        return f"{hidden} lies beside it and would be taken for the installed package of that name"
+    if threading.active_count() > 1:
+        return "importing torch has started threads"
+    gc.collect()
+    gc.freeze()  # else the ranks' first collections would copy every page
+    return None
+
+
+def _import_samestep() -> None:
+    package = importlib.import_module("samestep")
+    for name in package.__all__:
+        getattr(package, name)
+
+
+def _hidden(names: set[str], folder: Path) -> str | None:
+    """Returns a file of the script's own that a package imported before it would hide."""
+    files = (folder / f"{name}.py" for name in sorted(names))
+    packages = (folder / name / "__init__.py" for name in sorted(names))
+    for path in (*files, *packages):
+        name = path.stem if path.stem != "__init__" else path.parent.name
+        if path.exists() and getattr(sys.modules[name], "__file__", None) != str(path):
+            return str(path)
+    return None
+
+
+def fork(
+    assignment: Assignment, environment: Mapping[str, str], *, stdin: int | None, stdout: int, stderr: int
+) -> Forked:
+    """Starts a rank as a copy of this process, in a session of its own.
+
+    Args:
+        assignment: what it does.
+        environment: all its variables.
+        stdin: a descriptor, or None for nothing to read.
+        stdout: where its standard output goes.
+        stderr: the same for standard error.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return Forked(pid)
+    try:
+        os.setsid()
+        follow_parent(parent)
+        _become(assignment, environment, (stdin, stdout, stderr))
+    finally:
+        os._exit(70)  # EX_SOFTWARE: only reached where the lines above failed
+
+
+def _become(
+    assignment: Assignment, environment: Mapping[str, str], streams: tuple[int | None, int, int]
+) -> NoReturn:
+    _reset_signals()
+    _take_streams(streams)
+    _close_all_but(assignment.descriptors())
+    set_variables({**dict.fromkeys(child_environment({})), **environment})
+    _renew_streams(unbuffered=bool(environment.get("PYTHONUNBUFFERED")))
+    if not sys.flags.safe_path:
+        sys.path.pop(0)  # the launcher's own place
+    _renew_libraries()
+    live(assignment)
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _take_streams(streams: tuple[int | None, int, int]) -> None:
+    for number, descriptor in enumerate(streams):
+        taken = os.open(os.devnull, os.O_RDONLY) if descriptor is None else descriptor
+        os.dup2(taken, number, inheritable=True)
+
+
+def _close_all_but(kept: list[int]) -> None:
+    edges = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
+    for low, high in zip(edges, edges[1:], strict=False):
+        os.closerange(low + 1, high)
+
+
+def _renew_streams(*, unbuffered: bool) -> None:
+    _kept.extend((sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__))  # type: ignore[arg-type]
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: PTH123, SIM115
+    sys.stdout = sys.__stdout__ = _writer(1, unbuffered=unbuffered)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _writer(2, unbuffered=unbuffered, errors="backslashreplace")  # type: ignore[misc]
+
+
+def _writer(descriptor: int, *, unbuffered: bool, errors: str | None = None) -> io.TextIOWrapper:
+    """Returns what python itself would have made of a descriptor at its start."""
+    binary = open(descriptor, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: PTH123, SIM115
+    text = io.TextIOWrapper(
+        binary,
+        encoding=_kept[1].encoding,
+        errors=errors or _kept[1].errors,
+        line_buffering=descriptor == 2 or os.isatty(descriptor),  # noqa: PLR2004  (standard error)
+        write_through=unbuffered,
+    )
+    text.mode = "w"
+    return text
+
+
+def _renew_libraries() -> None:
+    import numpy as np
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
+    np.random.seed()  # noqa: NPY002  (the global generator is what would be shared)
