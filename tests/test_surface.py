@@ -54,6 +54,7 @@ EXIT_CODES = {
     "EmptyBatchError": 1,
     "StepError": 1,
     "PeerError": 1,
+    "Preempted": 75,
     "CheckpointError": 1,
     "RankFailure": 1,
 }

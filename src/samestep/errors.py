@@ -14,8 +14,7 @@
     ├── CheckpointError               1   a checkpoint cannot be written, or cannot be trusted
     └── RankFailure                   1   a rank of `spawn` or `run_ranks` failed; carries which, and why
 
-    SystemExit
-    └── Preempted                    75   asked to make room, every rank has saved and leaves
+    Preempted (a SystemExit)         75   asked to make room, every rank has saved and leaves
 
 PyTorch raises RuntimeError for most of these, often on the rank that merely noticed. A class of its own lets
 the launcher tell a culprit from a victim, and lets a script catch what it can mend.
@@ -133,7 +132,9 @@ class Preempted(SystemExit):
         path: where it lies.
     """
 
+    exit_code = 75
+
     def __init__(self, step: int, path: str) -> None:
-        super().__init__(75)
+        super().__init__(self.exit_code)
         self.step = step
         self.path = path

@@ -22,7 +22,7 @@ def asked(monkeypatch):
         seen.append(options)
         return Report("step", [Comparison("a / b", "step", (0.001, 0.003), (0.001, 0.002), 1.02)], {"ranks": 2})
 
-    monkeypatch.setattr(bench, "benchmark", lambda name: run)
+    monkeypatch.setattr(bench, "load", lambda chosen: run)
     return seen
 
 
@@ -37,7 +37,7 @@ def test_the_table_shows_medians_and_the_verdict(asked, capsys):
 def test_ranks_and_repeats_reach_the_benchmark(asked, capsys):
     bench.main(["step", "-n", "3", "--repeats", "7"])
     bench.main(["step"])
-    assert asked == [Options(ranks=3, repeats=7), Options()]
+    assert asked == [Options(ranks=3, repeats=7), Options(repeats=150)]
 
 
 def test_json_goes_to_the_named_file(asked, capsys, tmp_path):
@@ -62,7 +62,7 @@ def test_a_mistake_is_one_line_that_says_what_to_give(arguments, message):
 def test_help_lists_the_benchmarks_without_importing_torch():
     code = "import sys; from samestep.cli import bench; print(bench._parser().format_help(), 'torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "step  a training step against a hand-written" in shown
+    assert "step    a training step against a hand-written" in shown
     assert "examples:" in shown
     assert shown.strip().endswith("False")
 

@@ -18,24 +18,33 @@ __all__: list[str] = []
 
 
 class Benchmark(NamedTuple):
-    """A module with `run(options: Options) -> Report`, and what the help says of it."""
+    """A module with `run(options: Options) -> Report`, what the help says of it, and how many pairs it takes."""
 
     module: str
     summary: str
+    repeats: int
 
 
 BENCHMARKS = {
-    "step": Benchmark("samestep.bench.step", "a training step against a hand-written DistributedDataParallel loop"),
+    "launch": Benchmark("samestep.bench.launch", "the time to the first all-reduce against torchrun", 10),
+    "step": Benchmark(
+        "samestep.bench.step", "a training step against a hand-written DistributedDataParallel loop", 150
+    ),
 }
 
 
-def benchmark(name: str) -> Callable[[Options], Report]:
-    """Returns the function that runs the benchmark `name`.
+def benchmark(name: str) -> Benchmark:
+    """Returns the benchmark called `name`.
 
     Raises:
         UsageError: there is none of that name.
     """
     if name not in BENCHMARKS:
         raise UsageError(f"there is no benchmark {name!r}: choose one of {', '.join(BENCHMARKS)}")
-    run: Callable[[Options], Report] = import_module(BENCHMARKS[name].module).run
+    return BENCHMARKS[name]
+
+
+def load(chosen: Benchmark) -> Callable[[Options], Report]:
+    """Returns the function that runs a benchmark."""
+    run: Callable[[Options], Report] = import_module(chosen.module).run
     return run

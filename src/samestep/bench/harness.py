@@ -27,6 +27,7 @@ from samestep.errors import UsageError
 __all__: list[str] = []
 
 Block = Callable[[], None]
+Measure = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -148,12 +149,24 @@ def alternate(
     for _ in range(warmup):
         ours()
         theirs()
-    times: dict[Block, list[float]] = {ours: [], theirs: []}
+
+    def timed(block: Block) -> float:
+        align()
+        start = clock()
+        block()
+        align()
+        return clock() - start
+
+    return in_turn(lambda: timed(ours), lambda: timed(theirs), pairs=pairs)
+
+
+def in_turn(ours: Measure, theirs: Measure, *, pairs: int, warmup: int = 0) -> tuple[list[float], list[float]]:
+    """Calls two functions that time themselves in alternating pairs; returns the seconds of each, pair by pair."""
+    for _ in range(warmup):
+        ours()
+        theirs()
+    times: dict[Measure, list[float]] = {ours: [], theirs: []}
     for pair in range(pairs):
-        for block in (ours, theirs) if pair % 2 == 0 else (theirs, ours):
-            align()
-            start = clock()
-            block()
-            align()
-            times[block].append(clock() - start)
+        for measure in (ours, theirs) if pair % 2 == 0 else (theirs, ours):
+            times[measure].append(measure())
     return times[ours], times[theirs]

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from samestep.bench import BENCHMARKS, benchmark
+from samestep.bench import BENCHMARKS, benchmark, load
 from samestep.bench.harness import Comparison, Options, Report
 from samestep.cli.options import Parser
 
@@ -27,6 +27,7 @@ benchmarks:
 {benchmarks}"""
 
 EXAMPLES = """examples:
+  samestep bench launch -n 4              four processes, 10 pairs: two minutes
   samestep bench step                     two processes, 150 pairs: half a minute
   samestep bench step -n 4 --repeats 500  four processes, surer
   samestep bench step --json step.json    every single time, for plots
@@ -34,11 +35,14 @@ EXAMPLES = """examples:
 exit code: 0 whatever was measured; 2 for a usage error."""
 
 
+MUCH_SOONER = 2 / 3  # a ratio below which percents say less than a factor
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options = _parser().parse(arguments)
-    run = benchmark(options.name)
-    report = run(Options(options.ranks, options.repeats))
+    chosen = benchmark(options.name)
+    report = load(chosen)(Options(options.ranks, options.repeats or chosen.repeats))
     _show(report)
     if options.json is not None:
         options.json.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
@@ -48,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     width = max(map(len, BENCHMARKS))
     rows = "\n".join(f"  {name:<{width}}  {entry.summary}" for name, entry in BENCHMARKS.items())
+    defaults = ", ".join(f"{name} {entry.repeats}" for name, entry in BENCHMARKS.items())
     parser = Parser(
         "bench",
         usage="samestep bench NAME [options]",
@@ -57,7 +62,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("name", metavar="NAME", help="which benchmark; listed above")
     add("-n", dest="ranks", metavar="N", type=_whole, default=Options.ranks, help="processes (default: %(default)s)")
-    add("--repeats", metavar="K", type=_whole, default=Options.repeats, help="pairs of blocks (default: %(default)s)")
+    add("--repeats", metavar="K", type=_whole, help=f"pairs of blocks (default: {defaults})")
     add("--json", metavar="FILE", type=Path, help="write the medians, the ratio and every time to this file")
     return parser
 
@@ -92,10 +97,16 @@ def _table(comparison: Comparison) -> Table:
 def _conclusion(comparison: Comparison) -> str:
     lower, upper = (_percent(ratio) for ratio in comparison.interval)
     text = f"overhead {_percent(comparison.ratio)}, 19 times in 20 between {lower} and {upper}"
+    if comparison.ratio < MUCH_SOONER:
+        best, worst = (1 / ratio for ratio in comparison.interval)
+        text = f"{1 / comparison.ratio:.2f} times sooner, 19 times in 20 between {worst:.2f} and {best:.2f}"
     if comparison.most is None:
         return text
+    promise = (
+        f"at least {1 / comparison.most:.1f} times" if comparison.most < 1 else f"at most {_percent(comparison.most)}"
+    )
     verdict = {True: "kept", False: "missed", None: "not decided, take more --repeats"}[comparison.kept]
-    return f"{text}; promised: at most {_percent(comparison.most)}: {verdict}"
+    return f"{text}; promised: {promise}: {verdict}"
 
 
 def _percent(ratio: float) -> str:

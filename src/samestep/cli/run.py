@@ -85,7 +85,9 @@ def _parser() -> Parser:
     )
     parser.also("--pass-local_rank", "--pass_local_rank", dest="local_rank", action="store_const", const="--local_rank")
     add("--start", choices=("auto", "fork", "spawn"), default="auto", help=START)
-    add("--restarts", metavar="K", type=_count, default=0, help="after a failure start all ranks again, K times at most")
+    add(
+        "--restarts", metavar="K", type=_count, default=0, help="after a failure start all ranks again, K times at most"
+    )
     parser.also("--max-restarts", "--max_restarts", dest="restarts", type=_count)
     parser.also("--nproc-per-node", "--nproc_per_node", dest="ranks", type=_ranks)
     parser.also("--standalone", dest="standalone", action="store_true")  # what run does anyway

@@ -2,15 +2,26 @@
 
 address     a port that is bound and kept, never guessed; the store that rank 0 serves on it
 variables   what every rank sees in its environment
-process     one rank as a process: its own group, gone with its parent
+process     one rank as a process: its own group, gone with its parent; what it leaves behind
+fork        ranks that start at once, as copies of a process that has imported torch
 failure     what a rank writes down when it fails, and who of several is to blame
+stacks      python stacks as faulthandler leaves them
+memory      whether the kernel ended a process for want of memory
 bootstrap   the one piece that runs in every rank before the script
+control     the pipe between a rank and its team, at the rank's end
+orders      who in a rank obeys which order
 script      a file or module run as `__main__`, as python itself would
 calls       functions sent to a rank and what they gave (the rank's side)
 pool        ranks that stay alive and answer calls (the caller's side)
 spawn       the public `samestep.spawn`
-run         what `samestep run` does: plan, start, watch, record
-supervise   waits on the ranks of a run, stops the rest after a failure
+run         what `samestep run` does: plan, attempts, record
+head        holds the agents of all hosts for as long as a run lasts
+agent       one small process per host, which holds its ranks and obeys the head
+team        the ranks of one host: started, listened to, given orders, cleared away
+frames      messages between a head and an agent
+loop        one thread that waits on everything at once
+supervise   decides: whom to wait for, when to stop the rest, what to make of a signal
+restarts    whether a run that failed is worth another attempt
 verdict     what became of a run: exit code, culprit, the last lines on standard error
 console     the ranks' lines on one terminal, and in files
 terminal    a pseudo-terminal for rank 0's progress display

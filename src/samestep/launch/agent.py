@@ -29,10 +29,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from samestep.launch.address import listen
+from samestep.launch.frames import Link, Message
 from samestep.launch.loop import Loop
 from samestep.launch.process import adopt_orphans
 from samestep.launch.team import Job, Team
-from samestep.launch.frames import Link, Message
 
 __all__: list[str] = []
 

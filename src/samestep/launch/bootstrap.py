@@ -23,13 +23,11 @@ import socket
 import sys
 import threading
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from samestep import progress
 from samestep.errors import Preempted
 from samestep.launch.address import serve_store
-from samestep.launch.calls import serve_calls
 from samestep.launch.control import Control
 from samestep.launch.failure import Failure, below_the_launcher, brief, describe
 from samestep.launch.process import follow_parent
@@ -113,6 +111,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def _run(assignment: Assignment, rank: int, size: int) -> None:
     if assignment.calls is not None:
+        from multiprocessing.connection import Connection  # a run of a script needs neither
+
+        from samestep.launch.calls import serve_calls
+
         os.set_inheritable(assignment.calls, False)
         serve_calls(Connection(assignment.calls), rank, size)
         return

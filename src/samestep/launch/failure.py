@@ -70,7 +70,6 @@ class Failure:
         draft.replace(path)
 
 
-
 def describe(error: BaseException, rank: int) -> Failure:
     """Returns the record of an exception that nobody caught."""
     where, source = user_line(error.__traceback__)

@@ -30,8 +30,9 @@ import threading
 import zipfile
 from collections.abc import Mapping
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import NoReturn
 
 from samestep.launch.bootstrap import Assignment, live
 from samestep.launch.process import Forked, follow_parent
@@ -42,7 +43,7 @@ __all__: list[str] = []
 # Read when torch or its OpenMP library is imported: a script that sets one must come before that import.
 EARLY = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMEXPR_", "TORCH", "PYTORCH_", "LD_", "PYTHON", "TORCHDYNAMO_")
 
-_kept: list[IO[str]] = []  # the launcher's own streams: collected, they would close the rank's
+_kept: list[io.TextIOWrapper] = []  # the launcher's own streams: collected, they would close the rank's
 
 
 def source_of(program: str, *, is_module: bool) -> str:
@@ -59,9 +60,9 @@ def source_of(program: str, *, is_module: bool) -> str:
 
 
 def needs_fresh_interpreter(source: str) -> str | None:
-    """Returns why a script cannot be run after torch was imported, or None.
+    r"""Returns why a script cannot be run after torch was imported, or None.
 
-    >>> needs_fresh_interpreter("import os\\nos.environ['OMP_NUM_THREADS'] = '3'\\nimport torch")
+    >>> needs_fresh_interpreter("import os\nos.environ['OMP_NUM_THREADS'] = '3'\nimport torch")
     'it sets OMP_NUM_THREADS in line 2'
     """
     try:
@@ -164,9 +165,7 @@ def fork(
         os._exit(70)  # EX_SOFTWARE: only reached where the lines above failed
 
 
-def _become(
-    assignment: Assignment, environment: Mapping[str, str], streams: tuple[int | None, int, int]
-) -> NoReturn:
+def _become(assignment: Assignment, environment: Mapping[str, str], streams: tuple[int | None, int, int]) -> NoReturn:
     _reset_signals()
     _take_streams(streams)
     _close_all_but(assignment.descriptors())
@@ -194,29 +193,27 @@ def _take_streams(streams: tuple[int | None, int, int]) -> None:
 
 def _close_all_but(kept: list[int]) -> None:
     edges = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         os.closerange(low + 1, high)
 
 
 def _renew_streams(*, unbuffered: bool) -> None:
     _kept.extend((sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__))  # type: ignore[arg-type]
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: PTH123, SIM115
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = _writer(1, unbuffered=unbuffered)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _writer(2, unbuffered=unbuffered, errors="backslashreplace")  # type: ignore[misc]
 
 
 def _writer(descriptor: int, *, unbuffered: bool, errors: str | None = None) -> io.TextIOWrapper:
     """Returns what python itself would have made of a descriptor at its start."""
-    binary = open(descriptor, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: PTH123, SIM115
-    text = io.TextIOWrapper(
+    binary = open(descriptor, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+    return io.TextIOWrapper(
         binary,
         encoding=_kept[1].encoding,
         errors=errors or _kept[1].errors,
-        line_buffering=descriptor == 2 or os.isatty(descriptor),  # noqa: PLR2004  (standard error)
+        line_buffering=descriptor == 2 or os.isatty(descriptor),
         write_through=unbuffered,
     )
-    text.mode = "w"
-    return text
 
 
 def _renew_libraries() -> None:

@@ -6,7 +6,6 @@ connected by the time a head is made; from then on there is no difference.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -20,12 +19,12 @@ from typing import Any, Self
 from samestep.errors import SamestepError
 from samestep.launch.agent import fork_agent
 from samestep.launch.console import Console
+from samestep.launch.frames import Link, Message, pair
 from samestep.launch.loop import Loop
-from samestep.launch.process import adopt_orphans
+from samestep.launch.process import adopt_orphans, end_orphans
 from samestep.launch.supervise import Supervisor
 from samestep.launch.team import Job
 from samestep.launch.verdict import Verdict
-from samestep.launch.frames import Link, Message, pair
 
 __all__: list[str] = []
 
@@ -36,8 +35,9 @@ CLEARING = 10.0  # seconds for a host to say that nothing is left there
 class Host:
     """One host's ranks, as the head sees them: its agent at the other end of a link."""
 
-    def __init__(self, host: str, link: Link, ranks: int) -> None:
+    def __init__(self, host: str, link: Link, ranks: int, process: int | None = None) -> None:
         self.host = host
+        self.process = process  # the agent's, where it is a child of this one
         self.link = link
         self.count = ranks
         self.ranks: tuple[int, ...] = ()
@@ -68,9 +68,9 @@ class Attempt:
 def open_here(name: str, ranks: int) -> Host:
     """Starts an agent on this host, as a fork of this process, which must be single-threaded."""
     ours, theirs = pair()
-    fork_agent(theirs, ours)
+    process = fork_agent(theirs, ours)
     theirs.close()
-    return Host(name, ours, ranks)
+    return Host(name, ours, ranks, process)
 
 
 class Head:
@@ -182,9 +182,11 @@ class Head:
             self._loop.forget(host.link.fileno())
             host.link.close()
         self._loop.close()
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                os.waitpid(-1, 0)
+        for host in self.hosts:
+            if host.process is not None:
+                os.waitpid(host.process, 0)
+        if any(host.gone and host.process is not None for host in self.hosts):
+            end_orphans(own=[])  # what that agent would have ended has come to us
 
     def __enter__(self) -> Self:
         return self

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 __all__: list[str] = []
 
-Then = Callable[[], None]
+Then = Callable[[], object]
 
 
 @dataclass(order=True)
@@ -43,7 +43,7 @@ class Loop:
         self._stopped = False
 
     def watch(self, descriptor: int, then: Then, *, writable: bool = False) -> None:
-        """Calls `then` whenever `descriptor` is readable (or writable too, if asked); again with other terms is fine."""
+        """Calls `then` whenever `descriptor` is readable, or writable too. Again: with new terms."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writable else 0)
         if descriptor in self._selector.get_map():
             self._selector.modify(descriptor, events, then)

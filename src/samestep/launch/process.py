@@ -34,6 +34,9 @@ class Process(Protocol):
     def wait(self) -> int:
         """Reaps it, and returns its exit code, negative for a signal."""
 
+    def send_signal(self, number: int, /) -> None:
+        """Sends it a signal, unless it was reaped."""
+
 
 class Forked:
     """A child made by os.fork; forget it only after :meth:`wait`."""
@@ -47,6 +50,10 @@ class Forked:
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
+
+    def send_signal(self, number: int, /) -> None:
+        """Sends it a signal, unless it was reaped."""
+        signal_alone(self, number)
 
 
 def rank_command(*options: str) -> list[str]:

@@ -1,10 +1,10 @@
 """Python stacks as faulthandler writes them: what is left of a rank that native code has ended, or holds.
 
-    Fatal Python error: Segmentation fault
+Fatal Python error: Segmentation fault
 
-    Current thread 0x00007f… (most recent call first):
-      File "train.py", line 12 in step        <- [1] the first that is the user's own
-      File "train.py", line 20 in <module>
+Current thread 0x00007f… (most recent call first):
+  File "train.py", line 12 in step        <- [1] the first that is the user's own
+  File "train.py", line 20 in <module>
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+|\?\?\?) in (?P<n
 
 
 def place_in(text: str) -> tuple[str | None, str | None]:
-    """Returns "file:line" and text of the user's own innermost line, of the current thread, else of the main one.
+    r"""Returns "file:line" and text of the user's own innermost line, of the current thread, else of the main one.
 
     >>> place_in('Current thread 0x0 (most recent call first):\\n  File "a.py", line 3 in f\\n')[0]
     'a.py:3'

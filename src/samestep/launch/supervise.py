@@ -65,7 +65,7 @@ class Supervisor:
         self._size = sum(len(crew.ranks) for crew in crews)
         self._codes: dict[int, int] = {}
         self._failures: dict[int, Failure] = {}
-        self._finished: dict[int, int] = {}  # rank and process that exited with code 0 before anybody failed
+        self._finished: dict[int, int] = {}  # rank and process that exited with code 0 before anybody failed by itself
         self._standing: dict[int, str] = {}  # where a rank stood when it was told to leave
         self._steps: dict[int, int] = {}
         self._saved: tuple[int, str] | None = None  # step and path, when preempted
@@ -101,7 +101,9 @@ class Supervisor:
     def verdict(self) -> Verdict:
         """Returns what became of it."""
         found = judge(self._codes, list(self._failures.values()), self._finished, self._interrupted())
-        standing = {failure.rank: _place(failure) for failure in self._failures.values() if failure.lost_peer} | self._standing
+        standing = {
+            failure.rank: _place(failure) for failure in self._failures.values() if failure.lost_peer
+        } | self._standing
         return replace(
             found,
             standing={rank: standing[rank] for rank in found.waiting if rank in standing},
@@ -118,8 +120,8 @@ class Supervisor:
         rank, code = body["rank"], body["code"]
         self._codes[rank] = code
         self._steps[rank] = body["step"]
-        if code == 0 and not self._failures and not self._stopping:
-            self._finished[rank] = body["pid"]
+        if code == 0 and not self._stopping and all(failure.lost_peer for failure in self._failures.values()):
+            self._finished[rank] = body["pid"]  # a victim may be heard before its culprit has quite gone
         elif code not in {0, PREEMPTED} and rank not in self._failures and not self._stopping and not self._signals:
             self._failed(replace(Failure(**body["death"]), host=crew.host))
         self._finish_if_over()
@@ -138,7 +140,9 @@ class Supervisor:
         if first or not failure.lost_peer:
             self._set(PATIENCE if shared else SETTLE, self._stop, unless_sooner=not first)
 
-    def _set(self, seconds: float | None, step: Callable[[], None] | None = None, *, unless_sooner: bool = False) -> None:
+    def _set(
+        self, seconds: float | None, step: Callable[[], None] | None = None, *, unless_sooner: bool = False
+    ) -> None:
         """Makes `step` the next thing to happen by itself; None: nothing."""
         if self._alarm is not None:
             if unless_sooner and seconds is not None and self._alarm.due <= time.monotonic() + seconds:

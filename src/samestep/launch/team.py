@@ -16,10 +16,10 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -139,8 +139,9 @@ class Team:
         )
         environment = child_environment(job.variables[place])
         process = self._begin(assignment, environment, sinks, reads=job.reads)
-        for descriptor in (theirs, *sinks.values()):
-            descriptor.close() if isinstance(descriptor, socket.socket) else os.close(descriptor)
+        theirs.close()
+        for sink in sinks.values():
+            os.close(sink)
         if job.cpus:
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(process.pid, job.cpus[place])
@@ -179,7 +180,7 @@ class Team:
         self._loop.watch(member.control.fileno(), lambda: self._listen(member))
         for descriptor in member.outputs:
             os.set_blocking(descriptor, False)
-            self._loop.watch(descriptor, lambda descriptor=descriptor: self._pump(member, descriptor))  # type: ignore[misc]
+            self._loop.watch(descriptor, partial(self._pump, member, descriptor))
 
     def _pump(self, member: _Member, descriptor: int) -> bool:
         """Passes on what a stream holds; returns whether there may be more."""
@@ -307,11 +308,5 @@ class Team:
     def end(self) -> None:
         """Kills everything at once, whoever still runs."""
         for member in self._members.values():
-            reap_group(member.process)
+            reap(member.process)
         end_orphans()
-
-
-def reap_group(process: Process) -> None:
-    """Kills a rank with its group, and reaps it."""
-    reap(process)
-    sys.stdout.flush()
