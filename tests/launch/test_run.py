@@ -37,7 +37,6 @@ def test_every_rank_sees_the_variables_of_torchrun(folder):
         assert environment["GROUP_RANK"] == environment["TORCHELASTIC_RESTART_COUNT"] == "0"
         assert environment["MASTER_ADDR"] == "127.0.0.1"
         assert environment["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
-        assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "True"
         assert environment["SAMESTEP_RUN_DIR"] == folder.result["run_dir"]
     assert first["MASTER_PORT"] == second["MASTER_PORT"]
     assert first["TORCHELASTIC_RUN_ID"] == second["TORCHELASTIC_RUN_ID"]

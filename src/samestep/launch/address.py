@@ -5,8 +5,11 @@ binds it again. Here the parent binds port 0 on the loopback address and keeps t
 serves torch's TCPStore on it (`master_listen_fd`), so nothing is ever guessed and nobody can take the port between.
 Told an address, TCPStore listens on every interface; given this socket it listens on 127.0.0.1 alone.
 
-Every rank then is a client (TORCHELASTIC_USE_AGENT_STORE=True, read by `torch/distributed/rendezvous.py`), rank 0
-too. Until the server runs, clients wait in the socket's backlog.
+Every rank then is a client, rank 0 too. Until the server runs, clients wait in the socket's backlog.
+
+torchrun tells its ranks so by TORCHELASTIC_USE_AGENT_STORE=True, which their children inherit and which holds for any
+address: a script that sets a MASTER_PORT of its own, as many tutorials do, or spawns ranks of its own, waits for ever
+for a server. Here it holds in the rank alone, and as long as MASTER_PORT is the launcher's (:func:`use_store`).
 """
 
 from __future__ import annotations
@@ -20,11 +23,16 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from samestep.rankenv import set_variables, variable
+
 __all__: list[str] = []
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 4096  # ranks that may knock before rank 0 has imported torch; the kernel caps it at somaxconn
 
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+_ports: list[str] = []  # where somebody serves it, as the launcher told this process
 _stores: list[Any] = []  # what serves must outlive the script: clients fail when it is collected
 
 
@@ -64,10 +72,33 @@ def serve_store(listener: socket.socket, size: int) -> None:
             )
         ]
 
-    if "torch.distributed" in sys.modules:
-        serve()
+    _after_import("torch.distributed", serve)
+
+
+def use_store() -> None:
+    """Makes this process a client of the launcher's store, for as long as MASTER_PORT says so."""
+    if variable(AGENT_STORE) != "True":
+        return
+    port = variable("MASTER_PORT")
+    set_variables({AGENT_STORE: None})
+    _ports[:] = [] if port is None else [port]
+
+    def patch() -> None:
+        vars(sys.modules["torch.distributed.rendezvous"])["_torchelastic_use_agent_store"] = is_served
+
+    _after_import("torch.distributed", patch)
+
+
+def is_served() -> bool:
+    """Tells whether the launcher has somebody serve the store at MASTER_ADDR and MASTER_PORT."""
+    return variable(AGENT_STORE) == "True" or variable("MASTER_PORT") in _ports
+
+
+def _after_import(name: str, then: Callable[[], None]) -> None:
+    if name in sys.modules:
+        then()
     else:
-        sys.meta_path.insert(0, _AfterImport("torch.distributed", serve))
+        sys.meta_path.insert(0, _AfterImport(name, then))
 
 
 class _AfterImport(MetaPathFinder, Loader):

@@ -23,11 +23,12 @@ import socket
 import sys
 import threading
 from dataclasses import asdict, dataclass
-from typing import NoReturn
+from io import TextIOWrapper
+from typing import NoReturn, cast
 
 from samestep import progress
 from samestep.errors import Preempted
-from samestep.launch.address import serve_store
+from samestep.launch.address import serve_store, use_store
 from samestep.launch.control import Control
 from samestep.launch.failure import Failure, below_the_launcher, brief, describe
 from samestep.launch.process import follow_parent
@@ -87,6 +88,12 @@ def live(assignment: Assignment) -> NoReturn:
     if assignment.store is not None:
         os.set_inheritable(assignment.store, False)
         serve_store(socket.socket(fileno=assignment.store), size)
+    if not variable("PYTHONUNBUFFERED"):
+        cast("TextIOWrapper", sys.stdout).reconfigure(
+            line_buffering=True
+        )  # a pipe's lines shall come when they are whole
+    if assignment.calls is None:
+        use_store()
     if control is not None:
         control.obey()
     try:

@@ -37,6 +37,7 @@ LOST_PEER = re.compile(
     r"NCCL communicator was aborted|failed to (recv|pass)|unexpected end of stream",
     re.IGNORECASE,
 )
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RECIPES = _PACKAGE / "recipes"  # users of the public API: their lines are a user's lines
 
@@ -77,10 +78,11 @@ def describe(error: BaseException, rank: int) -> Failure:
     if isinstance(error, SyntaxError) and error.filename:
         where, source = f"{error.filename}:{error.lineno}", (error.text or "").strip()
         message = error.msg
+    name, message, where, source = _of_spawned(error) or (type(error).__name__, message, where, source)
     return Failure(
         rank=rank,
         pid=os.getpid(),
-        exception=type(error).__name__,
+        exception=name,
         message=message,
         exit_code=exit_code(error),
         time=time.time(),
@@ -89,6 +91,24 @@ def describe(error: BaseException, rank: int) -> Failure:
         traceback=format_traceback(error),
         lost_peer=lost_peer(error),
         usage=isinstance(error, UsageError | RendezvousError),
+    )
+
+
+def _of_spawned(error: BaseException) -> tuple[str, str, str | None, str | None] | None:
+    """Returns exception, message, line and its text of a process that the script itself has spawned, if it was one.
+
+    torch.multiprocessing raises the text of its traceback, below its own frames and above the script's.
+    """
+    index = getattr(error, "error_index", None)
+    if index is None or type(error).__name__ != "ProcessRaisedException":
+        return None
+    text = str(error).rstrip()
+    frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(text)]
+    name, _, message = text.splitlines()[-1].partition(": ")
+    return (
+        name,
+        f"{message} (in process {index} of those it spawned)",
+        *own_line(traceback.StackSummary.from_list(frames)),
     )
 
 

@@ -8,8 +8,8 @@ What a fork would share by mistake is renewed in the child before the script see
     threads          none but OpenBLAS's, which minds forks itself; no tensor is touched before the fork, for a child
                      of a process that used OpenMP hangs in its first parallel loop
     thread count     torch.set_num_threads first: what the parent had computed does not hold here
-    random numbers   NumPy's global generator from the operating system (else all ranks draw alike); python renews
-                     its own; torch starts from the same fixed seed in every process anyway
+    random numbers   the global generators of NumPy and torch, from the operating system, as in a fresh interpreter;
+                     else all ranks would draw alike. Python renews its own
     signals, files   handlers back to python's, every descriptor closed but those that are the rank's
     string hashes    stay the same in all ranks: the order of a set of strings is equal where fresh interpreters
                      would differ (which `samestep verify` therefore uses)
@@ -103,7 +103,6 @@ def warm(source: str, folder: Path) -> str | None:
         source: the script's text; torch's compiler, 0.8 s, is left out where no optimizer is in sight.
         folder: where the script finds its own modules.
     """
-    before = set(sys.modules)
     try:
         importlib.import_module("torch.utils.data")
         if not source or "optim" in source or "samestep" in source:
@@ -112,7 +111,7 @@ def warm(source: str, folder: Path) -> str | None:
             _import_samestep()
     except Exception as error:  # noqa: BLE001  (whatever a broken installation raises, the ranks will tell it better)
         return f"torch cannot be imported here ({type(error).__name__}: {error})"
-    hidden = _hidden({name for name in sys.modules if "." not in name} - before, folder)
+    hidden = _hidden({name for name in sys.modules if "." not in name} - {"__main__"}, folder)
     if hidden:
         return f"{hidden} lies beside it and would be taken for the installed package of that name"
     if threading.active_count() > 1:
@@ -211,7 +210,7 @@ def _writer(descriptor: int, *, unbuffered: bool, errors: str | None = None) -> 
         binary,
         encoding=_kept[1].encoding,
         errors=errors or _kept[1].errors,
-        line_buffering=descriptor == 2 or os.isatty(descriptor),
+        line_buffering=not unbuffered and (descriptor == 2 or os.isatty(descriptor)),
         write_through=unbuffered,
     )
 
@@ -221,4 +220,5 @@ def _renew_libraries() -> None:
     import torch
 
     torch.set_num_threads(torch.get_num_threads())
+    torch.default_generator.seed()
     np.random.seed()  # noqa: NPY002  (the global generator is what would be shared)

@@ -96,7 +96,6 @@ def rank_variables(group: Group, rank: int, *, threads: int | None = None) -> di
     theirs = {
         "OMP_NUM_THREADS": threads or threads_per_rank(here.local_size),
         "GLOO_SOCKET_IFNAME": group.interface,
-        "PYTHONUNBUFFERED": 1,
     }
     unset = {name: value for name, value in theirs.items() if variable(name) is None}
     return {name: str(value) for name, value in (place | unset).items()}

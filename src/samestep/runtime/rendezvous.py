@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from samestep import paths, rankenv
 from samestep.errors import RankVariablesError, RendezvousError, UsageError
+from samestep.launch.address import is_served
 
 __all__: list[str] = []
 
@@ -134,7 +135,7 @@ def _whole(query: dict[str, str], name: str) -> int | None:
 def _from_variables(told: rankenv.RankVariables | None, rank: int, size: int) -> Place:
     addr, port = (None, None) if told is None else (told.master_addr, told.master_port)
     if addr is not None and port is not None:
-        served = rankenv.variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        served = is_served()
         attempt = rankenv.variable("TORCHELASTIC_RESTART_COUNT", "0")
         return Place(
             rank=rank,
