@@ -1,0 +1,325 @@
+"""The connection between the head and an agent on another host: both prove that they know the run's secret.
+
+    agent                                          head
+                                     <-  {"protocol": 1, "nonce": a}
+      {"nonce": b, "about": …,       ->
+       "proof": mac(token, "agent", a, b, about)}
+                                     <-  {"proof": mac(token, "head", a, b)}    or {"refused": why}
+
+    then frames both ways (samestep.launch.frames), each with mac(key, direction, number, frame),
+    where key = mac(token, "key", a, b)
+
+The secret itself never travels. Nonces are fresh on both sides, so nothing can be replayed into another connection;
+the number and the direction keep frames from being repeated, dropped, reordered or sent back. It is proof of origin,
+not encryption: torch's own connections are neither, and what trains together should be on a network that is trusted.
+
+Nobody who has not proved anything can make the head wait: handshakes go on beside each other, in a selector of their
+own that nests in the head's loop, at most so many at a time and for so long. mac is HMAC-SHA256 (RFC 2104).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from samestep.errors import RendezvousError
+from samestep.launch.frames import Link, Message
+
+__all__: list[str] = []
+
+PROTOCOL = 1
+MOST_HALF_OPEN = 2048
+HANDSHAKE = 5.0  # seconds a stranger may take
+MOST_LINE = 1 << 16  # bytes of one line of the handshake
+MOST_FRAME = 1 << 24  # bytes of one frame
+TRY = 3.0  # seconds for one address to answer
+_HEAD, _NUMBER, MAC = struct.Struct("!II"), struct.Struct("!Q"), 32
+
+
+def new_token() -> str:
+    """Returns a new secret of 256 bits, in hexadecimal digits."""
+    return secrets.token_hex(32)
+
+
+def _mac(key: bytes, *parts: str | bytes) -> bytes:
+    """Authenticates parts, each with its length, so that no two lists of parts are alike."""
+    digest = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        raw = part.encode() if isinstance(part, str) else part
+        digest.update(_NUMBER.pack(len(raw)) + raw)
+    return digest.digest()
+
+
+class SealedLink(Link):
+    """One end of a connection whose every frame carries a proof of origin and place.
+
+    `peer_about` is what the other side told of itself, `address` where it is, `last_heard` when it spoke last, in
+    seconds of the monotonic clock; `fault` says why the connection was ended here, if it was.
+    """
+
+    def __init__(self, stream: socket.socket, key: bytes, ours: str, theirs: str, about: dict[str, Any]) -> None:
+        self.address: tuple[str, int] = stream.getpeername()[:2]
+        self.local_address: str = stream.getsockname()[0]
+        super().__init__(stream)
+        self.peer_about = about
+        self.last_heard = time.monotonic()
+        self.fault: str | None = None
+        self._key = key
+        self._ours, self._theirs = ours, theirs
+        self._sent = self._taken = 0
+
+    def _wrap(self, text: bytes, payload: bytes) -> bytes:
+        frame = super()._wrap(text, payload)
+        seal = _mac(self._key, self._ours, _NUMBER.pack(self._sent), frame)
+        self._sent += 1
+        return seal + frame
+
+    def receive(self) -> list[Message]:
+        found = super().receive()
+        if found:
+            self.last_heard = time.monotonic()
+        return found
+
+    def _unwrap(self) -> list[Message]:
+        messages: list[Message] = []
+        while len(self._incoming) >= MAC + _HEAD.size and self.fault is None:
+            text, payload = _HEAD.unpack_from(self._incoming, MAC)
+            end = MAC + _HEAD.size + text + payload
+            if end > MOST_FRAME:
+                self._refuse(f"a frame of {end} bytes")
+            elif len(self._incoming) < end:
+                break
+            else:
+                messages += self._open(bytes(self._incoming[:end]), text)
+                del self._incoming[:end]
+        return messages
+
+    def _open(self, sealed: bytes, text: int) -> list[Message]:
+        frame = sealed[MAC:]
+        right = _mac(self._key, self._theirs, _NUMBER.pack(self._taken), frame)
+        if not hmac.compare_digest(sealed[:MAC], right):
+            self._refuse("a frame that the other side has not sent, or not at this place")
+            return []
+        self._taken += 1
+        body = json.loads(frame[_HEAD.size : _HEAD.size + text])
+        return [Message(body.pop("kind"), body, frame[_HEAD.size + text :])]
+
+    def _refuse(self, what: str) -> None:
+        self.fault = f"{self.address[0]}:{self.address[1]} sent {what}"
+        self._fail()
+
+
+def _tune(stream: socket.socket) -> None:
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+@dataclass
+class _Stranger:
+    """A connection whose other side has proved nothing yet."""
+
+    stream: socket.socket
+    nonce: str
+    since: float
+    said: bytearray = field(default_factory=bytearray)
+
+
+class Listener:
+    """Where agents come in; a context manager. Watch :meth:`fileno`, then :meth:`accept` until it returns None.
+
+    Args:
+        token: the run's secret.
+        address: one of this host's own; all of them by default.
+        port: 0 for any that is free.
+
+    Raises:
+        RendezvousError: the port is taken, or the address is not this host's.
+    """
+
+    def __init__(self, token: str, address: str = "0.0.0.0", port: int = 0) -> None:  # noqa: S104  (others must reach it)
+        self._token = bytes.fromhex(token) if _is_hex(token) else token.encode()
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        if port:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((address, port))
+        except OSError as error:
+            self._socket.close()
+            raise RendezvousError(f"cannot listen at {address}:{port}: {error.strerror}; choose another") from error
+        self._socket.listen(MOST_HALF_OPEN)
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+        self._poll = select.epoll()
+        self._poll.register(self._socket.fileno(), select.EPOLLIN)
+        self._strangers: dict[int, _Stranger] = {}
+        self._ready: list[SealedLink] = []
+        self.refused: list[str] = []  # who was turned away, and why
+
+    def fileno(self) -> int:
+        return self._poll.fileno()
+
+    def accept(self) -> SealedLink | None:
+        """Returns the next agent that has proved itself, or None; never waits."""
+        for descriptor, _ in self._poll.poll(0):
+            if descriptor == self._socket.fileno():
+                self._welcome()
+            elif descriptor in self._strangers:
+                self._hear(self._strangers[descriptor])
+        self._expire()
+        return self._ready.pop(0) if self._ready else None
+
+    def _welcome(self) -> None:
+        with contextlib.suppress(OSError):  # BlockingIOError: no more; or one that has gone again
+            while True:
+                stream, _ = self._socket.accept()
+                stream.setblocking(False)
+                _tune(stream)
+                stranger = _Stranger(stream, secrets.token_hex(32), time.monotonic())
+                self._strangers[stream.fileno()] = stranger
+                self._poll.register(stream.fileno(), select.EPOLLIN)
+                self._answer(stranger, {"protocol": PROTOCOL, "nonce": stranger.nonce})
+
+    def _answer(self, stranger: _Stranger, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # it has gone, and will be found so
+            stranger.stream.send(json.dumps(message).encode() + b"\n")
+
+    def _hear(self, stranger: _Stranger) -> None:
+        try:
+            data = stranger.stream.recv(MOST_LINE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        stranger.said += data
+        line, newline, rest = stranger.said.partition(b"\n")
+        if newline:
+            self._judge(stranger, bytes(line), bytes(rest))
+        elif not data or len(stranger.said) > MOST_LINE:
+            self._drop(stranger, "it said nothing that an agent says")
+
+    def _judge(self, stranger: _Stranger, line: bytes, rest: bytes) -> None:
+        try:
+            said = json.loads(line)
+            nonce, about, proof = str(said["nonce"]), said["about"], bytes.fromhex(said["proof"])
+            told = json.dumps(about, sort_keys=True)
+        except (ValueError, KeyError, TypeError):
+            self._drop(stranger, "it said nothing that an agent says")
+            return
+        if rest or not hmac.compare_digest(proof, _mac(self._token, "agent", stranger.nonce, nonce, told)):
+            self._answer(stranger, {"refused": "it has another token"})
+            self._drop(stranger, "it has another token")
+            return
+        self._answer(stranger, {"proof": _mac(self._token, "head", stranger.nonce, nonce).hex()})
+        self._forget(stranger)
+        key = _mac(self._token, "key", stranger.nonce, nonce)
+        self._ready.append(SealedLink(stranger.stream, key, "head", "agent", about))
+
+    def _drop(self, stranger: _Stranger, reason: str) -> None:
+        with contextlib.suppress(OSError):
+            self.refused.append(f"{stranger.stream.getpeername()[0]}: {reason}")
+            del self.refused[:-100]
+        self._forget(stranger)
+        stranger.stream.close()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        self._poll.unregister(stranger.stream.fileno())
+        del self._strangers[stranger.stream.fileno()]
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for stranger in list(self._strangers.values()):  # the oldest first
+            if now - stranger.since < HANDSHAKE and len(self._strangers) <= MOST_HALF_OPEN:
+                break
+            self._drop(stranger, f"it proved nothing in {HANDSHAKE:.0f} s")
+
+    def close(self) -> None:
+        """Listens no more; agents that have come in stay."""
+        for stranger in list(self._strangers.values()):
+            self._forget(stranger)
+            stranger.stream.close()
+        self._poll.close()
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+
+def _is_hex(token: str) -> bool:
+    return len(token) == 2 * MAC and all(letter in "0123456789abcdef" for letter in token)
+
+
+def connect(addresses: Sequence[str], port: int, token: str, about: dict[str, Any], *, seconds: float) -> SealedLink:
+    """Returns a connection to the head, at the first of its addresses that answers.
+
+    Args:
+        addresses: where it may be.
+        port: the same at all of them.
+        token: the run's secret.
+        about: what to tell of this side.
+        seconds: how long to try; refused connections are tried again, for the head may not be there yet.
+
+    Raises:
+        RendezvousError: nobody answered, or not as the head of this run; says what was tried.
+    """
+    key = bytes.fromhex(token) if _is_hex(token) else token.encode()
+    until = time.monotonic() + seconds
+    reasons: dict[str, str] = {}
+    while True:
+        for address in addresses:
+            patience = min(TRY, max(0.1, until - time.monotonic()))
+            try:
+                with contextlib.closing(socket.create_connection((address, port), patience)) as stream:
+                    return _prove(stream, key, about)
+            except OSError as error:
+                reasons[address] = error.strerror or str(error) or "no answer"
+        if time.monotonic() >= until:
+            tried = "; ".join(f"{address}:{port} {reason}" for address, reason in reasons.items())
+            raise RendezvousError(f"the head of the run cannot be reached: {tried} (tried for {seconds:.0f} s)")
+        time.sleep(0.1)
+
+
+def _prove(stream: socket.socket, token: bytes, about: dict[str, Any]) -> SealedLink:
+    _tune(stream)
+    hello = _line(stream)
+    if hello.get("protocol") != PROTOCOL or not isinstance(hello.get("nonce"), str):
+        raise RendezvousError(
+            f"who answers at {stream.getpeername()[0]} is not the head of a run, or of another version"
+        )
+    nonce, told = secrets.token_hex(32), json.dumps(about, sort_keys=True)
+    proof = _mac(token, "agent", hello["nonce"], nonce, told).hex()
+    stream.sendall(json.dumps({"nonce": nonce, "about": about, "proof": proof}).encode() + b"\n")
+    answer = _line(stream)
+    right = _mac(token, "head", hello["nonce"], nonce).hex()
+    if not hmac.compare_digest(str(answer.get("proof", "")), right):
+        raise RendezvousError("the head of the run has another token: set the same SAMESTEP_TOKEN on every host")
+    stream.settimeout(None)
+    session = _mac(token, "key", hello["nonce"], nonce)
+    return SealedLink(stream.dup(), session, "agent", "head", {})
+
+
+def _line(stream: socket.socket) -> dict[str, Any]:
+    """Reads one line of the handshake, byte by byte: what follows belongs to the frames."""
+    said = bytearray()
+    while not said.endswith(b"\n"):
+        byte = stream.recv(1)
+        if not byte or len(said) > MOST_LINE:
+            raise OSError(None, "it hung up before it had said who it is")
+        said += byte
+    try:
+        found: dict[str, Any] = json.loads(said)
+    except ValueError:
+        raise OSError(None, "something else answers there") from None
+    return found
