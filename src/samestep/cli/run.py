@@ -8,15 +8,19 @@ import secrets
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+from samestep.cli.hosts import add_options, opened, own_ranks, place
 from samestep.cli.options import Parser
 from samestep.errors import UsageError
+from samestep.launch.agent import Agent
+from samestep.launch.cluster import Part
 from samestep.launch.devices import visible_gpus
-from samestep.launch.run import Plan, launch, summary
-from samestep.launch.variables import Group
+from samestep.launch.gather import Call, Sibling, follow
+from samestep.launch.run import Plan, launch, part_here, summary
 from samestep.paths import RunDirectory, default_run_path
 
 __all__ = ["main"]
@@ -48,19 +52,39 @@ code 0 while others waited for it; 2 for a usage error."""
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options = _parser().parse(arguments)
-    plan = _plan(options)
+    _check(options)
     if options.dry_run:
-        _show(plan)
+        _show(options)
         return 0
-    if plan.group.size > 1 and "OMP_NUM_THREADS" in plan.variables(0):
-        threads = plan.variables(0)["OMP_NUM_THREADS"]
-        print(f"samestep: {plan.group.size} ranks, OMP_NUM_THREADS={threads} for each", file=sys.stderr)
-    if plan.group.size == 1 and {"-n", "--nproc-per-node", "--nproc_per_node"} & set(plan.arguments):
-        print("samestep: note: options behind the script are its own; this is 1 process", file=sys.stderr)
-    verdict = launch(plan)
+    where = place(options)
+    if isinstance(where, Sibling) and where.index > 0:
+        return _serve(follow(where, own_ranks(options, where)))
+    with opened(options, where) as (head, parts):
+        plan = _plan(options, parts)
+        _announce(plan)
+        verdict = launch(plan, head)
     if options.json is not None:
         options.json.write_text(json.dumps(summary(plan, verdict), indent=2) + "\n", encoding="utf-8")
     return verdict.exit_code
+
+
+def _serve(agent: Agent) -> int:
+    """Does this host's part of a run that another leads; ends as the run does."""
+    agent.serve()
+    if agent.exit_code is None:
+        print("samestep: the head of the run has hung up: its host, or the network, is gone", file=sys.stderr)
+        return 1
+    return agent.exit_code
+
+
+def _announce(plan: Plan) -> None:
+    if plan.size > 1 and "OMP_NUM_THREADS" in plan.variables(0):
+        threads = plan.variables(0)["OMP_NUM_THREADS"]
+        machines = len({part.machine for part in plan.parts})
+        hosts = "" if machines == 1 else f" on {machines} hosts"
+        print(f"samestep: {plan.size} ranks{hosts}, OMP_NUM_THREADS={threads} for each", file=sys.stderr)
+    if plan.size == 1 and {"-n", "--nproc-per-node", "--nproc_per_node"} & set(plan.arguments):
+        print("samestep: note: options behind the script are its own; this is 1 process", file=sys.stderr)
 
 
 def _parser() -> Parser:
@@ -71,7 +95,7 @@ def _parser() -> Parser:
         epilog=EXAMPLES,
     )
     add = parser.add_argument
-    add("-n", dest="ranks", metavar="N", type=_ranks, default="auto", help="processes, or auto: one per GPU, else 1")
+    add("-n", dest="ranks", metavar="N", type=_ranks, help="processes on each host; auto: one per GPU, else 1")
     add("-m", dest="module", action="store_true", help="what follows is a module's name, as with python -m")
     add("--run-dir", metavar="DIR", type=Path, help="keep logs here, not in runs/<script>-<time>-<hex>")
     add("--json", metavar="FILE", type=Path, help="write exit code, run directory and failure to this file")
@@ -91,13 +115,14 @@ def _parser() -> Parser:
     parser.also("--max-restarts", "--max_restarts", dest="restarts", type=_count)
     parser.also("--nproc-per-node", "--nproc_per_node", dest="ranks", type=_ranks)
     parser.also("--standalone", dest="standalone", action="store_true")  # what run does anyway
+    add_options(parser)
     add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
-def _ranks(text: str) -> int:
+def _ranks(text: str) -> int | None:
     if text == "auto":
-        return max(1, visible_gpus())
+        return None
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes; give 1 or more, or auto")
     return int(text)
@@ -109,20 +134,26 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _plan(options: argparse.Namespace) -> Plan:
+def _check(options: argparse.Namespace) -> None:
     if not options.program:
         raise UsageError("no script is given: `samestep run -n 2 train.py`, or `-m module`")
-    program, *arguments = options.program
+    program = options.program[0]
     _check_module(program) if options.module else _check_script(program)
+
+
+def _plan(options: argparse.Namespace, parts: tuple[Part, ...]) -> Plan:
+    program, *arguments = options.program
     return Plan(
-        group=Group(size=options.ranks, port=0, run_id=secrets.token_hex(4)),
+        parts=parts,
         directory=RunDirectory(_run_path(options.run_dir, program)),
+        run_id=secrets.token_hex(4),
         program=program,
         arguments=tuple(arguments),
         is_module=options.module,
         local_rank_option=options.local_rank,
         start=options.start,
         restarts=options.restarts,
+        lost_host=options.lost_host,
     )
 
 
@@ -169,13 +200,23 @@ def _run_path(asked: Path | None, program: str) -> Path:
     return asked.absolute()
 
 
-def _show(plan: Plan) -> None:
+def _show(options: argparse.Namespace) -> None:
     """Prints what would be started, in a form that a shell would take."""
+    where = place(options)
+    count = options.ranks or visible_gpus() or 1
+    parts: tuple[Part, ...] = (part_here(count),)
+    if isinstance(where, Call):
+        for start in where.starts():
+            print(f"# on {', '.join(start.hosts)}; address and token go to its standard input\n{start}\n")
+        parts = tuple(replace(parts[0], name=host, machine=host, interface="<found>") for host in where.hosts)
+    plan = _plan(options, parts)
     print(f"# run directory: {plan.directory.path}")
     print("# MASTER_PORT is bound when the run starts; rank 0 inherits its socket and serves the store on it")
-    if plan.start == "fork" or (plan.start == "auto" and plan.group.size > 1):
+    if plan.start == "fork" or (plan.start == "auto" and plan.size > 1):
         print("# the ranks are forked from one process that has imported torch, and each does what its command says")
-    for rank in range(plan.group.size):
+    for rank in range(plan.size):
         chosen = {**plan.variables(rank), "MASTER_PORT": "<port>"}
+        if len(parts) > 1:
+            chosen["MASTER_ADDR"] = "<address>"
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in chosen.items())
         print(f"\n# rank {rank}\n{variables} \\\n  {shlex.join(plan.command(rank))}")

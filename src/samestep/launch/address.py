@@ -55,14 +55,14 @@ def serve_store(listener: socket.socket, size: int) -> None:
     It does not import torch itself: what the script sets before its own `import torch` (OMP_NUM_THREADS, say) would
     come too late in rank 0, and in rank 0 only. A store served earlier is given up.
     """
-    port = listener.getsockname()[1]
+    address, port = listener.getsockname()
 
     def serve() -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         _stores[:] = [
             TCPStore(
-                LOOPBACK,
+                address,
                 port,
                 size,
                 is_master=True,

@@ -20,42 +20,94 @@ command line.
 
 from __future__ import annotations
 
+import json
 import os
-import signal
 import socket
 import sys
-from dataclasses import fields
-from types import FrameType
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, NoReturn
 
+from samestep.errors import RendezvousError, UsageError
 from samestep.launch.address import listen
+from samestep.launch.facts import Facts, look
 from samestep.launch.frames import Link, Message
 from samestep.launch.loop import Loop
+from samestep.launch.network import Doorbell, Target, interface_named, probe, route_to
 from samestep.launch.process import adopt_orphans
+from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.team import Job, Team
+from samestep.launch.wire import connect
+from samestep.rankenv import set_variables
 
 __all__: list[str] = []
 
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+BEAT = 1.0  # seconds between signs of life
+PROBE = 3.0  # seconds for another host to answer
+COMING = 10.0  # seconds in which the head must be found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Greeting:
+    """What an agent on another host must know to come in; one JSON line.
+
+    `addresses` and `port` are the head's; `name` is what it calls this host, `index` its place among the hosts and
+    `ranks` how many it brings, where that is known.
+    """
+
+    addresses: tuple[str, ...]
+    port: int
+    token: str
+    directory: str = "."
+    variables: dict[str, str] = field(default_factory=dict)
+    name: str | None = None
+    index: int | None = None
+    ranks: int | None = None
 
 
 class Agent:
     """Serves one head until it hangs up."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, about: Greeting | None = None) -> None:
         self._link = link
+        self._about = about
         self._loop = Loop()
         self._team = Team(self._loop, self._tell)
         self._listener: socket.socket | None = None
+        self._doorbell: Doorbell | None = None
+        self.exit_code: int | None = None  # of the run, if the head told it
 
     def serve(self) -> None:
-        """Does what it is told until the connection ends, then ends everything."""
+        """Does what it is told until the connection ends, then ends everything.
+
+        A signal that reaches this process is the head's to decide on: told to it from another host, where a scheduler
+        may have sent it to this process alone; ignored on its own, where it gets the same signal itself.
+        """
         adopt_orphans()
         self._watch()
-        try:
-            self._loop.run()
-        finally:
-            self._team.end()
+        if self._about is not None:
+            self._beat()
+        with Signals(self._loop, PASSED_ON, self._signalled):
+            try:
+                self._loop.run()
+            finally:
+                self._team.end()
+
+    def hang_up_with(self, lifeline: int) -> None:
+        """Ends as if the head had hung up when the input `lifeline` ends: the transport is gone."""
+        self._loop.watch(lifeline, partial(self._breathe, lifeline))
+
+    def _breathe(self, lifeline: int) -> None:
+        if not os.read(lifeline, 4096):
+            self._loop.stop()
+
+    def _beat(self) -> None:
+        self._tell("alive")
+        self._loop.at(BEAT, self._beat)
+
+    def _signalled(self, number: int) -> None:
+        if self._about is not None:
+            self._tell("signalled", number=number)
 
     def _watch(self) -> None:
         self._loop.watch(self._link.fileno(), self._hear, writable=self._link.wants_write())
@@ -88,6 +140,18 @@ class Agent:
                 self._team.order(body["what"], body["ranks"], body["number"])
             case "resize":
                 self._team.resize()
+            case "look":
+                self._tell("facts", facts=self._look(body).as_json())
+            case "ring":
+                self._doorbell = Doorbell(body["address"])
+                self._loop.watch(self._doorbell.fileno(), self._doorbell.serve_ready)
+                self._tell("ringing", port=self._doorbell.port, nonce=self._doorbell.nonce)
+            case "probe":
+                self._tell("probed", **self._probe(body))
+            case "quiet":
+                self._silence()
+            case "over":
+                self.exit_code = body["exit"]
             case "clear":
                 self._tell("cleared", left=self._team.clear())
 
@@ -98,9 +162,30 @@ class Agent:
         except OSError as error:
             self._tell("unable", reason=f"cannot start {len(job.ranks)} ranks: {error}")
 
-    def pass_on(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  (a signal handler's)
-        """Tells the head of a signal that reached this process."""
-        self._tell("signalled", number=number)
+    def _probe(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Tries the other hosts' doorbells, and finds the interface that leads to them."""
+        targets = {name: Target(**target) for name, target in body["targets"].items()}
+        asked = body["interface"]
+        try:
+            chosen = interface_named(asked) if asked else None
+        except UsageError as error:
+            return {"fault": str(error)}
+        reached = probe(targets, PROBE, self._doorbell)
+        ways = [way for target in targets.values() if (way := route_to(target.address)) is not None]
+        ways.sort(key=lambda way: way.is_loopback)  # part of a run on this host, part elsewhere
+        name = chosen.name if chosen is not None else next((way.name for way in ways), None)
+        return {"reached": reached, "interface": name}
+
+    def _silence(self) -> None:
+        """Takes the doorbell away."""
+        if self._doorbell is not None:
+            self._loop.forget(self._doorbell.fileno())
+            self._doorbell.close()
+            self._doorbell = None
+
+    def _look(self, body: dict[str, Any]) -> Facts:
+        known = {} if self._about is None else {"index": self._about.index, "ranks": self._about.ranks}
+        return look(body["program"], is_module=body["is_module"], name=body["name"], **known)
 
 
 def job_from(body: dict[str, Any]) -> Job:
@@ -129,12 +214,45 @@ def fork_agent(link: Link, ours: Link) -> int:
 
 
 def live(link: Link) -> NoReturn:
-    """Serves the head at the other end of `link`, deaf to signals: it is the head that decides."""
-    for number in PASSED_ON:
-        signal.signal(number, _nothing)
+    """Serves the head at the other end of `link`, of which this process is a fork."""
     Agent(link).serve()
     os._exit(0)
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """Not SIG_IGN: that would be inherited by ranks in fresh interpreters."""
+def come_in(greeting: Greeting, seconds: float) -> Agent:
+    """Returns an agent that is connected to the head which `greeting` tells of.
+
+    Raises:
+        RendezvousError: the head cannot be reached, or is another run's.
+    """
+    about = {"name": greeting.name, "host": socket.gethostname(), "index": greeting.index, "pid": os.getpid()}
+    link = connect(greeting.addresses, greeting.port, greeting.token, about, seconds=seconds)
+    return Agent(link, greeting)
+
+
+def main() -> int:
+    """Serves the head that the first line of standard input tells of; what a transport starts on another host."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            return 0  # whoever started this is gone already
+        line += byte
+    greeting = Greeting(**{name: _tuples(value) for name, value in json.loads(line).items()})
+    try:
+        os.chdir(greeting.directory)
+        set_variables(greeting.variables)
+        agent = come_in(greeting, COMING)
+    except OSError as error:
+        sys.stderr.write(f"samestep: error: cannot work in {greeting.directory} here: {error.strerror}\n")
+        return 2
+    except RendezvousError as error:
+        sys.stderr.write(f"samestep: error: {error}\n")
+        return 2
+    agent.hang_up_with(0)
+    agent.serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

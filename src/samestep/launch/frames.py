@@ -9,8 +9,10 @@ and bytes only: nothing that is read here can run.
 from __future__ import annotations
 
 import json
+import select
 import socket
 import struct
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +94,13 @@ class Link:
             messages.append(Message(body.pop("kind"), body, bytes(self._incoming[end - payload : end])))
             del self._incoming[:end]
         return messages
+
+    def drain(self, seconds: float) -> None:
+        """Waits until all that was sent has left, at most so long."""
+        until = time.monotonic() + seconds
+        while self._outgoing and not self.closed and (left := until - time.monotonic()) > 0:
+            select.select([], [self._socket], [], left)
+            self.flush()
 
     def close(self) -> None:
         self._socket.close()

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from samestep.errors import SamestepError
@@ -22,13 +21,16 @@ from samestep.launch.console import Console
 from samestep.launch.frames import Link, Message, pair
 from samestep.launch.loop import Loop
 from samestep.launch.process import adopt_orphans, end_orphans
+from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.supervise import Supervisor
 from samestep.launch.team import Job
 from samestep.launch.verdict import Verdict
+from samestep.launch.wire import SealedLink
 
 __all__: list[str] = []
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+HANGING_UP = 2.0  # seconds for the last words to leave
+SILENCE = 10.0  # seconds without a sign of life after which another host is lost
 CLEARING = 10.0  # seconds for a host to say that nothing is left there
 
 
@@ -38,10 +40,13 @@ class Host:
     def __init__(self, host: str, link: Link, ranks: int, process: int | None = None) -> None:
         self.host = host
         self.process = process  # the agent's, where it is a child of this one
+        self.address: str | None = None  # where it is, seen from here; None on this host
+        self.local_address: str | None = None  # where this host is, seen from there
         self.link = link
         self.count = ranks
         self.ranks: tuple[int, ...] = ()
         self.answers: dict[str, dict[str, Any]] = {}
+        self.heard = time.monotonic()  # when it gave a sign of life
         self.gone = False
         self.watch: Callable[[], None] = lambda: None  # called when the link may have something left to write
 
@@ -65,6 +70,13 @@ class Attempt:
     grace: float
 
 
+def from_afar(link: SealedLink) -> Host:
+    """Returns the host of an agent that has come in."""
+    host = Host(str(link.peer_about.get("name") or link.peer_about["host"]), link, 0)
+    host.address, host.local_address = link.address[0], link.local_address
+    return host
+
+
 def open_here(name: str, ranks: int) -> Host:
     """Starts an agent on this host, as a fork of this process, which must be single-threaded."""
     ours, theirs = pair()
@@ -83,6 +95,7 @@ class Head:
     def __init__(self, hosts: Sequence[Host]) -> None:
         self.hosts = list(hosts)
         self._loop = Loop()
+        self._left_behind: list[Host] = []
         self._supervisor: Supervisor | None = None
         self._console: Console | None = None
         adopt_orphans()
@@ -97,6 +110,13 @@ class Head:
         self._await("prepared")
         notes = [host.answers.pop("prepared", {}).get("note") for host in self.hosts]
         return list(dict.fromkeys(note for note in notes if note))
+
+    def ask(self, kind: str, answer: str, body: Callable[[Host], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Sends every host a message and returns their answers, in the order of the hosts."""
+        for host in self.hosts:
+            host.send(kind, **body(host))
+        self._await(answer)
+        return [host.answers.pop(answer) for host in self.hosts]
 
     def bind(self, address: str) -> int:
         """Returns the port of `address` that the first host now holds for the store."""
@@ -114,13 +134,23 @@ class Head:
             start += len(job.ranks)
         self._console = attempt.console
         self._supervisor = Supervisor(self._loop, self.hosts, self._loop.stop, grace=attempt.grace)
-        with _Signals(self._loop, self._signalled):
+        with Signals(self._loop, (*PASSED_ON, signal.SIGWINCH), self._signalled):
             for host, job in zip(self.hosts, attempt.jobs, strict=True):
+                host.heard = time.monotonic()
                 host.send("start", job=asdict(job))
+            self._listen_for_life()
             self._loop.run()
+            self._pulse.cancel()
             self._clear()
         verdict, self._supervisor = self._supervisor.verdict(), None
         return verdict
+
+    def _listen_for_life(self) -> None:
+        """Gives up hosts that have been silent for long: a network may fail without a word."""
+        for host in self.hosts:
+            if host.address is not None and not host.gone and time.monotonic() - host.heard > SILENCE:
+                self._lose(host, f"no sign of life for {SILENCE:.0f} s")
+        self._pulse = self._loop.at(1.0, self._listen_for_life)
 
     def _clear(self) -> None:
         """Ends what the ranks have left on every host, and takes the last of their output."""
@@ -141,6 +171,7 @@ class Head:
             self._loop.watch(host.link.fileno(), lambda: self._hear(host), writable=host.link.wants_write())
 
     def _hear(self, host: Host) -> None:
+        host.heard = time.monotonic()
         host.link.flush()
         for message in host.link.receive():
             self._take(host, message)
@@ -164,6 +195,7 @@ class Head:
     def _lose(self, host: Host, reason: str) -> None:
         self._loop.forget(host.link.fileno())
         host.gone = True
+        host.link.close()
         if self._supervisor is None:
             raise SamestepError(f"host {host.host} is lost: {reason}")
         self._supervisor.lost(host, reason)
@@ -176,16 +208,37 @@ class Head:
             if until is not None and time.monotonic() >= until:
                 return
 
+    def attend(self, streams: Sequence[int], show: Callable[[bytes], None]) -> None:
+        """Reads what the transports say from now on, so that they never wait for it, and shows it."""
+        for descriptor in streams:
+            self._loop.watch(descriptor, partial(self._pass, descriptor, show))
+
+    def _pass(self, descriptor: int, show: Callable[[bytes], None]) -> None:
+        data = os.read(descriptor, 1 << 16)
+        show(data) if data else self._loop.forget(descriptor)
+
+    def tell_exit(self, code: int) -> None:
+        """Lets agents that are commands of their own end as the run has ended."""
+        for host in self.hosts:
+            host.send("over", exit=code)
+
+    def forget_lost(self) -> None:
+        """Goes on without the hosts that are gone."""
+        self._left_behind += [host for host in self.hosts if host.gone]
+        self.hosts = [host for host in self.hosts if not host.gone]
+
     def close(self) -> None:
         """Hangs up: every agent ends what is left, and itself. Those of this host are waited for."""
         for host in self.hosts:
-            self._loop.forget(host.link.fileno())
-            host.link.close()
+            if not host.gone:
+                host.link.drain(HANGING_UP)
+                self._loop.forget(host.link.fileno())
+                host.link.close()
         self._loop.close()
-        for host in self.hosts:
+        for host in (*self.hosts, *self._left_behind):
             if host.process is not None:
                 os.waitpid(host.process, 0)
-        if any(host.gone and host.process is not None for host in self.hosts):
+        if any(host.gone and host.process is not None for host in (*self.hosts, *self._left_behind)):
             end_orphans(own=[])  # what that agent would have ended has come to us
 
     def __enter__(self) -> Self:
@@ -195,40 +248,3 @@ class Head:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _Signals:
-    """Brings the signals that reach the launcher into its loop; a context manager."""
-
-    def __init__(self, loop: Loop, then: Callable[[int], None]) -> None:
-        self._loop = loop
-        self._then = then
-        self._reader, self._writer = socket.socketpair()
-        for end in (self._reader, self._writer):
-            end.setblocking(False)
-        self._numbers = (*SIGNALS, signal.SIGWINCH)
-
-    def __enter__(self) -> Self:
-        self._previous_wakeup = signal.set_wakeup_fd(self._writer.fileno())
-        self._previous = {number: signal.signal(number, _nothing) for number in self._numbers}
-        self._loop.watch(self._reader.fileno(), self._read)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        signal.set_wakeup_fd(self._previous_wakeup)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._loop.forget(self._reader.fileno())
-        self._reader.close()
-        self._writer.close()
-
-    def _read(self) -> None:
-        for number in self._reader.recv(64):
-            if number in self._numbers:
-                self._then(number)
-
-
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """A handler must exist for the wakeup descriptor to be written."""

@@ -7,26 +7,27 @@ launch  prepares the hosts, runs attempts until one is the last, writes run.json
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from samestep._version import __version__
 from samestep.launch.bootstrap import Assignment
+from samestep.launch.cluster import Part
 from samestep.launch.console import Console
 from samestep.launch.failure import as_json
-from samestep.launch.head import Attempt, Head, open_here
+from samestep.launch.head import Attempt, Head
 from samestep.launch.process import rank_command
 from samestep.launch.restarts import Restarts
 from samestep.launch.supervise import SAVING
 from samestep.launch.team import Job
 from samestep.launch.terminal import is_terminal
-from samestep.launch.variables import Group, rank_variables
+from samestep.launch.variables import Group, lay_out, rank_variables
 from samestep.launch.verdict import Verdict, explain
 from samestep.paths import RunDirectory
 
@@ -35,18 +36,41 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be started. `local_rank_option` is passed to the script with each rank's local rank, if given."""
+    """What is to be started.
 
-    group: Group
+    `parts` are the hosts with their ranks: at first this one alone, of several known when they have been examined.
+    `local_rank_option` is passed to the script with each rank's local rank, if given; `lost_host` says whether a
+    restart goes on with the hosts that are left ("continue") or not at all ("stop").
+    """
+
+    parts: tuple[Part, ...]
     directory: RunDirectory
+    run_id: str
     program: str
     arguments: tuple[str, ...]
     is_module: bool = False
     local_rank_option: str | None = None
-    host: str = socket.gethostname()
     start: str = "auto"
     restarts: int = 0
     grace: float = SAVING
+    lost_host: str = "stop"
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are in all."""
+        return sum(part.ranks for part in self.parts)
+
+    def group(self, port: int = 0, attempt: int = 0) -> Group:
+        """Returns the ranks and where they meet."""
+        return Group(
+            size=self.size,
+            port=port,
+            run_id=self.run_id,
+            restarts=attempt,
+            most_restarts=self.restarts,
+            host=self.parts[0].address,
+            places=lay_out([(part.machine, part.ranks) for part in self.parts]),
+        )
 
     def command(self, rank: int) -> list[str]:
         """Returns the command that is one rank in a fresh interpreter, and what a forked one does instead."""
@@ -54,28 +78,59 @@ class Plan:
         program = (self.program, *extra, *self.arguments)
         return rank_command(*Assignment(program=program, is_module=self.is_module).options())
 
-    def variables(self, rank: int) -> dict[str, str]:
-        """Returns the variables that one rank gets beside the caller's own."""
-        return {**rank_variables(self.group, rank), "SAMESTEP_RUN_DIR": str(self.directory.path)}
+    def variables(self, rank: int, group: Group | None = None) -> dict[str, str]:
+        """Returns the variables that one rank gets beside its host's own."""
+        group = group or self.group()
+        part = self.parts[self.part_of(rank)]
+        threads = max(1, part.cores // group.place(rank).local_size)
+        theirs = rank_variables(replace(group, interface=part.interface), rank, threads=threads)
+        return {**theirs, "SAMESTEP_RUN_DIR": str(self.directory.path)}
 
-    def job(self) -> Job:
-        """Returns what the ranks of this host run."""
-        size = self.group.size
+    def part_of(self, rank: int) -> int:
+        """Returns which part a rank belongs to."""
+        ends = list(accumulate(part.ranks for part in self.parts))
+        return next(number for number, end in enumerate(ends) if rank < end)
+
+    def jobs(self, group: Group | None = None) -> tuple[Job, ...]:
+        """Returns what the ranks of every part run."""
+        owners = [self.part_of(rank) for rank in range(self.size)]
+        return tuple(
+            self._job(tuple(rank for rank, owner in enumerate(owners) if owner == number), group)
+            for number in range(len(self.parts))
+        )
+
+    def _job(self, ranks: tuple[int, ...], group: Group | None) -> Job:
+        here = 0 in ranks and self.parts[0].interface == "lo"
+        drawn = [stream for stream, number in (("out", 1), ("err", 2)) if here and is_terminal(number)]
         return Job(
             program=self.program,
             arguments=self.arguments,
             is_module=self.is_module,
             start=self.start,
             local_rank_option=self.local_rank_option,
-            drawn=tuple(stream for stream, number in (("out", 1), ("err", 2)) if is_terminal(number)),
-            reads=size == 1,
-            ranks=tuple(range(size)),
-            variables=tuple(self.variables(rank) for rank in range(size)),
+            drawn=tuple(drawn),
+            reads=self.size == 1 and here,
+            ranks=ranks,
+            variables=tuple(self.variables(rank, group) for rank in ranks),
         )
 
+    def logs(self, attempt: int) -> list[Path]:
+        """Returns the directory of every rank's files."""
+        return [self.directory.logs(self.parts[self.part_of(rank)].machine, attempt) for rank in range(self.size)]
 
-def launch(plan: Plan) -> Verdict:
+
+def part_here(ranks: int) -> Part:
+    """Returns this host's part of a run that is on no other."""
+    name = socket.gethostname()
+    return Part(name=name, machine=name, ranks=ranks, cores=len(os.sched_getaffinity(0)))
+
+
+def launch(plan: Plan, head: Head) -> Verdict:
     """Starts the ranks, waits for them and returns what became of them. Call it from the main thread.
+
+    Args:
+        plan: what is to be started.
+        head: holds the agents of the plan's parts, in their order.
 
     Raises:
         OSError: the run directory cannot be written, or no process can be started.
@@ -84,38 +139,43 @@ def launch(plan: Plan) -> Verdict:
     began = time.time()
     _write_record(plan, began, None, 0)
     restarts = Restarts(plan.restarts)
-    with Head([open_here(plan.host, plan.group.size)]) as head:
-        for note in head.prepare([plan.job()]):
-            _say(f"note: {note}")
-        verdict = _attempt(head, plan, 0)
-        while restarts.another(verdict):
-            _say("\n".join(_cause(plan, verdict, restarts.done - 1)), plain=True)
-            _say(f"restart {restarts.done} of {restarts.most}: all {plan.group.size} ranks, from the last checkpoint")
-            verdict = _attempt(head, plan, restarts.done)
+    for note in head.prepare(plan.jobs()):
+        _say(f"note: {note}")
+    verdict = _attempt(head, plan, 0)
+    while restarts.another(verdict) and (left := _left(plan, head)) is not None:
+        _say("\n".join(_cause(plan, verdict, restarts.done - 1)), plain=True)
+        plan = left
+        _say(f"restart {restarts.done} of {restarts.most}: all {plan.size} ranks, from the last checkpoint")
+        verdict = _attempt(head, plan, restarts.done)
     _write_record(plan, began, verdict, restarts.done)
     if restarts.reason is not None:
         _say(restarts.reason)
     _say("\n".join(_cause(plan, verdict, restarts.done)), plain=True)
+    head.tell_exit(verdict.exit_code)
     return verdict
+
+
+def _left(plan: Plan, head: Head) -> Plan | None:
+    """Returns the plan for another attempt, on the hosts that are left; None where there is none."""
+    parts = tuple(part for part, host in zip(plan.parts, head.hosts, strict=True) if not host.gone)
+    if len(parts) == len(plan.parts):
+        return plan
+    if plan.lost_host == "stop" or not parts:
+        return None
+    head.forget_lost()
+    return replace(plan, parts=parts)
 
 
 def _attempt(head: Head, plan: Plan, number: int) -> Verdict:
-    group = replace(plan.group, port=head.bind(plan.group.host), restarts=number, most_restarts=plan.restarts)
-    job = replace(plan, group=group).job()
-    with _console(plan, number, job.drawn) as console:
-        verdict = head.run(Attempt(jobs=(job,), console=console, grace=plan.grace))
-    for failure in verdict.failures:
-        failure.write(plan.directory.error(plan.host, failure.rank, number))
-    return verdict
-
-
-@contextmanager
-def _console(plan: Plan, attempt: int, drawn: tuple[str, ...]) -> Iterator[Console]:
-    console = Console([plan.directory.logs(plan.host, attempt)] * plan.group.size, drawn)
+    jobs = plan.jobs(plan.group(head.bind(plan.parts[0].address), number))
+    console = Console(plan.logs(number), jobs[0].drawn)
     try:
-        yield console
+        verdict = head.run(Attempt(jobs=jobs, console=console, grace=plan.grace))
     finally:
         console.close()
+    for failure in verdict.failures:
+        failure.write(plan.logs(number)[failure.rank] / f"rank{failure.rank}.error.json")
+    return verdict
 
 
 def summary(plan: Plan, verdict: Verdict) -> dict[str, Any]:
@@ -130,9 +190,10 @@ def _write_record(plan: Plan, began: float, verdict: Verdict | None, restarts: i
         "samestep": __version__,
         "command": [plan.program, *plan.arguments],
         "module": plan.is_module,
-        "ranks": plan.group.size,
-        "host": plan.host,
-        "run_id": plan.group.run_id,
+        "ranks": plan.size,
+        "host": plan.parts[0].machine,
+        "hosts": {part.name: part.ranks for part in plan.parts},
+        "run_id": plan.run_id,
         "directory": str(Path.cwd()),
         "began": began,
         "restarts": restarts,
@@ -146,7 +207,7 @@ def _write_record(plan: Plan, began: float, verdict: Verdict | None, restarts: i
 
 
 def _cause(plan: Plan, verdict: Verdict, attempt: int) -> list[str]:
-    logs = plan.directory.logs(plan.host, attempt)
+    logs = plan.logs(attempt)[0 if verdict.blamed is None else verdict.blamed.rank]
     shown = logs.relative_to(Path.cwd()) if logs.is_relative_to(Path.cwd()) else logs
     return explain(verdict, shown)
 

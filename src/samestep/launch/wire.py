@@ -42,6 +42,7 @@ MOST_HALF_OPEN = 2048
 HANDSHAKE = 5.0  # seconds a stranger may take
 MOST_LINE = 1 << 16  # bytes of one line of the handshake
 MOST_FRAME = 1 << 24  # bytes of one frame
+UNHEARD = 10_000  # milliseconds after which what was sent, and not received, ends a connection
 TRY = 3.0  # seconds for one address to answer
 _HEAD, _NUMBER, MAC = struct.Struct("!II"), struct.Struct("!Q"), 32
 
@@ -122,6 +123,7 @@ class SealedLink(Link):
 def _tune(stream: socket.socket) -> None:
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD)
 
 
 @dataclass

@@ -1,0 +1,179 @@
+"""`samestep run` on several hosts: what its options mean, and who is started where."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from samestep.errors import RankVariablesError, UsageError
+from samestep.launch.cluster import Part, Wanted, examine
+from samestep.launch.devices import visible_gpus
+from samestep.launch.gather import Call, Sibling, by_invitation, by_transport, dismiss, sibling_of
+from samestep.launch.head import Head, open_here
+from samestep.launch.hostlist import HostSlots, parse_hostfile, parse_hosts
+from samestep.launch.network import addresses, interface_named
+from samestep.launch.run import part_here
+from samestep.launch.transport import VIAS, Started
+from samestep.rankenv import child_environment, read_rank_variables, variable
+
+__all__: list[str] = []
+
+STARTED_BY = ("slurm", "openmpi", "pmi")  # whose tasks meet by themselves
+TAKEN_ALONG = ("OMP_", "MKL_", "KMP_", "NCCL_", "GLOO_", "UCX_", "FI_", "TORCH", "PYTORCH_", "PYTHON", "CUDA_")
+LEFT_BEHIND = ("CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP")  # this host's own affair
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that name hosts."""
+    add = parser.add_argument_group("several hosts").add_argument
+    add("--hosts", metavar="LIST", help="start there too: a,b[3-9],user@c:4 (:4 is room for 4 ranks)")
+    add("--hostfile", metavar="FILE", type=Path, help="the same from a file, one host a line: name, or name slots=4")
+    add("--via", choices=VIAS, default="ssh", help="how --hosts are reached (default: ssh)")
+    add("--ssh-args", metavar="TEXT", default="", help="more options for ssh: --ssh-args '-p 2222 -F config'")
+    add("--remote-python", metavar="PATH", help="the interpreter there, if it is not where it is here")
+    add("--env", metavar="NAME", action="append", default=[], help="take this variable along too (OMP_*, NCCL_*, … go)")
+    add("--interface", metavar="NAME", help="the network between the hosts; found by trying them if not given")
+    add("--nnodes", metavar="N", type=int, help="start by hand on N hosts, once on each")
+    add("--node-rank", metavar="R", type=int, default=None, help="which of them this is, from 0")
+    add("--rendezvous", metavar="HOST:PORT", help="where host 0 waits for the others, the same on all")
+    add("--join-timeout", metavar="S", type=float, default=300.0, help="seconds to wait for the others (default: 300)")
+    add(
+        "--lost-host",
+        choices=("stop", "continue"),
+        default="stop",
+        help="with --restarts: go on with those left",
+    )
+
+
+@contextmanager
+def opened(options: argparse.Namespace, where: Call | Sibling | None) -> Iterator[tuple[Head, tuple[Part, ...]]]:
+    """Yields the head of a run and its parts, every host examined; ends all agents on every way out.
+
+    Args:
+        options: the command's.
+        where: what :func:`place` has made of them.
+
+    Raises:
+        UsageError: the hosts cannot be reached, or cannot run the script together.
+        RendezvousError: some did not come.
+    """
+    if where is None:
+        ranks = options.ranks or visible_gpus() or 1
+        with Head([open_here(socket.gethostname(), ranks)]) as head:
+            yield head, (part_here(ranks),)
+        return
+    started: list[Started] = []
+    if isinstance(where, Call):
+        hosts, started = by_transport(where)
+    else:
+        hosts = by_invitation(where, own_ranks(options, where))
+    try:
+        with Head(hosts) as head:
+            head.attend(
+                [stream.fileno() for one in started for stream in (one.process.stdout, one.process.stderr) if stream],
+                _show,
+            )
+            yield head, tuple(examine(head, _wanted(options)))
+    finally:
+        dismiss(started)
+
+
+def place(options: argparse.Namespace) -> Call | Sibling | None:
+    """Returns the hosts that the options name, or that somebody else has started this on; None for this one alone."""
+    if options.interface is not None and not (options.hosts or options.hostfile):
+        interface_named(options.interface)
+    named = [name for name in ("hosts", "hostfile", "nnodes") if getattr(options, name) is not None]
+    if len(named) > 1:
+        raise UsageError(f"--{named[0]} and --{named[1]} both say which hosts: give one of them")
+    if options.hosts is not None or options.hostfile is not None:
+        names = tuple(host.name for host in _listed(options))
+        taken = _taken_along(options.env)
+        return Call(
+            hosts=names, via=options.via, ssh_args=options.ssh_args, python=options.remote_python, variables=taken
+        )
+    if options.nnodes is not None and options.nnodes != 1:
+        return _by_hand(options)
+    try:
+        told = read_rank_variables()
+    except RankVariablesError:
+        return None  # of whoever started this; the ranks get their own
+    if told is not None and told.source in STARTED_BY and told.size > 1:
+        return sibling_of(told, options.join_timeout)
+    return None
+
+
+def own_ranks(options: argparse.Namespace, where: Sibling) -> int:
+    """Returns how many ranks this process brings: a task of srun or mpiexec is one, a host as many as it has GPUs."""
+    if options.ranks is not None:
+        return int(options.ranks)
+    return 1 if where.file is not None else visible_gpus() or 1
+
+
+def _listed(options: argparse.Namespace) -> list[HostSlots]:
+    if options.hosts is not None:
+        return parse_hosts(options.hosts)
+    try:
+        text = options.hostfile.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"the host file {options.hostfile} cannot be read: {error.strerror}") from error
+    return parse_hostfile(text, str(options.hostfile))
+
+
+def _show(said: bytes) -> None:
+    """Passes on what a transport says."""
+    sys.stderr.write(said.decode(errors="replace"))
+    sys.stderr.flush()
+
+
+def _wanted(options: argparse.Namespace) -> Wanted:
+    listed = _listed(options) if options.hosts or options.hostfile else []
+    return Wanted(
+        program=options.program[0],
+        is_module=options.module,
+        ranks=options.ranks,
+        slots={host.name: host.slots for host in listed},
+        interface=options.interface,
+    )
+
+
+def _taken_along(more: list[str]) -> dict[str, str]:
+    missing = [name for name in more if variable(name) is None]
+    if missing:
+        raise UsageError(f"--env {missing[0]}: there is no such variable here; set it first")
+    return {
+        name: value
+        for name, value in child_environment({}).items()
+        if name in more or (name.startswith(TAKEN_ALONG) and name not in LEFT_BEHIND)
+    }
+
+
+def _by_hand(options: argparse.Namespace) -> Sibling:
+    count, index = options.nnodes, options.node_rank
+    if count < 1:
+        raise UsageError(f"--nnodes {count}: give the number of hosts, 1 or more")
+    if index is None or not 0 <= index < count:
+        raise UsageError(f"--nnodes {count} needs --node-rank, from 0 to {count - 1}, a different one on every host")
+    if options.rendezvous is None:
+        raise UsageError(f"--nnodes {count} needs --rendezvous HOST:PORT, a name of host 0 and a port free there")
+    host, colon, port = options.rendezvous.rpartition(":")
+    if not colon or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"--rendezvous {options.rendezvous}: give HOST:PORT, such as node0:29500")
+    try:
+        address = socket.gethostbyname(host)
+    except OSError as error:
+        raise UsageError(f"--rendezvous {options.rendezvous}: the name {host} is unknown on this host") from error
+    own = [interface.address for interface in addresses()]
+    if index == 0 and address not in own and not address.startswith("127."):
+        raise UsageError(f"--rendezvous {host} ({address}) is not this host, which is node 0 ({', '.join(own)})")
+    token = variable("SAMESTEP_TOKEN") or ""
+    if not token and index == 0:
+        sys.stderr.write(
+            "samestep: note: whoever can reach this port can come in; set the same SAMESTEP_TOKEN on all hosts\n"
+        )
+    return Sibling(
+        index=index, count=count, address=address, port=int(port), token=token, patience=options.join_timeout
+    )

@@ -1,0 +1,97 @@
+"""What a host is and has, as its agent tells the head before any rank starts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from samestep._version import __version__
+from samestep.launch.devices import visible_gpus
+from samestep.launch.network import addresses
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """One host; it travels as JSON. `digest` is of the script's content, None where it is not there.
+
+    `name` is what the head calls the host, `host` what it
+    calls itself; `index` is its place among the hosts and `ranks` how many it brings, where it knows that itself.
+    """
+
+    name: str
+    host: str
+    pid: int
+    index: int | None
+    addresses: tuple[str, ...]
+    python: str
+    torch: str | None
+    samestep: str
+    gpus: int
+    cores: int
+    digest: str | None
+    directory: str
+    ranks: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> Facts:
+        known = {field.name: told[field.name] for field in fields(cls)}
+        return cls(**known | {"addresses": tuple(told["addresses"])})
+
+
+def look(
+    program: str, *, is_module: bool, name: str | None = None, index: int | None = None, ranks: int | None = None
+) -> Facts:
+    """Returns the facts of this host.
+
+    Args:
+        program: the script or module that is to run here.
+        is_module: which of both it is.
+        name: what the head calls this host; its own name by default.
+        index: its place among the hosts, where that is known.
+        ranks: how many it brings, where that was said there.
+    """
+    return Facts(
+        name=name or socket.gethostname(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        index=index,
+        ranks=ranks,
+        addresses=tuple(interface.address for interface in addresses()),
+        python=platform.python_version(),
+        torch=_version("torch"),
+        samestep=__version__,
+        gpus=visible_gpus(),
+        cores=len(os.sched_getaffinity(0)),
+        digest=digest(program, is_module=is_module),
+        directory=str(Path.cwd()),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def digest(program: str, *, is_module: bool) -> str | None:
+    """Returns a digest of the script's content; None where there is none to be found."""
+    try:
+        origin = find_spec(program) if is_module else None
+        path = Path((origin.origin or "") if origin is not None else program)
+        path = path / "__main__.py" if path.is_dir() else path
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, ImportError, ValueError):
+        return None

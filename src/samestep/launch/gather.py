@@ -1,0 +1,279 @@
+"""Brings the agents of several hosts together before any rank starts.
+
+    --hosts a,b --via ssh        the transport starts an agent on each; it connects back
+    --nnodes 2 --node-rank 1     started by hand on each host; number 0 waits where --rendezvous says
+    srun, mpiexec                one task each; task 0 waits, and tells where in a file that all can read
+
+Whoever is missing is named, with the reason that ssh or the host gave, and not after torchrun's five minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from samestep.errors import RendezvousError, UsageError
+from samestep.launch.agent import Agent, Greeting, come_in
+from samestep.launch.cluster import ordered
+from samestep.launch.head import Host, from_afar, open_here
+from samestep.launch.loop import Loop
+from samestep.launch.meeting import await_published, place_for, publish
+from samestep.launch.network import addresses
+from samestep.launch.process import wait_all
+from samestep.launch.transport import Start, Started, agent_command, explain, start
+from samestep.launch.transport import plan as plan_transport
+from samestep.launch.wire import Listener, SealedLink, new_token
+from samestep.rankenv import RankVariables
+
+__all__: list[str] = []
+
+LEAVING = 2.0  # seconds for a transport to end when its hosts have
+CONNECT = 15.0  # seconds for agents that a transport starts
+PATIENCE = 300.0  # seconds for agents that somebody else starts; a queue may start hosts one by one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Hosts that are to be called over a transport; `variables` go along, for sshd takes none over."""
+
+    hosts: tuple[str, ...]
+    via: str = "ssh"
+    ssh_args: str = ""
+    python: str | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def starts(self) -> list[Start]:
+        """Returns the exact commands."""
+        return plan_transport(self.via, self.hosts, agent_command(self.python), self.ssh_args)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sibling:
+    """One of `count` processes that somebody else has started; number 0 leads.
+
+    They meet at `address` and `port`, or through a file.
+    """
+
+    index: int
+    count: int
+    address: str | None = None
+    port: int = 0
+    token: str = ""
+    file: Path | None = None
+    patience: float = PATIENCE
+
+    @property
+    def word(self) -> str:
+        """What the processes of this run call each other."""
+        return "task" if self.file is not None else "node"
+
+
+def sibling_of(told: RankVariables, patience: float = PATIENCE) -> Sibling:
+    """Returns this process's place among the tasks of an srun or mpiexec."""
+    return Sibling(index=told.rank, count=told.size, file=place_for(told), token=new_token(), patience=patience)
+
+
+@dataclass
+class _Voice:
+    """What a transport has said so far for one host."""
+
+    text: list[str] = field(default_factory=list)
+    code: int | None = None
+
+
+class Gathering:
+    """Agents on their way to this head.
+
+    Args:
+        expected: what to call those that are still missing.
+        listener: where they come in.
+    """
+
+    def __init__(self, expected: Sequence[str], listener: Listener) -> None:
+        self._expected = list(expected)
+        self._listener = listener
+        self._loop = Loop()
+        self._came: list[SealedLink] = []
+        self._voices: dict[str, _Voice] = {}
+        self._fault: str | None = None
+
+    def collect(self, seconds: float, started: Sequence[Started] = (), python: str | None = None) -> list[SealedLink]:
+        """Returns one link for each expected agent, in the order of their coming.
+
+        Raises:
+            UsageError: a transport could not start one; says why, and what mends it.
+            RendezvousError: some did not come in time; says who.
+        """
+        self._python = python
+        self._loop.watch(self._listener.fileno(), self._accept)
+        for one in started:
+            self._follow(one)
+        alarm = self._loop.at(seconds, self._too_late)
+        self._seconds = seconds
+        try:
+            self._loop.run()
+        finally:
+            alarm.cancel()
+            self._loop.close()
+        if self._fault is not None:
+            for link in self._came:
+                link.close()
+            raise (UsageError if started else RendezvousError)(self._fault)
+        return self._came
+
+    def _accept(self) -> None:
+        while (link := self._listener.accept()) is not None:
+            self._came.append(link)
+        if len(self._came) == len(self._expected):
+            self._loop.stop()
+
+    def _follow(self, one: Started) -> None:
+        for stream in (one.process.stdout, one.process.stderr):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
+            self._loop.watch(stream.fileno(), partial(self._listen, one, stream.fileno()))
+        handle = os.pidfd_open(one.process.pid)
+        self._loop.watch(handle, lambda: self._ended(one, handle))
+
+    def _listen(self, one: Started, descriptor: int) -> bool:
+        try:
+            data = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return False
+        for line in data.splitlines():
+            said = one.hear(line)
+            voice = self._voices.setdefault(said.host or "", _Voice())
+            if said.exit_code is not None:
+                voice.code = said.exit_code
+                self._failed(one, said.host)
+            else:
+                voice.text.append(said.text)
+        if not data:
+            self._loop.forget(descriptor)
+        return bool(data)
+
+    def _failed(self, one: Started, host: str | None) -> None:
+        name = host or one.start.hosts[0]
+        voice = self._voices.get(name) or self._voices.get("") or _Voice()
+        self._fault = explain(name, one.start.via, voice.code, "\n".join(voice.text), self._python)
+        self._loop.stop()
+
+    def _ended(self, one: Started, handle: int) -> None:
+        self._loop.forget(handle)
+        os.close(handle)
+        for stream in (one.process.stdout, one.process.stderr):
+            while stream is not None and self._listen(one, stream.fileno()):
+                pass
+        if self._fault is None:
+            host = one.start.hosts[0]
+            self._voices.setdefault(host, _Voice()).code = one.process.wait()
+            self._failed(one, host)
+
+    def _called(self, link: SealedLink) -> str:
+        """Returns which of the expected ones has come in."""
+        index, own = link.peer_about.get("index"), link.peer_about.get("name") or link.peer_about["host"]
+        return next((name for name in self._expected if name.endswith(f" {index}")), str(own))
+
+    def _too_late(self) -> None:
+        missing = len(self._expected) - len(self._came)
+        known = {self._called(link) for link in self._came}
+        names = [name for name in self._expected if name not in known] or self._expected
+        self._fault = (
+            f"waited {self._seconds:.0f} s, and {missing} of {len(self._expected)} hosts never came "
+            f"({', '.join(names)}): start samestep there too, or check that they can reach this host"
+        )
+        self._loop.stop()
+
+
+def _invite(place: Sibling, port: int) -> None:
+    """Says where this process waits, if the others do not know."""
+    if place.file is not None:
+        here = [interface.address for interface in addresses()]
+        publish(place.file, {"addresses": here, "port": port, "token": place.token})
+
+
+def by_transport(call: Call) -> tuple[list[Host], list[Started]]:
+    """Starts an agent on every host and returns them in their order, with what keeps them alive.
+
+    Raises:
+        UsageError: one could not be started; says why, and what mends it.
+    """
+    token = new_token()
+    with Listener(token) as listener:
+        greeting = Greeting(
+            addresses=tuple(interface.address for interface in addresses()),
+            port=listener.port,
+            token=token,
+            directory=str(Path.cwd()),
+            variables=call.variables,
+        )
+        started = start(call.starts(), json.dumps(asdict(greeting)))
+        try:
+            links = Gathering(call.hosts, listener).collect(CONNECT, started, call.python)
+        except BaseException:
+            dismiss(started)
+            raise
+    aliases = {host: names_of(host, call.ssh_args) for host in call.hosts}
+    return ordered([from_afar(link) for link in links], call.hosts, aliases), started
+
+
+def dismiss(started: Sequence[Started]) -> None:
+    """Ends transports, and with them what they have started."""
+    for one in started:
+        one.release()
+    wait_all([one.process for one in started], LEAVING)
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+        for stream in (one.process.stdout, one.process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+def by_invitation(place: Sibling, ranks: int) -> list[Host]:
+    """Returns the agents that were started beside this one, in the order of their numbers; this process is number 0."""
+    own = open_here(socket.gethostname(), ranks)
+    try:
+        with Listener(place.token, "0.0.0.0", place.port) as listener:  # noqa: S104  (the others must reach it)
+            _invite(place, listener.port)
+            names = [f"{place.word} {index}" for index in range(1, place.count)]
+            links = Gathering(names, listener).collect(place.patience)
+    except BaseException:
+        own.link.close()
+        raise
+    finally:
+        if place.file is not None:
+            place.file.unlink(missing_ok=True)
+    numbers = [link.peer_about["index"] for link in links]
+    twice = {number for number in numbers if numbers.count(number) > 1 or not 0 < number < place.count}
+    if twice:
+        raise UsageError(
+            f"number {min(twice)} is there twice, or is none of 0 to {place.count - 1}: give each host its own"
+        )
+    return [own, *(from_afar(link) for _, link in sorted(zip(numbers, links, strict=True), key=lambda pair: pair[0]))]
+
+
+def follow(place: Sibling, ranks: int) -> Agent:
+    """Returns the agent that this process is, where it is not the one that leads; it is connected already."""
+    if place.file is not None:
+        found = await_published(place.file, place.patience)
+        known = Greeting(addresses=tuple(found["addresses"]), port=found["port"], token=found["token"])
+    else:
+        assert place.address is not None
+        known = Greeting(addresses=(place.address,), port=place.port, token=place.token)
+    return come_in(replace(known, index=place.index, ranks=ranks), place.patience)
+
+
+def names_of(host: str, ssh_args: str = "") -> set[str]:
+    """Returns what else ssh calls a host: the name or address that its configuration has for it."""
+    done = subprocess.run(["ssh", *shlex.split(ssh_args), "-G", host], capture_output=True, text=True, check=False)
+    found = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
+    machine = host.rpartition("@")[2]
+    return {machine, machine.partition(".")[0], *found}

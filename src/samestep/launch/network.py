@@ -1,0 +1,197 @@
+"""This host's network interfaces, the way to another host, and whether it can be reached.
+
+    ring     a host opens a port that answers a word of its own
+    probe    another connects, reads the word, and knows that it has reached that host and no other service
+
+gloo and NCCL choose an interface by the host's own name, which often leads to the wrong one or to none, and then wait.
+Here the way is asked of the kernel, and tried, before any rank starts.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import ipaddress
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from samestep.errors import UsageError
+
+__all__: list[str] = []
+
+SIOCGIFADDR, SIOCGIFNETMASK, SIOCGIFFLAGS = 0x8915, 0x891B, 0x8913  # netdevice(7)
+IFF_UP = 1
+REASONS = {
+    111: "refuses: a firewall, or nothing listens there",
+    113: "there is no route to it",
+    101: "its network cannot be reached",
+}
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One network interface that is up and has an IPv4 address."""
+
+    name: str
+    address: str
+    netmask: str
+
+    @property
+    def is_loopback(self) -> bool:
+        return ipaddress.ip_address(self.address).is_loopback
+
+
+def addresses() -> list[Interface]:
+    """Returns the interfaces of this host that can be used, the loopback last."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                (flags,) = struct.unpack_from("H", _ask(probe_socket, SIOCGIFFLAGS, name), 16)
+                if flags & IFF_UP:
+                    place, mask = (_ask(probe_socket, what, name)[20:24] for what in (SIOCGIFADDR, SIOCGIFNETMASK))
+                    found.append(Interface(name, socket.inet_ntoa(place), socket.inet_ntoa(mask)))
+    return sorted(found, key=lambda interface: interface.is_loopback)
+
+
+def _ask(through: socket.socket, what: int, name: str) -> bytes:
+    request = array.array("B", struct.pack("256s", name.encode()[:15]))
+    fcntl.ioctl(through.fileno(), what, request)
+    return request.tobytes()
+
+
+def route_to(address: str) -> Interface | None:
+    """Returns the interface by which the kernel would reach `address`; None where it has no way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ask:
+        try:
+            ask.connect((address, 9))  # nothing is sent
+        except OSError:
+            return None
+        source = ask.getsockname()[0]
+    return next((interface for interface in addresses() if interface.address == source), None)
+
+
+def interface_named(name: str) -> Interface:
+    """Returns one of this host's interfaces.
+
+    Raises:
+        UsageError: there is none of that name; lists those that there are.
+    """
+    found = addresses()
+    for interface in found:
+        if interface.name == name:
+            return interface
+    there = ", ".join(f"{interface.name} ({interface.address})" for interface in found)
+    raise UsageError(f"there is no network interface {name} on {socket.gethostname()}; there are {there}")
+
+
+class Doorbell:
+    """A port that says who it is; watch :meth:`fileno`, then :meth:`serve_ready`."""
+
+    def __init__(self, address: str = "0.0.0.0") -> None:  # noqa: S104  (others are to try it)
+        self._socket = socket.create_server((address, 0), backlog=1024)
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+        self.nonce = secrets.token_hex(16)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def serve_ready(self) -> None:
+        """Answers everybody who has come."""
+        with contextlib.suppress(OSError):
+            while True:
+                visitor, _ = self._socket.accept()
+                with visitor, contextlib.suppress(OSError):
+                    visitor.sendall(self.nonce.encode())
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a host's doorbell is, and what it must answer."""
+
+    address: str
+    port: int
+    nonce: str
+
+
+@dataclass
+class _Call:
+    """One connection that is being tried."""
+
+    name: str
+    target: Target
+    stream: socket.socket
+    heard: bytes = b""
+
+
+def probe(targets: Mapping[str, Target], seconds: float, meanwhile: Doorbell | None = None) -> dict[str, str | None]:
+    """Tries all doorbells at once; returns for each why it could not be reached, or None where it was.
+
+    Args:
+        targets: by the names of their hosts.
+        seconds: how long to wait for all of them together.
+        meanwhile: this host's own, answered at the same time.
+    """
+    reached: dict[str, str | None] = {}
+    until = time.monotonic() + seconds
+    with selectors.DefaultSelector() as selector:
+        for name, target in targets.items():
+            stream = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            stream.setblocking(False)
+            code = stream.connect_ex((target.address, target.port))
+            call = _Call(name, target, stream)
+            if code not in {0, 115}:  # EINPROGRESS
+                reached[name] = _end(call, code)
+            else:
+                selector.register(stream, selectors.EVENT_READ, call)
+        if meanwhile is not None:
+            selector.register(meanwhile.fileno(), selectors.EVENT_READ, None)
+        while len(reached) < len(targets) and (left := until - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                if key.data is None and meanwhile is not None:
+                    meanwhile.serve_ready()
+                else:
+                    _listen(key.data, selector, reached)
+        for key in [key for key in selector.get_map().values() if key.data is not None]:
+            reached[key.data.name] = f"no answer in {seconds:.0f} s"
+            key.data.stream.close()
+    return reached
+
+
+def _listen(call: _Call, selector: selectors.BaseSelector, reached: dict[str, str | None]) -> None:
+    try:
+        data = call.stream.recv(64)
+    except BlockingIOError:
+        return
+    except OSError as error:
+        selector.unregister(call.stream)
+        reached[call.name] = _end(call, error.errno or 0)
+        return
+    call.heard += data
+    if not data or len(call.heard) >= len(call.target.nonce):
+        selector.unregister(call.stream)
+        call.stream.close()
+        same = call.heard.decode(errors="replace") == call.target.nonce
+        reached[call.name] = None if same else "somebody else answers there"
+
+
+def _end(call: _Call, code: int) -> str:
+    call.stream.close()
+    return REASONS.get(code, f"error {code}")

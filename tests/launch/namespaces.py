@@ -1,0 +1,167 @@
+"""Hosts as network namespaces: an address, a host name and an sshd of its own each, joined by a bridge.
+
+    with hosts(folder, 2) as lab:            # skips the test, with the reason, where that cannot be had
+        lab.ssh_args                         # for --ssh-args; the names are lab.names
+        lab.partition(lab.names[1])          # its cable is pulled: no packet, no reset
+
+                 bridge 10.K.N.254
+                 /               \\
+        node1 10.K.N.1        node2 10.K.N.2
+
+All of it bears this process's number, so that two runs of the tests do not meet, and is gone afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SERVER = """\
+Port 22
+ListenAddress {address}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/user_key.pub
+PidFile none
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+UsePAM no
+StrictModes no
+UseDNS no
+MaxStartups 100
+"""
+
+
+class Lab:
+    """Hosts that run. `names` are theirs, `bridge` is this machine's address among them."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        number = os.getpid()
+        self.folder = folder
+        self.names = [f"node{index}" for index in range(1, count + 1)]
+        self.network = f"10.{77 + number // 250 % 50}.{number % 250}"
+        self.bridge = f"{self.network}.254"
+        self.ssh_args = f"-F {folder / 'ssh_config'}"
+        self._tag = f"s{number}"
+        self._servers: list[subprocess.Popen[bytes]] = []
+
+    def address(self, name: str) -> str:
+        return f"{self.network}.{self.names.index(name) + 1}"
+
+    def namespace(self, name: str) -> str:
+        return f"{self._tag}-{name}"
+
+    def build(self) -> None:
+        _ip("link", "add", f"{self._tag}b", "type", "bridge")
+        _ip("addr", "add", f"{self.bridge}/24", "dev", f"{self._tag}b")
+        _ip("link", "set", f"{self._tag}b", "up")
+        for index, name in enumerate(self.names, start=1):
+            space = self.namespace(name)
+            _ip("netns", "add", space)
+            _ip("link", "add", f"{self._tag}v{index}", "type", "veth", "peer", "name", "eth0", "netns", space)
+            _ip("link", "set", f"{self._tag}v{index}", "master", f"{self._tag}b", "up")
+            _ip("-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
+            _ip("-n", space, "link", "set", "eth0", "up")
+            _ip("-n", space, "link", "set", "lo", "up")
+        self._start_servers()
+
+    def _start_servers(self) -> None:
+        for key in ("host_key", "user_key"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / key], check=True)
+        Path("/run/sshd").mkdir(exist_ok=True)
+        lines = ["Host *", f"  IdentityFile {self.folder / 'user_key'}", "  IdentitiesOnly yes"]
+        lines += ["  StrictHostKeyChecking no", "  UserKnownHostsFile /dev/null", "  LogLevel ERROR"]
+        for name in self.names:
+            config = self.folder / f"{name}.conf"
+            config.write_text(SERVER.format(address=self.address(name), folder=self.folder))
+            log = (self.folder / f"{name}.log").open("wb")
+            inside = f"hostname {name}; exec /usr/sbin/sshd -f {config} -D -e"
+            server = self.start(name, ["unshare", "--uts", "sh", "-c", inside], stdout=log, stderr=log)
+            log.close()
+            self._servers.append(server)
+            lines += [f"Host {name}", f"  HostName {self.address(name)}"]
+        (self.folder / "ssh_config").write_text("\n".join(lines) + "\n")
+        for name in self.names:
+            self._await_server(name)
+
+    def _await_server(self, name: str) -> None:
+        for _ in range(100):
+            done = subprocess.run(
+                ["ssh", "-F", self.folder / "ssh_config", "-o", "ConnectTimeout=2", name, "true"],
+                capture_output=True,
+                check=False,
+            )
+            if done.returncode == 0:
+                return
+        raise AssertionError(f"sshd of {name} does not answer: {(self.folder / f'{name}.log').read_text()}")
+
+    def start(self, name: str, command: list[str], **options: object) -> subprocess.Popen[bytes]:
+        """Starts a command on a host, in its network but with this machine's files and processes."""
+        entering = ["nsenter", f"--net=/run/netns/{self.namespace(name)}"]
+        return subprocess.Popen([*entering, *command], **options)  # type: ignore[call-overload, no-any-return]
+
+    def partition(self, name: str) -> None:
+        """Pulls a host's cable."""
+        _ip("link", "set", f"{self._tag}v{self.names.index(name) + 1}", "down")
+
+    def heal(self, name: str) -> None:
+        """Puts it back."""
+        _ip("link", "set", f"{self._tag}v{self.names.index(name) + 1}", "up")
+
+    def pids(self, name: str) -> list[int]:
+        """Returns the processes in a host's network."""
+        found = subprocess.run(
+            ["ip", "netns", "pids", self.namespace(name)], capture_output=True, text=True, check=True
+        )
+        return [int(pid) for pid in found.stdout.split()]
+
+    def crash(self, name: str) -> None:
+        """Kills everything on a host at once, its sshd too."""
+        for pid in self.pids(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+
+    def destroy(self) -> None:
+        for name in self.names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                self.crash(name)
+        for server in self._servers:
+            server.kill()
+            server.wait()
+        for index, name in enumerate(self.names, start=1):
+            for command in (("link", "del", f"{self._tag}v{index}"), ("netns", "del", self.namespace(name))):
+                with contextlib.suppress(subprocess.CalledProcessError):
+                    _ip(*command)
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip("link", "del", f"{self._tag}b")
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@contextlib.contextmanager
+def hosts(folder: Path, count: int) -> Iterator[Lab]:
+    """Yields `count` hosts; skips where this machine cannot have them."""
+    for program in ("ip", "ssh", "nsenter", "unshare"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed: scripts/install-test-tools installs it")
+    if not Path("/usr/sbin/sshd").exists():
+        pytest.skip("sshd is not installed: scripts/install-test-tools installs it")
+    if os.geteuid() != 0:
+        pytest.skip("only root may make network namespaces")
+    lab = Lab(folder, count)
+    try:
+        try:
+            lab.build()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.cmd}: {error.stderr}")
+        yield lab
+    finally:
+        lab.destroy()
