@@ -8,12 +8,13 @@
                  /               \\
         node1 10.K.N.1        node2 10.K.N.2
 
-All of it bears this process's number, so that two runs of the tests do not meet, and is gone afterwards.
+All of it bears a number made from this process's, so that two runs of the tests do not meet, and is gone afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -38,17 +39,20 @@ MaxStartups 100
 """
 
 
+_built = itertools.count()
+
+
 class Lab:
     """Hosts that run. `names` are theirs, `bridge` is this machine's address among them."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        number = os.getpid()
+        number = os.getpid() + 10007 * next(_built)  # several labs of one process differ too
         self.folder = folder
         self.names = [f"node{index}" for index in range(1, count + 1)]
         self.network = f"10.{77 + number // 250 % 50}.{number % 250}"
         self.bridge = f"{self.network}.254"
         self.ssh_args = f"-F {folder / 'ssh_config'}"
-        self._tag = f"s{number}"
+        self._tag = f"s{number % 10**9}"
         self._servers: list[subprocess.Popen[bytes]] = []
 
     def address(self, name: str) -> str:

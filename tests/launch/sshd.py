@@ -5,6 +5,7 @@
 
     node1, node2, node3 -> 127.0.0.1, 127.0.0.2, 127.0.0.3, one port, one sshd, the user who runs the tests
 
+`Talk` runs transports and takes apart what they say; `family` and `have_ended` watch processes to their end.
 Keys, configuration and log lie in the given folder; ~/.ssh and the system's own sshd are not touched.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import selectors
 import shutil
 import signal
 import socket
@@ -21,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from samestep.launch.transport import start
 
 SERVER = """\
 Port {port}
@@ -36,7 +40,9 @@ StrictModes no
 UseDNS no
 PrintMotd no
 MaxStartups 100
+AcceptEnv SAMESTEP_*
 """
+PATIENCE = 60  # seconds for what takes a tenth of one on a quiet machine
 ATTEMPTS = 20  # ports to try: another process may take one between our look and sshd's
 
 
@@ -204,3 +210,88 @@ def private_sshd(folder: Path, names: Sequence[str] = ("node1", "node2", "node3"
         yield server
     finally:
         server.stop()
+
+
+class Talk:
+    """Transports that run, and what they have said so far; a context manager that leaves nothing behind."""
+
+    def __init__(self, starts, greeting="hello"):
+        self.said = {"out": [], "err": []}
+        self.selector = selectors.DefaultSelector()
+        self.started = start(starts, greeting)
+        for one in self.started:
+            for stream in ("out", "err"):
+                pipe = getattr(one.process, f"std{stream}")
+                self.selector.register(pipe, selectors.EVENT_READ, (one, stream, bytearray()))
+
+    def until(self, heard):
+        """Reads on until `heard()`; fails where everything ends before."""
+        while not heard():
+            assert self.selector.get_map(), self.said
+            self._read()
+
+    def end(self):
+        """Reads to the end of all pipes; returns the exit code of every host."""
+        while self.selector.get_map():
+            self._read()
+        codes = {said.host: said.exit_code for said in self.said["err"] if said.exit_code is not None}
+        for one in self.started:
+            code = one.process.wait(PATIENCE)
+            usual = code if one.start.via == "ssh" else 0  # the others report what is not 0
+            codes |= {host: codes.get(host, usual) for host in one.start.hosts}
+        return codes
+
+    def _read(self):
+        events = self.selector.select(PATIENCE)
+        assert events, f"nothing more within {PATIENCE} s after {self.said}"
+        for key, _ in events:
+            one, stream, held = key.data
+            data = os.read(key.fd, 65536)
+            held += data
+            *lines, held[:] = held.split(b"\n") if data else [*held.split(b"\n"), b""]
+            self.said[stream] += [one.hear(bytes(line)) for line in lines if line or data]
+            if not data:
+                self.selector.unregister(key.fileobj)
+
+    def lines(self, host, stream="out"):
+        return [said.text for said in self.said[stream] if said.host == host and said.exit_code is None]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.selector.close()
+        for one in self.started:
+            one.end()
+
+
+def handles(pids):
+    """Returns handles, which do not follow a reused number, of those processes that still are."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            found.append(os.pidfd_open(int(pid)))
+    return found
+
+
+def family(pid):
+    """Returns handles of a process and all that it has started."""
+    found = handles([pid])
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            found += family(int(child))
+    return found
+
+
+def have_ended(opened):
+    """Waits until processes have ended, by their handles, and closes these."""
+    with selectors.DefaultSelector() as selector:
+        for handle in opened:
+            selector.register(handle, selectors.EVENT_READ)
+        while selector.get_map():
+            events = selector.select(PATIENCE)
+            assert events, f"{len(selector.get_map())} processes still run after {PATIENCE} s"
+            for key, _ in events:
+                selector.unregister(key.fd)
+                os.close(key.fd)
+    return True

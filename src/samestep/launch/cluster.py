@@ -10,7 +10,7 @@ torchrun's agents elect the host of the store by comparing names, and wait a min
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from samestep.errors import UsageError
 from samestep.launch.facts import Facts
@@ -25,14 +25,14 @@ __all__: list[str] = []
 class Part:
     """One host's share of a run.
 
-    `machine` tells hosts apart whose agents are several; `address` is where the others reach it, `interface` the one
-    that leads to them; `cores` what its ranks may use together.
+    `name` is what the user calls it; parts of one `machine` share it, as tasks of Slurm may. `address` is where the
+    others reach it, `interface` the one that leads to them; each rank gets so many `threads`.
     """
 
     name: str
     machine: str
     ranks: int
-    cores: int
+    threads: int
     address: str = "127.0.0.1"
     interface: str = "lo"
 
@@ -49,42 +49,68 @@ class Wanted:
 
 
 def examine(head: Head, wanted: Wanted) -> list[Part]:
-    """Returns every host's part, after all checks; puts the hosts of `head` in their order.
+    """Returns the part of every host of `head`, in its order, after all checks.
 
     Raises:
         UsageError: they cannot run the script together; says why.
     """
+    labels = tell_apart([host.host for host in head.hosts])
     asked = {"program": wanted.program, "is_module": wanted.is_module}
-    told = head.ask("look", "facts", lambda host: {**asked, "name": host.host})
+    told = head.ask("look", "facts", lambda host: {**asked, "name": labels[head.hosts.index(host)]})
     facts = [Facts.from_json(answer["facts"]) for answer in told]
-    rings = head.ask("ring", "ringing", lambda _: {"address": "0.0.0.0"})  # noqa: S104  (any way in is tried)
-    doors = {
-        host.host: Target(_address(host, head), ring["port"], ring["nonce"])
-        for host, ring in zip(head.hosts, rings, strict=True)
-    }
-    found = head.ask("probe", "probed", lambda host: _others(host, doors, wanted.interface))
+    doors = _ring(head, labels)
+    found = head.ask("probe", "probed", lambda host: _others(labels[head.hosts.index(host)], doors, wanted.interface))
     for host in head.hosts:
         host.send("quiet")
-    if one_machine(head.hosts):  # then nobody else needs to reach the store
-        doors = {name: replace(door, address="127.0.0.1") for name, door in doors.items()}
-    faults = [answer["fault"] for answer in found if "fault" in answer]
-    reached = {host.host: answer.get("reached", {}) for host, answer in zip(head.hosts, found, strict=True)}
-    parts = [
-        Part(
-            name=host.host,
-            machine=fact.host,
-            ranks=_count(fact, wanted),
-            cores=fact.cores,
-            address=doors[host.host].address,
-            interface=answer.get("interface") or "lo",
-        )
-        for host, fact, answer in zip(head.hosts, facts, found, strict=True)
-    ]
-    room = {part.name: (part.ranks, limit) for part in parts if (limit := wanted.slots.get(part.name)) is not None}
-    fault = faults[0] if faults else objection(facts, reached, wanted.program, room)
+    counts = {label: _count(fact, wanted) for label, fact in zip(labels, facts, strict=True)}
+    fault = next((answer["fault"] for answer in found if "fault" in answer), None) or objection(
+        facts,
+        {label: answer["reached"] for label, answer in zip(labels, found, strict=True) if "reached" in answer},
+        wanted.program,
+        {label: (counts[label], limit) for label in labels if (limit := wanted.slots.get(label)) is not None},
+    )
     if fault is not None:
         raise UsageError(fault)
-    return parts
+    alone = one_machine(head.hosts)  # then nobody else needs to reach the store
+    machines = [(fact.host, doors[label].address) for label, fact in zip(labels, facts, strict=True)]
+    return [
+        Part(
+            name=label,
+            machine=fact.host if all(name != fact.host or place == own for name, place in machines) else label,
+            ranks=counts[label],
+            threads=_threads(fact, counts[label], [other for other in facts if other.host == fact.host]),
+            address="127.0.0.1" if alone else own,
+            interface="lo" if alone else answer.get("interface") or "lo",
+        )
+        for label, fact, (_, own), answer in zip(labels, facts, machines, found, strict=True)
+    ]
+
+
+def tell_apart(names: Sequence[str]) -> list[str]:
+    """Returns names of which none is there twice.
+
+    >>> tell_apart(["a", "b", "a"])
+    ['a', 'b', 'a (2)']
+    """
+    return [
+        name if name not in names[:number] else f"{name} ({names[: number + 1].count(name)})"
+        for number, name in enumerate(names)
+    ]
+
+
+def _ring(head: Head, labels: Sequence[str]) -> dict[str, Target]:
+    """Lets every host open a doorbell; returns where they are."""
+    rings = head.ask("ring", "ringing", lambda _: {"address": "0.0.0.0"})  # noqa: S104  (any way in is tried)
+    return {
+        label: Target(_address(host, head), ring["port"], ring["nonce"])
+        for label, host, ring in zip(labels, head.hosts, rings, strict=True)
+    }
+
+
+def _threads(fact: Facts, ranks: int, here: Sequence[Facts]) -> int:
+    """Returns how many threads each of a part's ranks gets, where several parts may share a machine and its cores."""
+    sharing = [other for other in here if set(other.cpus) & set(fact.cpus)]
+    return max(1, len(fact.cpus) // max(ranks, sum(other.ranks or ranks for other in sharing)))
 
 
 def one_machine(hosts: Sequence[Host]) -> bool:
@@ -100,8 +126,8 @@ def _address(host: Host, head: Head) -> str:
     return next((other.local_address for other in head.hosts if other.local_address is not None), "127.0.0.1")
 
 
-def _others(host: Host, doors: Mapping[str, Target], interface: str | None) -> dict[str, object]:
-    targets = {name: asdict(target) for name, target in doors.items() if name != host.host}
+def _others(own: str, doors: Mapping[str, Target], interface: str | None) -> dict[str, object]:
+    targets = {label: asdict(target) for label, target in doors.items() if label != own}
     return {"targets": targets, "interface": interface}
 
 

@@ -36,7 +36,7 @@ class Facts:
     torch: str | None
     samestep: str
     gpus: int
-    cores: int
+    cpus: tuple[int, ...]
     digest: str | None
     directory: str
     ranks: int | None = None
@@ -47,7 +47,7 @@ class Facts:
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> Facts:
         known = {field.name: told[field.name] for field in fields(cls)}
-        return cls(**known | {"addresses": tuple(told["addresses"])})
+        return cls(**known | {name: tuple(told[name]) for name in ("addresses", "cpus")})
 
 
 def look(
@@ -73,7 +73,7 @@ def look(
         torch=_version("torch"),
         samestep=__version__,
         gpus=visible_gpus(),
-        cores=len(os.sched_getaffinity(0)),
+        cpus=tuple(sorted(os.sched_getaffinity(0))),
         digest=digest(program, is_module=is_module),
         directory=str(Path.cwd()),
     )

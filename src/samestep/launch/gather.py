@@ -254,9 +254,8 @@ def by_invitation(place: Sibling, ranks: int) -> list[Host]:
     numbers = [link.peer_about["index"] for link in links]
     twice = {number for number in numbers if numbers.count(number) > 1 or not 0 < number < place.count}
     if twice:
-        raise UsageError(
-            f"number {min(twice)} is there twice, or is none of 0 to {place.count - 1}: give each host its own"
-        )
+        wrong = f"{place.word} {min(twice)} is there twice, or is none of 0 to {place.count - 1}"
+        raise UsageError(f"{wrong}: give each host a number of its own")
     return [own, *(from_afar(link) for _, link in sorted(zip(numbers, links, strict=True), key=lambda pair: pair[0]))]
 
 

@@ -7,7 +7,6 @@ launch  prepares the hosts, runs attempts until one is the last, writes run.json
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 import time
@@ -27,7 +26,7 @@ from samestep.launch.restarts import Restarts
 from samestep.launch.supervise import SAVING
 from samestep.launch.team import Job
 from samestep.launch.terminal import is_terminal
-from samestep.launch.variables import Group, lay_out, rank_variables
+from samestep.launch.variables import Group, lay_out, rank_variables, threads_per_rank
 from samestep.launch.verdict import Verdict, explain
 from samestep.paths import RunDirectory
 
@@ -82,8 +81,7 @@ class Plan:
         """Returns the variables that one rank gets beside its host's own."""
         group = group or self.group()
         part = self.parts[self.part_of(rank)]
-        threads = max(1, part.cores // group.place(rank).local_size)
-        theirs = rank_variables(replace(group, interface=part.interface), rank, threads=threads)
+        theirs = rank_variables(replace(group, interface=part.interface), rank, threads=part.threads)
         return {**theirs, "SAMESTEP_RUN_DIR": str(self.directory.path)}
 
     def part_of(self, rank: int) -> int:
@@ -122,7 +120,7 @@ class Plan:
 def part_here(ranks: int) -> Part:
     """Returns this host's part of a run that is on no other."""
     name = socket.gethostname()
-    return Part(name=name, machine=name, ranks=ranks, cores=len(os.sched_getaffinity(0)))
+    return Part(name=name, machine=name, ranks=ranks, threads=threads_per_rank(ranks))
 
 
 def launch(plan: Plan, head: Head) -> Verdict:
