@@ -6,8 +6,10 @@ micro-batch gets an empty batch, dim 0 is 0, cut from a real one so that every o
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -93,10 +95,24 @@ class Loader:
             collate_fn=self.collate_fn,
             pin_memory=self.pin_memory,
             generator=self.seeded(order.epoch),
+            worker_init_fn=_shield,
         )
         spans = (span for step in steps for span in step.micro)
         for (start, stop), batch in zip(spans, _unwrapped(loader), strict=True):
             yield batch if stop > start else empty_like(batch)
+
+
+def _shield(worker: int) -> None:  # noqa: ARG001  (what torch calls it with)
+    """Makes a worker outlive the signal with which a scheduler asks every process of a job to make room.
+
+    torch lets SIGTERM end it, and the rank with it, before the rank could save. It ends when its rank has.
+    """
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _outlive)
+
+
+def _outlive(number: int, frame: FrameType | None) -> None:
+    """Python's own handler, which native code that waits for the next sample does not mind."""
 
 
 def _unwrapped(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -18,24 +18,27 @@ no step is repeated, the evaluation is. At [3], after the body, it yields the ne
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from samestep._version import __version__
-from samestep.errors import CheckpointError, UsageError
+from samestep.errors import CheckpointError, Preempted, UsageError
+from samestep.progress import note_step
 from samestep.running.checkpoints import streams
 from samestep.running.checkpoints.every import parse_every
 from samestep.running.checkpoints.format import SCHEMA, Encoder, Manifest, decode
 from samestep.running.checkpoints.named import State, check_names, differences, load, shortened, state_of
 from samestep.running.checkpoints.store import Store
+from samestep.running.preemption import Preemption
 from samestep.runtime.exchange import tell_json
 from samestep.runtime.world import World
 
@@ -143,15 +146,19 @@ class Checkpoint:
         self._positions: dict[str, Any] = {}  # in the data, at the last commit or at the start of the epoch's body
         self._within = False
         self._asked = False  # rank 0 has wished to save, and the wish is on its way
-        if self._every.seconds is not None:
-            world.step.listen()
         self._store = None if path is None else Store(path, world)
+        self._preemption: Preemption | None = None
         world.hold(self)
         try:
             self.resumed = self._resume()
         except BaseException:
             self.close()
             raise
+        if self._every.seconds is not None or self._can_stop():
+            world.step.listen()
+        if self._can_stop():
+            self._preemption = Preemption(world.step)
+        note_step(self.step)
         self._saved_at = time.monotonic()
 
     def commit(self) -> None:
@@ -161,6 +168,7 @@ class Checkpoint:
 
         Raises:
             CheckpointError: a checkpoint was due and could not be saved; the step counts all the same.
+            Preempted: a rank was asked to make room; all have saved this step, and leave with exit code 75.
         """
         self._wish_if_late()
         for data in self._data.values():
@@ -169,8 +177,29 @@ class Checkpoint:
             data.commit()
         self.step += 1
         self._note_positions()
+        note_step(self.step)
+        if "stop" in self._agreed():
+            self._leave()
         if self._is_due():
             self.save()
+
+    def _can_stop(self) -> bool:
+        """Whether all ranks can agree on the step to save: through the reports of their data, or one rank by itself."""
+        return self._store is not None and (bool(self._data) or self._world.size == 1)
+
+    def _agreed(self) -> frozenset[str]:
+        """What all ranks do now. Without data no step is reported, and one rank alone agrees with itself."""
+        if not self._data and self._world.size == 1 and self._preemption is not None and self._preemption.number:
+            return frozenset({"stop"})
+        return self._world.step.agreed
+
+    def _leave(self) -> NoReturn:
+        """Saves, and ends this rank as all others do at this step."""
+        path = self.save()
+        asked = None if self._preemption is None else self._preemption.number
+        by = "" if asked is None else f" by {signal.Signals(asked).name}"
+        self._say(f"preempted{by}: saved step {self.step} in {path}; the same command goes on from there")
+        raise Preempted(self.step, str(path))
 
     def save(self) -> Path | None:
         """Saves now, and returns the new checkpoint's folder, None without a path. Collective: every rank must call.
@@ -214,6 +243,8 @@ class Checkpoint:
 
     def close(self) -> None:
         """Lets another run use the directory; happens by itself when the world closes."""
+        if self._preemption is not None:
+            self._preemption.close()
         if self._store is not None:
             self._store.close()
 
