@@ -1,7 +1,7 @@
 import pytest
 
 from samestep.errors import RankVariablesError
-from samestep.rankenv import expand_tasks_per_node, first_slurm_host, read_rank_variables
+from samestep.rankenv import expand_tasks_per_node, read_rank_variables
 
 # launcher         rank of size, local rank of local size, host; and the variables as that launcher sets them
 TABLE = {
@@ -94,18 +94,3 @@ def test_slurm_tasks_per_node_are_expanded(text, counts):
 def test_malformed_slurm_tasks_are_refused():
     with pytest.raises(RankVariablesError, match="SLURM_STEP_TASKS_PER_NODE"):
         expand_tasks_per_node("two")
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("gpu[07-09,12],login", "gpu07"),
-        ("a,b", "a"),
-        ("node3", "node3"),
-        ("n-[1,5]", "n-1"),
-        ("rack[1-2]n[01-04]", "rack1n01"),
-        ("node[1-2]-ib,x", "node1-ib"),
-    ],
-)
-def test_the_first_slurm_host_is_found(nodes, first):
-    assert first_slurm_host({"SLURM_JOB_NODELIST": nodes}) == first

@@ -188,20 +188,6 @@ def expand_tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def first_slurm_host(environ: Mapping[str, str] | None = None) -> str | None:
-    """Returns the first host of this Slurm step, where rank 0 runs.
-
-    >>> first_slurm_host({"SLURM_STEP_NODELIST": "gpu[07-09,12],login"})
-    'gpu07'
-    """
-    variables = os.environ if environ is None else environ
-    hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
-    if not hosts:
-        return None
-    first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", hosts)  # up to the first comma that is not in brackets
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else None
-
-
 def variable(name: str, default: str | None = None) -> str | None:
     """Returns one environment variable of this process."""
     return os.environ.get(name, default)

@@ -16,6 +16,7 @@ from namespaces import hosts
 from test_supervise import wait_until_gone
 
 VIAS = ("ssh", "pdsh", "clush")
+SECRET = "0123456789abcdef"
 WITHIN = 5.0  # seconds for a usage error
 LEEWAY = 3.0  # for a busy machine
 
@@ -243,10 +244,8 @@ def test_a_script_that_is_not_the_same_everywhere(folder, lab, tmp_path):
     other.mkdir()
     (other / "train.py").write_text("print('an older one')")
     address = f"{lab.bridge}:{free_port(lab.bridge)}"
-    first = folder.start("--nnodes", 2, "--node-rank", 0, "--rendezvous", address, folder.script(""))
-    second = folder.start("--nnodes", 2, "--node-rank", 1, "--rendezvous", address, "train.py")
-    second.kill()  # it was only the other folder's that should come
-    second.communicate()
+    secret = {"SAMESTEP_TOKEN": SECRET}
+    first = folder.start("--nnodes", 2, "--node-rank", 0, "--rendezvous", address, folder.script(""), env=secret)
     command = [
         sys.executable,
         "-P",
@@ -260,9 +259,9 @@ def test_a_script_that_is_not_the_same_everywhere(folder, lab, tmp_path):
         "--rendezvous",
         address,
     ]
-    third = subprocess.Popen([*command, "train.py"], cwd=other, stderr=subprocess.PIPE)
+    second = subprocess.Popen([*command, "train.py"], cwd=other, env={**os.environ, **secret}, stderr=subprocess.PIPE)
     _, _, err = finish(first)
-    third.communicate(timeout=60)
+    second.communicate(timeout=60)
     assert "train.py is not the same on all hosts (sha256" in err
 
 
@@ -280,7 +279,12 @@ def by_hand(lab, folder):
         words = ["--nnodes", count, "--node-rank", index, "--rendezvous", f"{lab.address('node1')}:{port}", *arguments]
         command = [sys.executable, "-P", "-m", "samestep", "run", *map(str, words)]
         piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder.path}
-        return lab.start(name, command, env={**os.environ, "SAMESTEP_TOKEN": "a secret", **(env or {})}, **piped)
+        return lab.start(
+            name,
+            command,
+            env={**os.environ, "SAMESTEP_TOKEN": SECRET, **(env or {})},
+            **piped,
+        )
 
     return start
 
@@ -313,10 +317,16 @@ def test_a_host_that_never_comes_is_named_at_the_join_timeout(by_hand, folder):
 def test_a_host_with_another_token_is_told_so(by_hand, folder):
     script = folder.script("")
     first = by_hand("node1", 0, 2, "--join-timeout", 4, script)
-    code, _, err = finish(by_hand("node2", 1, 2, "--join-timeout", 4, script, env={"SAMESTEP_TOKEN": "another"}))
+    code, _, err = finish(by_hand("node2", 1, 2, "--join-timeout", 4, script, env={"SAMESTEP_TOKEN": SECRET[::-1]}))
     assert code == 2
     assert "the head of the run has another token: set the same SAMESTEP_TOKEN on every host" in err
     finish(first)
+
+
+def test_hosts_started_by_hand_need_a_secret(by_hand, folder):
+    code, _, err = finish(by_hand("node1", 0, 2, folder.script(""), env={"SAMESTEP_TOKEN": "short"}))
+    assert code == 2
+    assert "set SAMESTEP_TOKEN to the same 16 or more random characters on every host" in err
 
 
 def test_two_hosts_of_one_number_are_refused(by_hand, folder):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import resource
 import select
 import socket
 import threading
@@ -10,6 +13,7 @@ import time
 import pytest
 
 from samestep.errors import RendezvousError
+from samestep.launch import wire
 from samestep.launch.wire import Listener, connect, new_token
 
 HERE = "127.0.0.1"
@@ -228,3 +232,215 @@ def test_a_frame_that_comes_back_to_its_sender_is_not_taken(token):
 def test_a_port_that_is_taken_is_said(token):
     with socket.create_server((HERE, 0)) as other, pytest.raises(RendezvousError, match="cannot listen at 127.0.0.1"):
         Listener(token, HERE, other.getsockname()[1])
+
+
+def greet(listener):
+    """Returns a stranger's connection and the head's nonce."""
+    stranger = socket.create_connection((HERE, listener.port))
+    until = time.monotonic() + 20
+    while not select.select([stranger], [], [], 0.01)[0] and time.monotonic() < until:
+        listener.accept()
+    return stranger, json.loads(stranger.recv(1 << 16))["nonce"]
+
+
+def refusals(listener, count=1):
+    """Waits until so many were turned away."""
+    until = time.monotonic() + 20
+    while len(listener.refused) < count and time.monotonic() < until:
+        select.select([listener], [], [], 0.1)
+        assert listener.accept() is None
+    return listener.refused
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 60_000,
+        b"[]",
+        b"\xff\xfe",
+        b'{"nonce": "00", "about": {}, "proof": "no"}',
+        b'{"nonce": "\\ud800", "about": {}, "proof": "00"}',
+        b'{"nonce": "00", "proof": "00", "about": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b"x" * (1 << 17),
+    ],
+    ids=["nested", "list", "no text", "no digits", "half a character", "nested about", "endless"],
+)
+def test_whatever_a_stranger_says_the_head_goes_on(token, line):
+    with Listener(token, HERE) as listener:
+        stranger, _ = greet(listener)
+        with stranger:
+            stranger.sendall(line + b"\n")
+            assert len(refusals(listener)) == 1
+        head, agent = meet(listener, token)
+        head.close()
+        agent.close()
+
+
+def test_an_agent_that_lost_patience_does_not_come_in_twice(token):
+    with Listener(token, HERE) as listener:
+        stranger, nonce = greet(listener)
+        proof = wire._mac(bytes.fromhex(token), "agent", nonce, "00", "{}").hex()
+        stranger.sendall(json.dumps({"nonce": "00", "about": {}, "proof": proof}).encode() + b"\n")
+        stranger.close()
+        assert refusals(listener) == ["127.0.0.1: it left before it was heard"]
+
+
+@pytest.fixture
+def few_descriptors():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+    yield 600
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_strangers_leave_the_head_most_of_its_descriptors(token, few_descriptors):
+    with Listener(token, HERE) as listener:
+        strangers = []
+        for _ in range(250):
+            strangers.append(socket.create_connection((HERE, listener.port)))
+            listener.accept()
+        assert len(listener._strangers) == few_descriptors // 4
+        for end in (*meet(listener, token), *strangers):
+            end.close()
+
+
+class Impostor:
+    """Something else that listens: says one thing to everybody, then another, or a space now and then for ever."""
+
+    def __init__(self, *lines):
+        self.lines = lines
+        self.server = socket.create_server((HERE, 0))
+        self.port = self.server.getsockname()[1]
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *details):
+        self.done.set()
+        self.thread.join()
+        self.server.close()
+
+    def _run(self):
+        while not self.done.is_set():
+            if select.select([self.server], [], [], 0.05)[0]:
+                with self.server.accept()[0] as stream:
+                    try:
+                        self._talk(stream)
+                    except OSError:
+                        continue  # the agent has heard enough
+
+    def _talk(self, stream):
+        for line in self.lines:
+            stream.sendall(line + b"\n")
+            stream.recv(1 << 16)
+        while not self.lines and not self.done.wait(0.02):
+            stream.sendall(b" ")
+
+
+HELLO = b'{"protocol": 1, "nonce": "00"}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([b"SSH-2.0-OpenSSH_9"], "something else answers there"),
+        ([b"[]"], "something else answers there"),
+        ([b"[" * 5_000], "something else answers there"),
+        ([b'{"protocol": 2}'], "not as the head of a run of this version"),
+        ([HELLO, '{"proof": "é"}'.encode()], "has another token"),
+        ([], "took too long|timed out"),
+    ],
+    ids=["ssh", "list", "nested", "version", "letters", "drip"],
+)
+def test_whoever_answers_in_place_of_the_head_is_named(token, lines, reason):
+    with Impostor(*lines) as other, pytest.raises(RendezvousError, match=reason):
+        connect([HERE], other.port, token, {}, seconds=0.5)
+
+
+def test_the_head_of_another_run_at_the_first_address_does_not_hide_the_right_one(token):
+    with (
+        Impostor(HELLO, b'{"refused": "it has another token"}') as other,
+        Listener(token, "127.0.0.2", other.port) as ours,
+    ):
+        found = []
+        agent = threading.Thread(
+            target=lambda: found.append(connect([HERE, "127.0.0.2"], other.port, token, {}, seconds=10))
+        )
+        agent.start()
+        for end in (wait_for_agent(ours), agent.join() or found[0]):
+            end.close()
+
+
+def test_number_keys_do_not_look_like_another_token(token):
+    with Listener(token, HERE) as listener:
+        head, agent = meet(listener, token, about={"cores": {2: "a", 10: "b"}})
+        assert head.peer_about == {"cores": {"2": "a", "10": "b"}}
+        head.close()
+        agent.close()
+
+
+def frames(link, count):
+    """Returns what a link would have put on its wire for so many messages."""
+    return [link._wrap(json.dumps({"kind": str(number)}).encode(), b"") for number in range(count)]
+
+
+def test_frames_out_of_order_or_with_one_missing_end_the_connection(token):
+    for order in ((1, 0), (0, 2)):
+        with Listener(token, HERE) as listener:
+            head, agent = meet(listener, token)
+            made = frames(agent, 3)
+            agent._socket.sendall(b"".join(made[number] for number in order))
+            assert [message.kind for message in take(head, 2)] == ["0"][: order[0] == 0]
+            assert "not at this place" in head.fault
+            head.close()
+            agent.close()
+
+
+def test_a_frame_of_one_connection_is_worth_nothing_in_another(token):
+    with Listener(token, HERE) as listener:
+        (head, agent), (other, another) = meet(listener, token), meet(listener, token)
+        another._socket.sendall(frames(agent, 1)[0])
+        assert take(other) == []
+        assert "not at this place" in other.fault
+        for end in (head, agent, other, another):
+            end.close()
+
+
+def test_a_connection_cut_within_a_message_says_so(ends):
+    head, agent = ends
+    agent._socket.sendall(frames(agent, 1)[0][:-1])
+    agent.close()
+    assert take(head) == []
+    assert head.fault.endswith("was cut off in the middle of a message")
+
+
+def test_nothing_is_kept_for_one_that_has_gone(ends):
+    head, agent = ends
+    agent.close()
+    take(head)
+    head.send({"kind": "order"}, b"x" * 1000)
+    assert (head.pending, head.wants_write()) == (0, False)
+
+
+def test_a_message_that_is_too_large_is_refused_where_it_is_sent(ends):
+    head, agent = ends
+    with pytest.raises(ValueError, match="send it in parts"):
+        agent.send({"kind": "output"}, b"x" * wire.MOST_FRAME)
+    agent.send({"kind": "next"})
+    assert [message.kind for message in take(head)] == ["next"]
+
+
+def test_what_nobody_takes_ends_the_connection_before_memory_does(ends, monkeypatch):
+    monkeypatch.setattr(wire, "MOST_WAITING", 1 << 20)
+    _, agent = ends
+    while not agent.closed:
+        agent.send({"kind": "output"}, b"x" * 100_000)
+    assert agent.fault.endswith("bytes untaken")
+    assert agent.pending == 0
+
+
+def test_no_program_started_later_inherits_the_connection(ends):
+    assert [os.get_inheritable(end.fileno()) for end in ends] == [False, False]

@@ -24,6 +24,7 @@ __all__: list[str] = []
 
 STARTED_BY = ("slurm", "openmpi", "pmi")  # whose tasks meet by themselves
 TAKEN_ALONG = ("OMP_", "MKL_", "KMP_", "NCCL_", "GLOO_", "UCX_", "FI_", "TORCH", "PYTORCH_", "PYTHON", "CUDA_")
+SHORTEST_TOKEN = 16
 LEFT_BEHIND = ("CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP")  # this host's own affair
 
 
@@ -40,6 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--nnodes", metavar="N", type=int, help="start by hand on N hosts, once on each")
     add("--node-rank", metavar="R", type=int, default=None, help="which of them this is, from 0")
     add("--rendezvous", metavar="HOST:PORT", help="where host 0 waits for the others, the same on all")
+    add("--slurm", action="store_true", help="queue it on --nnodes nodes; with --dry-run print the batch script")
+    add("--sbatch-args", metavar="TEXT", default="", help="more options for sbatch: '--time=2:00:00 --gpus-per-node=4'")
     add("--join-timeout", metavar="S", type=float, default=300.0, help="seconds to wait for the others (default: 300)")
     add(
         "--lost-host",
@@ -170,9 +173,10 @@ def _by_hand(options: argparse.Namespace) -> Sibling:
     if index == 0 and address not in own and not address.startswith("127."):
         raise UsageError(f"--rendezvous {host} ({address}) is not this host, which is node 0 ({', '.join(own)})")
     token = variable("SAMESTEP_TOKEN") or ""
-    if not token and index == 0:
-        sys.stderr.write(
-            "samestep: note: whoever can reach this port can come in; set the same SAMESTEP_TOKEN on all hosts\n"
+    if len(token) < SHORTEST_TOKEN and not address.startswith("127."):
+        raise UsageError(
+            f"--nnodes {count} needs a secret, or anybody on the network could run code here: set SAMESTEP_TOKEN to "
+            f"the same {SHORTEST_TOKEN} or more random characters on every host (openssl rand -hex 16)"
         )
     return Sibling(
         index=index, count=count, address=address, port=int(port), token=token, patience=options.join_timeout

@@ -15,6 +15,8 @@ __all__: list[str] = []
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, without its own exit on an error, and with a guess at a misspelt option."""
 
+    verbatim: tuple[str, ...] = ()  # options whose values are options of another program
+
     def __init__(self, command: str, **options: Any) -> None:
         super().__init__(
             prog=f"samestep {command}",
@@ -29,10 +31,15 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UsageError: an option is unknown or malformed.
         """
-        options, unknown = self.parse_known_args(arguments)
+        options, unknown = self.parse_known_args(self._joined(arguments))
         if unknown:
             raise UsageError(self._unknown(unknown[0]))
         return options
+
+    def _joined(self, arguments: Sequence[str]) -> list[str]:
+        """Writes the options of :attr:`verbatim` and their values in one word: argparse refuses values with a dash."""
+        words = iter(arguments)
+        return [f"{word}={next(words, '')}" if word in self.verbatim else word for word in words]
 
     def also(self, *spellings: str, dest: str, **options: Any) -> None:
         """Accepts further spellings of an option, which the help does not list."""

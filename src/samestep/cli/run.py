@@ -21,6 +21,7 @@ from samestep.launch.cluster import Part
 from samestep.launch.devices import visible_gpus
 from samestep.launch.gather import Call, Sibling, follow
 from samestep.launch.run import Plan, launch, part_here, summary
+from samestep.launch.slurm import Batch, submit
 from samestep.paths import RunDirectory, default_run_path
 
 __all__ = ["main"]
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options = _parser().parse(arguments)
     _check(options)
+    if options.slurm:
+        return _queue(options)
     if options.dry_run:
         _show(options)
         return 0
@@ -66,6 +69,29 @@ def main(arguments: Sequence[str]) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(summary(plan, verdict), indent=2) + "\n", encoding="utf-8")
     return verdict.exit_code
+
+
+def _queue(options: argparse.Namespace) -> int:
+    """Prints the batch script, or hands it to Slurm."""
+    program = options.program[0]
+    path = default_run_path(program) if options.run_dir is None else options.run_dir.absolute()
+    run = ["--restarts", str(options.restarts)] if options.restarts else []
+    run += [] if options.start == "auto" else ["--start", options.start]
+    run += [] if options.local_rank is None else [f"--pass{options.local_rank[1:]}"]
+    batch = Batch(
+        name=Path(program).stem,
+        nodes=options.nnodes or 1,
+        options=options.sbatch_args,
+        run_dir=path,
+        run=("-n", str(options.ranks or "auto"), *run, *(["-m"] if options.module else [])),
+        program=tuple(options.program),
+        directory=Path.cwd(),
+    )
+    if options.dry_run:
+        print(batch.script(), end="")
+    else:
+        print(f"job {submit(batch)} is queued; its output comes to {path}-<job>.out")
+    return 0
 
 
 def _serve(agent: Agent) -> int:
@@ -116,6 +142,7 @@ def _parser() -> Parser:
     parser.also("--nproc-per-node", "--nproc_per_node", dest="ranks", type=_ranks)
     parser.also("--standalone", dest="standalone", action="store_true")  # what run does anyway
     add_options(parser)
+    parser.verbatim = ("--ssh-args", "--sbatch-args")
     add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 

@@ -37,11 +37,14 @@ from samestep.launch.network import Doorbell, Target, interface_named, probe, ro
 from samestep.launch.process import adopt_orphans
 from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.team import Job, Team
-from samestep.launch.wire import connect
+from samestep.launch.wire import SealedLink, connect
 from samestep.rankenv import set_variables
 
 __all__: list[str] = []
 
+MOST_WAITING = 4 << 20  # bytes of output on their way to the head
+PAUSE = 2.0  # seconds to give a slow head before the next piece
+UNANSWERED = 10.0  # seconds without any answer from the head's kernel after which it is gone
 BEAT = 1.0  # seconds between signs of life
 PROBE = 3.0  # seconds for another host to answer
 COMING = 10.0  # seconds in which the head must be found
@@ -102,6 +105,8 @@ class Agent:
             self._loop.stop()
 
     def _beat(self) -> None:
+        if isinstance(self._link, SealedLink) and self._link.unanswered() > UNANSWERED:
+            self._loop.stop()  # the network is gone, and the head with it
         self._tell("alive")
         self._loop.at(BEAT, self._beat)
 
@@ -114,6 +119,8 @@ class Agent:
 
     def _tell(self, kind: str, payload: bytes = b"", **body: Any) -> None:
         self._link.send({"kind": kind, **body}, payload)
+        if payload and self._link.pending > MOST_WAITING:
+            self._link.drain(PAUSE)  # the head is slow: let the ranks wait for their pipes
         self._watch()
 
     def _hear(self) -> None:

@@ -48,6 +48,11 @@ class Link:
         """Whether something waits for the socket to take it."""
         return bool(self._outgoing)
 
+    @property
+    def pending(self) -> int:
+        """Bytes that the socket has not taken yet."""
+        return len(self._outgoing)
+
     def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
         """Sends one message, now or when :meth:`flush` can."""
         text = json.dumps(message).encode()

@@ -176,7 +176,7 @@ class Head:
         for message in host.link.receive():
             self._take(host, message)
         if host.link.closed:
-            self._lose(host, "its agent has ended, or the connection to it")
+            self._lose(host, getattr(host.link, "fault", None) or "its agent has ended, or the connection to it")
         self._watch(host)
 
     def _take(self, host: Host, message: Message) -> None:

@@ -4,15 +4,25 @@
     the others       look for it until it is there
 
 A file system is the only thing that these tasks share for certain before they are connected, and on one that spans
-hosts there is nothing to wait on: so they look, less and less often. The file bears the job's and the step's number
-and the restart count; a leftover of an earlier job of the same number is told by its age.
+hosts there is nothing to wait on: inotify does not hear of what another host writes. So they look, less and less
+often.
+
+A leftover of an earlier step must not be taken for this one's. The name bears the job's and the step's number and a
+digest of what is different at every start (MARKS); where a launcher says nothing of the kind, as mpiexec over ssh,
+its age tells. Whoever follows such a file will run what its writer says, so that must be the same user.
+
+torchrun leaves this to a port that a user picks, the same for all.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
 import json
 import os
 import re
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,40 +35,60 @@ __all__: list[str] = []
 
 SOONEST, LATEST = 0.01, 0.5  # seconds between two looks
 STALE = 600.0  # seconds; tasks of one step start within this
+MARKS = (  # all tasks of a step have them alike; the port is that of the srun that has started them
+    "SLURM_CLUSTER_NAME",
+    "SLURM_JOB_START_TIME",
+    "SLURM_RESTART_COUNT",
+    "SLURM_STEP_LAUNCHER_PORT",
+)
+GONE = (errno.ENOENT, errno.ESTALE)  # ESTALE: replaced on the server after it was found here
 
 
 def place_for(told: RankVariables) -> Path:
     """Returns the file of this step: private to this host where the step is, else in the working directory."""
     if told.one_host:
-        return meeting_file(f"{told.job}-head" if told.job else None)
+        return meeting_file(f"{told.job}-{_mark()}-head" if told.job else None)
     job = re.sub(r"[^\w.-]+", "-", told.job or "job")
-    return Path.cwd() / f".samestep-{job}-{variable('SLURM_RESTART_COUNT', '0')}.json"
+    return Path.cwd() / f".samestep-{job}-{_mark()}.json"
 
 
-def publish(path: Path, told: dict[str, Any]) -> None:
-    """Puts what the others need to know where they look for it; readable by this user alone."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(told, file)
-    draft.replace(path)
+def _mark() -> str:
+    """Returns a short word that another start of the same step does not have."""
+    told = "\n".join(variable(name) or "" for name in MARKS)
+    return hashlib.sha256(told.encode()).hexdigest()[:8]
+
+
+def publish(path: Path, facts: dict[str, Any]) -> None:
+    """Puts what the others need to know where they look for it; readable by this user alone.
+
+    Raises:
+        RendezvousError: it cannot be written there.
+    """
+    try:
+        descriptor, draft = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # mode 0600
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(facts, file)
+            Path(draft).replace(path)
+        except BaseException:
+            Path(draft).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise RendezvousError(
+            f"task 0 cannot say where it is, in {path}: {error.strerror}; start in a directory that you may write and "
+            "all hosts share"
+        ) from error
 
 
 def await_published(path: Path, seconds: float) -> dict[str, Any]:
     """Returns what was published.
 
     Raises:
-        RendezvousError: nothing was, in time.
+        RendezvousError: nothing was, in time, or it is another user's.
     """
     until = time.monotonic() + seconds
     pause = SOONEST
-    while True:
-        try:
-            if time.time() - path.stat().st_mtime < STALE:
-                found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-                return found
-        except FileNotFoundError:
-            pass
+    while (found := _look(path)) is None:
         if time.monotonic() >= until:
             raise RendezvousError(
                 f"task 0 has not said where it is, in {path} within {seconds:.0f} s: did it start, and do all hosts "
@@ -66,3 +96,28 @@ def await_published(path: Path, seconds: float) -> dict[str, Any]:
             )
         time.sleep(pause)
         pause = min(LATEST, pause * 1.5)
+    return found
+
+
+def _look(path: Path) -> dict[str, Any] | None:
+    """Returns what stands there, or None where nothing does, or a leftover."""
+    _refresh(path.parent)
+    try:
+        with path.open(encoding="utf-8") as file:
+            known = os.fstat(file.fileno())
+            if time.time() - known.st_mtime >= STALE:
+                return None
+            if known.st_uid != os.geteuid():
+                raise RendezvousError(f"{path} belongs to somebody else: start in a directory that is your own")
+            found: dict[str, Any] = json.load(file)
+            return found
+    except OSError as error:
+        if error.errno not in GONE:
+            raise RendezvousError(f"{path}, where task 0 says where it is, cannot be read: {error.strerror}") from error
+        return None
+
+
+def _refresh(folder: Path) -> None:
+    """Makes a network file system ask its server: a name it did not find stays missing for half a minute else."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))

@@ -14,7 +14,8 @@ the number and the direction keep frames from being repeated, dropped, reordered
 not encryption: torch's own connections are neither, and what trains together should be on a network that is trusted.
 
 Nobody who has not proved anything can make the head wait: handshakes go on beside each other, in a selector of their
-own that nests in the head's loop, at most so many at a time and for so long. mac is HMAC-SHA256 (RFC 2104).
+own that nests in the head's loop, at most so many at a time and for so long. Whoever has taken too long is turned away
+when the next one comes. mac is HMAC-SHA256 (RFC 2104).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import resource
 import secrets
 import select
 import socket
@@ -38,11 +40,14 @@ from samestep.launch.frames import Link, Message
 __all__: list[str] = []
 
 PROTOCOL = 1
-MOST_HALF_OPEN = 2048
+MOST_HALF_OPEN = 2048  # and never more than a share of the descriptors this process may have
+SHARE = 4
+AT_ONCE = 64  # strangers let in before the head's loop goes on
 HANDSHAKE = 5.0  # seconds a stranger may take
 MOST_LINE = 1 << 16  # bytes of one line of the handshake
 MOST_FRAME = 1 << 24  # bytes of one frame
-UNHEARD = 10_000  # milliseconds after which what was sent, and not received, ends a connection
+MOST_WAITING = 1 << 28  # bytes sent that the other side has not taken: more ends the connection, before memory does
+LAST_ACK = 56  # where struct tcp_info has tcpi_last_ack_recv, in milliseconds
 TRY = 3.0  # seconds for one address to answer
 _HEAD, _NUMBER, MAC = struct.Struct("!II"), struct.Struct("!Q"), 32
 
@@ -56,9 +61,25 @@ def _mac(key: bytes, *parts: str | bytes) -> bytes:
     """Authenticates parts, each with its length, so that no two lists of parts are alike."""
     digest = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
-        raw = part.encode() if isinstance(part, str) else part
+        raw = part.encode(errors="surrogatepass") if isinstance(part, str) else part  # JSON may hold half a pair
         digest.update(_NUMBER.pack(len(raw)) + raw)
     return digest.digest()
+
+
+def _told(about: Any) -> str:
+    """Returns the one text of what JSON makes of `about`: number keys become strings before they are sorted."""
+    return json.dumps(json.loads(json.dumps(about)), sort_keys=True)
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """Reads one line of somebody who may be anybody; a ValueError is all that it can raise."""
+    try:
+        found = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("not an object")  # noqa: TRY004  (to callers it is no message, whatever its type)
+    return found
 
 
 class SealedLink(Link):
@@ -79,8 +100,30 @@ class SealedLink(Link):
         self._ours, self._theirs = ours, theirs
         self._sent = self._taken = 0
 
+    def unanswered(self) -> float:
+        """Returns the seconds since the other side's kernel has last acknowledged anything (tcp(7), TCP_INFO).
+
+        A process that stands still is not a network that has failed: its kernel goes on answering.
+        """
+        raw = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ACK + 4)
+        return float(struct.unpack_from("=I", raw, LAST_ACK)[0]) / 1000
+
+    def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
+        """Sends one message, now or when :meth:`flush` can; to one that has gone, nothing.
+
+        Raises:
+            ValueError: it is larger than the other side would take.
+        """
+        if self.closed:
+            return
+        super().send(message, payload)
+        if self.pending > MOST_WAITING:
+            self._end(f"has left {self.pending} bytes untaken")
+
     def _wrap(self, text: bytes, payload: bytes) -> bytes:
         frame = super()._wrap(text, payload)
+        if MAC + len(frame) > MOST_FRAME:
+            raise ValueError(f"a message of {len(frame)} bytes is more than {MOST_FRAME}: send it in parts")
         seal = _mac(self._key, self._ours, _NUMBER.pack(self._sent), frame)
         self._sent += 1
         return seal + frame
@@ -89,6 +132,8 @@ class SealedLink(Link):
         found = super().receive()
         if found:
             self.last_heard = time.monotonic()
+        if self.closed and self._incoming and self.fault is None:
+            self._end("was cut off in the middle of a message")
         return found
 
     def _unwrap(self) -> list[Message]:
@@ -97,7 +142,7 @@ class SealedLink(Link):
             text, payload = _HEAD.unpack_from(self._incoming, MAC)
             end = MAC + _HEAD.size + text + payload
             if end > MOST_FRAME:
-                self._refuse(f"a frame of {end} bytes")
+                self._end(f"sent a frame of {end} bytes")
             elif len(self._incoming) < end:
                 break
             else:
@@ -109,21 +154,20 @@ class SealedLink(Link):
         frame = sealed[MAC:]
         right = _mac(self._key, self._theirs, _NUMBER.pack(self._taken), frame)
         if not hmac.compare_digest(sealed[:MAC], right):
-            self._refuse("a frame that the other side has not sent, or not at this place")
+            self._end("sent a frame that the other side has not sent, or not at this place")
             return []
         self._taken += 1
         body = json.loads(frame[_HEAD.size : _HEAD.size + text])
         return [Message(body.pop("kind"), body, frame[_HEAD.size + text :])]
 
-    def _refuse(self, what: str) -> None:
-        self.fault = f"{self.address[0]}:{self.address[1]} sent {what}"
+    def _end(self, what: str) -> None:
+        self.fault = f"{self.address[0]}:{self.address[1]} {what}"
         self._fail()
 
 
 def _tune(stream: socket.socket) -> None:
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD)
 
 
 @dataclass
@@ -131,6 +175,7 @@ class _Stranger:
     """A connection whose other side has proved nothing yet."""
 
     stream: socket.socket
+    address: str
     nonce: str
     since: float
     said: bytearray = field(default_factory=bytearray)
@@ -163,6 +208,8 @@ class Listener:
         self.port: int = self._socket.getsockname()[1]
         self._poll = select.epoll()
         self._poll.register(self._socket.fileno(), select.EPOLLIN)
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = MOST_HALF_OPEN if soft == resource.RLIM_INFINITY else min(MOST_HALF_OPEN, max(1, soft // SHARE))
         self._strangers: dict[int, _Stranger] = {}
         self._ready: list[SealedLink] = []
         self.refused: list[str] = []  # who was turned away, and why
@@ -182,11 +229,13 @@ class Listener:
 
     def _welcome(self) -> None:
         with contextlib.suppress(OSError):  # BlockingIOError: no more; or one that has gone again
-            while True:
-                stream, _ = self._socket.accept()
+            for _ in range(AT_ONCE):
+                stream, (address, _) = self._socket.accept()
+                if len(self._strangers) >= self._most:
+                    self._drop(next(iter(self._strangers.values())), "too many came after it")
                 stream.setblocking(False)
                 _tune(stream)
-                stranger = _Stranger(stream, secrets.token_hex(32), time.monotonic())
+                stranger = _Stranger(stream, address, secrets.token_hex(32), time.monotonic())
                 self._strangers[stream.fileno()] = stranger
                 self._poll.register(stream.fileno(), select.EPOLLIN)
                 self._answer(stranger, {"protocol": PROTOCOL, "nonce": stranger.nonce})
@@ -211,25 +260,35 @@ class Listener:
 
     def _judge(self, stranger: _Stranger, line: bytes, rest: bytes) -> None:
         try:
-            said = json.loads(line)
+            said = _parse(line)
             nonce, about, proof = str(said["nonce"]), said["about"], bytes.fromhex(said["proof"])
-            told = json.dumps(about, sort_keys=True)
-        except (ValueError, KeyError, TypeError):
+            right = _mac(self._token, "agent", stranger.nonce, nonce, _told(about))
+        except (ValueError, KeyError, TypeError, RecursionError):
             self._drop(stranger, "it said nothing that an agent says")
             return
-        if rest or not hmac.compare_digest(proof, _mac(self._token, "agent", stranger.nonce, nonce, told)):
+        if rest or not hmac.compare_digest(proof, right):
             self._answer(stranger, {"refused": "it has another token"})
             self._drop(stranger, "it has another token")
             return
-        self._answer(stranger, {"proof": _mac(self._token, "head", stranger.nonce, nonce).hex()})
-        self._forget(stranger)
+        self._admit(stranger, nonce, about)
+
+    def _admit(self, stranger: _Stranger, nonce: str, about: dict[str, Any]) -> None:
+        """Takes in who has proved itself, unless it has lost patience meanwhile: it comes again, and would be twice."""
         key = _mac(self._token, "key", stranger.nonce, nonce)
-        self._ready.append(SealedLink(stranger.stream, key, "head", "agent", about))
+        try:
+            if _has_left(stranger.stream):
+                raise ConnectionError
+            link = SealedLink(stranger.stream, key, "head", "agent", about)
+        except OSError:
+            self._drop(stranger, "it left before it was heard")
+        else:
+            self._answer(stranger, {"proof": _mac(self._token, "head", stranger.nonce, nonce).hex()})
+            self._forget(stranger)
+            self._ready.append(link)
 
     def _drop(self, stranger: _Stranger, reason: str) -> None:
-        with contextlib.suppress(OSError):
-            self.refused.append(f"{stranger.stream.getpeername()[0]}: {reason}")
-            del self.refused[:-100]
+        self.refused.append(f"{stranger.address}: {reason}")
+        del self.refused[:-100]
         self._forget(stranger)
         stranger.stream.close()
 
@@ -240,7 +299,7 @@ class Listener:
     def _expire(self) -> None:
         now = time.monotonic()
         for stranger in list(self._strangers.values()):  # the oldest first
-            if now - stranger.since < HANDSHAKE and len(self._strangers) <= MOST_HALF_OPEN:
+            if now - stranger.since < HANDSHAKE:
                 break
             self._drop(stranger, f"it proved nothing in {HANDSHAKE:.0f} s")
 
@@ -257,6 +316,12 @@ class Listener:
 
     def __exit__(self, *details: object) -> None:
         self.close()
+
+
+def _has_left(stream: socket.socket) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        return stream.recv(1, socket.MSG_PEEK) == b""
+    return False
 
 
 def _is_hex(token: str) -> bool:
@@ -277,51 +342,59 @@ def connect(addresses: Sequence[str], port: int, token: str, about: dict[str, An
         RendezvousError: nobody answered, or not as the head of this run; says what was tried.
     """
     key = bytes.fromhex(token) if _is_hex(token) else token.encode()
-    until = time.monotonic() + seconds
-    reasons: dict[str, str] = {}
+    until, reasons = time.monotonic() + seconds, dict[str, str]()
     while True:
+        strange = False  # who answers with certainty that it is not ours will not become ours
         for address in addresses:
-            patience = min(TRY, max(0.1, until - time.monotonic()))
             try:
-                with contextlib.closing(socket.create_connection((address, port), patience)) as stream:
-                    return _prove(stream, key, about)
+                return _reach(address, port, key, about, until)
+            except RendezvousError as error:
+                reasons[address], strange = str(error), True
             except OSError as error:
                 reasons[address] = error.strerror or str(error) or "no answer"
-        if time.monotonic() >= until:
-            tried = "; ".join(f"{address}:{port} {reason}" for address, reason in reasons.items())
-            raise RendezvousError(f"the head of the run cannot be reached: {tried} (tried for {seconds:.0f} s)")
+        if strange or time.monotonic() >= until:
+            break
         time.sleep(0.1)
+    if strange and len(addresses) == 1:
+        raise RendezvousError(reasons[addresses[0]])
+    tried = "; ".join(f"{address}:{port} {reason}" for address, reason in reasons.items())
+    raise RendezvousError(f"the head of the run cannot be reached: {tried} (tried for {seconds:.0f} s)")
 
 
-def _prove(stream: socket.socket, token: bytes, about: dict[str, Any]) -> SealedLink:
+def _reach(address: str, port: int, token: bytes, about: dict[str, Any], until: float) -> SealedLink:
+    patience = min(TRY, max(0.1, until - time.monotonic()))
+    with contextlib.closing(socket.create_connection((address, port), patience)) as stream:
+        return _prove(stream, token, about, time.monotonic() + min(HANDSHAKE, max(0.1, until - time.monotonic())))
+
+
+def _prove(stream: socket.socket, token: bytes, about: dict[str, Any], until: float) -> SealedLink:
     _tune(stream)
-    hello = _line(stream)
+    hello = _line(stream, until)
     if hello.get("protocol") != PROTOCOL or not isinstance(hello.get("nonce"), str):
-        raise RendezvousError(
-            f"who answers at {stream.getpeername()[0]} is not the head of a run, or of another version"
-        )
-    nonce, told = secrets.token_hex(32), json.dumps(about, sort_keys=True)
-    proof = _mac(token, "agent", hello["nonce"], nonce, told).hex()
+        raise RendezvousError(f"{stream.getpeername()[0]} answers, but not as the head of a run of this version")
+    nonce = secrets.token_hex(32)
+    proof = _mac(token, "agent", hello["nonce"], nonce, _told(about)).hex()
     stream.sendall(json.dumps({"nonce": nonce, "about": about, "proof": proof}).encode() + b"\n")
-    answer = _line(stream)
-    right = _mac(token, "head", hello["nonce"], nonce).hex()
-    if not hmac.compare_digest(str(answer.get("proof", "")), right):
+    proven = str(_line(stream, until).get("proof", "")).encode(errors="surrogatepass")
+    if not hmac.compare_digest(proven, _mac(token, "head", hello["nonce"], nonce).hex().encode()):
         raise RendezvousError("the head of the run has another token: set the same SAMESTEP_TOKEN on every host")
     stream.settimeout(None)
     session = _mac(token, "key", hello["nonce"], nonce)
     return SealedLink(stream.dup(), session, "agent", "head", {})
 
 
-def _line(stream: socket.socket) -> dict[str, Any]:
+def _line(stream: socket.socket, until: float) -> dict[str, Any]:
     """Reads one line of the handshake, byte by byte: what follows belongs to the frames."""
     said = bytearray()
     while not said.endswith(b"\n"):
+        stream.settimeout(max(0.001, until - time.monotonic()))
         byte = stream.recv(1)
         if not byte or len(said) > MOST_LINE:
             raise OSError(None, "it hung up before it had said who it is")
         said += byte
+        if time.monotonic() > until:
+            raise OSError(None, "it took too long to say who it is")
     try:
-        found: dict[str, Any] = json.loads(said)
+        return _parse(bytes(said))
     except ValueError:
         raise OSError(None, "something else answers there") from None
-    return found

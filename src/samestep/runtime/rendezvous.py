@@ -16,14 +16,16 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from samestep import paths, rankenv
 from samestep.errors import RankVariablesError, RendezvousError, UsageError
-from samestep.launch.address import is_served
+from samestep.launch.address import is_served, listen
+from samestep.launch.meeting import await_published, place_for, publish
+from samestep.launch.network import addresses, route_to
 
 __all__: list[str] = []
 
@@ -33,7 +35,7 @@ class Place:
     """A rank's number, and how it finds the others.
 
     Attributes:
-        method: "tcp" (`host` and `port`) or "file" (`path`).
+        method: "tcp" (`host` and `port`), "file" (`path`), or "meeting": rank 0 tells its address in the file `path`.
         serves: this rank runs the store; false where the launcher does.
         prefix: keeps the keys of one attempt apart from those of the one before.
     """
@@ -149,10 +151,8 @@ def _from_variables(told: rankenv.RankVariables | None, rank: int, size: int) ->
     source = "env" if told is None else told.source
     if told is not None and source != "env" and told.one_host:
         return Place(rank=rank, size=size, method="file", path=str(_shared_file(told)))
-    if told is not None and source == "slurm":
-        host = addr or rankenv.first_slurm_host()
-        if host is not None:  # no channel exists yet, so the port must follow from the job; MASTER_PORT overrules
-            return Place(rank=rank, size=size, method="tcp", host=host, port=_job_port(), serves=rank == 0)
+    if told is not None and source != "env":  # on several hosts
+        return Place(rank=rank, size=size, method="meeting", path=str(place_for(told)), serves=rank == 0)
     missing = [name for name, value in (("MASTER_ADDR", addr), ("MASTER_PORT", port)) if value is None]
     raise RankVariablesError(
         f"rank {rank} of {size} ({source}) does not know where rank 0 is: {' and '.join(missing)} not set. "
@@ -165,15 +165,11 @@ def _shared_file(told: rankenv.RankVariables) -> Path:
     return paths.meeting_file(told.job)
 
 
-def _job_port() -> int:
-    job = int(rankenv.variable("SLURM_JOB_ID") or 0) * 31 + int(rankenv.variable("SLURM_STEP_ID") or 0)
-    return 20000 + job % 10000
-
-
 class _Joined:
     """How many worlds this process has joined; the same on all ranks, since they joined them together."""
 
     worlds = 0
+    files: ClassVar[list[Path]] = []  # that rank 0 has told its address in; of no use once all have signed in
 
 
 def open_store(place: Place, join_timeout_s: float) -> Store:
@@ -184,6 +180,8 @@ def open_store(place: Place, join_timeout_s: float) -> Store:
     """
     if place.method == "file":
         return _file_store(place)
+    if place.method == "meeting":
+        return _meet(place, join_timeout_s)
     began = time.monotonic()
     if not place.serves and not _answers(place.host, place.port, began + join_timeout_s):
         raise RendezvousError(_unreachable(place, time.monotonic() - began, None))
@@ -200,6 +198,40 @@ def open_store(place: Place, join_timeout_s: float) -> Store:
         raise RendezvousError(_unreachable(place, time.monotonic() - began, error)) from error
     # The store may outlive a world: a second world of the same processes must not read the first one's keys.
     return PrefixStore(f"{place.prefix}/world_{_Joined.worlds}", store)
+
+
+def _meet(place: Place, join_timeout_s: float) -> Store:
+    """Joins tasks on several hosts that nobody has told an address: rank 0 binds one, and tells it through a file."""
+    path = Path(f"{place.path}.{_Joined.worlds}")
+    listener: socket.socket | None = None
+    if place.serves:
+        own = addresses()[0]
+        listener = listen(own.address)
+        host, port = listener.getsockname()
+        publish(path, {"addresses": [host], "port": port})
+    else:
+        told = await_published(path, join_timeout_s)
+        host, port = told["addresses"][0], told["port"]
+    _choose_interface(host)
+    store: Store = TCPStore(
+        host,
+        port,
+        is_master=place.serves,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=join_timeout_s),
+        multi_tenant=True,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+    if place.serves:
+        _Joined.files.append(path)
+    return PrefixStore(f"{place.prefix}/world_{_Joined.worlds}", store)
+
+
+def _choose_interface(host: str) -> None:
+    """Lets gloo use the interface that leads to rank 0: it would look up this host's own name, which may be unknown."""
+    way = route_to(host)
+    if way is not None and rankenv.variable("GLOO_SOCKET_IFNAME") is None:
+        rankenv.set_variables({"GLOO_SOCKET_IFNAME": way.name})
 
 
 def _answers(host: str, port: int, deadline: float) -> bool:
@@ -268,6 +300,8 @@ def sign_in(store: Store, place: Place, about: dict[str, Any], join_timeout_s: f
     signed = [json.loads(store.get(key)) for key in keys]  # [2]
     _compare(signed)
     _Joined.worlds += 1
+    while _Joined.files:
+        _Joined.files.pop().unlink(missing_ok=True)
     return signed
 
 

@@ -1,0 +1,414 @@
+"""How many cores this job may use, and how they are dealt to the ranks of this host.
+
+    1  affinity   taskset, mpiexec, a cpuset     which cores              0-7 of 0-15
+    2  Slurm      -c, or the step's share        how many, by its word    4
+    3  quota      docker --cpus, Kubernetes      how much of their time   2.5 cores' worth
+                                                                          -> the smallest, whole: 2
+
+    4  pinned, 3 ranks      core      0    1  |  2    3  |  4    5        neighbours stay together:
+                            cpu      0 6  1 7 | 2 8  3 9 | 4 10 5 11      threads of a core, then its node
+
+torchrun sets one thread for each rank, whatever the machine has. torch alone starts one for each core of the affinity
+and never looks at the quota: its threads are then stopped for most of every period. `core` means here what the
+kernel numbers as a cpu, a hardware thread where a core has two.
+
+Sources: cgroup-v2.rst and cgroup-v1/cpusets.rst, sched-bwc.rst of Linux; proc_pid_mountinfo(5); srun(1), sbatch(1).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from samestep.rankenv import expand_tasks_per_node, variable
+
+__all__: list[str] = []
+
+MACHINE = Path("/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cores:
+    """What this process may use of its machine.
+
+    `usable` are the cpus of its affinity, `machine` how many are online. `quota` is the time that its control groups
+    allow, in cores, and `slurm` how many Slurm gave to this task; both are None where there is no such limit.
+    """
+
+    usable: tuple[int, ...]
+    machine: int
+    quota: float | None = None
+    slurm: int | None = None
+
+    @property
+    def count(self) -> int:
+        """How many there are to be dealt: the smallest limit in whole cores, at least 1."""
+        return max(1, int(self.amount))
+
+    @property
+    def amount(self) -> float:
+        """The smallest limit, in cores; a quota may be a fraction."""
+        return self._smallest[1]
+
+    @property
+    def reason(self) -> str:
+        """What limits them: "affinity", "Slurm", "cgroup quota", or "" where the whole machine is free."""
+        return self._smallest[0]
+
+    @property
+    def limit(self) -> str:
+        """How many there are and what limits them, in words."""
+        if self.reason == "affinity":
+            return f"affinity to {len(self.usable)} of {_counted(self.machine, 'core')}"
+        by = {"cgroup quota": " by the cgroup's quota", "Slurm": " by Slurm"}.get(self.reason, "")
+        return _counted(self.amount, "core") + by
+
+    @property
+    def _smallest(self) -> tuple[str, float]:
+        limits = {"": self.machine, "affinity": len(self.usable), "Slurm": self.slurm, "cgroup quota": self.quota}
+        told = [(name, float(limit)) for name, limit in limits.items() if limit is not None]
+        return min(told, key=lambda limit: limit[1])  # of equals the first: a limit that takes nothing is no reason
+
+
+def read_cores(root: Path = MACHINE, read: Callable[[str], str | None] = variable) -> Cores:
+    """Returns what this process may use now.
+
+    Args:
+        root: where /proc, /sys and the control groups lie.
+        read: returns an environment variable.
+    """
+    usable = tuple(sorted(os.sched_getaffinity(0)))
+    return Cores(usable=usable, machine=_online(root, len(usable)), quota=cpu_quota(root), slurm=slurm_share(read))
+
+
+def read_unbound(root: Path = MACHINE, read: Callable[[str], str | None] = variable) -> int:
+    """Returns how many cores this job could use on this host if nothing bound its processes to single ones."""
+    usable = _online(root, len(os.sched_getaffinity(0)))
+    limits = [usable, cpuset_size(root), cpu_quota(root), _whole(read("SLURM_CPUS_ON_NODE"))]
+    return max(1, int(min(limit for limit in limits if limit is not None)))
+
+
+def _online(root: Path, otherwise: int) -> int:
+    listed = _text(root / "sys/devices/system/cpu/online")  # os.cpu_count() obeys PYTHON_CPU_COUNT from 3.13 on
+    return len(parse_cpu_list(listed)) if listed else otherwise
+
+
+def parse_cpu_list(text: str) -> tuple[int, ...]:
+    """Returns the cpus of a list as the kernel writes it.
+
+    >>> parse_cpu_list("0-2,8")
+    (0, 1, 2, 8)
+    """
+    ends = [part.partition("-") for part in text.strip().split(",") if part]
+    return tuple(cpu for low, _, high in ends for cpu in range(int(low), int(high or low) + 1))
+
+
+# --- control groups --------------------------------------------------------------------------
+
+
+class Mount(NamedTuple):
+    """Where a hierarchy of control groups can be seen, from its group `top` downwards."""
+
+    version: int
+    top: str
+    point: str
+
+
+def cpu_quota(root: Path = MACHINE) -> float | None:
+    """Returns the tightest quota of this process's group and all above it that can be seen, in cores."""
+    quotas = [_quota(directory, version) for version, directory in _groups(root, "cpu")]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def cpuset_size(root: Path = MACHINE) -> int | None:
+    """Returns how many cpus this process's control group has; None where no group says so."""
+    for version, directory in _groups(root, "cpuset"):
+        listed = _text(directory / ("cpuset.cpus.effective" if version == 2 else "cpuset.effective_cpus"))
+        if listed and listed.strip():
+            return len(parse_cpu_list(listed))
+    return None
+
+
+def _quota(directory: Path, version: int) -> float | None:
+    if version == 2:
+        return parse_cpu_max(_text(directory / "cpu.max") or "max")
+    return parse_cfs(_text(directory / "cpu.cfs_quota_us") or "-1", _text(directory / "cpu.cfs_period_us") or "100000")
+
+
+def parse_cpu_max(text: str) -> float | None:
+    """Returns the cores that version 2's cpu.max allows, or None.
+
+    >>> parse_cpu_max("150000 100000"), parse_cpu_max("max 100000")
+    (1.5, None)
+    """
+    quota, _, period = text.strip().partition(" ")
+    return None if quota == "max" else int(quota) / int(period or 100000)
+
+
+def parse_cfs(quota: str, period: str) -> float | None:
+    """Returns the cores that version 1's quota and period allow, or None.
+
+    >>> parse_cfs("50000", "100000"), parse_cfs("-1", "100000")
+    (0.5, None)
+    """
+    return None if int(quota) <= 0 else int(quota) / int(period)
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
+    """Yields version and directory of this process's groups, each followed by those above it."""
+    own = parse_groups(_text(root / "proc/self/cgroup") or "", controller)
+    mounts = parse_mounts(_text(root / "proc/self/mountinfo") or "", controller)
+    for version, group in own.items():
+        seen = [mount for mount in mounts if mount.version == version]
+        if seen:
+            yield from ((version, root / path.lstrip("/")) for path in upwards(seen[-1], group))
+
+
+def parse_groups(text: str, controller: str) -> dict[int, str]:
+    """Returns this process's group by version of the hierarchy, from /proc/self/cgroup.
+
+    >>> parse_groups("4:cpu,cpuacct:/job\\n0::/user", "cpu")
+    {1: '/job', 2: '/user'}
+    """
+    lines = [line.split(":", 2) for line in text.splitlines()]
+    return {
+        1 if names else 2: group for _, names, group in lines if not names or controller in names.split(",")
+    }  # version 2 has one line, without names, for all its controllers
+
+
+def parse_mounts(text: str, controller: str) -> list[Mount]:
+    """Returns the mounted hierarchies that may have a controller, from /proc/self/mountinfo, the topmost last."""
+    mounts = []
+    for line in text.splitlines():
+        left, _, right = line.partition(" - ")
+        top, point = (_unescaped(field) for field in left.split()[3:5])
+        kind, _, options = right.split()[:3]
+        if kind == "cgroup2":
+            mounts.append(Mount(2, top, point))
+        elif kind == "cgroup" and controller in options.split(","):
+            mounts.append(Mount(1, top, point))
+    return mounts
+
+
+def _unescaped(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def upwards(mount: Mount, group: str) -> list[str]:
+    """Returns the directory of a group and of all above it, to where its hierarchy is mounted.
+
+    >>> upwards(Mount(2, "/docker/a1", "/sys/fs/cgroup"), "/docker/a1/job")
+    ['/sys/fs/cgroup/job', '/sys/fs/cgroup']
+    """
+    path = PurePosixPath(group)
+    inside = path.relative_to(mount.top) if path.is_relative_to(mount.top) else PurePosixPath()
+    if ".." in (*inside.parts, *PurePosixPath(mount.top).parts):  # another namespace's view: the names are not known
+        inside = PurePosixPath()
+    return [str(mount.point / above) for above in (inside, *inside.parents)]
+
+
+def _text(path: Path) -> str | None:
+    """Returns a file's content; None where this machine has no such file, or hides it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+# --- Slurm -----------------------------------------------------------------------------------
+
+
+def slurm_share(read: Callable[[str], str | None] = variable) -> int | None:
+    """Returns how many cores Slurm gave to this task, or to a batch script's job on this host; None outside of both.
+
+    SLURM_CPUS_PER_TASK counts in a step only: a batch script carries it too, and is no task. salloc's shell runs on
+    another host than the job; it has no SLURM_CPUS_ON_NODE.
+    """
+    on_node = _whole(read("SLURM_CPUS_ON_NODE"))
+    if on_node is None or read("SLURM_STEP_NUM_TASKS") is None:
+        return on_node
+    each = _whole(read("SLURM_CPUS_PER_TASK"))
+    if each is not None:
+        return min(each, on_node)
+    counts = expand_tasks_per_node(read("SLURM_STEP_TASKS_PER_NODE") or "1")
+    return max(1, on_node // counts[min(int(read("SLURM_NODEID") or 0), len(counts) - 1)])
+
+
+def _whole(text: str | None) -> int | None:
+    return int(text) if text is not None and re.fullmatch(r"0*[1-9]\d*", text) else None
+
+
+# --- threads and pins ------------------------------------------------------------------------
+
+
+def threads(cores: Cores, local_ranks: int, others: int = 0) -> int:
+    """Returns how many threads each rank gets, at least 1, so that no two want the same core if there are enough.
+
+    Args:
+        cores: what this launcher may use.
+        local_ranks: how many ranks it starts.
+        others: ranks that other launchers start on the same cores, as several tasks of mpiexec may. Slurm's share is
+            for one task alone.
+    """
+    together = int(min(len(cores.usable), cores.quota or math.inf))
+    own = cores.slurm or together
+    return max(1, min(together // (local_ranks + others), own // local_ranks))
+
+
+class Place(NamedTuple):
+    """Where a cpu lies. Those that agree in all three are hardware threads of one core."""
+
+    node: int
+    package: int
+    core: int
+
+
+def pin(cores: Cores, local_ranks: int, local_rank: int, places: Mapping[int, Place] | None = None) -> tuple[int, ...]:
+    """Returns the cpus that one rank is to be bound to.
+
+    Args:
+        cores: what this launcher may use; a quota or Slurm's word does not say which, so all are dealt.
+        local_ranks: how many ranks share them.
+        local_rank: which of them this is.
+        places: where each cpu lies; read from /sys by default.
+    """
+    return deal(read_places(cores.usable) if places is None else places, local_ranks)[local_rank]
+
+
+def read_places(cpus: Iterable[int], root: Path = MACHINE) -> dict[int, Place]:
+    """Returns where each cpu lies; one of which the kernel does not say it is a core of its own."""
+    return {cpu: _place(cpu, root / f"sys/devices/system/cpu/cpu{cpu}") for cpu in cpus}
+
+
+def _place(cpu: int, folder: Path) -> Place:
+    node = min((int(path.name[4:]) for path in folder.glob("node[0-9]*")), default=0)
+    package, core = (
+        int(_text(folder / "topology" / name) or -1) for name in ("physical_package_id", "core_id")
+    )  # both are -1 where the firmware is silent
+    return Place(node, package, core) if core >= 0 else Place(node, -1, cpu)
+
+
+def deal(places: Mapping[int, Place], ranks: int) -> list[tuple[int, ...]]:
+    """Returns the cpus of every rank: neighbours, no cpu twice, none left over. See drawing 4.
+
+    With more ranks than cores, ranks share a core's hardware threads; with more than cpus, they take turns.
+
+    >>> deal({cpu: Place(0, 0, cpu % 4) for cpu in range(8)}, 2)
+    [(0, 4, 1, 5), (2, 6, 3, 7)]
+    """
+    units: dict[Place, list[int]] = {}
+    for cpu in sorted(places, key=lambda cpu: (places[cpu], cpu)):
+        units.setdefault(places[cpu], []).append(cpu)
+    if ranks > len(places):
+        single = [cpu for unit in units.values() for cpu in unit]
+        return [(single[rank % len(single)],) for rank in range(ranks)]
+    if ranks > len(units):
+        return _split(list(units.values()), ranks)
+    return [tuple(cpu for unit in part for cpu in unit) for part in _cut(list(units.values()), ranks)]
+
+
+def _split(units: Sequence[Sequence[int]], ranks: int) -> list[tuple[int, ...]]:
+    """Deals more ranks than cores: every rank stays within one core."""
+    parts: list[tuple[int, ...]] = []
+    for number, unit in enumerate(units):
+        left = ranks - len(parts)
+        room_after = sum(map(len, units[number + 1 :]))
+        here = min(len(unit), max(-(-left // (len(units) - number)), left - room_after))
+        parts += [tuple(part) for part in _cut(unit, here)]
+    return parts
+
+
+def _cut[T](items: Sequence[T], parts: int) -> list[Sequence[T]]:
+    ends = [len(items) * number // parts for number in range(parts + 1)]
+    return [items[low:high] for low, high in zip(ends, ends[1:], strict=False)]
+
+
+# --- words -----------------------------------------------------------------------------------
+
+
+def describe(cores: Cores, local_ranks: int, threads: int, pinned: bool = False, *, chosen: str | None = None) -> str:
+    """Returns the line that says how cores are shared, for example "2 ranks on 2 cores, 1 thread each".
+
+    Args:
+        cores: what the ranks may use.
+        local_ranks: how many there are.
+        threads: how many each gets.
+        pinned: whether each is bound to its own cores.
+        chosen: OMP_NUM_THREADS where the user has set it himself: it wins over `threads`.
+    """
+    each = _counted(threads, "thread") + (" each" if local_ranks > 1 else "")
+    if chosen is not None:
+        each = f"OMP_NUM_THREADS={chosen} as you set it"
+        threads = _whole(chosen.partition(",")[0].strip()) or threads  # "4,2" is four, and two within each
+    ranks, tail = _counted(local_ranks, "rank"), ", pinned" if pinned else ""
+    over = local_ranks * threads > cores.count
+    why = ", ".join(filter(None, [cores.reason, "oversubscribed" if over else ""]))
+    where = _where(cores) + (f" ({why})" if why else "")
+    if over:
+        return f"{ranks} on {where}: {each}{tail}"
+    if cores.reason:
+        return f"{ranks}, {each}{'' if chosen is None else ','} on {where}{tail}"
+    return f"{ranks} on {where}, {each}{tail}"
+
+
+def _where(cores: Cores) -> str:
+    whole = _counted(cores.machine, "core")
+    return f"{_number(cores.amount)} of {whole}" if cores.reason else whole
+
+
+def _counted(number: float, noun: str) -> str:
+    return f"{_number(number)} {noun}" + ("" if number == 1 else "s")
+
+
+def _number(number: float) -> str:
+    return f"{round(number, 2):g}"
+
+
+# --- bindings from outside -------------------------------------------------------------------
+
+
+def all_on_one_core(affinities: Sequence[Collection[int]], machine_cores: int) -> bool:
+    """Tells whether several ranks of one host are bound to one and the same core though there are more."""
+    together = set().union(*affinities)
+    return len(affinities) > 1 and len(together) == 1 and machine_cores > 1
+
+
+def binding_warning(
+    affinities: Sequence[Collection[int]], machine: int, *, threads: int | None = None, launcher: str | None = None
+) -> str | None:
+    """Returns one sentence where the launcher has bound ranks to too few cores, with what mends it; else None.
+
+    Open MPI binds each of one or two ranks to a core unless told otherwise: all threads of torch then share it.
+
+    Args:
+        affinities: the cpus of every rank of this host.
+        machine: how many cores the ranks could use here if nothing bound them: `read_unbound()`.
+        threads: how many threads each rank means to use; by default as many as there are cores for each.
+        launcher: what started the ranks, as `RankVariables.source` names it; None where that is not known.
+    """
+    ranks = len(affinities)
+    wanted = max(1, machine // max(1, ranks)) if threads is None else threads
+    if all_on_one_core(affinities, machine):
+        return f"all {ranks} ranks of this host are bound to core {min(affinities[0])} of {machine}: {_mend(launcher, wanted)}"
+    if wanted > 1 and machine > 1 and ranks and all(len(cpus) == 1 for cpus in affinities):
+        who = f"each of the {ranks} ranks" if ranks > 1 else "the only rank"
+        return (
+            f"{who} of this host is bound to a single core of {machine}, so its {wanted} threads take turns there: "
+            f"{_mend(launcher, wanted)}"
+        )
+    return None
+
+
+def _mend(launcher: str | None, wanted: int) -> str:
+    mpi = f"`mpiexec --bind-to none`, or `mpiexec --map-by slot:PE={wanted}`"
+    slurm = f"`srun --cpu-bind=none`, or `srun -c {wanted}`"
+    if launcher == "pmi":
+        return "start them with `mpiexec -bind-to none` (MPICH), or set I_MPI_PIN=off (Intel MPI)"
+    if launcher == "env":
+        return "start them without taskset or numactl, or give them more cores there"
+    return "start them with " + {"openmpi": mpi, "slurm": slurm}.get(launcher or "", f"{mpi}; with {slurm}")

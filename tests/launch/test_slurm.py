@@ -1,0 +1,184 @@
+"""Slurm itself starts ranks, tells them to make room, and takes the batch script."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from slurm_cluster import slurm_cluster
+
+HERE = [sys.executable, "-P", "-m", "samestep", "run"]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def within(folder, monkeypatch):
+    monkeypatch.chdir(folder.path)
+
+
+MEET = """
+join()
+print(meet(), os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("tasks", "ranks", "size"),
+    [(["-N2", "-n4"], [], 4), (["-N2", "-n3"], [], 3), (["-N2", "--ntasks-per-node=1"], ["-n", "2"], 4)],
+)
+def test_tasks_of_srun_are_ranks_or_bring_several(slurm, folder, tasks, ranks, size):
+    done = slurm.run(["srun", *tasks, *HERE, *ranks, folder.script(MEET)])
+    assert done.returncode == 0, done.stderr
+    told = sorted(done.stdout.splitlines())
+    assert told == [f"[rank {rank}] {size} {rank} {rank} {size}" for rank in range(size)]  # one machine in truth
+    assert not list(folder.path.glob(".samestep-*"))
+
+
+def test_every_task_leaves_with_the_culprits_code(slurm, folder):
+    script = folder.script("join()\nmeet()\nsys.exit(7) if rank == 3 else meet()\ntime.sleep(600)")
+    done = slurm.run(["srun", "-N2", "-n4", *HERE, "--json", "result.json", script])
+    assert done.returncode == 7, done.stderr
+    assert folder.result["failure"]["rank"] == 3
+
+
+def test_a_script_that_srun_starts_by_itself_joins_over_two_nodes(slurm, folder):
+    script = folder.script("""
+        pass
+    """)
+    (folder.path / script).write_text(
+        "import samestep, torch, torch.distributed as dist\n"
+        "with samestep.world() as world:\n"
+        "    value = torch.ones(1)\n    dist.all_reduce(value)\n"
+        "    print(world.rank, world.size, int(value))\n"
+    )
+    done = slurm.run(["srun", "-N2", "-n3", sys.executable, script])
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 3 3", "1 3 3", "2 3 3"]
+    assert not list(folder.path.glob(".samestep-*"))
+
+
+def test_nothing_is_left_when_srun_is_killed(slurm, folder):
+    from test_supervise import STAY, pids, wait_until_gone
+
+    script = folder.script(STAY + "signal.pause()")
+    process = slurm.start(["srun", "-N2", "-n2", *HERE, script])
+    running = pids(folder, 2)
+    process.kill()
+    process.communicate()
+    wait_until_gone(running)
+
+
+TRAIN = """
+import os, sys, time, torch, samestep
+from torch.utils.data import TensorDataset
+with samestep.world() as world:
+    model = samestep.replicate(torch.nn.Linear(4, 1), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = samestep.shards(TensorDataset(torch.randn(64, 4)), world, batch_size=8)
+    state = samestep.checkpoint("saved", world, every="1 h", model=model, optimizer=optimizer, data=batches)
+    resumed = state.resumed
+    for epoch in state.epochs(10**6 if not resumed else state.epoch + 1):
+        for (x,) in batches:
+            batches.mean(model(x).square().squeeze(1)).backward()
+            optimizer.step(); optimizer.zero_grad()
+            time.sleep(0.0 if resumed else 0.1)
+            state.commit()
+            open(f"at{world.rank}", "w").close()
+    print("finished", resumed)
+"""
+
+
+def running_batch(slurm, folder, *words):
+    """Queues a training, waits until both its ranks have taken a step; returns the job's number."""
+    (folder.path / "train.py").write_text(TRAIN)
+    command = [*HERE, "--slurm", "--nnodes", "2", "-n", "1", *words, "train.py"]
+    done = slurm.run(command)
+    assert done.returncode == 0, done.stderr
+    while not all((folder.path / f"at{rank}").exists() for rank in range(2)):  # the test's own deadline ends this
+        time.sleep(0.1)
+    return re.match(r"job (\d+) is queued", done.stdout)[1]
+
+
+def wait_for(slurm, job, wanted):
+    """Waits until a job is in one of the wanted states; returns what Slurm tells of it."""
+    while (told := slurm.job(job))["JobState"] not in wanted:
+        time.sleep(0.2)  # Slurm has nothing to wait on
+    return told
+
+
+def test_a_batch_that_is_asked_to_make_room_is_queued_again_and_goes_on(slurm, folder):
+    job = running_batch(slurm, folder)
+    slurm.run(["scancel", "--signal=USR1", job])
+    assert wait_for(slurm, job, {"PENDING"})["Restarts"] == "1"
+    (output,) = folder.path.glob(f"runs/*-{job}.out")
+    assert "preempted by SIGUSR1: saved step" in output.read_text()
+    wait_for(slurm, job, {"COMPLETED"})
+    assert "goes on from saved/" in output.read_text()
+    assert "finished True" in output.read_text()
+    assert len(list(folder.path.glob(f"runs/*-{job}-[01]/run.json"))) == 2
+
+
+def test_a_job_of_higher_priority_makes_a_running_one_save(slurm, folder):
+    job = running_batch(slurm, folder, "--sbatch-args", "--exclusive --partition=low")
+    urgent = slurm.run(["srun", "-N2", "--exclusive", "true"])
+    assert urgent.returncode == 0, urgent.stderr
+    assert wait_for(slurm, job, {"PENDING", "RUNNING", "COMPLETED"})["Restarts"] == "1"
+    (output,) = folder.path.glob(f"runs/*-{job}.out")
+    assert "saved step" in output.read_text()
+    slurm.run(["scancel", job])
+
+
+def test_the_batch_script_is_shown_and_quoted(folder):
+    words = [
+        "--slurm",
+        "--dry-run",
+        "--nnodes",
+        3,
+        "-n",
+        4,
+        "--restarts",
+        2,
+        "--sbatch-args",
+        "--time=1:00:00 --nodes=5",
+    ]
+    process = folder.start(*words, folder.script(""), "--name", "two words; $HOME")
+    script, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert script.startswith("#!/bin/bash\n#SBATCH --job-name=train\n")
+    assert "#SBATCH --time=1:00:00\n#SBATCH --nodes=5\n" in script
+    assert "--nodes=3" not in script
+    assert "run -n 4 --restarts 2" in script
+    assert "train.py --name 'two words; $HOME'" in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    assert not (folder.path / "runs").exists()
+
+
+def test_what_slurm_refuses_is_passed_on(slurm, folder):
+    words = [*HERE, "--slurm", "--sbatch-args", "--partition=nowhere", folder.script("")]
+    done = slurm.run(words)
+    assert done.returncode == 2
+    assert "Slurm does not take the job: " in done.stderr
+    assert "nowhere" in done.stderr or "partition" in done.stderr
+
+
+def test_a_machine_without_slurm_says_so(folder):
+    process = folder.start("--slurm", folder.script(""), env={"PATH": str(Path(sys.executable).parent)})
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "sbatch is not here: run this on a login node" in err
+
+
+def test_an_option_for_sbatch_without_its_value_is_refused(folder):
+    process = folder.start("--slurm", "--sbatch-args", "--time 5", folder.script(""))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "write '5' together with its option" in err
