@@ -40,9 +40,11 @@ demo: $(VENV)/installed
 	@$(BIN)/python -m samestep.recipes.demo
 
 test: $(VENV)/tested
+	@scripts/install-test-tools
 	@$(BIN)/python -m pytest -q -m "not prove"
 
 prove: $(VENV)/tested
+	@scripts/install-test-tools
 	@$(BIN)/python -m pytest -q
 
 check: $(VENV)/tested

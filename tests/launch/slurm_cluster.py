@@ -23,6 +23,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -160,10 +161,16 @@ class Cluster:
             if said == "ready":
                 break
             self.stop()
-            if "in use" not in said and "bind" not in said:
+            self._forget()
+            if "in use" not in said:
                 pytest.skip(f"slurmctld does not start here: {said or 'it says nothing'}")
         else:
             pytest.skip(f"no {ATTEMPTS} ports are free for Slurm: {said}")
+
+    def _forget(self) -> None:
+        """Clears the logs of an attempt."""
+        for log in self.folder.glob("*.log"):
+            log.unlink()
 
     def _try(self) -> str:
         """Starts the keeper and waits until both nodes work; returns "ready" or what went wrong."""
@@ -178,15 +185,24 @@ class Cluster:
         said = self._keeper.stdout.readline().strip()
         if said != "ready":
             return said
-        try:
-            done = self.run(["srun", f"-N{len(NODES)}", "true"])  # it queues until both nodes have reported
-        except subprocess.TimeoutExpired:
-            done = None
-        if done is not None and done.returncode == 0:
+        return self._first_job()
+
+    def _first_job(self) -> str:
+        """Runs a job on both nodes, which queues until they have reported; returns "ready" or what went wrong."""
+        with self.start(["srun", f"-N{len(NODES)}", "true"]) as job:
+            until = time.monotonic() + PATIENCE
+            while job.poll() is None and not self._unbound() and time.monotonic() < until:
+                time.sleep(0.02)  # the daemons say that a port is taken in their logs alone, and srun then waits long
+            job.kill()
+            _, said = job.communicate()
+        if job.returncode == 0 and not self._unbound():  # another cluster may have answered
             return "ready"
-        logs = "".join(self.log(f"slurmd.{node}") for node in NODES)
-        wrong = [line for line in logs.splitlines() if "in use" in line or "fatal" in line]
-        return wrong[-1] if wrong else f"no job starts ({done.stderr.strip() if done else 'it waits for ever'})"
+        return self._unbound() or f"no job starts ({said.strip() or 'it waits for ever'})"
+
+    def _unbound(self) -> str:
+        """Returns what a daemon says that found its port taken, or nothing."""
+        logs = "".join(self.log(name) for name in ("slurmctld", *(f"slurmd.{node}" for node in NODES)))
+        return next((line for line in logs.splitlines() if "Address already in use" in line), "")
 
     def _daemons(self) -> Iterator[list[str]]:
         conf = str(self.folder / "slurm.conf")

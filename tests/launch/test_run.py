@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 
+import pytest
+
 
 def test_a_torchrun_style_script_runs_unchanged(folder):
     script = folder.script("""
@@ -42,11 +44,11 @@ def test_every_rank_sees_the_variables_of_torchrun(folder):
     assert first["TORCHELASTIC_RUN_ID"] == second["TORCHELASTIC_RUN_ID"]
 
 
-def test_the_users_own_thread_count_wins_and_is_not_announced(folder):
+def test_the_users_own_thread_count_wins(folder):
     script = folder.script("print(os.environ['OMP_NUM_THREADS'])")
     done = folder.run("-n", 2, script, env={"OMP_NUM_THREADS": "5"})
     assert sorted(done.stdout.splitlines()) == ["[rank 0] 5", "[rank 1] 5"]
-    assert "OMP_NUM_THREADS" not in done.stderr
+    assert "OMP_NUM_THREADS=5 as you set it" in done.stderr
 
 
 def test_arguments_after_the_script_are_the_scripts_own(folder):
@@ -137,3 +139,23 @@ def test_standard_input_reaches_a_single_rank(folder):
         typed.write("hello\n")
         typed.seek(0)
         assert folder.run("-n", 1, "train.py", stdin=typed).stdout == "hello\n"
+
+
+def test_ranks_are_bound_to_cores_of_their_own_when_asked_for(folder):
+    script = folder.script("print(*os.sched_getaffinity(0))")
+    done = folder.run("-n", 2, "--pin", script)
+    cores = [set(line.split("]")[1].split()) for line in done.stdout.splitlines()]
+    assert not cores[0] & cores[1] or len(os.sched_getaffinity(0)) == 1
+    assert "pinned" in done.stderr
+
+
+def test_ranks_that_share_one_core_of_several_are_warned_of(folder):
+    if len(os.sched_getaffinity(0)) == 1:
+        pytest.skip("this machine has one core")
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})  # the launcher inherits it
+    try:
+        done = folder.run("-n", 2, folder.script(""))
+    finally:
+        os.sched_setaffinity(0, before)
+    assert f"all 2 ranks of this host are bound to core {min(before)}, though" in done.stderr

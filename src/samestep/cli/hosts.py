@@ -80,7 +80,7 @@ def opened(options: argparse.Namespace, where: Call | Sibling | None) -> Iterato
                 [stream.fileno() for one in started for stream in (one.process.stdout, one.process.stderr) if stream],
                 _show,
             )
-            yield head, tuple(examine(head, _wanted(options)))
+            yield head, tuple(examine(head, _wanted(options, where), _note))
     finally:
         dismiss(started)
 
@@ -132,7 +132,11 @@ def _show(said: bytes) -> None:
     sys.stderr.flush()
 
 
-def _wanted(options: argparse.Namespace) -> Wanted:
+def _note(text: str) -> None:
+    sys.stderr.write(f"samestep: note: {text}\n")
+
+
+def _wanted(options: argparse.Namespace, where: Call | Sibling) -> Wanted:
     listed = _listed(options) if options.hosts or options.hostfile else []
     return Wanted(
         program=options.program[0],
@@ -140,6 +144,7 @@ def _wanted(options: argparse.Namespace) -> Wanted:
         ranks=options.ranks,
         slots={host.name: host.slots for host in listed},
         interface=options.interface,
+        launcher=where.launcher if isinstance(where, Sibling) else None,
     )
 
 

@@ -18,11 +18,13 @@ from samestep.cli.options import Parser
 from samestep.errors import UsageError
 from samestep.launch.agent import Agent
 from samestep.launch.cluster import Part
+from samestep.launch.cores import binding_warning, describe, read_cores, read_unbound
 from samestep.launch.devices import visible_gpus
 from samestep.launch.gather import Call, Sibling, follow
 from samestep.launch.run import Plan, launch, part_here, summary
-from samestep.launch.slurm import Batch, submit
+from samestep.launch.slurm import LEAVING, Batch, batch_script, submit
 from samestep.paths import RunDirectory, default_run_path
+from samestep.rankenv import variable
 
 __all__ = ["main"]
 
@@ -75,22 +77,26 @@ def _queue(options: argparse.Namespace) -> int:
     """Prints the batch script, or hands it to Slurm."""
     program = options.program[0]
     path = default_run_path(program) if options.run_dir is None else options.run_dir.absolute()
-    run = ["--restarts", str(options.restarts)] if options.restarts else []
-    run += [] if options.start == "auto" else ["--start", options.start]
+    run = [] if options.start == "auto" else ["--start", options.start]
     run += [] if options.local_rank is None else [f"--pass{options.local_rank[1:]}"]
-    batch = Batch(
-        name=Path(program).stem,
-        nodes=options.nnodes or 1,
-        options=options.sbatch_args,
-        run_dir=path,
-        run=("-n", str(options.ranks or "auto"), *run, *(["-m"] if options.module else [])),
-        program=tuple(options.program),
-        directory=Path.cwd(),
+    run += [] if options.lost_host == "stop" else ["--lost-host", options.lost_host]
+    script = batch_script(
+        Batch(
+            program=(*(["-m"] if options.module else []), *options.program),
+            directory=Path.cwd(),
+            run_dir=path,
+            options=(*run, *(["--pin"] if options.pin else [])),
+            nodes=options.nnodes or 1,
+            ranks=options.ranks,
+            more=tuple(shlex.split(options.sbatch_args)),
+            restarts=options.restarts,
+            wait=0 if options.lost_host == "continue" else LEAVING,
+        )
     )
     if options.dry_run:
-        print(batch.script(), end="")
+        print(script, end="")
     else:
-        print(f"job {submit(batch)} is queued; its output comes to {path}-<job>.out")
+        print(f"job {submit(script, path)} is queued; its output comes to {path}/slurm-<job>.out")
     return 0
 
 
@@ -104,11 +110,18 @@ def _serve(agent: Agent) -> int:
 
 
 def _announce(plan: Plan) -> None:
-    if plan.size > 1 and "OMP_NUM_THREADS" in plan.variables(0):
-        threads = plan.variables(0)["OMP_NUM_THREADS"]
+    if len(plan.parts) > 1:
         machines = len({part.machine for part in plan.parts})
-        hosts = "" if machines == 1 else f" on {machines} hosts"
-        print(f"samestep: {plan.size} ranks{hosts}, OMP_NUM_THREADS={threads} for each", file=sys.stderr)
+        hosts = "one host" if machines == 1 else f"{machines} hosts"
+        threads = ", ".join(dict.fromkeys(f"{part.threads}" for part in plan.parts))
+        print(f"samestep: {plan.size} ranks on {hosts}, threads for each: {threads}", file=sys.stderr)
+    elif plan.size > 1 or plan.pinned:
+        chosen = variable("OMP_NUM_THREADS")
+        line = describe(read_cores(), plan.size, plan.parts[0].threads, plan.pinned, chosen=chosen)
+        print(f"samestep: {line}", file=sys.stderr)
+    warning = binding_warning([read_cores().usable] * plan.size, read_unbound(), launcher="env")
+    if len(plan.parts) == 1 and warning is not None:
+        print(f"samestep: note: {warning}", file=sys.stderr)
     if plan.size == 1 and {"-n", "--nproc-per-node", "--nproc_per_node"} & set(plan.arguments):
         print("samestep: note: options behind the script are its own; this is 1 process", file=sys.stderr)
 
@@ -141,6 +154,7 @@ def _parser() -> Parser:
     parser.also("--max-restarts", "--max_restarts", dest="restarts", type=_count)
     parser.also("--nproc-per-node", "--nproc_per_node", dest="ranks", type=_ranks)
     parser.also("--standalone", dest="standalone", action="store_true")  # what run does anyway
+    add("--pin", action="store_true", help="bind each rank of this machine to cores of its own")
     add_options(parser)
     parser.verbatim = ("--ssh-args", "--sbatch-args")
     add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -179,6 +193,7 @@ def _plan(options: argparse.Namespace, parts: tuple[Part, ...]) -> Plan:
         is_module=options.module,
         local_rank_option=options.local_rank,
         start=options.start,
+        pinned=options.pin,
         restarts=options.restarts,
         lost_host=options.lost_host,
     )

@@ -9,10 +9,11 @@ torchrun's agents elect the host of the store by comparing names, and wait a min
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from samestep.errors import UsageError
+from samestep.launch.cores import binding_warning
 from samestep.launch.facts import Facts
 from samestep.launch.head import Head, Host
 from samestep.launch.network import Target, addresses
@@ -39,17 +40,21 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What was asked for: the script, ranks on each host (None: one per GPU, else 1), room by host, an interface."""
+    """What was asked for: the script, ranks on each host (None: one per GPU, else 1), room by host, an interface.
+
+    `launcher` is what has started the agents, if not this: its name in samestep.rankenv.
+    """
 
     program: str
     is_module: bool
     ranks: int | None
     slots: Mapping[str, int | None]
     interface: str | None
+    launcher: str | None = None
 
 
-def examine(head: Head, wanted: Wanted) -> list[Part]:
-    """Returns the part of every host of `head`, in its order, after all checks.
+def examine(head: Head, wanted: Wanted, warn: Callable[[str], None]) -> list[Part]:
+    """Returns the part of every host of `head`, in its order, after all checks; says what is amiss but not wrong.
 
     Raises:
         UsageError: they cannot run the script together; says why.
@@ -71,6 +76,8 @@ def examine(head: Head, wanted: Wanted) -> list[Part]:
     )
     if fault is not None:
         raise UsageError(fault)
+    for warning in bound_too_closely(facts, wanted.launcher):
+        warn(warning)
     alone = one_machine(head.hosts)  # then nobody else needs to reach the store
     machines = [(fact.host, doors[label].address) for label, fact in zip(labels, facts, strict=True)]
     return [
@@ -110,7 +117,17 @@ def _ring(head: Head, labels: Sequence[str]) -> dict[str, Target]:
 def _threads(fact: Facts, ranks: int, here: Sequence[Facts]) -> int:
     """Returns how many threads each of a part's ranks gets, where several parts may share a machine and its cores."""
     sharing = [other for other in here if set(other.cpus) & set(fact.cpus)]
-    return max(1, len(fact.cpus) // max(ranks, sum(other.ranks or ranks for other in sharing)))
+    return max(1, fact.cores // max(ranks, sum(other.ranks or ranks for other in sharing)))
+
+
+def bound_too_closely(facts: Sequence[Facts], launcher: str | None) -> list[str]:
+    """Returns a warning for each machine on which whoever started the agents has bound them to single cores."""
+    machines: dict[str, list[Facts]] = {}
+    for fact in facts:
+        machines.setdefault(fact.host, []).append(fact)
+    each = machines.values()
+    found = (binding_warning([fact.cpus for fact in here], here[0].unbound, launcher=launcher) for here in each)
+    return [warning for warning in found if warning is not None]
 
 
 def one_machine(hosts: Sequence[Host]) -> bool:

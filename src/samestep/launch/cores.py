@@ -22,14 +22,17 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from samestep.rankenv import expand_tasks_per_node, variable
 
 __all__: list[str] = []
 
 MACHINE = Path("/")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +102,9 @@ def _online(root: Path, otherwise: int) -> int:
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Returns the cpus of a list as the kernel writes it.
-
-    >>> parse_cpu_list("0-2,8")
-    (0, 1, 2, 8)
-    """
+    """Returns the cpus of a list as the kernel writes it: "0-2,8" is (0, 1, 2, 8)."""
     ends = [part.partition("-") for part in text.strip().split(",") if part]
     return tuple(cpu for low, _, high in ends for cpu in range(int(low), int(high or low) + 1))
-
-
-# --- control groups --------------------------------------------------------------------------
 
 
 class Mount(NamedTuple):
@@ -151,11 +147,7 @@ def parse_cpu_max(text: str) -> float | None:
 
 
 def parse_cfs(quota: str, period: str) -> float | None:
-    """Returns the cores that version 1's quota and period allow, or None.
-
-    >>> parse_cfs("50000", "100000"), parse_cfs("-1", "100000")
-    (0.5, None)
-    """
+    """Returns the cores that version 1's quota and period allow, or None."""
     return None if int(quota) <= 0 else int(quota) / int(period)
 
 
@@ -166,13 +158,14 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
     for version, group in own.items():
         seen = [mount for mount in mounts if mount.version == version]
         if seen:
-            yield from ((version, root / path.lstrip("/")) for path in upwards(seen[-1], group))
+            mount = max(seen, key=lambda mount: PurePosixPath(group).is_relative_to(mount.top))
+            yield from ((version, root / path.lstrip("/")) for path in upwards(mount, group))
 
 
 def parse_groups(text: str, controller: str) -> dict[int, str]:
-    """Returns this process's group by version of the hierarchy, from /proc/self/cgroup.
+    r"""Returns this process's group by version of the hierarchy, from /proc/self/cgroup.
 
-    >>> parse_groups("4:cpu,cpuacct:/job\\n0::/user", "cpu")
+    >>> parse_groups("4:cpu,cpuacct:/job\n0::/user", "cpu")
     {1: '/job', 2: '/user'}
     """
     lines = [line.split(":", 2) for line in text.splitlines()]
@@ -182,7 +175,7 @@ def parse_groups(text: str, controller: str) -> dict[int, str]:
 
 
 def parse_mounts(text: str, controller: str) -> list[Mount]:
-    """Returns the mounted hierarchies that may have a controller, from /proc/self/mountinfo, the topmost last."""
+    """Returns the mounted hierarchies that may have a controller, from /proc/self/mountinfo, in its order."""
     mounts = []
     for line in text.splitlines():
         left, _, right = line.partition(" - ")
@@ -207,7 +200,7 @@ def upwards(mount: Mount, group: str) -> list[str]:
     """
     path = PurePosixPath(group)
     inside = path.relative_to(mount.top) if path.is_relative_to(mount.top) else PurePosixPath()
-    if ".." in (*inside.parts, *PurePosixPath(mount.top).parts):  # another namespace's view: the names are not known
+    if ".." in inside.parts:  # the group lies outside this namespace, which does not tell its name
         inside = PurePosixPath()
     return [str(mount.point / above) for above in (inside, *inside.parents)]
 
@@ -241,9 +234,6 @@ def slurm_share(read: Callable[[str], str | None] = variable) -> int | None:
 
 def _whole(text: str | None) -> int | None:
     return int(text) if text is not None and re.fullmatch(r"0*[1-9]\d*", text) else None
-
-
-# --- threads and pins ------------------------------------------------------------------------
 
 
 def threads(cores: Cores, local_ranks: int, others: int = 0) -> int:
@@ -305,7 +295,7 @@ def deal(places: Mapping[int, Place], ranks: int) -> list[tuple[int, ...]]:
     for cpu in sorted(places, key=lambda cpu: (places[cpu], cpu)):
         units.setdefault(places[cpu], []).append(cpu)
     if ranks > len(places):
-        single = [cpu for unit in units.values() for cpu in unit]
+        single = sorted(places, key=lambda cpu: (units[places[cpu]].index(cpu), places[cpu]))  # each core once first
         return [(single[rank % len(single)],) for rank in range(ranks)]
     if ranks > len(units):
         return _split(list(units.values()), ranks)
@@ -323,12 +313,9 @@ def _split(units: Sequence[Sequence[int]], ranks: int) -> list[tuple[int, ...]]:
     return parts
 
 
-def _cut[T](items: Sequence[T], parts: int) -> list[Sequence[T]]:
+def _cut(items: Sequence[T], parts: int) -> list[Sequence[T]]:
     ends = [len(items) * number // parts for number in range(parts + 1)]
-    return [items[low:high] for low, high in zip(ends, ends[1:], strict=False)]
-
-
-# --- words -----------------------------------------------------------------------------------
+    return [items[low:high] for low, high in pairwise(ends)]
 
 
 def describe(cores: Cores, local_ranks: int, threads: int, pinned: bool = False, *, chosen: str | None = None) -> str:
@@ -348,17 +335,13 @@ def describe(cores: Cores, local_ranks: int, threads: int, pinned: bool = False,
     ranks, tail = _counted(local_ranks, "rank"), ", pinned" if pinned else ""
     over = local_ranks * threads > cores.count
     why = ", ".join(filter(None, [cores.reason, "oversubscribed" if over else ""]))
-    where = _where(cores) + (f" ({why})" if why else "")
+    share = f"{_number(cores.amount)} of " if cores.reason else ""
+    where = share + _counted(cores.machine, "core") + (f" ({why})" if why else "")
     if over:
         return f"{ranks} on {where}: {each}{tail}"
     if cores.reason:
         return f"{ranks}, {each}{'' if chosen is None else ','} on {where}{tail}"
     return f"{ranks} on {where}, {each}{tail}"
-
-
-def _where(cores: Cores) -> str:
-    whole = _counted(cores.machine, "core")
-    return f"{_number(cores.amount)} of {whole}" if cores.reason else whole
 
 
 def _counted(number: float, noun: str) -> str:
@@ -367,9 +350,6 @@ def _counted(number: float, noun: str) -> str:
 
 def _number(number: float) -> str:
     return f"{round(number, 2):g}"
-
-
-# --- bindings from outside -------------------------------------------------------------------
 
 
 def all_on_one_core(affinities: Sequence[Collection[int]], machine_cores: int) -> bool:
@@ -383,7 +363,7 @@ def binding_warning(
 ) -> str | None:
     """Returns one sentence where the launcher has bound ranks to too few cores, with what mends it; else None.
 
-    Open MPI binds each of one or two ranks to a core unless told otherwise: all threads of torch then share it.
+    Open MPI binds each of up to two ranks to one core unless told otherwise: all threads of torch then share it.
 
     Args:
         affinities: the cpus of every rank of this host.
@@ -393,22 +373,23 @@ def binding_warning(
     """
     ranks = len(affinities)
     wanted = max(1, machine // max(1, ranks)) if threads is None else threads
+    who = f"each of the {ranks} ranks of this host is" if ranks > 1 else "the only rank of this host is"
+    bound = "a single core"
     if all_on_one_core(affinities, machine):
-        return f"all {ranks} ranks of this host are bound to core {min(affinities[0])} of {machine}: {_mend(launcher, wanted)}"
-    if wanted > 1 and machine > 1 and ranks and all(len(cpus) == 1 for cpus in affinities):
-        who = f"each of the {ranks} ranks" if ranks > 1 else "the only rank"
-        return (
-            f"{who} of this host is bound to a single core of {machine}, so its {wanted} threads take turns there: "
-            f"{_mend(launcher, wanted)}"
-        )
-    return None
+        who, bound = f"all {ranks} ranks of this host are", f"core {min(affinities[0])}"
+    elif min(wanted, machine) == 1 or not ranks or any(len(cpus) > 1 for cpus in affinities):
+        return None
+    meant = f" and {wanted} threads are meant for each" if wanted > 1 else ""
+    return f"{who} bound to {bound}, though {machine} cores are there{meant}: {_mend(launcher, wanted)}"
 
 
 def _mend(launcher: str | None, wanted: int) -> str:
     mpi = f"`mpiexec --bind-to none`, or `mpiexec --map-by slot:PE={wanted}`"
     slurm = f"`srun --cpu-bind=none`, or `srun -c {wanted}`"
-    if launcher == "pmi":
-        return "start them with `mpiexec -bind-to none` (MPICH), or set I_MPI_PIN=off (Intel MPI)"
-    if launcher == "env":
-        return "start them without taskset or numactl, or give them more cores there"
-    return "start them with " + {"openmpi": mpi, "slurm": slurm}.get(launcher or "", f"{mpi}; with {slurm}")
+    ways = {
+        "openmpi": mpi,
+        "slurm": slurm,
+        "pmi": "`mpiexec -bind-to none` (MPICH), or with I_MPI_PIN=off in the environment (Intel MPI)",
+        "env": "more cores, or without taskset and numactl",
+    }
+    return "start them with " + ways.get(launcher or "", f"{mpi}; with {slurm}")

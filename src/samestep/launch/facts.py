@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep._version import __version__
+from samestep.launch.cores import read_cores, read_unbound
 from samestep.launch.devices import visible_gpus
 from samestep.launch.network import addresses
 
@@ -25,6 +26,8 @@ class Facts:
 
     `name` is what the head calls the host, `host` what it
     calls itself; `index` is its place among the hosts and `ranks` how many it brings, where it knows that itself.
+    `cpus` are those of the agent's affinity, `cores` how many of them its ranks may keep busy, `unbound` how many there
+    would be if nothing bound the agent.
     """
 
     name: str
@@ -37,6 +40,8 @@ class Facts:
     samestep: str
     gpus: int
     cpus: tuple[int, ...]
+    cores: int
+    unbound: int
     digest: str | None
     directory: str
     ranks: int | None = None
@@ -62,6 +67,7 @@ def look(
         index: its place among the hosts, where that is known.
         ranks: how many it brings, where that was said there.
     """
+    cores = read_cores()
     return Facts(
         name=name or socket.gethostname(),
         host=socket.gethostname(),
@@ -73,7 +79,9 @@ def look(
         torch=_version("torch"),
         samestep=__version__,
         gpus=visible_gpus(),
-        cpus=tuple(sorted(os.sched_getaffinity(0))),
+        cpus=cores.usable,
+        cores=cores.count,
+        unbound=read_unbound(),
         digest=digest(program, is_module=is_module),
         directory=str(Path.cwd()),
     )

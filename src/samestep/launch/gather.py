@@ -68,6 +68,7 @@ class Sibling:
     token: str = ""
     file: Path | None = None
     patience: float = PATIENCE
+    launcher: str | None = None
 
     @property
     def word(self) -> str:
@@ -77,7 +78,8 @@ class Sibling:
 
 def sibling_of(told: RankVariables, patience: float = PATIENCE) -> Sibling:
     """Returns this process's place among the tasks of an srun or mpiexec."""
-    return Sibling(index=told.rank, count=told.size, file=place_for(told), token=new_token(), patience=patience)
+    file, token = place_for(told), new_token()
+    return Sibling(index=told.rank, count=told.size, file=file, token=token, patience=patience, launcher=told.source)
 
 
 @dataclass

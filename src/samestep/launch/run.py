@@ -50,6 +50,7 @@ class Plan:
     is_module: bool = False
     local_rank_option: str | None = None
     start: str = "auto"
+    pinned: bool = False
     restarts: int = 0
     grace: float = SAVING
     lost_host: str = "stop"
@@ -110,6 +111,7 @@ class Plan:
             reads=self.size == 1 and here,
             ranks=ranks,
             variables=tuple(self.variables(rank, group) for rank in ranks),
+            pinned=self.pinned,
         )
 
     def logs(self, attempt: int) -> list[Path]:

@@ -1,12 +1,17 @@
-"""The batch script with which Slurm starts a run, and goes on with it when it had to make room.
+"""Slurm: the job that `samestep run --slurm` submits.
 
-    sbatch  ->  batch shell on the first node  ->  srun  ->  one `samestep run` on each node  ->  its ranks
-                   75: scontrol requeue            |
-                   else: the run's code            +-- USR1 a minute before the time limit, SIGTERM when preempted:
-                                                       all ranks save the same step, and every task leaves with 75
+    sbatch script          on the first node, one job
+      srun                 one task on each node: `samestep run -n K`, which starts the K ranks of its node
+        task 0             leads; the others come to it (samestep.launch.meeting)
+      exit code 75         every rank has saved: the job is queued again, under the same number
+      any other            the job's own, which is the culprit's
 
-srun alone would report the highest code of its tasks, which is that of a victim that it has ended itself (143); here
-all tasks leave with the run's own.
+torchrun on Slurm needs an address, a port and a rendezvous number in the script, and its users write them by hand.
+
+Every task leaves with the exit code of the run, so srun, which returns the highest of its tasks' codes, returns that.
+With --kill-on-bad-exit=1 it would not: the first task to leave with 75 makes srun end the others with SIGTERM while
+they are on their way out, and 143 is higher. samestep ends the ranks of a run that has failed by itself, so srun
+has only to see to a task that never came so far: --wait.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,87 +27,153 @@ from samestep.errors import UsageError
 
 __all__: list[str] = []
 
-WARNING = 60  # seconds before the limit; Slurm sends it up to a minute earlier
+WARNING = 60  # seconds before the time limit at which the ranks are asked to save; Slurm may be a minute early
+LEAVING = 60  # seconds for the other tasks to end when one has
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What is to be queued.
+    """What a job is to be.
 
     Attributes:
-        name: the job's.
+        program: the script, or `-m` and the module, and its arguments.
+        directory: where it runs; all nodes must see it.
+        run_dir: where the run's files and the job's output go; all nodes must see it.
+        options: of `samestep run`, beside those that stand here by themselves.
         nodes: how many.
-        options: of sbatch, as one would type them: "--partition=gpu --time=2:00:00 --gpus-per-node=4".
-        run_dir: parent and beginning of the run directory's name; the job's number and its restarts are added.
-        run: options of `samestep run`.
-        program: the script with its arguments.
-        directory: where all of it happens.
+        ranks: on each node; one per GPU by default, else one.
+        gpus: on each node.
+        cpus: on each node; by default one for each rank.
+        time: limit, as sbatch takes it: "2:00:00", "1-12", "90" (minutes).
+        partition: where it queues; the cluster's default if not given.
+        name: of the job; the program's by default.
+        more: further options of sbatch, such as "--account=physics"; they win over the others.
+        restarts: after failures, within the job.
+        python: the interpreter, on all nodes; this one by default.
+        wait: seconds that other tasks may stay when one has left; 0 is for ever, which `--lost-host continue` needs.
     """
 
-    name: str
-    nodes: int
-    options: str
-    run_dir: Path
-    run: tuple[str, ...]
     program: tuple[str, ...]
     directory: Path
+    run_dir: Path
+    options: tuple[str, ...] = ()
+    nodes: int = 1
+    ranks: int | None = None
+    gpus: int = 0
+    cpus: int | None = None
+    time: str | None = None
+    partition: str | None = None
+    name: str | None = None
+    more: tuple[str, ...] = ()
+    restarts: int = 0
+    python: str | None = None
+    wait: int = LEAVING
 
-    def script(self) -> str:
-        """Returns the batch script."""
-        return "\n".join([*self._head(), "", *self._body(), ""])
-
-    def _head(self) -> list[str]:
-        usual = {
-            "--job-name": self.name,
-            "--nodes": str(self.nodes),
-            "--ntasks-per-node": "1",
-            "--output": f"{self.run_dir}-%j.out",
-            "--open-mode": "append",
-            "--signal": f"USR1@{WARNING}",
-        }
-        asked = _split(self.options)
-        given = {option.partition("=")[0] for option in asked}
-        lines = [f"{name}={shlex.quote(value)}" for name, value in usual.items() if name not in given]
-        return ["#!/bin/bash", *(f"#SBATCH {line}" for line in (*lines, "--requeue", *asked))]
-
-    def _body(self) -> list[str]:
-        run = shlex.join([sys.executable, "-P", "-m", "samestep", "run", *self.run])
-        place = f'--run-dir {shlex.quote(str(self.run_dir))}-"$SLURM_JOB_ID"-"${{SLURM_RESTART_COUNT:-0}}"'
-        return [
-            f"cd {shlex.quote(str(self.directory))}",
-            " \\\n    ".join(["srun --kill-on-bad-exit=1 --cpu-bind=none", run, place, shlex.join(self.program)]),
-            "code=$?",
-            'if [ "$code" -eq 75 ]; then  # it made room, and has saved',
-            '    scontrol requeue "$SLURM_JOB_ID"',
-            "fi",
-            'exit "$code"',
-        ]
+    @property
+    def ranks_per_node(self) -> int:
+        """How many ranks each task starts."""
+        return self.ranks or self.gpus or 1
 
 
-def _split(options: str) -> list[str]:
-    try:
-        words = shlex.split(options)
-    except ValueError as error:
-        raise UsageError(f"--sbatch-args {options!r} cannot be read: {error}") from None
-    bare = [word for word in words if not word.startswith("-")]
-    if bare:
-        raise UsageError(f"--sbatch-args: write {bare[0]!r} together with its option, as in --time=2:00:00")
-    return words
-
-
-def submit(batch: Batch) -> str:
-    """Queues it and returns the job's number.
+def batch_script(job: Batch) -> str:
+    """Returns the script that sbatch takes.
 
     Raises:
-        UsageError: Slurm is not here, or does not take it; passes on what it says.
+        UsageError: something in it cannot stand on a line of a script.
     """
-    batch.run_dir.parent.mkdir(parents=True, exist_ok=True)
-    command: Sequence[str] = ["sbatch", "--parsable"]
+    header = "\n".join(f"#SBATCH {line}" for line in _header(job))
+    return f"#!/bin/bash\n{header}\n\n{_body(job)}"
+
+
+def _header(job: Batch) -> Iterator[str]:
+    """Yields the options of sbatch."""
+    name = job.name or Path(job.program[1] if job.program[0] == "-m" else job.program[0]).stem
+    yield from _option("job-name", name)
+    yield from _option("partition", job.partition)
+    yield f"--nodes={job.nodes}"
+    yield "--ntasks-per-node=1"
+    yield f"--cpus-per-task={job.cpus or job.ranks_per_node}"
+    if job.gpus:
+        yield f"--gres=gpu:{job.gpus}"
+    yield from _option("time", job.time)
+    yield f"--signal=USR1@{WARNING}"
+    yield "--requeue"
+    yield "--open-mode=append"
+    yield from _option("output", f"{job.run_dir}/".replace("%", "%%") + "slurm-%j.out")
+    yield from (_line(option.removeprefix("#SBATCH").strip()) for option in job.more)
+
+
+def _option(name: str, value: str | None) -> Iterator[str]:
+    if value is not None:
+        yield f"--{name}={shlex.quote(_line(value))}"
+
+
+def _line(text: str) -> str:
+    """Returns `text`, which must not begin another line: that one would be obeyed too."""
+    if not text.isprintable():
+        raise UsageError(f"{text!r} cannot stand in a job script: leave line breaks and control characters out")
+    return text
+
+
+BODY = """\
+cd {directory} || exit 2
+
+# one task on each node, with all of its cores and GPUs; each leaves with the exit code of the whole run
+{command}
+code=$?
+
+if [ "$code" -eq 75 ]; then # every rank has saved: go on from there when there is room again
+    scontrol requeue "$SLURM_JOB_ID" || echo "saved, but not queued again: submit this script once more" >&2
+fi
+exit "$code"
+"""
+
+AGAIN = '"${SLURM_RESTART_COUNT:+/again-$SLURM_RESTART_COUNT}"'  # a run directory holds one run
+
+
+def _body(job: Batch) -> str:
+    run = ["-n", str(job.ranks or job.gpus or "auto"), *(["--restarts", str(job.restarts)] if job.restarts else [])]
+    lines = [
+        ["srun", "--kill-on-bad-exit=0", f"--wait={job.wait}", "--cpu-bind=none", *_srun_cpus(job)],
+        [job.python or sys.executable, "-P", "-m", "samestep", "run", *run, *job.options],
+        ["--run-dir", str(job.run_dir)],
+        list(job.program),
+    ]
+    quoted = [shlex.join(line) for line in lines]
+    quoted[2] += AGAIN
+    return BODY.format(directory=shlex.quote(str(job.directory)), command=" \\\n    ".join(quoted))
+
+
+def _srun_cpus(job: Batch) -> list[str]:
+    """Since Slurm 22.05 srun does not take this from sbatch. Not said, a task has all cores of its node's share."""
+    return [] if job.cpus is None else [f"--cpus-per-task={job.cpus}"]
+
+
+def submit(script: str, folder: Path | None = None) -> str:
+    """Submits a job and returns its number.
+
+    Args:
+        script: what :func:`batch_script` returned.
+        folder: where its output goes; made here, for Slurm ends a job whose output it cannot open without a word.
+
+    Raises:
+        UsageError: there is no sbatch here, or it refuses the job; says what sbatch said.
+    """
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     try:
-        done = subprocess.run(command, input=batch.script(), capture_output=True, text=True, check=False)
+        done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise UsageError("sbatch is not here: run this on a login node of a Slurm cluster") from None
-    if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or ["it gave no reason"]
-        raise UsageError(f"Slurm does not take the job: {said[-1]}")
+        raise UsageError(
+            "there is no sbatch here: submit on a host of the cluster, or name the hosts with --hosts"
+        ) from None
+    if done.returncode:
+        raise UsageError(f"sbatch refuses the job: {_complaint(done.stderr) or f'exit code {done.returncode}'}")
+    sys.stderr.write(done.stderr)  # sites warn and greet there
     return done.stdout.strip().partition(";")[0]
+
+
+def _complaint(said: str) -> str:
+    """Returns what sbatch said, on one line."""
+    lines = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in said.splitlines()]
+    return "; ".join(line for line in lines if line and not line.startswith("Try "))

@@ -25,6 +25,7 @@ from typing import IO, Any, Protocol
 
 from samestep import progress
 from samestep.launch.bootstrap import STACKS_SIGNAL, Assignment
+from samestep.launch.cores import pin, read_cores
 from samestep.launch.failure import death
 from samestep.launch.fork import fork, needs_fresh_interpreter, source_of, warm
 from samestep.launch.loop import Loop
@@ -53,7 +54,8 @@ class Job:
     """What the ranks of one host run. It travels as JSON.
 
     `start` is "fork", "spawn" or "auto"; `variables` are each rank's own; `drawn` are the streams of rank 0 that get
-    a terminal; `reads` says that the only rank reads the launcher's standard input; `cpus` what each is pinned to.
+    a terminal; `reads` says that the only rank reads the launcher's standard input, `pinned` that each gets cores of
+    its own.
     """
 
     program: str
@@ -65,7 +67,7 @@ class Job:
     reads: bool = False
     ranks: tuple[int, ...] = ()
     variables: tuple[dict[str, str], ...] = ()
-    cpus: tuple[tuple[int, ...], ...] = ()
+    pinned: bool = False
 
 
 class Tell(Protocol):
@@ -142,9 +144,9 @@ class Team:
         theirs.close()
         for sink in sinks.values():
             os.close(sink)
-        if job.cpus:
+        if job.pinned:
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(process.pid, job.cpus[place])
+                os.sched_setaffinity(process.pid, pin(read_cores(), len(job.ranks), place))
         self._watch(_Member(rank, process, ours, stacks, memory, outputs))
 
     def _begin(

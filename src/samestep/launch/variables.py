@@ -12,12 +12,12 @@ torchrun sets OMP_NUM_THREADS to 1 whatever the machine has; a user's own settin
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samestep.launch.address import LOOPBACK
+from samestep.launch.cores import read_cores, threads
 from samestep.rankenv import variable
 
 __all__: list[str] = []
@@ -103,4 +103,4 @@ def rank_variables(group: Group, rank: int, *, threads: int | None = None) -> di
 
 def threads_per_rank(size: int) -> int:
     """Returns how many threads each of `size` ranks may use without two wanting the same core."""
-    return max(1, len(os.sched_getaffinity(0)) // size)
+    return threads(read_cores(), size)
