@@ -8,6 +8,7 @@ import pty
 import pytest
 
 from samestep.launch.console import Channel, Screen
+from samestep.launch.folding import Folder
 
 
 @pytest.fixture
@@ -15,36 +16,38 @@ def channel(tmp_path):
     """Makes a channel of rank 1; returns it, what shows what the screen got, and its file."""
     shown, screen = os.pipe()
 
-    def make(*, prefixed):
+    def make(folder=None):
         log = (tmp_path / "log").open("wb", buffering=0)
-        return Channel(1, Screen(screen), prefixed, log), lambda: os.read(shown, 1 << 20), tmp_path / "log"
+        return Channel(1, Screen(screen), folder, log), lambda: os.read(shown, 1 << 20), tmp_path / "log"
 
     yield make
     os.close(shown)
     os.close(screen)
 
 
-def test_lines_are_shown_whole_with_their_rank(channel):
-    rank1, shown, log = channel(prefixed=True)
+def test_lines_are_taken_whole_and_kept_as_they_came(channel):
+    folder = Folder(2)
+    rank1, _, log = channel(folder)
     rank1.feed(b"one\ntw")
-    assert shown() == b"[rank 1] one\n"
+    assert folder.take(0.0, everything=True) == [b"[rank 1] one"]
     rank1.feed(b"o\nthree")
-    assert shown() == b"[rank 1] two\n"
+    assert folder.take(0.0, everything=True) == [b"[rank 1] two"]
     rank1.close()
-    assert shown() == b"[rank 1] three\n"
+    assert folder.take(0.0, everything=True) == [b"[rank 1] three"]
     assert log.read_bytes() == b"one\ntwo\nthree"
 
 
 def test_what_a_progress_bar_overwrote_is_not_shown_but_kept(channel):
-    rank1, shown, log = channel(prefixed=True)
+    folder = Folder(2)
+    rank1, _, log = channel(folder)
     rank1.feed(b"10 %\r50 %\r100 %\r\n")
     rank1.close()
-    assert shown() == b"[rank 1] 100 %\n"
+    assert folder.take(0.0, everything=True) == [b"[rank 1] 100 %"]
     assert log.read_bytes() == b"10 %\r50 %\r100 %\r\n"
 
 
 def test_a_single_ranks_bytes_are_not_touched(channel):
-    rank1, shown, _ = channel(prefixed=False)
+    rank1, shown, _ = channel()
     rank1.feed(b"\x1b[2K 50 %\r\xff")
     rank1.close()
     assert shown() == b"\x1b[2K 50 %\r\xff"

@@ -298,6 +298,27 @@ def test_hosts_started_by_hand_meet_with_any_number_of_ranks(by_hand, folder):
     assert finish(second)[0] == 0
 
 
+def test_torchruns_own_options_start_the_same(lab, folder):
+    script = folder.script("join()\nprint(meet())")
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "samestep",
+        "run",
+        "--nproc_per_node=1",
+        "--nnodes=2",
+        "--master_addr=127.0.0.1",
+    ]
+    port = f"--master_port={free_port('127.0.0.1')}"
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder.path}
+    second, first = (subprocess.Popen([*words, port, f"--node_rank={rank}", script], **piped) for rank in (1, 0))
+    code, out, err = finish(first)
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["[rank 0] 2", "[rank 1] 2"]
+    assert finish(second)[0] == 0
+
+
 def test_every_host_started_by_hand_ends_with_the_runs_code(by_hand, folder):
     script = folder.script("join()\nmeet()\nsys.exit(7) if rank == 1 else meet()")
     second = by_hand("node2", 1, 2, script)

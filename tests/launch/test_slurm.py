@@ -154,7 +154,7 @@ def test_the_batch_script_is_shown_and_quoted(folder):
     script, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert script.startswith("#!/bin/bash\n#SBATCH --job-name=train\n")
-    assert "#SBATCH --time=1:00:00\n#SBATCH --nodes=5\n" in script
+    assert "#SBATCH --time=1:00:00 --nodes=5\n" in script
     assert "run -n 4 --restarts 2" in script
     assert "train.py --name 'two words; $HOME'" in script
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
@@ -177,7 +177,7 @@ def test_a_machine_without_slurm_says_so(folder):
 
 
 def test_what_would_begin_another_line_of_the_script_is_refused(folder):
-    process = folder.start("--slurm", "--dry-run", "--sbatch-args", "'--comment=a\nrm -rf /'", folder.script(""))
+    process = folder.start("--slurm", "--dry-run", "--sbatch-args", "--comment=a\nrm -rf /", folder.script(""))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "cannot stand in a job script" in err

@@ -22,7 +22,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "run": Command("samestep.cli.run", "start a script on N processes of this machine"),
+    "run": Command("samestep.cli.run", "start a script on N processes, here or on several hosts"),
     "bench": Command("samestep.cli.bench", "time samestep beside the code it stands in for"),
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from samestep.cli.options import Parser
 from samestep.errors import RankVariablesError, UsageError
 from samestep.launch.cluster import Part, Wanted, examine
 from samestep.launch.devices import visible_gpus
@@ -25,11 +26,18 @@ __all__: list[str] = []
 STARTED_BY = ("slurm", "openmpi", "pmi")  # whose tasks meet by themselves
 TAKEN_ALONG = ("OMP_", "MKL_", "KMP_", "NCCL_", "GLOO_", "UCX_", "FI_", "TORCH", "PYTORCH_", "PYTHON", "CUDA_")
 SHORTEST_TOKEN = 16
+TORCHRUNS_PORT = 29500
 LEFT_BEHIND = ("CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP")  # this host's own affair
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that name hosts."""
+def add_options(parser: Parser) -> None:
+    """Adds the options that name hosts, and torchrun's names for some of them."""
+    parser.also("--node_rank", dest="node_rank", type=int)
+    parser.also("--rdzv-endpoint", "--rdzv_endpoint", dest="rendezvous")
+    parser.also("--master-addr", "--master_addr", dest="master_addr")
+    parser.also("--master-port", "--master_port", dest="master_port", type=int)
+    for name in ("--rdzv-backend", "--rdzv_backend", "--rdzv-id", "--rdzv_id"):
+        parser.also(name, dest="without_meaning")  # there is one way to meet, and every run has its own number
     add = parser.add_argument_group("several hosts").add_argument
     add("--hosts", metavar="LIST", help="start there too: a,b[3-9],user@c:4 (:4 is room for 4 ranks)")
     add("--hostfile", metavar="FILE", type=Path, help="the same from a file, one host a line: name, or name slots=4")
@@ -87,7 +95,7 @@ def opened(options: argparse.Namespace, where: Call | Sibling | None) -> Iterato
 
 def place(options: argparse.Namespace) -> Call | Sibling | None:
     """Returns the hosts that the options name, or that somebody else has started this on; None for this one alone."""
-    if options.interface is not None and not (options.hosts or options.hostfile):
+    if options.interface is not None and not (options.hosts or options.hostfile or options.slurm):
         interface_named(options.interface)
     named = [name for name in ("hosts", "hostfile", "nnodes") if getattr(options, name) is not None]
     if len(named) > 1:
@@ -161,6 +169,8 @@ def _taken_along(more: list[str]) -> dict[str, str]:
 
 def _by_hand(options: argparse.Namespace) -> Sibling:
     count, index = options.nnodes, options.node_rank
+    if options.rendezvous is None and hasattr(options, "master_addr"):
+        options.rendezvous = f"{options.master_addr}:{getattr(options, 'master_port', TORCHRUNS_PORT)}"
     if count < 1:
         raise UsageError(f"--nnodes {count}: give the number of hosts, 1 or more")
     if index is None or not 0 <= index < count:

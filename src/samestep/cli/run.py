@@ -28,7 +28,7 @@ from samestep.rankenv import variable
 
 __all__ = ["main"]
 
-DESCRIPTION = """Starts a script on N processes (ranks) of this machine and waits for them.
+DESCRIPTION = """Starts a script on N processes (ranks) of this machine, or of several, and waits for them.
 
 Every rank sees the variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, …), so a script
 written for it runs unchanged. Each rank's output is shown live and kept in the run directory. When a rank
@@ -43,13 +43,17 @@ examples:
   samestep run -n 2 train.py --lr 0.1        two processes
   samestep run train.py                      one process per GPU; one where there is none
   samestep run -n 4 -m package.train --lr 1  a module, as with python -m
-  samestep run -n 2 --dry-run train.py       show commands and variables, start nothing
-  samestep run -n 2 --json result.json train.py
+  samestep run -n 2 --restarts 3 train.py    start again after a failure, from the last checkpoint
+  samestep run --hosts node[1-3] -n 4 train.py           over ssh; --dry-run shows the commands
+  samestep run --slurm --nnodes 2 -n 4 train.py          queue it; --dry-run shows the batch script
+  srun -N2 -n8 samestep run train.py                     a rank for each task; the same under mpiexec
+  samestep run --nnodes 2 --node-rank 0 --rendezvous node1:29500 train.py      by hand, once on each host
 
-torchrun's spellings --nproc-per-node, --nproc_per_node and --standalone are accepted.
+torchrun's spellings are accepted: --nproc-per-node, --max-restarts, --master-addr, --master-port, with
+underscores too.
 
 exit code: 0; else the culprit's own; 128 + signal if a signal ended it; 1 for a rank that exited early with
-code 0 while others waited for it; 2 for a usage error."""
+code 0 while others waited for it; 75 when it was asked to make room and has saved; 2 for a usage error."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -80,6 +84,8 @@ def _queue(options: argparse.Namespace) -> int:
     run = [] if options.start == "auto" else ["--start", options.start]
     run += [] if options.local_rank is None else [f"--pass{options.local_rank[1:]}"]
     run += [] if options.lost_host == "stop" else ["--lost-host", options.lost_host]
+    run += [] if options.json is None else ["--json", str(options.json)]
+    run += [] if options.interface is None else ["--interface", options.interface]
     script = batch_script(
         Batch(
             program=(*(["-m"] if options.module else []), *options.program),
@@ -88,7 +94,7 @@ def _queue(options: argparse.Namespace) -> int:
             options=(*run, *(["--pin"] if options.pin else [])),
             nodes=options.nnodes or 1,
             ranks=options.ranks,
-            more=tuple(shlex.split(options.sbatch_args)),
+            more=(options.sbatch_args,) if options.sbatch_args else (),
             restarts=options.restarts,
             wait=0 if options.lost_host == "continue" else LEAVING,
         )

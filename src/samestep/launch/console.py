@@ -1,7 +1,8 @@
 """The ranks' output on one terminal, and each rank's own in a file.
 
     N = 1                      bytes as they come
-    N > 1                      whole lines, `[rank 1] …`, each rank's lines in order
+    N > 1                      whole lines, `[rank 1] …`, each rank's lines in order; on a
+                               terminal what several ranks say stands there once (samestep.launch.folding)
     rank 0 on a terminal       bytes as they come: its progress display draws with carriage returns and escapes
 
 Standard output and standard error stay apart everywhere. The files keep every byte without a prefix. torchrun shows
@@ -11,11 +12,13 @@ all ranks' bytes mixed, even within a line, unless it is told to write files ins
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from samestep.launch.folding import HOLD, Folder
 from samestep.launch.terminal import is_terminal
 from samestep.paths import Stream
 
@@ -84,7 +87,7 @@ class Channel:
 
     rank: int
     screen: Screen
-    prefixed: bool
+    folder: Folder | None
     log: BinaryIO
     held: bytearray = field(default_factory=bytearray)
 
@@ -94,7 +97,7 @@ class Channel:
         self._show(data)
 
     def _show(self, data: bytes) -> None:
-        if not self.prefixed:
+        if self.folder is None:
             self.screen.show(data)
             return
         self.held += data
@@ -103,22 +106,22 @@ class Channel:
         if len(rest) >= CHUNK or (rest and not data):
             lines.append(bytearray(rest))
             self.held = bytearray()
-        if lines:
-            self.screen.show_line(b"\n".join(prefix(self.rank, bytes(line)) for line in lines))
+        for line in lines:
+            self.folder.feed(self.rank, overwritten(bytes(line)), time.monotonic())
 
     def close(self) -> None:
-        """Shows an unfinished last line and closes the file."""
+        """Takes an unfinished last line and closes the file."""
         self._show(b"")
         self.log.close()
 
 
-def prefix(rank: int, line: bytes) -> bytes:
+def overwritten(line: bytes) -> bytes:
     r"""Returns a line as it is shown: what a carriage return has overwritten is left out.
 
-    >>> prefix(1, b"50 %\r100 %")
-    b'[rank 1] 100 %'
+    >>> overwritten(b"50 %\r100 %")
+    b'100 %'
     """
-    return b"[rank %d] " % rank + line.rstrip(b"\r").rpartition(b"\r")[2]
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 class Console:
@@ -131,22 +134,38 @@ class Console:
 
     def __init__(self, logs: Sequence[Path], drawn: Collection[str]) -> None:
         self._screens = open_screens()
+        self._folders = {
+            stream: Folder(len(logs), HOLD if is_terminal(screen.descriptor) else 0.0)  # programs read rank by rank
+            for stream, screen in self._screens.items()
+        }
         self._channels: dict[tuple[int, str], Channel] = {}
         for rank, folder in enumerate(logs):
             folder.mkdir(parents=True, exist_ok=True)
             for stream, screen in self._screens.items():
-                prefixed = len(logs) > 1 and not (rank == 0 and stream in drawn)
+                folds = len(logs) > 1 and not (rank == 0 and stream in drawn)
                 log = (folder / f"rank{rank}.{stream}").open("wb", buffering=0)
-                self._channels[rank, stream] = Channel(rank, screen, prefixed, log)
+                self._channels[rank, stream] = Channel(rank, screen, self._folders[stream] if folds else None, log)
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
         """Takes what a rank has written."""
         self._channels[rank, stream].feed(data)
+        self.show()
+
+    def show(self, *, everything: bool = False) -> float | None:
+        """Shows the lines that need not wait for other ranks any more; returns in how many seconds more will be due."""
+        now = time.monotonic()
+        for stream, folder in self._folders.items():
+            lines = folder.take(now, everything=everything)
+            if lines:
+                self._screens[stream].show_line(b"\n".join(lines))
+        due = [due for folder in self._folders.values() if (due := folder.due()) is not None]
+        return max(0.0, min(due) - now) if due else None
 
     def close(self) -> None:
         """Shows unfinished lines, closes the files and leaves the terminals as they were found."""
         for channel in self._channels.values():
             channel.close()
+        self.show(everything=True)
         for screen in self._screens.values():
             if is_terminal(screen.descriptor):
                 screen.tidy()

@@ -19,7 +19,7 @@ from samestep.errors import SamestepError
 from samestep.launch.agent import fork_agent
 from samestep.launch.console import Console
 from samestep.launch.frames import Link, Message, pair
-from samestep.launch.loop import Loop
+from samestep.launch.loop import Alarm, Loop
 from samestep.launch.process import adopt_orphans, end_orphans
 from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.supervise import Supervisor
@@ -98,6 +98,7 @@ class Head:
         self._left_behind: list[Host] = []
         self._supervisor: Supervisor | None = None
         self._console: Console | None = None
+        self._folding: Alarm | None = None
         adopt_orphans()
         for host in self.hosts:
             host.watch = partial(self._watch, host)
@@ -183,6 +184,7 @@ class Head:
         body = message.body
         if message.kind == "output" and self._console is not None:
             self._console.feed(body["rank"], body["stream"], message.payload)
+            self._show_later(self._console)
         elif message.kind == "signalled" and self._supervisor is not None:
             self._supervisor.signalled(body["number"], host.host)
         elif message.kind == "unable":
@@ -191,6 +193,15 @@ class Head:
             self._supervisor.hear(host, message.kind, body)
         else:
             host.answers[message.kind] = body
+
+    def _show_later(self, console: Console) -> None:
+        """Shows the lines that wait for other ranks when their time has come."""
+        if self._folding is None and (seconds := console.show()) is not None:
+            self._folding = self._loop.at(seconds, partial(self._show_now, console))
+
+    def _show_now(self, console: Console) -> None:
+        self._folding = None
+        self._show_later(console)
 
     def _lose(self, host: Host, reason: str) -> None:
         self._loop.forget(host.link.fileno())

@@ -1,0 +1,235 @@
+"""The batch script on a real Slurm: exit codes, requeues and preemption, with a program that stands for samestep."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from slurm_cluster import slurm_cluster
+
+from samestep.errors import UsageError
+from samestep.launch.slurm import Batch, batch_script, submit
+from samestep.rankenv import variable
+
+OVER = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Its srun ends a step at the first bad exit code, as on many clusters: the job must not depend on that."""
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), gpus=True, kill_on_bad_exit=True) as built:
+        yield built
+
+
+@pytest.fixture
+def here(cluster, monkeypatch):
+    for name, value in cluster.environment.items():
+        if variable(name) != value:
+            monkeypatch.setenv(name, value)
+    return cluster
+
+
+class StandIn:
+    """A program that stands where `python -m samestep` does; writes down its arguments, each ended by a zero."""
+
+    def __init__(self, folder, body=""):
+        self.path = folder / "stand-in"
+        self.told = folder / "told"
+        self.path.write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" >{shlex.quote(str(self.told))}-$SLURM_PROCID\n{body}\n')
+        self.path.chmod(0o755)
+        subprocess.run(["mkfifo", folder / "pipe"], check=True)  # to wait at: nobody ever writes to it
+
+    def arguments(self, task=0):
+        return (self.told.parent / f"told-{task}").read_text().split("\0")[:-1]
+
+
+def batch(folder, *program, **more):
+    known = {"directory": folder, "run_dir": folder / "run"}
+    return Batch(program=program or ("train.py",), **{**known, **more})
+
+
+def end_of(cluster, number):
+    while (said := cluster.job(number)).get("JobState") not in OVER:
+        time.sleep(0.05)  # the test's own deadline ends this
+    return said
+
+
+def run_to_its_end(cluster, job):
+    """Returns the exit code and the output of a job, and how often it was queued again."""
+    number = submit(batch_script(job), job.run_dir)
+    said = end_of(cluster, number)
+    code = int(said["ExitCode"].partition(":")[0])
+    return code, (job.run_dir / f"slurm-{number}.out").read_text(), int(said["Restarts"])
+
+
+def test_the_script_reads_as_a_person_would_write_it(tmp_path):
+    job = Batch(
+        program=("train.py", "--lr", "0.1"),
+        directory=tmp_path / "work",
+        run_dir=tmp_path / "work/runs/train",
+        options=("--json", "result.json"),
+        nodes=2,
+        gpus=4,
+        cpus=32,
+        time="1-12",
+        partition="gpu",
+        more=("--account=physics", "#SBATCH --exclusive"),
+        restarts=3,
+        python="/opt/venv/bin/python",
+    )
+    expected = """\
+    #!/bin/bash
+    #SBATCH --job-name=train
+    #SBATCH --partition=gpu
+    #SBATCH --nodes=2
+    #SBATCH --ntasks-per-node=1
+    #SBATCH --cpus-per-task=32
+    #SBATCH --gres=gpu:4
+    #SBATCH --time=1-12
+    #SBATCH --signal=USR1@60
+    #SBATCH --requeue
+    #SBATCH --open-mode=append
+    #SBATCH --output=FOLDER/work/runs/train/slurm-%j.out
+    #SBATCH --account=physics
+    #SBATCH --exclusive
+
+    cd FOLDER/work || exit 2
+
+    # one task on each node, with all of its cores and GPUs; each leaves with the exit code of the whole run
+    srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none --cpus-per-task=32 \\
+        /opt/venv/bin/python -P -m samestep run -n 4 --restarts 3 --json result.json \\
+        --run-dir FOLDER/work/runs/train"${SLURM_RESTART_COUNT:+/again-$SLURM_RESTART_COUNT}" \\
+        train.py --lr 0.1
+    code=$?
+
+    if [ "$code" -eq 75 ]; then # every rank has saved: go on from there when there is room again
+        scontrol requeue "$SLURM_JOB_ID" || echo "saved, but not queued again: submit this script once more" >&2
+    fi
+    exit "$code"
+    """
+    assert batch_script(job) == textwrap.dedent(expected).replace("FOLDER", str(tmp_path))
+
+
+def test_what_is_not_asked_for_is_left_to_the_cluster(tmp_path):
+    script = batch_script(batch(tmp_path, "-m", "package.train", ranks=3))
+    assert "#SBATCH --cpus-per-task=3\n" in script
+    assert not [word for word in ("--time=", "--partition", "--gres", "--restarts") if word in script]
+    assert f"{sys.executable} -P -m samestep run -n 3 \\" in script
+    assert script.count("--cpus-per-task") == 1  # srun gives the task all that the job has on the node
+
+
+def test_sbatch_accepts_the_script(here, tmp_path):
+    job = batch(tmp_path, nodes=2, gpus=2, cpus=4, time="10", partition="low", more=("--comment='two words'",))
+    command = ["sbatch", "--test-only"]
+    done = subprocess.run(command, input=batch_script(job), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "using 8 processors on nodes m[1-2] in partition low" in done.stderr
+
+
+def test_names_and_arguments_come_through_as_they_are(here, tmp_path):
+    folder = tmp_path / 'it\'s 100% "mine" $HOME'
+    folder.mkdir()
+    words = ["a b", "$HOME `id`", 'q"q', "it's", "*", "line\nbreak", "", "\\", "é", "%j"]
+    stand_in = StandIn(folder)
+    job = batch(folder, "my train.py", *words, name='it\'s $a "job"', ranks=1, python=str(stand_in.path))
+    code, said, _ = run_to_its_end(here, job)
+    assert code == 0, said
+    run = ["-P", "-m", "samestep", "run", "-n", "1", "--run-dir", str(folder / "run")]
+    assert stand_in.arguments() == [*run, "my train.py", *words]
+
+
+@pytest.mark.parametrize("field", ["name", "partition", "time"])
+def test_a_line_break_cannot_smuggle_an_option_in(tmp_path, field):
+    with pytest.raises(UsageError, match="leave line breaks and control characters out"):
+        batch_script(batch(tmp_path, **{field: "x\n#SBATCH --uid=0"}))
+
+
+def test_a_job_that_has_saved_is_queued_again_and_goes_on(here, tmp_path):
+    stand_in = StandIn(tmp_path, 'echo "start ${SLURM_RESTART_COUNT:-0}"; [ -n "$SLURM_RESTART_COUNT" ] || exit 75')
+    code, said, restarts = run_to_its_end(here, batch(tmp_path, nodes=2, python=str(stand_in.path)))
+    assert (code, restarts) == (0, 1)
+    assert [line for line in said.splitlines() if line.startswith("start")] == ["start 0"] * 2 + ["start 1"] * 2
+    assert str(tmp_path / "run/again-1") in stand_in.arguments()
+
+
+def test_tasks_that_leave_one_after_the_other_with_75_are_queued_again_too(here, tmp_path):
+    """Where srun ended the others at the first 75, its own code would be 143."""
+    late = f"until [ -e {tmp_path}/gone ]; do read -r -t 0.1 <> {tmp_path}/pipe; done; read -r -t 1 <> {tmp_path}/pipe"
+    first = f"touch {tmp_path}/gone"
+    body = f'[ -n "$SLURM_RESTART_COUNT" ] && exit 0; if [ $SLURM_PROCID = 1 ]; then {first}; else {late}; fi; exit 75'
+    code, said, restarts = run_to_its_end(here, batch(tmp_path, nodes=2, python=str(StandIn(tmp_path, body).path)))
+    assert (code, restarts) == (0, 1), said
+
+
+def test_a_preempted_job_saves_and_goes_on_when_there_is_room(here, tmp_path):
+    body = f"""
+    [ -n "$SLURM_RESTART_COUNT" ] && exit 0
+    trap 'echo saved $SLURM_PROCID; exit 75' TERM
+    touch {tmp_path}/begun-$SLURM_PROCID
+    while :; do read -r -t 60 <> {tmp_path}/pipe; done
+    """
+    job = batch(tmp_path, nodes=2, partition="low", more=("--exclusive",), python=str(StandIn(tmp_path, body).path))
+    number = submit(batch_script(job), job.run_dir)
+    while not all((tmp_path / f"begun-{task}").exists() for task in range(2)):
+        time.sleep(0.02)  # the test's own deadline ends this
+    urgent = here.run(["srun", "-N2", "--exclusive", "hostname"])
+    assert urgent.returncode == 0, urgent.stderr
+    said = end_of(here, number)
+    output = (job.run_dir / f"slurm-{number}.out").read_text()
+    assert (said["ExitCode"], said["Restarts"]) == ("0:0", "1"), output
+    assert sorted(line for line in output.splitlines() if line.startswith("saved")) == ["saved 0", "saved 1"]
+
+
+def test_a_task_that_never_comes_so_far_ends_the_others(here, tmp_path):
+    body = f"[ $SLURM_PROCID = 1 ] && exit 3; while :; do read -r -t 60 <> {tmp_path}/pipe; done"
+    job = batch(tmp_path, nodes=2, wait=1, python=str(StandIn(tmp_path, body).path))
+    code, said, restarts = run_to_its_end(here, job)
+    assert code != 0
+    assert restarts == 0
+    assert "task 1: Exited with exit code 3" in said
+
+
+TRAIN = """\
+import os, sys
+print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "GROUP_RANK")), flush=True)
+if os.environ["RANK"] == "3":
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_the_ranks_of_all_nodes_are_one_run_and_its_exit_code_is_the_jobs(here, tmp_path, code):
+    (tmp_path / "train.py").write_text(TRAIN)
+    ended, said, _ = run_to_its_end(here, batch(tmp_path, "train.py", str(code), nodes=2, ranks=2))
+    assert ended == code, said
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert (record["ranks"], record["exit"]) == (4, code)
+    assert all(f"[rank {rank}] {rank} 4 " in said for rank in range(4)), said
+
+
+def test_a_refusal_of_sbatch_is_passed_on_in_one_line(here, tmp_path):
+    with pytest.raises(UsageError) as refused:
+        submit(batch_script(batch(tmp_path, partition="nowhere")))
+    assert str(refused.value).startswith("sbatch refuses the job: invalid partition specified: nowhere")
+    assert "\n" not in str(refused.value)
+
+
+def test_nothing_is_left_when_srun_is_killed(cluster):
+    with cluster.start(["srun", "-N2", "sh", "-c", "echo begun; exec sleep 600"]) as process:
+        assert [process.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
+        process.kill()
+    while any("sleep" in name(pid) for pid in cluster.pids()):
+        time.sleep(0.02)  # the test's own deadline ends this
+
+
+def name(pid):
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""
