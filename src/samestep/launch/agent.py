@@ -226,14 +226,14 @@ def live(link: Link) -> NoReturn:
     os._exit(0)
 
 
-def come_in(greeting: Greeting, seconds: float) -> Agent:
-    """Returns an agent that is connected to the head which `greeting` tells of.
+def come_in(greeting: Greeting, seconds: float, *, patient: bool = True) -> Agent:
+    """Returns an agent that is connected to the head which `greeting` tells of; `patient` if that may come later.
 
     Raises:
         RendezvousError: the head cannot be reached, or is another run's.
     """
     about = {"name": greeting.name, "host": socket.gethostname(), "index": greeting.index, "pid": os.getpid()}
-    link = connect(greeting.addresses, greeting.port, greeting.token, about, seconds=seconds)
+    link = connect(greeting.addresses, greeting.port, greeting.token, about, seconds=seconds, patient=patient)
     return Agent(link, greeting)
 
 
@@ -249,7 +249,7 @@ def main() -> int:
     try:
         os.chdir(greeting.directory)
         set_variables(greeting.variables)
-        agent = come_in(greeting, COMING)
+        agent = come_in(greeting, COMING, patient=False)  # it has started this
     except OSError as error:
         sys.stderr.write(f"samestep: error: cannot work in {greeting.directory} here: {error.strerror}\n")
         return 2

@@ -24,7 +24,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+|\?\?\?) in (?P<n
 def place_in(text: str) -> tuple[str | None, str | None]:
     r"""Returns "file:line" and text of the user's own innermost line, of the current thread, else of the main one.
 
-    >>> place_in('Current thread 0x0 (most recent call first):\\n  File "a.py", line 3 in f\\n')[0]
+    >>> place_in('Current thread 0x0 (most recent call first):\n  File "a.py", line 3 in f\n')[0]
     'a.py:3'
     """
     threads: list[list[str]] = []

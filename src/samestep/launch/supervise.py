@@ -7,7 +7,7 @@
        +--SIGTERM, SIGUSR1--> preempting: order over the pipe; the ranks save, and leave with 75
        |                        +--a rank cannot--> the signal itself, to the ranks alone
        +--SIGINT, SIGHUP----> interrupted: the signal itself; 5 s later killing
-       +--a second signal---> killing
+       +--a second signal---> killing, unless it only repeats that they should save
 
 It sees messages of teams (samestep.launch.team), on this host or others, and gives them orders. torchrun looks at its
 workers every 0.1 s, waits 30 s for them to end, and forwards signals to all processes of their groups, so that the
@@ -70,6 +70,7 @@ class Supervisor:
         self._steps: dict[int, int] = {}
         self._saved: tuple[int, str] | None = None  # step and path, when preempted
         self._signals: dict[str, int] = {}  # who passed on which signal
+        self._saving = False  # ranks were asked to save, and none has said that it cannot
         self._stopping = False  # the launcher itself has begun to end ranks
         self._lost: list[str] = []
         self._alarm: Alarm | None = None
@@ -86,6 +87,7 @@ class Supervisor:
         elif kind == "preempted":
             self._saved = (body["step"], body["path"])
         elif kind == "cannot":
+            self._saving = False
             crew.order("signal", [rank], max(self._signals.values(), default=signal.SIGTERM))
 
     def lost(self, crew: Crew, reason: str) -> None:
@@ -175,6 +177,8 @@ class Supervisor:
 
     def signalled(self, number: int, source: str = "") -> None:
         """A signal has reached the launcher, or the agent of the host called `source`."""
+        if self._saving and number in GENTLE:  # Slurm repeats itself while ranks save
+            return
         if source in self._signals or (self._stopping and not self._signals):
             self._kill()
             return
@@ -183,6 +187,7 @@ class Supervisor:
         if not first:  # schedulers signal every host at once
             return
         if number in GENTLE:
+            self._saving = True
             self._order("preempt", number)
             if number == signal.SIGTERM:
                 self._set(self._grace, self._kill)

@@ -328,7 +328,9 @@ def _is_hex(token: str) -> bool:
     return len(token) == 2 * MAC and all(letter in "0123456789abcdef" for letter in token)
 
 
-def connect(addresses: Sequence[str], port: int, token: str, about: dict[str, Any], *, seconds: float) -> SealedLink:
+def connect(
+    addresses: Sequence[str], port: int, token: str, about: dict[str, Any], *, seconds: float, patient: bool = True
+) -> SealedLink:
     """Returns a connection to the head, at the first of its addresses that answers.
 
     Args:
@@ -336,7 +338,7 @@ def connect(addresses: Sequence[str], port: int, token: str, about: dict[str, An
         port: the same at all of them.
         token: the run's secret.
         about: what to tell of this side.
-        seconds: how long to try; refused connections are tried again, for the head may not be there yet.
+        seconds: how long to try; if `patient`, also after a refusal, for the head may not be there yet.
 
     Raises:
         RendezvousError: nobody answered, or not as the head of this run; says what was tried.
@@ -344,7 +346,7 @@ def connect(addresses: Sequence[str], port: int, token: str, about: dict[str, An
     key = bytes.fromhex(token) if _is_hex(token) else token.encode()
     until, reasons = time.monotonic() + seconds, dict[str, str]()
     while True:
-        strange = False  # who answers with certainty that it is not ours will not become ours
+        strange = False  # somebody answers who will not become ours
         for address in addresses:
             try:
                 return _reach(address, port, key, about, until)
@@ -352,13 +354,12 @@ def connect(addresses: Sequence[str], port: int, token: str, about: dict[str, An
                 reasons[address], strange = str(error), True
             except OSError as error:
                 reasons[address] = error.strerror or str(error) or "no answer"
-        if strange or time.monotonic() >= until:
+        if strange or not patient or time.monotonic() >= until:
             break
         time.sleep(0.1)
-    if strange and len(addresses) == 1:
-        raise RendezvousError(reasons[addresses[0]])
     tried = "; ".join(f"{address}:{port} {reason}" for address, reason in reasons.items())
-    raise RendezvousError(f"the head of the run cannot be reached: {tried} (tried for {seconds:.0f} s)")
+    lone = strange and len(addresses) == 1
+    raise RendezvousError(reasons[addresses[0]] if lone else f"the head of the run cannot be reached: {tried}")
 
 
 def _reach(address: str, port: int, token: bytes, about: dict[str, Any], until: float) -> SealedLink:
@@ -394,7 +395,6 @@ def _line(stream: socket.socket, until: float) -> dict[str, Any]:
         said += byte
         if time.monotonic() > until:
             raise OSError(None, "it took too long to say who it is")
-    try:
+    with contextlib.suppress(ValueError):
         return _parse(bytes(said))
-    except ValueError:
-        raise OSError(None, "something else answers there") from None
+    raise OSError(None, "something else answers there")
