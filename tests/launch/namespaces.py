@@ -2,7 +2,10 @@
 
     with hosts(folder, 2) as lab:            # skips the test, with the reason, where that cannot be had
         lab.ssh_args                         # for --ssh-args; the names are lab.names
-        lab.partition(lab.names[1])          # its cable is pulled: no packet, no reset
+        lab.start("node1", [...])            # a process in its network; `run` waits for it
+        lab.partition(lab.names[1])          # its cable is pulled: no packet, no reset; `heal` puts it back
+        lab.separate("node1", "node2")       # these two no longer hear each other, everybody else does
+        lab.limit("node1", "1gbit")          # what it sends goes no faster
 
                  bridge 10.K.N.254
                  /               \\
@@ -23,6 +26,8 @@ from pathlib import Path
 
 import pytest
 
+from samestep.launch.network import addresses
+
 SERVER = """\
 Port 22
 ListenAddress {address}
@@ -42,14 +47,25 @@ MaxStartups 100
 _built = itertools.count()
 
 
+def _network(number: int) -> str:
+    return f"10.{77 + number // 250 % 50}.{number % 250}"
+
+
+def _free_number() -> int:
+    """Returns a number whose network nobody has here; several labs of one process differ too."""
+    taken = {interface.address.rpartition(".")[0] for interface in addresses()}
+    numbers = (os.getpid() + 10007 * built for built in _built)
+    return next(number for number in numbers if _network(number) not in taken)
+
+
 class Lab:
     """Hosts that run. `names` are theirs, `bridge` is this machine's address among them."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        number = os.getpid() + 10007 * next(_built)  # several labs of one process differ too
+        number = _free_number()
         self.folder = folder
         self.names = [f"node{index}" for index in range(1, count + 1)]
-        self.network = f"10.{77 + number // 250 % 50}.{number % 250}"
+        self.network = _network(number)
         self.bridge = f"{self.network}.254"
         self.ssh_args = f"-F {folder / 'ssh_config'}"
         self._tag = f"s{number % 10**9}"
@@ -61,7 +77,7 @@ class Lab:
     def namespace(self, name: str) -> str:
         return f"{self._tag}-{name}"
 
-    def build(self) -> None:
+    def build(self, *, servers: bool) -> None:
         _ip("link", "add", f"{self._tag}b", "type", "bridge")
         _ip("addr", "add", f"{self.bridge}/24", "dev", f"{self._tag}b")
         _ip("link", "set", f"{self._tag}b", "up")
@@ -73,7 +89,8 @@ class Lab:
             _ip("-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
             _ip("-n", space, "link", "set", "eth0", "up")
             _ip("-n", space, "link", "set", "lo", "up")
-        self._start_servers()
+        if servers:
+            self._start_servers()
 
     def _start_servers(self) -> None:
         for key in ("host_key", "user_key"):
@@ -110,13 +127,35 @@ class Lab:
         entering = ["nsenter", f"--net=/run/netns/{self.namespace(name)}"]
         return subprocess.Popen([*entering, *command], **options)  # type: ignore[call-overload, no-any-return]
 
+    def run(self, name: str, command: list[str]) -> subprocess.CompletedProcess[str]:
+        """Runs a command on a host to its end, which must be a good one; returns it with what it said."""
+        entering = ["nsenter", f"--net=/run/netns/{self.namespace(name)}"]
+        return subprocess.run([*entering, *command], capture_output=True, text=True, timeout=60, check=True)
+
     def partition(self, name: str) -> None:
         """Pulls a host's cable."""
-        _ip("link", "set", f"{self._tag}v{self.names.index(name) + 1}", "down")
+        _ip("link", "set", self._cable(name), "down")
 
     def heal(self, name: str) -> None:
-        """Puts it back."""
-        _ip("link", "set", f"{self._tag}v{self.names.index(name) + 1}", "up")
+        """Puts it back, and lets the host hear those again from which it was separated."""
+        _ip("link", "set", self._cable(name), "type", "bridge_slave", "isolated", "off")
+        _ip("link", "set", self._cable(name), "up")
+        for host in self.names:  # else a search for a neighbour that began before goes on to fail
+            _ip("-n", self.namespace(host), "neigh", "flush", "dev", "eth0", "nud", "all")
+
+    def separate(self, *names: str) -> None:
+        """Lets these hosts hear everybody but each other."""
+        for name in names:
+            _ip("link", "set", self._cable(name), "type", "bridge_slave", "isolated", "on")
+
+    def limit(self, name: str, rate: str) -> None:
+        """Lets a host send no faster than `rate`, as tc writes it."""
+        shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+        self.run(name, ["tc", "qdisc", "replace", "dev", "eth0", *shape])
+
+    def _cable(self, name: str) -> str:
+        """Returns the bridge's end of it."""
+        return f"{self._tag}v{self.names.index(name) + 1}"
 
     def pids(self, name: str) -> list[int]:
         """Returns the processes in a host's network."""
@@ -151,19 +190,19 @@ def _ip(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def hosts(folder: Path, count: int) -> Iterator[Lab]:
-    """Yields `count` hosts; skips where this machine cannot have them."""
-    for program in ("ip", "ssh", "nsenter", "unshare"):
+def hosts(folder: Path, count: int, *, servers: bool = True) -> Iterator[Lab]:
+    """Yields `count` hosts, with sshd's if they are to be `servers`; skips where this machine cannot have them."""
+    for program in ("ip", "nsenter", *(("ssh", "unshare") if servers else ())):
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed: scripts/install-test-tools installs it")
-    if not Path("/usr/sbin/sshd").exists():
+    if servers and not Path("/usr/sbin/sshd").exists():
         pytest.skip("sshd is not installed: scripts/install-test-tools installs it")
     if os.geteuid() != 0:
         pytest.skip("only root may make network namespaces")
     lab = Lab(folder, count)
     try:
         try:
-            lab.build()
+            lab.build(servers=servers)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces cannot be made here: {error.cmd}: {error.stderr}")
         yield lab

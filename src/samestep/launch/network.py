@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import ipaddress
+import os
 import secrets
 import selectors
 import socket
@@ -26,18 +28,22 @@ from samestep.errors import UsageError
 
 __all__: list[str] = []
 
-SIOCGIFADDR, SIOCGIFNETMASK, SIOCGIFFLAGS = 0x8915, 0x891B, 0x8913  # netdevice(7)
+SIOCGIFCONF, SIOCGIFNETMASK, SIOCGIFFLAGS = 0x8912, 0x891B, 0x8913  # netdevice(7)
+IFREQ = 16 + 2 * struct.calcsize("L") + 8  # bytes: a name, and a union whose largest member is struct ifmap
 IFF_UP = 1
 REASONS = {
-    111: "refuses: a firewall, or nothing listens there",
-    113: "there is no route to it",
-    101: "its network cannot be reached",
+    errno.ECONNREFUSED: "refuses: a firewall, or nothing listens there",
+    errno.EHOSTUNREACH: "there is no route to it",
+    errno.ENETUNREACH: "its network cannot be reached",
+    errno.EINVAL: "this host's own routes drop what goes there",  # a blackhole route
+    errno.EACCES: "this host's own routes forbid it",
+    errno.EPERM: "this host's own firewall forbids it",
 }
 
 
 @dataclass(frozen=True)
 class Interface:
-    """One network interface that is up and has an IPv4 address."""
+    """One IPv4 address of a network interface that is up; an interface may have several."""
 
     name: str
     address: str
@@ -49,22 +55,28 @@ class Interface:
 
 
 def addresses() -> list[Interface]:
-    """Returns the interfaces of this host that can be used, the loopback last."""
+    """Returns the interfaces of this host that can be used, once for each address, the loopback last."""
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                (flags,) = struct.unpack_from("H", _ask(probe_socket, SIOCGIFFLAGS, name), 16)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ask:
+        for request in _listed(ask):
+            with contextlib.suppress(OSError):  # it has gone in this moment
+                (flags,) = struct.unpack_from("H", fcntl.ioctl(ask, SIOCGIFFLAGS, request), 16)
+                mask = fcntl.ioctl(ask, SIOCGIFNETMASK, request)[20:24]
+                name = request[:16].rstrip(b"\0").decode()
                 if flags & IFF_UP:
-                    place, mask = (_ask(probe_socket, what, name)[20:24] for what in (SIOCGIFADDR, SIOCGIFNETMASK))
-                    found.append(Interface(name, socket.inet_ntoa(place), socket.inet_ntoa(mask)))
+                    found.append(Interface(name, socket.inet_ntoa(request[20:24]), socket.inet_ntoa(mask)))
     return sorted(found, key=lambda interface: interface.is_loopback)
 
 
-def _ask(through: socket.socket, what: int, name: str) -> bytes:
-    request = array.array("B", struct.pack("256s", name.encode()[:15]))
-    fcntl.ioctl(through.fileno(), what, request)
-    return request.tobytes()
+def _listed(through: socket.socket) -> list[bytes]:
+    """Returns a struct ifreq for each address; asking interface by interface would tell the first of each only."""
+    room = array.array("B", bytes(IFREQ * 64))
+    while True:
+        place, size = room.buffer_info()
+        (used,) = struct.unpack_from("i", fcntl.ioctl(through, SIOCGIFCONF, struct.pack("iP", size, place)))
+        if used < size:  # full, it may have been cut
+            return [room[start : start + IFREQ].tobytes() for start in range(0, used, IFREQ)]
+        room = array.array("B", bytes(2 * size))
 
 
 def route_to(address: str) -> Interface | None:
@@ -157,7 +169,7 @@ def probe(targets: Mapping[str, Target], seconds: float, meanwhile: Doorbell | N
             stream.setblocking(False)
             code = stream.connect_ex((target.address, target.port))
             call = _Call(name, target, stream)
-            if code not in {0, 115}:  # EINPROGRESS
+            if code not in {0, errno.EINPROGRESS}:
                 reached[name] = _end(call, code)
             else:
                 selector.register(stream, selectors.EVENT_READ, call)
@@ -194,4 +206,4 @@ def _listen(call: _Call, selector: selectors.BaseSelector, reached: dict[str, st
 
 def _end(call: _Call, code: int) -> str:
     call.stream.close()
-    return REASONS.get(code, f"error {code}")
+    return REASONS.get(code, os.strerror(code).lower())

@@ -328,7 +328,7 @@ def _is_hex(token: str) -> bool:
     return len(token) == 2 * MAC and all(letter in "0123456789abcdef" for letter in token)
 
 
-def connect(
+def connect(  # noqa: PLR0913  (where, with what word, and how long)
     addresses: Sequence[str], port: int, token: str, about: dict[str, Any], *, seconds: float, patient: bool = True
 ) -> SealedLink:
     """Returns a connection to the head, at the first of its addresses that answers.
