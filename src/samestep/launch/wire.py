@@ -41,8 +41,7 @@ __all__: list[str] = []
 
 PROTOCOL = 1
 MOST_HALF_OPEN = 2048  # and never more than a share of the descriptors this process may have
-SHARE = 4
-AT_ONCE = 64  # strangers let in before the head's loop goes on
+SHARE, AT_ONCE = 4, 64  # of the descriptors; strangers let in before the head's loop goes on
 HANDSHAKE = 5.0  # seconds a stranger may take
 MOST_LINE = 1 << 16  # bytes of one line of the handshake
 MOST_FRAME = 1 << 24  # bytes of one frame
@@ -328,7 +327,7 @@ def _is_hex(token: str) -> bool:
     return len(token) == 2 * MAC and all(letter in "0123456789abcdef" for letter in token)
 
 
-def connect(  # noqa: PLR0913  (where, with what word, and how long)
+def connect(
     addresses: Sequence[str], port: int, token: str, about: dict[str, Any], *, seconds: float, patient: bool = True
 ) -> SealedLink:
     """Returns a connection to the head, at the first of its addresses that answers.
@@ -338,7 +337,8 @@ def connect(  # noqa: PLR0913  (where, with what word, and how long)
         port: the same at all of them.
         token: the run's secret.
         about: what to tell of this side.
-        seconds: how long to try; if `patient`, also after a refusal, for the head may not be there yet.
+        seconds: how long to try.
+        patient: the head may not be there yet, so a refusal is not its answer.
 
     Raises:
         RendezvousError: nobody answered, or not as the head of this run; says what was tried.
