@@ -23,6 +23,7 @@ from samestep.launch.devices import visible_gpus
 from samestep.launch.gather import Call, Sibling, follow
 from samestep.launch.run import Plan, launch, part_here, summary
 from samestep.launch.slurm import LEAVING, Batch, batch_script, submit
+from samestep.launch.supervise import SAVING
 from samestep.paths import RunDirectory, default_run_path
 from samestep.rankenv import variable
 
@@ -160,6 +161,13 @@ def _parser() -> Parser:
     parser.also("--max-restarts", "--max_restarts", dest="restarts", type=_count)
     parser.also("--nproc-per-node", "--nproc_per_node", dest="ranks", type=_ranks)
     parser.also("--standalone", dest="standalone", action="store_true")  # what run does anyway
+    add(
+        "--grace",
+        metavar="S",
+        type=float,
+        default=SAVING,
+        help="seconds to save in after SIGTERM (default: %(default)g)",
+    )
     add("--pin", action="store_true", help="bind each rank of this machine to cores of its own")
     add_options(parser)
     parser.verbatim = ("--ssh-args", "--sbatch-args")
@@ -201,6 +209,7 @@ def _plan(options: argparse.Namespace, parts: tuple[Part, ...]) -> Plan:
         start=options.start,
         pinned=options.pin,
         restarts=options.restarts,
+        grace=options.grace,
         lost_host=options.lost_host,
     )
 

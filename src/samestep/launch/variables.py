@@ -5,7 +5,7 @@
     MASTER_ADDR MASTER_PORT                          where the store answers
     TORCHELASTIC_*                                   run id, restarts so far, and that the launcher keeps the store
     OMP_NUM_THREADS                                  the cores this process may use, divided by its ranks
-    GLOO_SOCKET_IFNAME                               lo: ranks of one host need no network (and no name for it)
+    GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME            the way to the other hosts; lo where there are none
 
 torchrun sets OMP_NUM_THREADS to 1 whatever the machine has; a user's own setting wins here as there.
 """
@@ -21,6 +21,8 @@ from samestep.launch.cores import read_cores, threads
 from samestep.rankenv import variable
 
 __all__: list[str] = []
+
+LOOPBACK_INTERFACE = "lo"
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Group:
     restarts: int = 0
     most_restarts: int = 0
     host: str = LOOPBACK
-    interface: str = "lo"
+    interface: str = LOOPBACK_INTERFACE
     places: tuple[Place, ...] = ()
 
     def place(self, rank: int) -> Place:
@@ -97,6 +99,8 @@ def rank_variables(group: Group, rank: int, *, threads: int | None = None) -> di
         "OMP_NUM_THREADS": threads or threads_per_rank(here.local_size),
         "GLOO_SOCKET_IFNAME": group.interface,
     }
+    if group.interface != LOOPBACK_INTERFACE:
+        theirs["NCCL_SOCKET_IFNAME"] = group.interface
     unset = {name: value for name, value in theirs.items() if variable(name) is None}
     return {name: str(value) for name, value in (place | unset).items()}
 
