@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
+import sys
+
 import pytest
 
 from samestep.testing import ranks
+
+LEAVING = 30.0  # seconds between the summary and the end of the process
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +28,9 @@ def three_ranks():
 def four_ranks():
     with ranks(4) as run:
         yield run
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure():
+    """Says where python stands, and fails, if it cannot end: a thread or a process that a test left is waited for."""
+    faulthandler.dump_traceback_later(LEAVING, exit=True, file=sys.__stderr__)

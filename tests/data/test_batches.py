@@ -1,4 +1,8 @@
+import subprocess
+import sys
+import threading
 from collections import UserDict
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -73,3 +77,31 @@ def test_a_bad_sample_is_one_line_from_a_worker_too(workers):
         with pytest.raises(DataError) as caught:
             list(batches)
     assert str(caught.value) == "sample 2 cannot be read: bad.jpg"
+
+
+class WithStuckSample:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index == 40:
+            threading.Event().wait()
+        return torch.tensor(index)
+
+
+def leave_in_mid_epoch(dataset):
+    """A script that ends while its workers still load; run as a process of its own."""
+    world = samestep.world()
+    batches = iter(samestep.shards(dataset, world, batch_size=4, workers=2, shuffle=False))
+    leave_in_mid_epoch.kept = batches  # as a name at the top of a script would
+    print(next(batches).tolist())
+
+
+@pytest.mark.parametrize("dataset", ["range(64)", "WithStuckSample()"])
+def test_a_script_that_ends_in_mid_epoch_ends_with_its_workers(dataset):
+    code = f"from {__name__} import *; leave_in_mid_epoch({dataset})"
+    folder = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1, 2, 3]\n", "")

@@ -6,10 +6,11 @@ micro-batch gets an empty batch, dim 0 is 0, cut from a real one so that every o
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -105,14 +106,20 @@ class Loader:
 def _shield(worker: int) -> None:  # noqa: ARG001  (what torch calls it with)
     """Makes a worker outlive the signal with which a scheduler asks every process of a job to make room.
 
-    torch lets SIGTERM end it, and the rank with it, before the rank could save. It ends when its rank has.
+    torch lets SIGTERM end it, and the rank with it, before the rank could save. Its own rank it obeys, as torch's
+    workers do: multiprocessing waits at the exit for what it has told to end.
     """
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _outlive)
+    numbers = {signal.SIGTERM, signal.SIGUSR1}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    threading.Thread(target=_obey, args=(numbers, os.getppid()), daemon=True).start()
 
 
-def _outlive(number: int, frame: FrameType | None) -> None:
-    """Python's own handler, which native code that waits for the next sample does not mind."""
+def _obey(numbers: set[signal.Signals], rank: int) -> None:
+    """Ends this process when the rank, and nobody else, tells it to; handlers of python's are not told who did."""
+    while True:
+        told = signal.sigwaitinfo(numbers)
+        if told.si_signo == signal.SIGTERM and told.si_pid == rank:
+            os._exit(0)
 
 
 def _unwrapped(loader: DataLoader[Any]) -> Iterator[Any]:
