@@ -5,6 +5,9 @@
       <attempt>/<host>/rankK.out        what rank K wrote to standard output, byte for byte
       <attempt>/<host>/rankK.err        the same for standard error
       <attempt>/<host>/rankK.error.json what rank K wrote down when it failed
+      <attempt>/<host>/rankK.spawned/   the same of ranks that rank K's script has started by itself:
+                       rankJ.progress   how far rank J is (samestep.progress)
+                       rankJ.stacks     the Python stacks that it was asked for, or died with
 
 torchrun keeps logs only when asked (`--log-dir`), in a temporary directory by default.
 """
@@ -49,6 +52,16 @@ class RunDirectory:
     def error(self, host: str, rank: int, attempt: int = 0) -> Path:
         """Returns the file in which a rank writes down why it failed."""
         return self.logs(host, attempt) / f"rank{rank}.error.json"
+
+
+def spawned_folder(logs: Path, starter: int) -> Path:
+    """Returns the folder of the ranks that the script of rank `starter` has started by itself."""
+    return logs / f"rank{starter}.spawned"
+
+
+def rank_file(folder: Path, rank: int, kind: str) -> Path:
+    """Returns one rank's file of a kind: "progress", "stacks"."""
+    return folder / f"rank{rank}.{kind}"
 
 
 def default_run_path(program: str, parent: Path | None = None) -> Path:

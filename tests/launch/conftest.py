@@ -61,7 +61,7 @@ class Folder:
     def logs(self):
         """Returns every file that the ranks of the one run wrote, by name."""
         files = self.path.glob("runs/*/0/*/*")
-        return {file.name: file.read_text() for file in files}
+        return {file.name: file.read_text() for file in files if file.is_file()}
 
 
 @pytest.fixture

@@ -33,14 +33,35 @@ def test_a_script_that_spawns_its_own_ranks(folder):
     assert sorted(done.stdout.splitlines()) == ["rank 0 sum 2.0", "rank 1 sum 2.0"]
 
 
-def test_the_process_that_failed_among_those_a_script_spawned_is_named(folder):
-    text = TUTORIAL.format(port=own_port(), fault="if rank == 1: raise KeyError('label')")
-    script = folder.script(text + "\nif __name__ == '__main__':\n    mp.spawn(work, (2,), nprocs=2)")
+SPAWNED_FAULTS = {
+    "raised": ("raise KeyError('label')", 1, "KeyError", "'label' (in its own rank 1, process {})", True),
+    "segfault": ("os.kill(os.getpid(), 11)", 139, "Signal", "it was ended by SIGSEGV (signal 11; in its own", True),
+    "killed": ("os.kill(os.getpid(), 9)", 137, "Signal", "it was ended by SIGKILL (signal 9; in its own", False),
+    "left": ("os._exit(3)", 3, "Exit", "it ended with exit code 3 and left no exception behind (in its own", False),
+}
+
+
+@pytest.mark.parametrize("fault", SPAWNED_FAULTS)
+def test_the_rank_that_failed_among_those_a_script_spawned_is_named(folder, fault):
+    """The script numbers its ranks the other way round than torch.multiprocessing its processes."""
+    statement, code, exception, message, shows_line = SPAWNED_FAULTS[fault]
+    text = TUTORIAL.format(port=own_port(), fault=f"if rank == 1: {statement}")
+    turned = "def turned(index, size):\n    print(os.getpid(), flush=True) if index == 0 else None\n"
+    turned += "    work(size - 1 - index, size)\n    time.sleep(60)\n"  # the others are ended by torch
+    script = folder.script(f"{text}\n{turned}\nif __name__ == '__main__':\n    mp.spawn(turned, (2,), nprocs=2)")
     done = folder.run(script)
     failure = folder.result["failure"]
-    assert (done.returncode, failure["exception"]) == (1, "KeyError")
-    assert failure["message"] == "'label' (in process 1 of those it spawned)"
-    assert "raise KeyError('label')" in done.stderr.splitlines()[-3]
+    assert (done.returncode, failure["exception"]) == (code, exception), done.stderr
+    process = next(line for line in done.stdout.splitlines() if line.isdigit())
+    assert failure["message"].startswith(message.format(process))
+    assert f"in its own rank 1, process {process})" in failure["message"]
+    assert (statement in done.stderr.splitlines()[-3]) == shows_line
+
+
+def test_a_process_that_fails_before_it_joins_has_the_number_that_torch_gave_it(folder):
+    text = "import torch.multiprocessing as mp\ndef work(index):\n    if index == 1: raise KeyError('early')\n"
+    folder.run(folder.script(text + "if __name__ == '__main__':\n    mp.spawn(work, nprocs=2)"))
+    assert folder.result["failure"]["message"] == "'early' (in process 1 of those it spawned)"
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])

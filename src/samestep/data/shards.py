@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from samestep import progress
 from samestep.data.batches import Loader, Mover, check_dataset
 from samestep.data.order import ORDER_VERSION, Cut, Order, Step
 from samestep.data.report import StepReport
@@ -113,10 +114,14 @@ class Shards:
         steps = list(self._cut.steps(self._cursor))
         host = self._loader.load(order, steps)
         run = self._weighted if self._weigh is not None else self._counted
+        progress.note_phase("data")
         for batch in run(steps, host):
             if iteration != self._iteration:
                 raise StepError("these shards are being iterated elsewhere: a second loop began and this one went on")
+            progress.note_phase("train")
             yield batch
+            progress.note_phase("data")
+        progress.note_phase("train")
         self._go_to(self._epoch + 1, 0)
 
     def _counted(self, steps: list[Step], host: Iterator[Any]) -> Iterator[Any]:

@@ -7,6 +7,10 @@ one rank
   process     one rank as a process: its own group, gone with its parent; what it leaves behind
   fork        ranks that start at once, as copies of a process that has imported torch
   bootstrap   the one piece that runs in every rank before the script
+  observers   what watches a rank from inside, loaded before the script
+  noting      notes optimizer steps and collectives in the rank's record
+  imports     doing something to a module as soon as it has been imported
+  spawned     ranks that the script starts by itself
   script      a file or module run as `__main__`, as python itself would
   control     the pipe between a rank and its team, at the rank's end
   orders      who in a rank obeys which order

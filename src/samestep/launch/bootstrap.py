@@ -28,16 +28,17 @@ from typing import NoReturn, cast
 
 from samestep import progress
 from samestep.errors import Preempted
+from samestep.launch import observers
 from samestep.launch.address import serve_store, use_store
 from samestep.launch.control import Control
-from samestep.launch.failure import Failure, below_the_launcher, brief, describe
+from samestep.launch.failure import Failure, below_the_launcher, brief
 from samestep.launch.process import follow_parent
 from samestep.launch.script import run_module, run_script
+from samestep.launch.spawned import describe_with_spawned
+from samestep.launch.stacks import STACKS_SIGNAL
 from samestep.rankenv import variable
 
 __all__: list[str] = []
-
-STACKS_SIGNAL = 40  # a real-time signal that neither glibc (32, 33) nor torch, CUDA or Slurm uses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +98,13 @@ def live(assignment: Assignment) -> NoReturn:
     if control is not None:
         control.obey()
     try:
+        observers.begin(rank, size)
         _run(assignment, rank, size)
+        observers.end(None)
     except BaseException as error:  # noqa: BLE001  (SystemExit and KeyboardInterrupt too: all end the rank here)
-        leave(_report(error, rank, control))
+        code = _report(error, rank, control)
+        observers.end(error)
+        leave(code)
     leave(0)
 
 
@@ -132,7 +137,7 @@ def _run(assignment: Assignment, rank: int, size: int) -> None:
 
 def _report(error: BaseException, rank: int, control: Control | None) -> int:
     """Tells the launcher of an uncaught exception, prints what python would, and returns the exit code."""
-    failure = describe(error, rank)
+    failure = describe_with_spawned(error, rank)
     if isinstance(error, Preempted):
         if control is not None:
             control.tell("preempted", step=error.step, path=str(error.path))

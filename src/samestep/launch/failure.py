@@ -37,7 +37,6 @@ LOST_PEER = re.compile(
     r"NCCL communicator was aborted|failed to (recv|pass)|unexpected end of stream",
     re.IGNORECASE,
 )
-_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RECIPES = _PACKAGE / "recipes"  # users of the public API: their lines are a user's lines
 
@@ -78,11 +77,10 @@ def describe(error: BaseException, rank: int) -> Failure:
     if isinstance(error, SyntaxError) and error.filename:
         where, source = f"{error.filename}:{error.lineno}", (error.text or "").strip()
         message = error.msg
-    name, message, where, source = _of_spawned(error) or (type(error).__name__, message, where, source)
     return Failure(
         rank=rank,
         pid=os.getpid(),
-        exception=name,
+        exception=type(error).__name__,
         message=message,
         exit_code=exit_code(error),
         time=time.time(),
@@ -91,24 +89,6 @@ def describe(error: BaseException, rank: int) -> Failure:
         traceback=format_traceback(error),
         lost_peer=lost_peer(error),
         usage=isinstance(error, UsageError | RendezvousError),
-    )
-
-
-def _of_spawned(error: BaseException) -> tuple[str, str, str | None, str | None] | None:
-    """Returns exception, message, line and its text of a process that the script itself has spawned, if it was one.
-
-    torch.multiprocessing raises the text of its traceback, below its own frames and above the script's.
-    """
-    index = getattr(error, "error_index", None)
-    if index is None or type(error).__name__ != "ProcessRaisedException":
-        return None
-    text = str(error).rstrip()
-    frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(text)]
-    name, _, message = text.splitlines()[-1].partition(": ")
-    return (
-        name,
-        f"{message} (in process {index} of those it spawned)",
-        *own_line(traceback.StackSummary.from_list(frames)),
     )
 
 
@@ -152,10 +132,16 @@ def own_line(frames: traceback.StackSummary) -> tuple[str | None, str | None]:
     """Returns "file:line" and text of the last of `frames` that is the user's own, or of the last at all."""
     if not frames:
         return None, None
-    own = [frame for frame in frames if _is_users(frame.filename)]
+    own = [frame for frame in frames if is_users(frame.filename)]
     frame = (own or list(frames))[-1]
     text = linecache.getline(frame.filename, frame.lineno or 0).strip() or frame.line
     return f"{frame.filename}:{frame.lineno}", text
+
+
+def text_of(where: str) -> str | None:
+    """Returns the text of a line named "file:line", or None where it cannot be read."""
+    file, _, line = where.rpartition(":")
+    return linecache.getline(file, int(line)).strip() or None if line.isdigit() else None
 
 
 def format_traceback(error: BaseException) -> str:
@@ -177,7 +163,7 @@ def _is_launcher(filename: str) -> bool:
     return filename.startswith("<frozen") or Path(filename).parent == _PACKAGE / "launch"
 
 
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
     if filename.startswith("<"):
         return filename.startswith("<ipython")
     path = Path(filename).resolve()

@@ -39,7 +39,8 @@ class Plan:
 
     `parts` are the hosts with their ranks: at first this one alone, of several known when they have been examined.
     `local_rank_option` is passed to the script with each rank's local rank, if given; `lost_host` says whether a
-    restart goes on with the hosts that are left ("continue") or not at all ("stop").
+    restart goes on with the hosts that are left ("continue") or not at all ("stop"); `observers` are loaded in every
+    rank (samestep.launch.observers).
     """
 
     parts: tuple[Part, ...]
@@ -54,6 +55,7 @@ class Plan:
     restarts: int = 0
     grace: float = SAVING
     lost_host: str = "stop"
+    observers: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -83,7 +85,9 @@ class Plan:
         group = group or self.group()
         part = self.parts[self.part_of(rank)]
         theirs = rank_variables(replace(group, interface=part.interface), rank, threads=part.threads)
-        return {**theirs, "SAMESTEP_RUN_DIR": str(self.directory.path)}
+        logs = self.directory.logs(part.machine, group.restarts)
+        observed = {"SAMESTEP_OBSERVERS": ",".join(self.observers)} if self.observers else {}
+        return {**theirs, **observed, "SAMESTEP_RUN_DIR": str(self.directory.path), "SAMESTEP_LOGS": str(logs)}
 
     def part_of(self, rank: int) -> int:
         """Returns which part a rank belongs to."""

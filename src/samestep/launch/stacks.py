@@ -17,6 +17,8 @@ from samestep.launch.failure import own_line
 
 __all__: list[str] = []
 
+STACKS_SIGNAL = 40  # a real-time signal that neither glibc (32, 33) nor torch, CUDA or Slurm uses
+
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+|\?\?\?) in (?P<name>.+)$')
 

@@ -111,6 +111,7 @@ class Supervisor:
             standing={rank: standing[rank] for rank in found.waiting if rank in standing},
             saved=self._saved,
             step=max(self._steps.values(), default=0),
+            after=0 if found.blamed is None else self._steps.get(found.blamed.rank, 0),
             lost=tuple(self._lost),
             failures=tuple(self._failures.values()),
         )

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from samestep import progress
-from samestep.launch.bootstrap import STACKS_SIGNAL, Assignment
+from samestep.launch.bootstrap import Assignment
 from samestep.launch.cores import pin, read_cores
-from samestep.launch.failure import death
+from samestep.launch.failure import death, text_of
 from samestep.launch.fork import fork, needs_fresh_interpreter, source_of, warm
 from samestep.launch.loop import Loop
 from samestep.launch.memory import out_of_memory_kills
@@ -40,7 +40,7 @@ from samestep.launch.process import (
     signal_group,
     start,
 )
-from samestep.launch.stacks import place_in
+from samestep.launch.stacks import STACKS_SIGNAL, place_in
 from samestep.launch.terminal import copy_size, open_terminal
 from samestep.rankenv import child_environment, set_variables, variable
 
@@ -230,16 +230,12 @@ class Team:
         for descriptor in list(member.outputs):
             while self._pump(member, descriptor):
                 pass
-        place = self._show_stacks(member) if code < 0 else None
+        record = progress.read(member.progress)
+        place = self._show_stacks(member) if code < 0 else (None, None)
+        if code < 0 and place[0] is None and record.in_collective:
+            place = record.site, text_of(record.site)
         died = death(member.rank, member.process.pid, code, place, of_memory=self._of_memory(code))
-        self._tell(
-            "ended",
-            rank=member.rank,
-            pid=member.process.pid,
-            code=code,
-            death=asdict(died),
-            step=progress.read(member.progress).step,
-        )
+        self._tell("ended", rank=member.rank, pid=member.process.pid, code=code, death=asdict(died), step=record.step)
 
     def _of_memory(self, code: int) -> bool:
         return code == -signal.SIGKILL and out_of_memory_kills() > self._killed

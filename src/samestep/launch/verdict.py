@@ -22,7 +22,8 @@ class Verdict:
     those that merely lost the culprit, `silent` those that neither failed nor ended before the launcher stopped
     them; `interrupted` is the signal that ended the run from outside, `saved` the step and path of the checkpoint
     that it was preempted with; `standing` says where ranks stood when they were stopped, `step` how many steps the
-    furthest had finished, `lost` which hosts are gone, `failures` all that were heard of.
+    furthest had finished and `after` how many the blamed, `lost` which hosts are gone, `failures` all that were
+    heard of.
     """
 
     exit_code: int
@@ -35,6 +36,7 @@ class Verdict:
     saved: tuple[int, str] | None = None
     standing: Mapping[int, str] = field(default_factory=dict)
     step: int = 0
+    after: int = 0
     lost: tuple[str, ...] = ()
     failures: tuple[Failure, ...] = ()
 
@@ -170,6 +172,8 @@ def _who(failure: Failure, verdict: Verdict) -> str:
 
 def _particulars(failure: Failure, verdict: Verdict) -> str:
     text = f"rank {failure.rank}, host {failure.host}, process {failure.pid}, exit code {verdict.exit_code}"
+    if verdict.after:
+        text += f", after {verdict.after} {'step' if verdict.after == 1 else 'steps'}"
     others = [rank for rank in verdict.alike if rank != failure.rank]
     if others:
         text += f"; {count(others)} failed alike"

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from samestep.data.batches import moved
 from samestep.errors import DataError
+from samestep.progress import phase
 from samestep.running.results import decode, encode
 from samestep.runtime import exchange
 from samestep.runtime.world import World
@@ -45,6 +46,7 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+@phase("evaluate")
 def evaluate(
     fn: Callable[[Any], tuple[Tensor, Tensor]],
     dataset: MapDataset,

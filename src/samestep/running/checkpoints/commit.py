@@ -32,7 +32,7 @@ from torch import Tensor
 
 from samestep._version import __version__
 from samestep.errors import CheckpointError, Preempted, UsageError
-from samestep.progress import note_step
+from samestep.progress import note_step, phase
 from samestep.running.checkpoints import streams
 from samestep.running.checkpoints.every import parse_every
 from samestep.running.checkpoints.format import SCHEMA, Encoder, Manifest, decode
@@ -201,6 +201,7 @@ class Checkpoint:
         self._say(f"preempted{by}: saved step {self.step} in {path}; the same command goes on from there")
         raise Preempted(self.step, str(path))
 
+    @phase("save")
     def save(self) -> Path | None:
         """Saves now, and returns the new checkpoint's folder, None without a path. Collective: every rank must call.
 
@@ -307,6 +308,7 @@ class Checkpoint:
             return "save" in self._world.step.agreed
         return self._every.seconds is not None and bool(tell_json(self._world.everyone, self._is_late()))
 
+    @phase("load")
     def _resume(self) -> bool:
         """Loads the newest good checkpoint on every rank, or on none; returns whether there was one."""
         store = self._store

@@ -1,0 +1,71 @@
+"""Doing something to a module as soon as it has been imported, and not a moment before.
+
+What watches a rank must change torch.distributed before the script uses it, and must not import torch for that: a
+script may set what torch reads at its import, and one that never imports it shall not wait for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+__all__: list[str] = []
+
+Act = Callable[[ModuleType], None]
+
+
+def when_imported(name: str, act: Act) -> None:
+    """Calls `act(module)` once: now if the module is there, else when it has been imported."""
+    module = sys.modules.get(name)
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        act(module)
+    else:
+        sys.meta_path.insert(0, _Waiting(name, act))
+
+
+class _Waiting(MetaPathFinder):
+    """Finds one module as the others would, and puts a loader around theirs."""
+
+    def __init__(self, name: str, act: Act) -> None:
+        self._name = name
+        self._act = act
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002  (python's own finders are asked, which work both out)
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            sys.meta_path.insert(0, self)  # it may be there another time
+            return spec
+        spec.loader = _Afterwards(spec.loader, self._act)
+        return spec
+
+
+class _Afterwards(Loader):
+    """Loads a module as its own loader does, then acts."""
+
+    def __init__(self, loader: Loader, act: Act) -> None:
+        self._loader = loader
+        self._act = act
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loader, name)  # get_data, get_source, … of the module's own
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._act(module)

@@ -1,0 +1,140 @@
+"""Notes in a rank's progress record what its script does: optimizer steps, and the collectives it stands in.
+
+Nothing has to be changed in the script: torch's own functions tell, from the moment they are imported. Ranks that the
+script starts by itself, with multiprocessing or torch.multiprocessing, are recognised when they initialise their
+process group; until then nothing is noted of them.
+
+    the script              dist.all_reduce(x)          train.py:12
+    the record              entered 4, left 3           "all_reduce", "train.py:12"
+
+torch.distributed logs such calls only for itself (c10d_logger), and its flight recorder knows NCCL's alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+from samestep import progress
+from samestep.launch.failure import is_users
+from samestep.launch.imports import when_imported
+
+__all__: list[str] = []
+
+# isend and irecv are compared by identity (torch.distributed.P2POp), and return at once.
+NOTED = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "send_object_list",
+)
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+_users: dict[str, bool] = {}  # by file name: whether it is the user's own
+_inside = threading.local()  # a collective may be made of others; the outermost is the script's
+
+
+def begin(joined: Callable[[int, int], None] | None = None) -> None:
+    """Notes from now on.
+
+    Args:
+        joined: called with rank and size each time a default process group has been initialised.
+    """
+    when_imported("torch.distributed", functools.partial(_note_collectives, joined))
+    when_imported("torch.optim.optimizer", _note_steps)
+
+
+def _note_steps(module: ModuleType) -> None:
+    module.register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(*_: Any) -> None:
+    if not _is_compiling():  # a compiled optimizer's steps are not counted, and stay one graph
+        progress.count_step()
+
+
+def _note_collectives(joined: Callable[[int, int], None] | None, module: ModuleType) -> None:
+    if not module.is_available():
+        return
+    calls = {name: noted(getattr(module, name), name) for name in NOTED if hasattr(module, name)}
+    calls["init_process_group"] = _initialising(module, joined)
+    for place in (module, module.distributed_c10d):
+        for name, call in calls.items():
+            setattr(place, name, call)
+
+
+def _initialising(module: ModuleType, joined: Callable[[int, int], None] | None) -> Callable[..., None]:
+    original = module.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        noted(original, "init_process_group")(*args, **kwargs)
+        if joined is not None:
+            joined(module.get_rank(), module.get_world_size())
+
+    return init_process_group
+
+
+def noted(call: Callable[Arguments, Result], name: str) -> Callable[Arguments, Result]:
+    """Returns `call`, noted in this process's progress record for as long as it lasts."""
+
+    @functools.wraps(call)
+    def noting(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if getattr(_inside, "collective", False) or _is_compiling():
+            return call(*args, **kwargs)
+        _inside.collective = True
+        progress.enter(name, site(sys._getframe(1)))  # noqa: SLF001  (documented; the name only looks private)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            progress.leave()
+            _inside.collective = False
+
+    return noting
+
+
+def _is_compiling() -> bool:
+    import torch  # is there: its functions have called us
+
+    return torch.compiler.is_compiling()
+
+
+def site(frame: FrameType | None) -> str:
+    """Returns "file:line" of the innermost frame that is the user's own, from `frame` outwards, or of `frame`."""
+    own = frame
+    while own is not None and not _is_own(own.f_code.co_filename):
+        own = own.f_back
+    shown = own or frame
+    return "" if shown is None else f"{shown.f_code.co_filename}:{shown.f_lineno}"
+
+
+def _is_own(filename: str) -> bool:
+    if filename not in _users:
+        _users[filename] = is_users(filename)
+    return _users[filename]

@@ -1,0 +1,107 @@
+"""A rank's record: what is written is what is read, by whoever holds the memory, at any moment."""
+
+import os
+import threading
+
+import pytest
+
+from samestep import progress
+
+
+@pytest.fixture
+def record():
+    """A record of this process, and a descriptor to read it from."""
+    written = progress.create()
+    reader = os.dup(written)
+    progress.attach(written)
+    yield reader
+    progress.detach()
+    os.close(reader)
+
+
+def test_a_new_record_names_the_process_and_nothing_else(record):
+    read = progress.read(record)
+    assert read.process == os.getpid()
+    assert (read.step, read.changed, read.phase, read.entered, read.left, read.since) == (0, None, "", 0, 0, None)
+    assert str(read) == ""
+
+
+def test_steps_are_counted_until_somebody_tells_them(record):
+    progress.count_step()
+    progress.count_step()
+    assert progress.read(record).step == 2
+    progress.note_step(40)
+    progress.count_step()
+    read = progress.read(record)
+    assert read.step == 40
+    assert read.changed is not None
+
+
+def test_a_phase_ends_where_it_began(record):
+    progress.note_phase("train")
+    with progress.phase("save"):
+        read = progress.read(record)
+        assert (read.phase, str(read)) == ("save", "saving")
+        since = read.phase_since
+    assert progress.read(record).phase == "train"
+    assert progress.read(record).phase_since >= since
+    with pytest.raises(KeyError), progress.phase("evaluate"):
+        raise KeyError
+    assert progress.read(record).phase == "train"
+
+
+def test_a_collective_is_told_with_its_number_and_line_while_it_lasts(record):
+    progress.enter("all_reduce", "train.py:12")
+    progress.leave()
+    assert not progress.read(record).in_collective
+    progress.enter("barrier", "train.py:40")
+    read = progress.read(record)
+    assert read.in_collective
+    assert str(read) == "in barrier, its collective 2, at train.py:40"
+
+
+def test_a_long_place_keeps_its_end(record):
+    progress.enter("x" * 50, "/a" * 400 + "/train.py:12")
+    read = progress.read(record)
+    assert len(read.site.encode()) == 400
+    assert read.site.endswith("/train.py:12")
+    assert read.operation == "x" * 32
+
+
+def test_a_process_without_a_record_notes_nothing():
+    progress.detach()
+    progress.note_step(1)
+    progress.enter("barrier", "x:1")
+    progress.leave()
+    assert progress.note_phase("save") == ""
+    assert not progress.is_attached()
+
+
+def test_a_record_in_a_file_is_read_by_its_path(tmp_path):
+    progress.attach(progress.create_file(tmp_path / "rank3.progress"))
+    try:
+        progress.note_step(7)
+        assert progress.read_file(tmp_path / "rank3.progress").step == 7
+    finally:
+        progress.detach()
+
+
+def test_nobody_reads_half_of_what_is_being_written(record):
+    """The two names are of different length, so that a mixture of both would show."""
+    done, calls = threading.Event(), {"all_reduce": "a.py:1" * 40, "barrier": "barrier.py:22222"}
+
+    def write():
+        while not done.is_set():
+            for operation, site in calls.items():
+                progress.enter(operation, site)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(3000):
+            read = progress.read(record)
+            assert calls.get(read.operation, "") == read.site
+            assert (read.entered % 2 == 1) == (read.operation == "all_reduce")
+    finally:
+        done.set()
+        writer.join()
