@@ -33,6 +33,10 @@ one run
   terminal    a pseudo-terminal for rank 0's progress display
   devices     how many GPUs there are, counted without torch
 
+started by somebody else
+  watcher     watches the ranks of one host where torchrun, srun or mpiexec has started them
+  watched     the rank's side of it
+
 several hosts
   hostlist    which hosts take part, as a user writes them down
   transport   starts an agent on each over ssh, pdsh or clush

@@ -36,6 +36,7 @@ from samestep.launch.process import follow_parent
 from samestep.launch.script import run_module, run_script
 from samestep.launch.spawned import describe_with_spawned
 from samestep.launch.stacks import STACKS_SIGNAL
+from samestep.launch.watched import note_watched
 from samestep.rankenv import variable
 
 __all__: list[str] = []
@@ -83,6 +84,7 @@ def live(assignment: Assignment) -> NoReturn:
     faulthandler.enable(file=stacks, all_threads=True)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     rank, size = int(variable("RANK") or 0), int(variable("WORLD_SIZE") or 1)
+    note_watched()
     control = None if assignment.control is None else Control(assignment.control)
     if assignment.progress is not None:
         progress.attach(assignment.progress)

@@ -4,9 +4,10 @@
                     waiting      the line that its main thread stood at when it was told to leave
                     preempted    it has saved, at this step and path
                     cannot       nobody here can save: send the signal instead
+                    leaving      the interpreter ends in good order (to a watcher, which cannot wait for it)
     team -> rank    stop         a peer has failed: leave now
                     preempt      save at the next step that all agree on, and leave
-    end of file     the launcher is gone: leave now
+    end of file     the launcher is gone: leave now, unless it was a mere watcher (samestep.launch.watcher)
 
 One JSON object a line. A thread of its own reads the orders: the main thread may stand in a collective for as long as
 it likes, and a signal would run the script's handler, which may well begin to save with peers that are dead.
@@ -33,14 +34,19 @@ FLUSH_S = 0.3  # how long leaving may wait for a stream that another thread hold
 
 
 class Control:
-    """The rank's end. Call :meth:`obey` once, from the main thread."""
+    """The rank's end. Call :meth:`obey` once, from the main thread.
 
-    def __init__(self, descriptor: int) -> None:
+    Args:
+        descriptor: of a connected socket, which it takes.
+        binding: the rank ends when the other side has.
+    """
+
+    def __init__(self, descriptor: int, *, binding: bool = True) -> None:
         os.set_inheritable(descriptor, False)
         self._socket = socket.socket(fileno=descriptor)
         self._lock = threading.Lock()
         self._main = threading.main_thread().ident
-        self._process = os.getpid()
+        self._binding = binding
 
     def tell(self, kind: str, **body: Any) -> None:
         """Sends one message. A launcher that is gone hears nothing, and ends this rank anyway."""
@@ -50,13 +56,19 @@ class Control:
 
     def obey(self) -> None:
         """Follows orders from now on."""
-        threading.Thread(target=self._read, name="samestep-control", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="samestep-control", daemon=True)
+        self._reader.start()
+
+    def await_end(self, seconds: float) -> None:
+        """Waits until the other side has nothing more to say."""
+        self._reader.join(seconds)
 
     def _read(self) -> None:
         with self._socket.makefile("rb") as lines:
             for line in lines:
                 self._follow(json.loads(line))
-        os._exit(128 + signal.SIGKILL)
+        if self._binding:
+            os._exit(128 + signal.SIGKILL)
 
     def _follow(self, order: dict[str, Any]) -> None:
         if order["kind"] == "stop":

@@ -84,13 +84,13 @@ def _same(one: Failure, other: Failure) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in told)
 
 
-def explain(verdict: Verdict, logs: Path) -> list[str]:
-    """Returns the last lines of standard error: the root cause first."""
+def explain(verdict: Verdict, logs: Path | None) -> list[str]:
+    """Returns the last lines of standard error: the root cause first. Without logs it names none."""
     if verdict.exit_code == PREEMPTED and verdict.blamed is None:
         lines = _preemption(verdict)
     else:
         lines = _interruption(verdict) if verdict.interrupted is not None else _cause(verdict, logs)
-    return [*lines, f"{'    ' if lines else 'samestep: '}logs: {logs}"]
+    return lines if logs is None else [*lines, f"{'    ' if lines else 'samestep: '}logs: {logs}"]
 
 
 def _interruption(verdict: Verdict) -> list[str]:
@@ -106,14 +106,14 @@ def _preemption(verdict: Verdict) -> list[str]:
     return [f"samestep: preempted{by}{saved}; the same command goes on from there (exit code {PREEMPTED})"]
 
 
-def _cause(verdict: Verdict, logs: Path) -> list[str]:
+def _cause(verdict: Verdict, logs: Path | None) -> list[str]:
     failure = verdict.blamed
     if failure is None:
         return []
     unexplained = failure.lost_peer and not failure.usage
     lines = failure.traceback.rstrip().splitlines() if unexplained else []  # so far it has shown one line of it
     lines.append(f"samestep: error: {_headline(failure, verdict)}")
-    if failure.exception in {"SystemExit", "Exit"}:  # its reason is what it printed
+    if failure.exception in {"SystemExit", "Exit"} and logs is not None:  # its reason is what it printed
         lines.append(f"    its last line: {_last_line(logs / f'rank{failure.rank}.err')}")
     elif failure.where is not None:
         lines.append(f"    at {failure.where}  {failure.source or ''}".rstrip())

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from samestep import rankenv
 from samestep._version import __version__
+from samestep.launch.watched import be_watched, begin_watch, is_watched
 from samestep.runtime import mailbox
 from samestep.runtime.axes import Axis, alone
 from samestep.runtime.backend import choose_backend, group_backend
@@ -68,6 +69,7 @@ def adopt(
     asked = torch.device("cpu") if asked is None and on_cpu else asked
     member.device = claim(choose_device(asked, member.local_rank, member.local_size))
     _make_axes(member, pipeline, timeout_s)
+    bring_watcher(member, told)
     return member
 
 
@@ -109,6 +111,7 @@ class Joining:
         )
         member.owns_group = True
         _make_axes(member, self.pipeline, timeout_s)
+        bring_watcher(member, self.told)
         return member
 
     def _about(self) -> dict[str, Any]:
@@ -144,6 +147,20 @@ def _check_cards(store: Store, member: Membership, host: str) -> None:
     mine = json.dumps([member.rank, host, identity(member.device)])
     store.set(f"samestep/card/{member.rank}", mine)
     refuse_sharing([tuple(json.loads(store.get(f"samestep/card/{rank}"))) for rank in range(member.size)])
+
+
+def bring_watcher(member: Membership, told: rankenv.RankVariables | None) -> None:
+    """Has this host's ranks watched over, where another launcher than samestep has started them. Collective."""
+    everyone = member.everyone
+    wanted = told is not None and not is_watched() and rankenv.variable("SAMESTEP_LOGS") is None
+    sights = gather_json(everyone, _sight() if wanted else None)
+    if not any(sights):
+        return
+    mine = [rank for rank, sight in enumerate(sights) if sight is not None and sight == sights[member.rank]]
+    leads = mine[:1] == [member.rank]
+    names = gather_json(everyone, begin_watch(len(mine), member.size) if leads else None)
+    if mine and names[mine[0]] is not None:
+        be_watched(names[mine[0]], member.rank)
 
 
 def _make_axes(member: Membership, pipeline: int, timeout_s: float) -> None:

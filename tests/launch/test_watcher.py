@@ -1,0 +1,153 @@
+"""Ranks that torchrun, mpiexec or a shell has started are watched over all the same, by one watcher a host."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samestep.launch.failure import Failure
+from samestep.launch.verdict import Verdict
+from samestep.launch.watcher import exit_code, last_words
+
+BIN = Path(sys.executable).parent
+SCRIPT = """
+import os, sys, time, torch.distributed as dist
+{join}
+    dist.barrier()
+    if dist.get_rank() == 1:
+        {fault}
+    dist.barrier()
+    print("done", flush=True)
+"""
+WORLD = "import samestep\nwith samestep.world() as world:"
+OWN = "import samestep\ndist.init_process_group('gloo')\nif samestep.world():"
+
+FAULTS = {
+    "raises": ("raise KeyError('label')", "KeyError: 'label'", True),
+    "leaves": ("sys.exit(3)", "it ended with exit code 3 and left no exception behind", False),
+    "killed": ("os.kill(os.getpid(), 9)", "it was ended by SIGKILL (signal 9)", False),
+    "crashes": ("os.kill(os.getpid(), 11)", "it was ended by SIGSEGV (signal 11)", True),
+    "early": ("os._exit(0)", "it ended with exit code 0 while others still waited for it", False),
+}
+# The launcher is the parent: where it takes a rank's exit code at once, nobody else ever knows it.
+UNKNOWN = ("it ended without a word", "it ended, with a code that only its parent knows")
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a script under another launcher; returns how that has ended."""
+
+    def run(command, fault="pass", join=WORLD):
+        (tmp_path / "train.py").write_text(SCRIPT.format(fault=fault, join=join))
+        gone = ("PMI", "MPI", "GLOO", "OMP", "RANK", "WORLD_SIZE", "MASTER", "SAMESTEP", "TORCHELASTIC")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(gone)}
+        return subprocess.run(
+            [*map(str, command), "train.py"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+
+    return run
+
+
+def torchrun(ranks):
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
+
+
+def words(done):
+    """Returns what the watcher said."""
+    lines = done.stderr.splitlines()
+    begun = [number for number, line in enumerate(lines) if line.startswith("samestep: error:")]
+    return lines[begun[0] :] if len(begun) == 1 else begun
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_under_torchrun_the_right_rank_is_named(start, fault):
+    statement, message, has_line = FAULTS[fault]
+    done = start(torchrun(3), statement)
+    assert done.returncode != 0
+    said = words(done)
+    assert said[0].removeprefix("samestep: error: rank 1 of 3 failed: ").startswith((message, *UNKNOWN)), done.stderr
+    assert (said[1].strip().endswith(statement)) == has_line
+    assert any("2 other ranks (0, 2) merely lost it" in line for line in said)
+
+
+def test_torchrun_sees_the_culprit_end_first(start):
+    """A rank that merely lost a peer waits for the watcher's words before it leaves."""
+    done = start(torchrun(3), "sys.exit(3)")
+    root = done.stderr.partition("Root Cause")[2]
+    assert "exitcode  : 3" in root
+    assert "rank      : 1" in root
+
+
+def test_where_nobody_fails_nothing_is_said(start):
+    done = start(torchrun(2))
+    assert (done.returncode, done.stdout) == (0, "done\ndone\n"), done.stderr
+    assert "samestep" not in done.stderr
+
+
+def test_a_script_that_makes_its_own_group_is_watched_from_when_it_joins_the_world(start):
+    done = start(torchrun(2), "raise KeyError('label')", OWN)
+    assert words(done)[0] == "samestep: error: rank 1 of 2 failed: KeyError: 'label'", done.stderr
+
+
+def test_one_watcher_serves_a_host(start):
+    ranks = "$(pgrep -d, -P {os.getppid()})"
+    count = f"import subprocess; print(subprocess.getoutput(f'pgrep -c -f [l]aunch.watcher -P {ranks}'))"
+    done = start(torchrun(2), count)
+    assert done.stdout.split()[0] == "1", done.stderr
+
+
+@pytest.mark.skipif(not (BIN / "mpiexec").exists(), reason="no mpiexec beside this Python: pip install mpich has one")
+@pytest.mark.parametrize("fault", ["raises", "killed", "early"])
+def test_under_mpiexec_too_and_nobody_waits_for_the_dead(start, fault):
+    done = start([BIN / "mpiexec", "-n", 3, sys.executable], FAULTS[fault][0])
+    said = words(done)[0].removeprefix("samestep: error: rank 1 of 3 failed: ")
+    assert said.startswith((FAULTS[fault][1], *UNKNOWN)), done.stderr
+
+
+@pytest.mark.skipif(not (BIN / "mpiexec").exists(), reason="no mpiexec beside this Python: pip install mpich has one")
+def test_a_rank_that_cannot_notice_is_ended_with_the_others(start):
+    script = "if dist.get_rank() == 0:\n        time.sleep(600)\n    if dist.get_rank() == 1:\n        raise KeyError"
+    done = start([BIN / "mpiexec", "-n", 2, sys.executable], "pass\n    " + script)
+    assert words(done)[0] == "samestep: error: rank 1 of 2 failed: KeyError", done.stderr
+    assert "rank 0 stood at" in done.stderr
+    assert "time.sleep(600)" in done.stderr
+
+
+def failure(rank, **other):
+    told = {"pid": 1, "exception": "RuntimeError", "message": "Connection reset by peer", "exit_code": 1}
+    return Failure(rank=rank, **(told | other))
+
+
+def verdict(*failures):
+    return Verdict(exit_code=1, size=2, blamed=failures[0], failures=failures)
+
+
+def test_a_host_that_only_lost_a_peer_points_to_the_others():
+    lost = verdict(*(failure(rank, lost_peer=True) for rank in (2, 3)))
+    (line,) = last_words(lost, 4, "b")
+    assert line == "samestep: ranks 2-3 on host b merely lost a peer: its own host says why"
+    assert "no rank said why" in last_words(lost, 2, "b")[0]  # there is no other host
+
+
+@pytest.mark.parametrize("ended", [{"signal": 15}, {"signal": 2}, {"exception": "KeyboardInterrupt"}])
+def test_a_run_that_somebody_has_ended_needs_no_explanation(ended):
+    assert last_words(verdict(failure(0, **ended)), 2, "b") == []
+
+
+def test_the_exit_code_of_a_process_is_known_until_its_parent_has_taken_it():
+    child = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert exit_code(child.pid) == -9
+    child.wait()
+    assert exit_code(child.pid) is None
+    assert exit_code(os.getpid()) is None
