@@ -159,3 +159,17 @@ def test_ranks_that_share_one_core_of_several_are_warned_of(folder):
     finally:
         os.sched_setaffinity(0, before)
     assert f"all 2 ranks of this host are bound to core {min(before)}, though" in done.stderr
+
+
+def test_what_all_ranks_say_on_standard_error_is_shown_once_and_standard_output_rank_by_rank(folder):
+    script = folder.script("""
+        join()
+        meet()
+        print("out", flush=True)
+        raise ValueError("alike")
+    """)
+    done = folder.run("-n", 3, script)
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if line.endswith("] ValueError: alike")] == ["[3 ranks] ValueError: alike"]
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] out" for rank in range(3)]
+    assert "samestep: error: all 3 ranks failed: ValueError: alike" in lines

@@ -1,8 +1,9 @@
 """The ranks' output on one terminal, and each rank's own in a file.
 
     N = 1                      bytes as they come
-    N > 1                      whole lines, `[rank 1] …`, each rank's lines in order; on a
-                               terminal what several ranks say stands there once (samestep.launch.folding)
+    N > 1                      whole lines, `[rank 1] …`, each rank's lines in order; what several
+                               ranks say stands there once (samestep.launch.folding): on standard error and on
+                               terminals, which people read; programs read standard output, rank by rank
     rank 0 on a terminal       bytes as they come: its progress display draws with carriage returns and escapes
 
 Standard output and standard error stay apart everywhere. The files keep every byte without a prefix. torchrun shows
@@ -135,7 +136,7 @@ class Console:
     def __init__(self, logs: Sequence[Path], drawn: Collection[str]) -> None:
         self._screens = open_screens()
         self._folders = {
-            stream: Folder(len(logs), HOLD if is_terminal(screen.descriptor) else 0.0)  # programs read rank by rank
+            stream: Folder(len(logs), HOLD if stream == "err" or is_terminal(screen.descriptor) else 0.0)
             for stream, screen in self._screens.items()
         }
         self._channels: dict[tuple[int, str], Channel] = {}
