@@ -37,7 +37,7 @@ SIGNATURES = {
     "replicate": "(model, world, *, buckets, batchnorm, find_unused_parameters)",
     "shards": "(dataset, world, *, batch_size, micro_batch_size, weight, workers, seed, shuffle, drop_last, "
     "collate_fn)",
-    "spawn": "(fn, n, *args, timeout)",
+    "spawn": "(fn, n, *args, timeout, progress)",
     "world": "(*, backend, init_method, rank, size, device, pipeline, seed, deterministic, timeout, join_timeout, "
     "run_dir)",
 }

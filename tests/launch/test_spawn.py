@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -123,3 +126,87 @@ def test_a_function_of_a_module_run_by_its_name_is_sent_by_that_name(tmp_path):
         [sys.executable, "-m", "inner"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.strip() == "['torch.backends.cudnn', 'torch.backends.cudnn']", done.stderr
+
+
+def test_in_a_script_the_ranks_write_straight_to_where_it_writes():
+    done = python("-c", "import samestep; samestep.spawn(print, 2, 'a', 'b')")
+    assert done.stdout == "a b\n" * 2, done.stderr
+
+
+def test_lines_follow_where_the_caller_redirects_them(capsys):
+    samestep.spawn(print, 2, "alike")
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 0] alike", "[rank 1] alike"]
+
+
+def test_a_status_that_nobody_watches_is_a_plain_line_on_request():
+    done = python("-c", "import samestep, time; samestep.spawn(time.sleep, 1, 1.1, progress=True)")
+    assert re.fullmatch(r"sleep  1 rank returned  \d s\n", done.stderr)
+    assert done.stdout == ""
+
+
+class Terminal:
+    """A script on a terminal, and what it shows."""
+
+    def __init__(self, script):
+        self.master, slave = pty.openpty()
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+        self.process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], env=environment, **streams)
+        os.close(slave)
+        self.shown = ""
+
+    def read_until(self, pattern):
+        while not re.search(pattern, self.shown):
+            self.shown += os.read(self.master, 1 << 16).decode()
+
+    def read_all(self):
+        with contextlib.suppress(OSError):  # EIO: nobody has it open any more
+            self.read_until("(?!)")
+        assert self.process.wait() == 0
+        return self.shown
+
+
+@pytest.fixture
+def terminal():
+    with contextlib.ExitStack() as stack:
+
+        def make(script):
+            made = Terminal(script)
+            stack.callback(os.close, made.master)
+            stack.callback(made.process.wait)
+            stack.callback(made.process.kill)
+            return made
+
+        yield make
+
+
+def test_on_a_terminal_the_status_stands_below_the_lines_and_goes_in_the_end(terminal, tmp_path):
+    os.mkfifo(tmp_path / "gate")
+    gate = os.open(tmp_path / "gate", os.O_RDWR)
+    screen = terminal(f"""
+        import os, samestep
+        def wait():
+            os.read(os.open({str(tmp_path / "gate")!r}, os.O_RDONLY), 1)
+            print("rank", os.environ["RANK"])
+        samestep.spawn(wait, 2)
+        print("end")
+    """)
+    screen.read_until("wait  0 of 2 ranks returned")
+    os.write(gate, b"go")
+    shown = screen.read_all()
+    os.close(gate)
+    erased = "\x1b[1A\x1b[2K"
+    assert f"{erased}[rank 0] rank 0\r\n" in shown or f"{erased}[rank 1] rank 1\r\n" in shown
+    assert {"[rank 0] rank 0", "[rank 1] rank 1"} <= {line.rpartition("\x1b[2K")[2] for line in shown.split("\r\n")}
+    assert shown.rpartition("returned")[2].count("\x1b[?25h") == 1, "the cursor is back"
+    assert shown.endswith("end\r\n")
+
+
+def test_on_a_terminal_without_a_status_the_ranks_have_it_to_themselves(terminal):
+    screen = terminal("""
+        import samestep, sys
+        def tell():
+            print(sys.stdout.isatty())
+        samestep.spawn(tell, 1, progress=False)
+    """)
+    assert screen.read_all() == "True\r\n"

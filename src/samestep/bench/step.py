@@ -40,7 +40,7 @@ def run(options: Options) -> Report:
     sets = min(SETS, options.repeats)
     for number in range(sets):
         pairs = (options.repeats + number) // sets  # together as many as asked for
-        mine, other, setting = spawn(compare, options.ranks, pairs, device, number % 2 == 0)[0]
+        mine, other, setting = spawn(compare, options.ranks, pairs, device, number % 2 == 0, progress=False)[0]
         ours += mine
         theirs += other
     name = "samestep / hand-written DistributedDataParallel"

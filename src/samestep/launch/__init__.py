@@ -52,6 +52,9 @@ several hosts
 functions instead of scripts
   calls       functions sent to a rank and what they gave (the rank's side)
   pool        ranks that stay alive and answer calls (the caller's side)
+  attending   passes on what they print, to a notebook's cell for one
+  status      how far they are, in one line that is drawn in place
+  cells       lines of a notebook's cells in the ranks' tracebacks
   spawn       the public `samestep.spawn`
 """
 

@@ -15,17 +15,21 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from samestep.errors import RankFailure, UsageError
 from samestep.launch.address import listen_on_loopback
+from samestep.launch.attending import Attendant
+from samestep.launch.bootstrap import Assignment
 from samestep.launch.calls import Job, dump_call, failure_of, send_job
+from samestep.launch.cells import with_cell_names
 from samestep.launch.failure import Failure, count, culprit, death
 from samestep.launch.process import Process, rank_command, reap, start, stop_all, wait_all
 from samestep.launch.variables import Group, rank_variables
@@ -62,6 +66,7 @@ class RankPool:
     Args:
         size: how many ranks.
         extra: environment variables laid over this process's own; None removes one.
+        attendant: passes on what the ranks print; without one they write where this process does.
 
     Example:
         >>> with RankPool(2) as pool:
@@ -69,16 +74,20 @@ class RankPool:
         [2, 2]
     """
 
-    def __init__(self, size: int, *, extra: Mapping[str, str | None] | None = None) -> None:
+    def __init__(
+        self, size: int, *, extra: Mapping[str, str | None] | None = None, attendant: Attendant | None = None
+    ) -> None:
         if size < 1:
             raise UsageError(f"a world has at least one rank, not {size}: ask for 1 or more")
         self.size = size
         self._extra = dict(extra or {})
+        self._attendant = attendant or Attendant(size)
         self._group = Group(size=size, port=0, run_id=secrets.token_hex(4))
         self._members: list[_Member] = []
         try:
             for rank in range(size):
-                self._members.append(self._start(rank))
+                with _interrupts_wait():
+                    self._members.append(self._start(rank))
         except BaseException:
             self.kill()
             raise
@@ -87,9 +96,15 @@ class RankPool:
         ours, theirs = socket.socketpair()
         stacks = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the rank)
         environment = child_environment(rank_variables(self._group, rank) | self._extra)
-        with theirs:
-            command = rank_command("--calls", str(theirs.fileno()), "--stacks", str(stacks.fileno()))
-            process = start(command, environment, keep=(theirs.fileno(), stacks.fileno()))
+        with theirs, self._attendant.admit(rank) as means:
+            assignment = Assignment(calls=theirs.fileno(), stacks=stacks.fileno(), progress=means.record)
+            process = start(
+                rank_command(*assignment.options()),
+                environment,
+                keep=assignment.descriptors(),
+                stdout=means.stdout,
+                stderr=means.stderr,
+            )
         return _Member(rank, process, Connection(ours.detach()), stacks)
 
     def call(
@@ -128,7 +143,7 @@ class RankPool:
         while len(results) + len(failures) < self.size:
             done = {*results, *(failure.rank for failure in failures)}
             pending = [member for member in self._members if member.rank not in done]
-            ready = _wait(pending, deadline)
+            ready = self._wait(pending, deadline)
             if not ready:
                 if failures:
                     break
@@ -138,6 +153,7 @@ class RankPool:
                 failure = failure_of((outcome, value))
                 if failure is None:
                     results[member.rank] = value
+                    self._attendant.returned += 1
                     continue
                 failures.append(failure)
                 if not failure.lost_peer:
@@ -148,6 +164,13 @@ class RankPool:
         if blamed is not None:
             raise _as_error(blamed, failures, self.size)
         return [results[rank] for rank in range(self.size)]
+
+    def _wait(self, pending: list[_Member], deadline: float | None) -> list[_Member]:
+        """Returns the members that have answered or died; none when the deadline came first."""
+        ready = self._attendant.wait(
+            [item for member in pending for item in (member.connection, member.handle)], deadline
+        )
+        return [member for member in pending if ready & {member.connection, member.handle}]
 
     def _processes(self, ranks: Iterable[int]) -> dict[int, int]:
         return {rank: self._members[rank].process.pid for rank in ranks}
@@ -171,15 +194,21 @@ class RankPool:
         """Lets the ranks end by themselves, and ends those that do not."""
         for member in self._members:
             member.connection.close()
-        wait_all([member.process for member in self._members], GRACE)
-        self.kill()
+        deadline, running = time.monotonic() + GRACE, {member.handle for member in self._members}
+        try:
+            while running and (ended := self._attendant.wait(running, deadline)):
+                running -= ended
+        finally:
+            self.kill()
 
     def kill(self) -> None:
         """Ends the ranks and everything they started, at once."""
-        for member in self._members:
-            reap(member.process)
-            member.close()
-        self._members.clear()
+        with _interrupts_wait():
+            for member in self._members:
+                reap(member.process)
+                member.close()
+            self._members.clear()
+            self._attendant.close()
 
     def __enter__(self) -> Self:
         return self
@@ -189,16 +218,26 @@ class RankPool:
     ) -> None:
         if error is None:
             self.close()
-        else:
+            return
+        with _interrupts_wait():
             stop_all([member.process for member in self._members], GRACE)
             self.kill()
 
 
-def _wait(pending: list[_Member], deadline: float | None) -> list[_Member]:
-    """Returns the members that have answered or died; none when the deadline came first."""
-    left = None if deadline is None else max(0.0, deadline - time.monotonic())
-    ready = set(wait([item for member in pending for item in (member.connection, member.handle)], left))
-    return [member for member in pending if ready & {member.connection, member.handle}]
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Lets Ctrl-C take effect afterwards: no rank is left half started, and pressed twice it leaves none alive."""
+    if threading.current_thread() is not threading.main_thread():  # only that is ever interrupted
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _receive(member: _Member) -> tuple[str, Any]:
@@ -221,7 +260,7 @@ def _as_error(blamed: Failure, failures: list[Failure], size: int) -> RankFailur
         reason += f"\n  {count(victims)} merely lost it"
     if blamed.traceback:
         reason += f"\n\n{blamed.traceback}"
-    return RankFailure(blamed.rank, reason, blamed.exit_code)
+    return RankFailure(blamed.rank, with_cell_names(reason), blamed.exit_code)
 
 
 def _module_of(fn: Callable[..., Any]) -> tuple[str, str] | None:

@@ -54,7 +54,7 @@ def start_ranks(asked: argparse.Namespace) -> None:
         raise samestep.UsageError("--multiprocessing-distributed starts a rank for each GPU; without: --processes N")
     asked.gpu = None
     try:
-        samestep.spawn(join_and_train, number, asked, number)
+        samestep.spawn(join_and_train, number, asked, number, progress=False)  # rank 0 draws its own
     except samestep.RankFailure as failure:
         if failure.exit_code != 2:
             raise
