@@ -101,15 +101,23 @@ class Lab:
         for name in self.names:
             config = self.folder / f"{name}.conf"
             config.write_text(SERVER.format(address=self.address(name), folder=self.folder))
-            log = (self.folder / f"{name}.log").open("wb")
-            inside = f"hostname {name}; exec /usr/sbin/sshd -f {config} -D -e"
-            server = self.start(name, ["unshare", "--uts", "sh", "-c", inside], stdout=log, stderr=log)
-            log.close()
-            self._servers.append(server)
+            self._serve(name)
             lines += [f"Host {name}", f"  HostName {self.address(name)}"]
         (self.folder / "ssh_config").write_text("\n".join(lines) + "\n")
         for name in self.names:
             self._await_server(name)
+
+    def _serve(self, name: str) -> None:
+        """Starts a host's sshd."""
+        with (self.folder / f"{name}.log").open("ab") as log:
+            inside = f"hostname {name}; exec /usr/sbin/sshd -f {self.folder / f'{name}.conf'} -D -e"
+            server = self.start(name, ["unshare", "--uts", "sh", "-c", inside], stdout=log, stderr=log)
+        self._servers.append(server)
+
+    def serve(self, name: str) -> None:
+        """Starts the sshd of a host that has crashed; returns when it answers."""
+        self._serve(name)
+        self._await_server(name)
 
     def _await_server(self, name: str) -> None:
         for _ in range(100):

@@ -298,6 +298,13 @@ def test_hosts_started_by_hand_meet_with_any_number_of_ranks(by_hand, folder):
     assert finish(second)[0] == 0
 
 
+def test_hosts_started_by_hand_meet_through_a_file_that_is_its_own_secret(by_hand, folder):
+    options = ["--rendezvous", folder.path / "meeting", folder.script("join()\nmeet()")]
+    second = by_hand("node2", 1, 2, *options, env={"SAMESTEP_TOKEN": ""})
+    assert finish(by_hand("node1", 0, 2, *options, env={"SAMESTEP_TOKEN": ""}))[0] == 0
+    assert finish(second)[0] == 0
+
+
 def test_torchruns_own_options_start_the_same(lab, folder):
     script = folder.script("join()\nprint(meet())")
     words = [

@@ -98,6 +98,12 @@ def test_the_end_of_one_side_is_seen_by_the_other(ends):
     assert head.closed
 
 
+def test_a_link_that_had_nothing_to_say_is_not_unanswered(ends):
+    _, agent = ends
+    time.sleep(0.2)  # the silence itself is what is tested
+    assert agent.unanswered() == 0.0
+
+
 def test_another_token_is_refused_on_both_sides(token):
     with Listener(token, HERE) as listener:
         failures = []

@@ -7,18 +7,22 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from samestep.cli.options import Parser
 from samestep.errors import RankVariablesError, UsageError
 from samestep.launch.cluster import Part, Wanted, examine
 from samestep.launch.devices import visible_gpus
-from samestep.launch.gather import Call, Sibling, by_invitation, by_transport, dismiss, sibling_of
+from samestep.launch.doors import Calling, Inviting
+from samestep.launch.gather import Call, Sibling, by_invitation, by_transport, dismiss, sibling_of, streams_of
 from samestep.launch.head import Head, open_here
 from samestep.launch.hostlist import HostSlots, parse_hostfile, parse_hosts
 from samestep.launch.network import addresses, interface_named
+from samestep.launch.replacement import Replacement
 from samestep.launch.run import part_here
 from samestep.launch.transport import VIAS, Started
+from samestep.launch.wire import new_token
 from samestep.rankenv import child_environment, read_rank_variables, variable
 
 __all__: list[str] = []
@@ -48,21 +52,24 @@ def add_options(parser: Parser) -> None:
     add("--interface", metavar="NAME", help="the network between the hosts; found by trying them if not given")
     add("--nnodes", metavar="N", type=int, help="start by hand on N hosts, once on each")
     add("--node-rank", metavar="R", type=int, default=None, help="which of them this is, from 0")
-    add("--rendezvous", metavar="HOST:PORT", help="where host 0 waits for the others, the same on all")
+    add("--rendezvous", metavar="HOST:PORT", help="where host 0 waits, the same on all; or a file that all share")
     add("--slurm", action="store_true", help="queue it on --nnodes nodes; with --dry-run print the batch script")
     add("--sbatch-args", metavar="TEXT", default="", help="more options for sbatch: '--time=2:00:00 --gpus-per-node=4'")
     add("--join-timeout", metavar="S", type=float, default=300.0, help="seconds to wait for the others (default: 300)")
     add(
         "--lost-host",
-        choices=("stop", "continue"),
+        choices=("stop", "continue", "wait"),
         default="stop",
-        help="with --restarts: go on with those left",
+        help="with --restarts, when a host is lost: continue with those left, or wait up to --join-timeout for it, or "
+        "for another in its place (default: stop)",
     )
 
 
 @contextmanager
-def opened(options: argparse.Namespace, where: Call | Sibling | None) -> Iterator[tuple[Head, tuple[Part, ...]]]:
-    """Yields the head of a run and its parts, every host examined; ends all agents on every way out.
+def opened(
+    options: argparse.Namespace, where: Call | Sibling | None
+) -> Iterator[tuple[Head, tuple[Part, ...], Replacement]]:
+    """Yields the head of a run, its parts, all examined, and what replaces hosts; ends all agents on every way out.
 
     Args:
         options: the command's.
@@ -75,7 +82,8 @@ def opened(options: argparse.Namespace, where: Call | Sibling | None) -> Iterato
     if where is None:
         ranks = options.ranks or visible_gpus() or 1
         with Head([open_here(socket.gethostname(), ranks)]) as head:
-            yield head, (part_here(ranks),)
+            parts = (part_here(ranks),)
+            yield head, parts, Replacement(head, None, lambda _: parts, options.join_timeout, _say)
         return
     started: list[Started] = []
     if isinstance(where, Call):
@@ -84,11 +92,14 @@ def opened(options: argparse.Namespace, where: Call | Sibling | None) -> Iterato
         hosts = by_invitation(where, own_ranks(options, where))
     try:
         with Head(hosts) as head:
-            head.attend(
-                [stream.fileno() for one in started for stream in (one.process.stdout, one.process.stderr) if stream],
-                _show,
+            head.attend([descriptor for one in started for descriptor in streams_of(one)], _show)
+            check = partial(examine, head, _wanted(options, where))
+            door = (
+                Calling(where, started, head, _show)
+                if isinstance(where, Call)
+                else Inviting(where, [*(["-m"] if options.module else []), *options.program])
             )
-            yield head, tuple(examine(head, _wanted(options, where), _note))
+            yield head, tuple(check(_note)), Replacement(head, door, check, options.join_timeout, _say)
     finally:
         dismiss(started)
 
@@ -141,7 +152,12 @@ def _show(said: bytes) -> None:
 
 
 def _note(text: str) -> None:
-    sys.stderr.write(f"samestep: note: {text}\n")
+    _say(f"note: {text}")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"samestep: {text}\n")
+    sys.stderr.flush()
 
 
 def _wanted(options: argparse.Namespace, where: Call | Sibling) -> Wanted:
@@ -177,9 +193,14 @@ def _by_hand(options: argparse.Namespace) -> Sibling:
         raise UsageError(f"--nnodes {count} needs --node-rank, from 0 to {count - 1}, a different one on every host")
     if options.rendezvous is None:
         raise UsageError(f"--nnodes {count} needs --rendezvous HOST:PORT, a name of host 0 and a port free there")
+    if "/" in options.rendezvous:
+        file = Path(options.rendezvous).absolute()
+        return Sibling(index=index, count=count, file=file, token=new_token(), patience=options.join_timeout)
     host, colon, port = options.rendezvous.rpartition(":")
     if not colon or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise UsageError(f"--rendezvous {options.rendezvous}: give HOST:PORT, such as node0:29500")
+        raise UsageError(
+            f"--rendezvous {options.rendezvous}: give HOST:PORT, such as node0:29500, or a file's path with a /"
+        )
     try:
         address = socket.gethostbyname(host)
     except OSError as error:

@@ -20,7 +20,7 @@ from samestep.launch.agent import Agent
 from samestep.launch.cluster import Part
 from samestep.launch.cores import binding_warning, describe, read_cores, read_unbound
 from samestep.launch.devices import visible_gpus
-from samestep.launch.gather import Call, Sibling, follow
+from samestep.launch.gather import PATIENCE, Call, Sibling, follow
 from samestep.launch.run import Plan, launch, part_here, summary
 from samestep.launch.slurm import LEAVING, Batch, batch_script, submit
 from samestep.launch.supervise import SAVING
@@ -69,10 +69,10 @@ def main(arguments: Sequence[str]) -> int:
     where = place(options)
     if isinstance(where, Sibling) and where.index > 0:
         return _serve(follow(where, own_ranks(options, where)))
-    with opened(options, where) as (head, parts):
+    with opened(options, where) as (head, parts, replacement):
         plan = _plan(options, parts)
         _announce(plan)
-        verdict = launch(plan, head)
+        verdict = launch(plan, head, replacement)
     if options.json is not None:
         options.json.write_text(json.dumps(summary(plan, verdict), indent=2) + "\n", encoding="utf-8")
     return verdict.exit_code
@@ -85,6 +85,7 @@ def _queue(options: argparse.Namespace) -> int:
     run = [] if options.start == "auto" else ["--start", options.start]
     run += [] if options.local_rank is None else [f"--pass{options.local_rank[1:]}"]
     run += [] if options.lost_host == "stop" else ["--lost-host", options.lost_host]
+    run += [] if options.join_timeout == PATIENCE else ["--join-timeout", f"{options.join_timeout:g}"]
     run += [] if options.json is None else ["--json", str(options.json)]
     run += [] if options.interface is None else ["--interface", options.interface]
     script = batch_script(
@@ -97,7 +98,7 @@ def _queue(options: argparse.Namespace) -> int:
             ranks=options.ranks,
             more=(options.sbatch_args,) if options.sbatch_args else (),
             restarts=options.restarts,
-            wait=0 if options.lost_host == "continue" else LEAVING,
+            wait=LEAVING if options.lost_host == "stop" else 0,
         )
     )
     if options.dry_run:
@@ -192,6 +193,8 @@ def _count(text: str) -> int:
 def _check(options: argparse.Namespace) -> None:
     if not options.program:
         raise UsageError("no script is given: `samestep run -n 2 train.py`, or `-m module`")
+    if options.lost_host != "stop" and not options.restarts:
+        raise UsageError(f"--lost-host {options.lost_host} is about what follows: say --restarts K, how often, as well")
     program = options.program[0]
     _check_module(program) if options.module else _check_script(program)
 

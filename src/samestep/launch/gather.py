@@ -14,7 +14,7 @@ import os
 import shlex
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,12 @@ class Call:
         """Returns the exact commands."""
         return plan_transport(self.via, self.hosts, agent_command(self.python), self.ssh_args)
 
+    def greeting(self, port: int, token: str, index: int | None = None) -> str:
+        """Returns the line that tells agents where to come in, and with what word."""
+        here = tuple(interface.address for interface in addresses())
+        known = Greeting(addresses=here, port=port, token=token, directory=str(Path.cwd()), variables=self.variables)
+        return json.dumps(asdict(replace(known, index=index)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sibling:
@@ -82,12 +88,81 @@ def sibling_of(told: RankVariables, patience: float = PATIENCE) -> Sibling:
     return Sibling(index=told.rank, count=told.size, file=file, token=token, patience=patience, launcher=told.source)
 
 
+def streams_of(one: Started) -> list[int]:
+    """Returns the descriptors by which a transport speaks."""
+    return [stream.fileno() for stream in (one.process.stdout, one.process.stderr) if stream is not None]
+
+
 @dataclass
 class _Voice:
     """What a transport has said so far for one host."""
 
     text: list[str] = field(default_factory=list)
     code: int | None = None
+
+
+class Hearing:
+    """Hears what a transport says for as long as its agents are on their way, and tells when one will not come.
+
+    Args:
+        loop: what waits.
+        one: the transport.
+        failed: called with one line that says why, and what mends it.
+        python: the interpreter that is to run there, if that was said.
+    """
+
+    def __init__(self, loop: Loop, one: Started, failed: Callable[[str], None], python: str | None = None) -> None:
+        self._loop = loop
+        self._one = one
+        self._tell = failed
+        self._python = python
+        self._voices: dict[str, _Voice] = {}
+        self._told = False
+        self._handle = os.pidfd_open(one.process.pid)
+        for descriptor in streams_of(one):
+            os.set_blocking(descriptor, False)
+            loop.watch(descriptor, partial(self._listen, descriptor))
+        loop.watch(self._handle, self._ended)
+
+    def leave(self) -> None:
+        """Hears no more; the transport goes on, and its pipes stay open."""
+        for descriptor in (*streams_of(self._one), self._handle):
+            self._loop.forget(descriptor)
+        os.close(self._handle)
+
+    def _listen(self, descriptor: int) -> bool:
+        try:
+            data = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return False
+        for line in data.splitlines():
+            said = self._one.hear(line)
+            voice = self._voices.setdefault(said.host or "", _Voice())
+            if said.exit_code is not None:
+                voice.code = said.exit_code
+                self._failed(said.host)
+            else:
+                voice.text.append(said.text)
+        if not data:
+            self._loop.forget(descriptor)
+        return bool(data)
+
+    def _ended(self) -> None:
+        self._loop.forget(self._handle)
+        for descriptor in streams_of(self._one):
+            while self._listen(descriptor):
+                pass
+        host = self._one.start.hosts[0]
+        self._voices.setdefault(host, _Voice()).code = self._one.process.wait()
+        self._failed(host)
+
+    def _failed(self, host: str | None) -> None:
+        if self._told:
+            return
+        self._told = True
+        name = host or self._one.start.hosts[0]
+        voice = self._voices.get(name) or self._voices.get("") or _Voice()
+        self._tell(explain(name, self._one.start.via, voice.code, "\n".join(voice.text), self._python))
 
 
 class Gathering:
@@ -103,7 +178,6 @@ class Gathering:
         self._listener = listener
         self._loop = Loop()
         self._came: list[SealedLink] = []
-        self._voices: dict[str, _Voice] = {}
         self._fault: str | None = None
 
     def collect(self, seconds: float, started: Sequence[Started] = (), python: str | None = None) -> list[SealedLink]:
@@ -113,16 +187,16 @@ class Gathering:
             UsageError: a transport could not start one; says why, and what mends it.
             RendezvousError: some did not come in time; says who.
         """
-        self._python = python
         self._loop.watch(self._listener.fileno(), self._accept)
-        for one in started:
-            self._follow(one)
+        heard = [Hearing(self._loop, one, self._failed, python) for one in started]
         alarm = self._loop.at(seconds, self._too_late)
         self._seconds = seconds
         try:
             self._loop.run()
         finally:
             alarm.cancel()
+            for hearing in heard:
+                hearing.leave()
             self._loop.close()
         if self._fault is not None:
             for link in self._came:
@@ -136,47 +210,9 @@ class Gathering:
         if len(self._came) == len(self._expected):
             self._loop.stop()
 
-    def _follow(self, one: Started) -> None:
-        for stream in (one.process.stdout, one.process.stderr):
-            assert stream is not None
-            os.set_blocking(stream.fileno(), False)
-            self._loop.watch(stream.fileno(), partial(self._listen, one, stream.fileno()))
-        handle = os.pidfd_open(one.process.pid)
-        self._loop.watch(handle, lambda: self._ended(one, handle))
-
-    def _listen(self, one: Started, descriptor: int) -> bool:
-        try:
-            data = os.read(descriptor, 1 << 16)
-        except BlockingIOError:
-            return False
-        for line in data.splitlines():
-            said = one.hear(line)
-            voice = self._voices.setdefault(said.host or "", _Voice())
-            if said.exit_code is not None:
-                voice.code = said.exit_code
-                self._failed(one, said.host)
-            else:
-                voice.text.append(said.text)
-        if not data:
-            self._loop.forget(descriptor)
-        return bool(data)
-
-    def _failed(self, one: Started, host: str | None) -> None:
-        name = host or one.start.hosts[0]
-        voice = self._voices.get(name) or self._voices.get("") or _Voice()
-        self._fault = explain(name, one.start.via, voice.code, "\n".join(voice.text), self._python)
+    def _failed(self, reason: str) -> None:
+        self._fault = self._fault or reason
         self._loop.stop()
-
-    def _ended(self, one: Started, handle: int) -> None:
-        self._loop.forget(handle)
-        os.close(handle)
-        for stream in (one.process.stdout, one.process.stderr):
-            while stream is not None and self._listen(one, stream.fileno()):
-                pass
-        if self._fault is None:
-            host = one.start.hosts[0]
-            self._voices.setdefault(host, _Voice()).code = one.process.wait()
-            self._failed(one, host)
 
     def _called(self, link: SealedLink) -> str:
         """Returns which of the expected ones has come in."""
@@ -194,7 +230,7 @@ class Gathering:
         self._loop.stop()
 
 
-def _invite(place: Sibling, port: int) -> None:
+def invite(place: Sibling, port: int) -> None:
     """Says where this process waits, if the others do not know."""
     if place.file is not None:
         here = [interface.address for interface in addresses()]
@@ -209,14 +245,7 @@ def by_transport(call: Call) -> tuple[list[Host], list[Started]]:
     """
     token = new_token()
     with Listener(token) as listener:
-        greeting = Greeting(
-            addresses=tuple(interface.address for interface in addresses()),
-            port=listener.port,
-            token=token,
-            directory=str(Path.cwd()),
-            variables=call.variables,
-        )
-        started = start(call.starts(), json.dumps(asdict(greeting)))
+        started = start(call.starts(), call.greeting(listener.port, token))
         try:
             links = Gathering(call.hosts, listener).collect(CONNECT, started, call.python)
         except BaseException:
@@ -232,11 +261,7 @@ def dismiss(started: Sequence[Started]) -> None:
         one.release()
     wait_all([one.process for one in started], LEAVING)
     for one in started:
-        one.process.kill()
-        one.process.wait()
-        for stream in (one.process.stdout, one.process.stderr):
-            assert stream is not None
-            stream.close()
+        one.end()
 
 
 def by_invitation(place: Sibling, ranks: int) -> list[Host]:
@@ -244,7 +269,7 @@ def by_invitation(place: Sibling, ranks: int) -> list[Host]:
     own = open_here(socket.gethostname(), ranks)
     try:
         with Listener(place.token, "0.0.0.0", place.port) as listener:  # noqa: S104  (the others must reach it)
-            _invite(place, listener.port)
+            invite(place, listener.port)
             names = [f"{place.word} {index}" for index in range(1, place.count)]
             links = Gathering(names, listener).collect(place.patience)
     except BaseException:

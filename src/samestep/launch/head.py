@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import TracebackType
@@ -48,6 +49,7 @@ class Host:
         self.answers: dict[str, dict[str, Any]] = {}
         self.heard = time.monotonic()  # when it gave a sign of life
         self.gone = False
+        self.fault = ""  # why it is gone
         self.watch: Callable[[], None] = lambda: None  # called when the link may have something left to write
 
     def send(self, kind: str, **body: Any) -> None:
@@ -55,6 +57,12 @@ class Host:
         if not self.gone:
             self.link.send({"kind": kind, **body})
             self.watch()
+
+    def silence(self, *, running: bool) -> float:
+        """Returns the seconds since it gave a sign of life; one that imports torch, and runs nothing, cannot speak."""
+        if not isinstance(self.link, SealedLink):
+            return 0.0  # on this host, where the kernel tells
+        return time.monotonic() - self.heard if running else self.link.unanswered()
 
     def order(self, what: str, ranks: Sequence[int], number: int = 0) -> None:
         """Passes an order on to its ranks."""
@@ -99,10 +107,11 @@ class Head:
         self._supervisor: Supervisor | None = None
         self._console: Console | None = None
         self._folding: Alarm | None = None
+        self._between: Callable[[int], None] | None = None  # what a signal between two attempts does
         adopt_orphans()
         for host in self.hosts:
-            host.watch = partial(self._watch, host)
-            host.watch()
+            self._begin_with(host)
+        self._listen_for_life()
 
     def prepare(self, jobs: Sequence[Job]) -> list[str]:
         """Lets every host import what its ranks need; returns what a person should know."""
@@ -139,19 +148,20 @@ class Head:
             for host, job in zip(self.hosts, attempt.jobs, strict=True):
                 host.heard = time.monotonic()
                 host.send("start", job=asdict(job))
-            self._listen_for_life()
             self._loop.run()
-            self._pulse.cancel()
             self._clear()
         verdict, self._supervisor = self._supervisor.verdict(), None
         return verdict
 
     def _listen_for_life(self) -> None:
         """Gives up hosts that have been silent for long: a network may fail without a word."""
+        self._loop.at(1.0, self._listen_for_life)
+        running = self._supervisor is not None
         for host in self.hosts:
-            if host.address is not None and not host.gone and time.monotonic() - host.heard > SILENCE:
+            if not running:
+                host.send("alive")  # what its kernel acknowledges
+            if not host.gone and host.silence(running=running) > SILENCE:
                 self._lose(host, f"no sign of life for {SILENCE:.0f} s")
-        self._pulse = self._loop.at(1.0, self._listen_for_life)
 
     def _clear(self) -> None:
         """Ends what the ranks have left on every host, and takes the last of their output."""
@@ -166,6 +176,41 @@ class Head:
             self.hosts[0].send("resize")
         elif self._supervisor is not None:
             self._supervisor.signalled(number)
+
+    @contextmanager
+    def between_attempts(self, interrupted: Callable[[int], None]) -> Iterator[Loop]:
+        """Yields the loop for what is to be done between two attempts; `interrupted` gets signals, of any host."""
+        self._between = interrupted
+        try:
+            with Signals(self._loop, PASSED_ON, interrupted):
+                yield self._loop
+        finally:
+            self._between = None
+
+    def replace(self, lost: Host, new: Host) -> None:
+        """Puts another host in the place of one that is gone."""
+        self._left_behind.append(lost)
+        new.ranks = lost.ranks
+        self.hosts[self.hosts.index(lost)] = new
+        self._begin_with(new)
+
+    def reopen(self, lost: Host) -> None:
+        """Starts another agent on this host; what the lost one would have ended has come to us."""
+        end_orphans(own=[])
+        lost.process = None  # reaped with them
+        self.replace(lost, open_here(lost.host, lost.count))
+
+    def settle(self) -> None:
+        """Forgets what hosts have answered, or are about to, when questions were broken off."""
+        for host in self.hosts:
+            host.send("quiet")
+        self._clear()
+        for host in self.hosts:
+            host.answers.clear()
+
+    def _begin_with(self, host: Host) -> None:
+        host.watch = partial(self._watch, host)
+        host.watch()
 
     def _watch(self, host: Host) -> None:
         if not host.gone:
@@ -187,6 +232,8 @@ class Head:
             self._show_later(self._console)
         elif message.kind == "signalled" and self._supervisor is not None:
             self._supervisor.signalled(body["number"], host.host)
+        elif message.kind == "signalled" and self._between is not None:
+            self._between(body["number"])
         elif message.kind == "unable":
             raise SamestepError(f"host {host.host} {body['reason']}")
         elif "rank" in body and self._supervisor is not None:
@@ -203,10 +250,14 @@ class Head:
         self._folding = None
         self._show_later(console)
 
-    def _lose(self, host: Host, reason: str) -> None:
+    def let_go(self, host: Host, reason: str) -> None:
+        """Hangs up on one host; its agent ends what is left there."""
         self._loop.forget(host.link.fileno())
-        host.gone = True
+        host.gone, host.fault = True, reason
         host.link.close()
+
+    def _lose(self, host: Host, reason: str) -> None:
+        self.let_go(host, reason)
         if self._supervisor is None:
             raise SamestepError(f"host {host.host} is lost: {reason}")
         self._supervisor.lost(host, reason)
@@ -227,6 +278,11 @@ class Head:
     def _pass(self, descriptor: int, show: Callable[[bytes], None]) -> None:
         data = os.read(descriptor, 1 << 16)
         show(data) if data else self._loop.forget(descriptor)
+
+    def neglect(self, streams: Sequence[int]) -> None:
+        """Reads these no more. Call it before they are closed."""
+        for descriptor in streams:
+            self._loop.forget(descriptor)
 
     def tell_exit(self, code: int) -> None:
         """Lets agents that are commands of their own end as the run has ended."""

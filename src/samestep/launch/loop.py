@@ -69,11 +69,15 @@ class Loop:
         """Waits and calls back until :meth:`stop`."""
         self._stopped = False
         while not self._stopped:
-            self.turn(self._patience())
+            self.turn(None)
 
     def turn(self, timeout: float | None = 0.0) -> bool:
-        """Takes one turn, waiting at most `timeout` seconds; returns whether any descriptor was ready."""
-        ready = self._selector.select(timeout)
+        """Takes one turn; returns whether any descriptor was ready.
+
+        It waits at most `timeout` seconds, and never beyond the next deadline.
+        """
+        limits = [limit for limit in (timeout, self._patience()) if limit is not None]
+        ready = self._selector.select(min(limits, default=None))
         for key, _ in ready:
             if key.fd in self._selector.get_map() and self._selector.get_map()[key.fd].data is key.data:
                 key.data()  # unless an earlier one of this turn took it off

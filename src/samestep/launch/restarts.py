@@ -43,3 +43,8 @@ class Restarts:
         else:
             self.done += 1
         return self.reason is None
+
+    def withdraw(self, reason: str | None) -> None:
+        """Takes back that another attempt follows."""
+        self.done -= 1
+        self.reason = reason

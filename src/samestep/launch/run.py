@@ -22,6 +22,7 @@ from samestep.launch.console import Console
 from samestep.launch.failure import as_json
 from samestep.launch.head import Attempt, Head
 from samestep.launch.process import rank_command
+from samestep.launch.replacement import Outcome, Replacement
 from samestep.launch.restarts import Restarts
 from samestep.launch.supervise import SAVING
 from samestep.launch.team import Job
@@ -39,7 +40,8 @@ class Plan:
 
     `parts` are the hosts with their ranks: at first this one alone, of several known when they have been examined.
     `local_rank_option` is passed to the script with each rank's local rank, if given; `lost_host` says whether a
-    restart goes on with the hosts that are left ("continue") or not at all ("stop"); `observers` are loaded in every
+    restart goes on with the hosts that are left ("continue"), waits for another in the place of each that is lost
+    ("wait"), or does not come to pass ("stop"); `observers` are loaded in every
     rank (samestep.launch.observers).
     """
 
@@ -129,12 +131,13 @@ def part_here(ranks: int) -> Part:
     return Part(name=name, machine=name, ranks=ranks, threads=threads_per_rank(ranks))
 
 
-def launch(plan: Plan, head: Head) -> Verdict:
+def launch(plan: Plan, head: Head, replacement: Replacement | None = None) -> Verdict:
     """Starts the ranks, waits for them and returns what became of them. Call it from the main thread.
 
     Args:
         plan: what is to be started.
         head: holds the agents of the plan's parts, in their order.
+        replacement: brings back hosts that are lost, where the plan says to wait for them.
 
     Raises:
         OSError: the run directory cannot be written, or no process can be started.
@@ -146,9 +149,14 @@ def launch(plan: Plan, head: Head) -> Verdict:
     for note in head.prepare(plan.jobs()):
         _say(f"note: {note}")
     verdict = _attempt(head, plan, 0)
-    while restarts.another(verdict) and (left := _left(plan, head)) is not None:
+    while restarts.another(verdict):
+        found = _following(plan, head, replacement)
+        if not found.parts:
+            restarts.withdraw(found.reason)
+            verdict = verdict if found.signal is None else _interrupted(verdict, found.signal)
+            break
         _say("\n".join(_cause(plan, verdict, restarts.done - 1)), plain=True)
-        plan = left
+        plan = replace(plan, parts=found.parts)
         _say(f"restart {restarts.done} of {restarts.most}: all {plan.size} ranks, from the last checkpoint")
         verdict = _attempt(head, plan, restarts.done)
     _write_record(plan, began, verdict, restarts.done)
@@ -159,15 +167,23 @@ def launch(plan: Plan, head: Head) -> Verdict:
     return verdict
 
 
-def _left(plan: Plan, head: Head) -> Plan | None:
-    """Returns the plan for another attempt, on the hosts that are left; None where there is none."""
-    parts = tuple(part for part, host in zip(plan.parts, head.hosts, strict=True) if not host.gone)
-    if len(parts) == len(plan.parts):
-        return plan
-    if plan.lost_host == "stop" or not parts:
-        return None
+def _following(plan: Plan, head: Head, replacement: Replacement | None) -> Outcome:
+    """Returns the parts for another attempt, or why there is none."""
+    lost = [host.host for host in head.hosts if host.gone]
+    if not lost:
+        return Outcome(parts=plan.parts)
+    if plan.lost_host == "wait" and replacement is not None:
+        return replacement.bring_back(lambda parts: head.prepare(replace(plan, parts=parts).jobs()))
+    left = tuple(part for part, host in zip(plan.parts, head.hosts, strict=True) if not host.gone)
+    if plan.lost_host != "continue" or not left:
+        return Outcome(reason=f"not started again: host {', '.join(lost)} is lost, and --lost-host is {plan.lost_host}")
     head.forget_lost()
-    return replace(plan, parts=parts)
+    return Outcome(parts=left)
+
+
+def _interrupted(verdict: Verdict, number: int) -> Verdict:
+    """Returns the verdict on a run that a signal has ended when it was to be started again."""
+    return replace(verdict, exit_code=128 + number, interrupted=number)
 
 
 def _attempt(head: Head, plan: Plan, number: int) -> Verdict:

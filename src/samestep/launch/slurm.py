@@ -50,7 +50,8 @@ class Batch:
         more: further options of sbatch, such as "--account=physics"; they win over the others.
         restarts: after failures, within the job.
         python: the interpreter, on all nodes; this one by default.
-        wait: seconds that other tasks may stay when one has left; 0 is for ever, which `--lost-host continue` needs.
+        wait: seconds that other tasks may stay when one has left; 0 is for ever, which `--lost-host continue` and
+            `wait` need.
     """
 
     program: tuple[str, ...]

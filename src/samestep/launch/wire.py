@@ -43,10 +43,9 @@ PROTOCOL = 1
 MOST_HALF_OPEN = 2048  # and never more than a share of the descriptors this process may have
 SHARE, AT_ONCE = 4, 64  # of the descriptors; strangers let in before the head's loop goes on
 HANDSHAKE = 5.0  # seconds a stranger may take
-MOST_LINE = 1 << 16  # bytes of one line of the handshake
-MOST_FRAME = 1 << 24  # bytes of one frame
+MOST_LINE, MOST_FRAME = 1 << 16, 1 << 24  # bytes of one line of the handshake, of one frame
 MOST_WAITING = 1 << 28  # bytes sent that the other side has not taken: more ends the connection, before memory does
-LAST_ACK = 56  # where struct tcp_info has tcpi_last_ack_recv, in milliseconds
+RETRANSMITS, PROBES, LAST_ACK = 2, 3, 56  # where struct tcp_info has tcpi_…; the last in milliseconds
 TRY = 3.0  # seconds for one address to answer
 _HEAD, _NUMBER, MAC = struct.Struct("!II"), struct.Struct("!Q"), 32
 
@@ -100,12 +99,13 @@ class SealedLink(Link):
         self._sent = self._taken = 0
 
     def unanswered(self) -> float:
-        """Returns the seconds since the other side's kernel has last acknowledged anything (tcp(7), TCP_INFO).
+        """Returns for how many seconds the other side's kernel has not answered what was sent twice (tcp(7), TCP_INFO).
 
-        A process that stands still is not a network that has failed: its kernel goes on answering.
+        A process that stands still is not a network that has failed: its kernel answers, or has nothing to answer.
         """
         raw = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ACK + 4)
-        return float(struct.unpack_from("=I", raw, LAST_ACK)[0]) / 1000
+        last = float(struct.unpack_from("=I", raw, LAST_ACK)[0]) / 1000
+        return last if raw[RETRANSMITS] or raw[PROBES] else 0.0
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
         """Sends one message, now or when :meth:`flush` can; to one that has gone, nothing.

@@ -1,0 +1,56 @@
+"""The head listens for life before any rank runs, too: who imports cannot speak, but its kernel answers."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from namespaces import hosts
+from test_hosts import finish
+from test_versions import other_version_on
+
+from samestep._version import __version__
+from samestep.launch.head import SILENCE
+
+LEEWAY = 5.0
+
+
+@pytest.fixture
+def lab(tmp_path_factory):
+    with hosts(tmp_path_factory.mktemp("lab"), 2) as own:
+        yield own
+
+
+@pytest.fixture
+def start(lab, folder):
+    """Starts a run in which the second host takes so long to import torch."""
+
+    def begin(seconds):
+        python = other_version_on("node2", folder.path, __version__)
+        team = folder.path / f"samestep-{__version__}" / "samestep" / "launch" / "team.py"
+        wait = f"        import time; open('importing', 'w').close(); time.sleep({seconds})\n"
+        text = team.read_text()
+        head, line, rest = text.partition("        self._forks = False\n")
+        team.write_text(head + wait + line + rest)
+        words = ["--hosts", "node1,node2", "--ssh-args", lab.ssh_args, "--remote-python", python, "-n", 1]
+        return folder.start(*words, folder.script("join()\nprint(meet())"))
+
+    return begin
+
+
+def test_a_host_that_imports_for_long_is_not_lost(start, folder):
+    code, out, err = finish(start(SILENCE + 2))
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["[rank 0] 2", "[rank 1] 2"]
+
+
+def test_a_host_that_is_cut_off_while_it_imports_is_lost(lab, start, folder):
+    process = start(600)
+    while not (folder.path / "importing").exists():
+        time.sleep(0.02)  # the test's own deadline ends this
+    cut_at = time.monotonic()
+    lab.partition("node2")
+    code, _, err = finish(process)
+    assert time.monotonic() - cut_at < SILENCE + 5 + LEEWAY
+    assert code == 1
+    assert f"host node2 is lost: no sign of life for {SILENCE:.0f} s" in err
