@@ -30,7 +30,7 @@ PUBLIC = [
 ]
 
 SIGNATURES = {
-    "checkpoint": "(path, world, *, every, keep, **named)",
+    "checkpoint": "(path, world, *, every, keep, keep_each, **named)",
     "clip_grad_norm_": "(model, max_norm, norm_type, error_if_nonfinite)",
     "evaluate": "(fn, dataset, world, *, batch_size, metrics, workers, collate_fn)",
     "once": "(path, *, timeout)",

@@ -8,6 +8,7 @@ process that nothing launched is a world of one: it needs no group, and the same
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import weakref
 from collections.abc import Sequence
@@ -152,8 +153,12 @@ class World:
             return
         self._open = False
         atexit.unregister(self.close)
-        for user in self._holders():
-            user.release()
+        with contextlib.ExitStack() as last:  # every user lets go, whatever another one raises
+            last.callback(self._destroy)
+            for user in reversed(self._holders()):
+                last.callback(user.release)
+
+    def _destroy(self) -> None:
         for axis in (self.everyone, self.data, self.pipeline):
             axis.release()
         gc.collect()

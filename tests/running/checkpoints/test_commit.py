@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -200,6 +203,8 @@ committed = Checkpoint.commit
 def commit(self):
     committed(self)
     if self.step == 6:
+        if "waits" in sys.argv:
+            self.wait()
         os.kill(os.getpid(), signal.SIGKILL)
 
 Checkpoint.commit = commit
@@ -207,14 +212,15 @@ test_commit.train(sys.argv[2])
 """
 
 
-def test_a_run_that_is_killed_outright_goes_on_bit_for_bit(tmp_path, straight):
+@pytest.mark.parametrize("saved", ["waits", "writes"])
+def test_a_run_that_is_killed_outright_goes_on_bit_for_bit(tmp_path, straight, saved):
+    """Killed after the last save, or in the middle of it: then the one before it counts."""
     here = str(Path(__file__).parent)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, here, str(tmp_path)], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
+    command = [sys.executable, "-c", SCRIPT, here, str(tmp_path), saved]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     assert done.returncode == -signal.SIGKILL
     second = train(tmp_path)
-    assert second["resumed"] == (True, 6, 1)
+    assert second["resumed"] in ([(True, 6, 1)] if saved == "waits" else [(True, 5, 1), (True, 6, 1)])
     assert_same_end(second, straight["adam"])
 
 
@@ -409,31 +415,104 @@ def test_a_directory_in_use_is_refused_on_every_rank(tmp_path, two_ranks):
     assert "in use" in passed_on
 
 
-def failing_save(path):
+def failing_save(path, when):
     original = stores.write
 
     def refuse(*_):
-        raise CheckpointError("disk full: needs 8.0 MB, 1.0 MB free")
+        raise CheckpointError("disk full at P: needs 8.0 MB, free 1.0 MB")
 
     with samestep.world(device="cpu") as world:
         state = a_state(path, world, every=1)
         state.commit()
+        state.wait()
         stores.write = refuse
         try:
-            problem = caught(state.commit)
+            state.commit()
+            problem = caught(state.wait if when == "waited for" else lambda: None)
         finally:
+            if world.is_first and when == "on":
+                state._store._background._thread.join()
             stores.write = original
         state.commit()
         state.close()
         return problem, state.step
 
 
-def test_a_save_that_fails_on_rank_0_raises_on_every_rank_and_training_may_go_on(tmp_path, two_ranks):
-    for (kind, message), step in two_ranks(failing_save, str(tmp_path)):
-        assert kind == "CheckpointError"
-        assert "disk full: needs 8.0 MB, 1.0 MB free" in message
+@pytest.mark.parametrize("when", ["waited for", "on"])
+def test_training_goes_on_after_a_save_that_failed_and_who_waits_for_it_is_told_on_every_rank(
+    tmp_path, two_ranks, when
+):
+    for problem, step in two_ranks(failing_save, str(tmp_path), when):
         assert step == 3
+        if when == "waited for":
+            kind, message = problem
+            assert kind == "CheckpointError"
+            assert "disk full at P: needs 8.0 MB, free 1.0 MB" in message
+        else:
+            assert problem is None
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_a_failed_save_is_said_at_the_next_commit_and_at_the_end(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise CheckpointError("disk full at P: needs 8.0 MB, free 1.0 MB")
+
+    monkeypatch.setattr(stores, "write", refuse)
+    with pytest.raises(CheckpointError, match="disk full at P"), samestep.world(device="cpu") as world:  # noqa: PT012
+        state = a_state(str(tmp_path), world, every=2)
+        for _ in range(3):
+            state.commit()
+            if state.step == 2:
+                state._store._background._thread.join()
+        said = capsys.readouterr().err
+        assert (
+            said == "samestep: step 2 is not saved: disk full at P: needs 8.0 MB, free 1.0 MB; the training goes on\n"
+        )
+        state.commit()  # and the world closes, which waits for it
+    assert not dist.is_initialized()
+
+
+def test_a_save_that_is_due_waits_for_the_one_under_way(tmp_path, monkeypatch):
+    original, under_way, most = stores.write, [], []
+
+    def slow(*arguments):
+        under_way.append(1)
+        most.append(len(under_way))
+        time.sleep(0.05)
+        folder = original(*arguments)
+        under_way.pop()
+        return folder
+
+    monkeypatch.setattr(stores, "write", slow)
+    with samestep.world(device="cpu") as world:
+        state = a_state(str(tmp_path), world, every=1)
+        for _ in range(4):
+            state.commit()
+    assert most == [1, 1, 1, 1]
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+def test_what_is_saved_is_the_step_that_was_due_though_training_goes_on(tmp_path, monkeypatch):
+    original, go = stores.write, threading.Event()
+
+    def held_back(*arguments):
+        assert go.wait(20)
+        return original(*arguments)
+
+    monkeypatch.setattr(stores, "write", held_back)
+    with samestep.world(device="cpu") as world:
+        model = torch.nn.Linear(2, 1)
+        state = samestep.checkpoint(tmp_path, world, every=1, model=model)
+        before = model.weight.detach().clone()
+        state.commit()
+        with torch.no_grad():
+            model.weight.fill_(7.0)
+        go.set()
+        state.wait()
+        state.close()
+        other = torch.nn.Linear(2, 1)
+        samestep.checkpoint(tmp_path, world, model=other)
+        assert_same_bits(other.weight.detach(), before)
 
 
 class Odd:
@@ -526,7 +605,7 @@ def test_all_ranks_fall_back_to_the_same_older_checkpoint(tmp_path, two_ranks):
     ("options", "message"),
     [
         ({"every": "sometimes"}, "says no interval"),
-        ({"keep": 0}, "keep=0 must be the number of checkpoints that stay"),
+        ({"keep": 0}, "keep=0 must be a whole number, at least 1"),
         ({"rate": 0.1}, "rate=float cannot be saved"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from samestep.errors import CheckpointError
 from samestep.running.checkpoints import directory as directories
-from samestep.running.checkpoints.directory import Directory
+from samestep.running.checkpoints.directory import Directory, Keep
 
 HOLD = """
 import sys, os
@@ -58,7 +58,7 @@ def test_a_name_is_never_used_twice(directory):
 
 def test_pruning_leaves_the_newest_and_what_is_not_a_checkpoint(directory):
     fill(directory, "step-00000001", "step-00000002", "step-00000003", "step-00000001.bad", "mine")
-    directory.prune(2)
+    directory.prune(Keep(2))
     assert directory.names() == ["step-00000002", "step-00000003"]
     assert {entry.name for entry in directory.path.iterdir() if not entry.name.startswith(".")} == {
         "step-00000001.bad",
@@ -70,7 +70,7 @@ def test_pruning_leaves_the_newest_and_what_is_not_a_checkpoint(directory):
 
 def test_pruning_fewer_than_are_kept_deletes_nothing(directory):
     fill(directory, "step-00000001")
-    directory.prune(2)
+    directory.prune(Keep(2))
     assert directory.names() == ["step-00000001"]
 
 

@@ -148,7 +148,7 @@ KILLED = """
         encoder = Encoder()
         state = {"model": encoder.encode({"weight": torch.full((2000,), float(step)), "step": step}, "model")}
         writer.write(directory, Manifest(SCHEMA, step, 0, 1, "1", "2", {}, state, None), encoder.tensors)
-        directory.prune(1)
+        directory.prune(directories.Keep(1))
 
     def child(path):
         directory = Directory(path)
@@ -217,7 +217,7 @@ def test_a_full_disk_says_what_was_needed_and_what_is_free(small_disk):
     directory = Directory(small_disk)
     try:
         old = save(directory, 1, {"weight": torch.ones(500_000)})
-        with pytest.raises(CheckpointError, match=r"step-00000002: disk full: needs 8\.0 MB, 2\.\d MB free"):
+        with pytest.raises(CheckpointError, match=r"step-00000002: disk full at .*disk: needs 8\.0 MB, free 2\.\d MB"):
             save(directory, 2, {"weight": torch.ones(2_000_000)})
         assert directory.names() == [old.name]
         verify(old)
@@ -229,7 +229,7 @@ def test_a_disk_that_fills_up_while_writing_is_told_the_same_way(small_disk, mon
     directory = Directory(small_disk)
     monkeypatch.setattr(writer, "_require_space", lambda path, needed: None)  # the space went after it was looked at
     try:
-        with pytest.raises(CheckpointError, match=r"step-00000002: disk full: needs 8\.0 MB, \d\.\d MB free"):
+        with pytest.raises(CheckpointError, match=r"step-00000002: disk full at .*disk: needs 8\.0 MB, free \d\.\d MB"):
             save(directory, 2, {"weight": torch.ones(2_000_000)})
         assert [entry.name for entry in small_disk.iterdir() if "step" in entry.name] == []
         verify(save(directory, 3, {"weight": torch.ones(10)}))

@@ -34,6 +34,8 @@ from samestep._version import __version__
 from samestep.errors import CheckpointError, Preempted, UsageError
 from samestep.progress import note_step, phase
 from samestep.running.checkpoints import streams
+from samestep.running.checkpoints.background import Outcome
+from samestep.running.checkpoints.directory import Keep
 from samestep.running.checkpoints.every import parse_every
 from samestep.running.checkpoints.format import SCHEMA, Encoder, Manifest, decode
 from samestep.running.checkpoints.named import State, check_names, differences, load, shortened, state_of
@@ -74,11 +76,17 @@ def checkpoint(
     *,
     every: int | str | None = None,
     keep: int = 2,
+    keep_each: int | None = None,
     **named: Any,
 ) -> Checkpoint:
     """Resumes from the newest good checkpoint in ``path``, if there is one, and saves there from now on.
 
     Collective: every rank must call it, with the same arguments. ``path`` must be the same directory for all ranks.
+
+    A save copies the state into host memory, and goes on beside the training: only one at a time, so a slow disk holds
+    the training up rather than filling the memory. One that fails because of the disk is reported, and the training
+    goes on with the checkpoint before it; at the end of the last epoch, in :meth:`Checkpoint.save` and when the world
+    closes it is an error.
 
     Saved, and loaded in place on each object's own device: the state of everything in ``named``, as rank 0 holds it,
     and every rank's random streams (torch on the host and the rank's GPU, Python's ``random``, NumPy's). A run
@@ -92,7 +100,8 @@ def checkpoint(
         every: when :meth:`Checkpoint.commit` saves: a number of optimizer steps (100), a time ("30 s", "10 min",
             "2 h"; rank 0's clock counts), or None. The end of every epoch is saved in any case, or with
             "5 epochs" that of every fifth and of the last.
-        keep: how many checkpoints stay; older ones are deleted only after a newer one is complete.
+        keep: how many checkpoints stay; older ones are deleted only after a newer one was read back and is right.
+        keep_each: checkpoints of steps that it divides stay for ever.
         named: anything with ``state_dict`` and ``load_state_dict``: models (wrapped or not: names in the file are
             those of the bare module), optimizers, learning-rate schedules, a GradScaler, :class:`samestep.Shards`.
             States may hold dense tensors and plain Python data; no pickle is written or read.
@@ -112,7 +121,10 @@ def checkpoint(
         ...     print(state.step, state.epoch, state.resumed)
         2 2 False
     """
-    return Checkpoint(None if path is None else Path(path), world, every=every, keep=keep, named=named)
+    for name, value in (("keep", keep), ("keep_each", keep_each)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UsageError(f"{name}={value!r} must be a whole number, at least 1")
+    return Checkpoint(None if path is None else Path(path), world, every=every, keep=Keep(keep, keep_each), named=named)
 
 
 class Checkpoint:
@@ -126,12 +138,10 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: Path | None, world: World, *, every: int | str | None, keep: int, named: dict[str, Any]
+        self, path: Path | None, world: World, *, every: int | str | None, keep: Keep, named: dict[str, Any]
     ) -> None:
         self._every = parse_every(every)
         check_names(named)
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise UsageError(f"keep={keep!r} must be the number of checkpoints that stay, at least 1")
         if world.pipeline.size > 1:
             raise UsageError(
                 f"checkpoint saves what rank 0 holds, which on {world.pipeline.size} pipeline stages is one stage"
@@ -167,7 +177,7 @@ class Checkpoint:
         Collective: every rank must call it, once after each ``optimizer.step()``.
 
         Raises:
-            CheckpointError: a checkpoint was due and could not be saved; the step counts all the same.
+            CheckpointError: a checkpoint was due, and something in it is no plain data; the step counts all the same.
             Preempted: a rank was asked to make room; all have saved this step, and leave with exit code 75.
         """
         self._wish_if_late()
@@ -180,8 +190,10 @@ class Checkpoint:
         note_step(self.step)
         if "stop" in self._agreed():
             self._leave()
+        if self._store is not None:
+            self._report(self._store.news())
         if self._is_due():
-            self.save()
+            self._begin_save()
 
     def _can_stop(self) -> bool:
         """Whether all ranks can agree on the step to save: through the reports of their data, or one rank by itself."""
@@ -201,23 +213,41 @@ class Checkpoint:
         self._say(f"preempted{by}: saved step {self.step} in {path}; the same command goes on from there")
         raise Preempted(self.step, str(path))
 
-    @phase("save")
     def save(self) -> Path | None:
         """Saves now, and returns the new checkpoint's folder, None without a path. Collective: every rank must call.
 
         Raises:
             CheckpointError: on every rank, if it could not be saved; what was saved before is untouched.
         """
+        self._begin_save()
+        return self.wait()
+
+    @phase("save")
+    def wait(self) -> Path | None:
+        """Waits for the save under way, and returns its folder. Collective: every rank must call, after a save.
+
+        Raises:
+            CheckpointError: on every rank, if it could not be saved.
+        """
+        return None if self._store is None else self._store.settle()
+
+    @phase("save")
+    def _begin_save(self) -> None:
         self._world.step.agreed -= {"save"}
         self._asked = False
         if self._store is None:
-            return None
+            return
         try:
             manifest, tensors = self._store.together(self._snapshot)
             random = Encoder(tensors).encode(streams.gather(self._world), "random")
-            return self._store.write(replace(manifest, random=random), tensors, self._keep)
+            self._report(self._store.begin(replace(manifest, random=random), tensors, self._keep))
         finally:
             self._saved_at = time.monotonic()  # after a failure too: a full disk is not tried again at every step
+
+    def _report(self, outcome: Outcome | None) -> None:
+        """Says on rank 0 that a save has failed, and with what the training goes on."""
+        if outcome is not None and outcome.error is not None:
+            self._say(f"step {outcome.step} is not saved: {outcome.error}; the training goes on")
 
     def epochs(self, n: int) -> Iterator[int]:
         """Yields the epochs from where the run stands up to ``n - 1``, and saves after the body of each.
@@ -239,15 +269,25 @@ class Checkpoint:
             self.epoch += 1
             if self.step == 0 and (self._every.steps is not None or self._every.seconds is not None):
                 warnings.warn(_NEVER_COMMITTED, stacklevel=2)
-            if self.epoch % self._every.epochs == 0 or self.epoch == n:
+            if self.epoch == n:
                 self.save()
+            elif self.epoch % self._every.epochs == 0:
+                self._begin_save()
 
     def close(self) -> None:
-        """Lets another run use the directory; happens by itself when the world closes."""
+        """Waits for the save under way and lets another run use the directory; by itself when the world closes.
+
+        Raises:
+            CheckpointError: on rank 0, if that save has failed, unless another exception is on its way.
+        """
         if self._preemption is not None:
             self._preemption.close()
-        if self._store is not None:
-            self._store.close()
+        outcome = None if self._store is None else self._store.close()
+        if outcome is None or outcome.error is None:
+            return
+        if sys.exc_info()[1] is None:
+            raise outcome.error
+        self._report(outcome)
 
     def release(self) -> None:
         """What the world calls when it closes."""

@@ -18,12 +18,14 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.data.lock import NamedLock
 from samestep.errors import CheckpointError
 
-__all__ = ["Directory", "reason", "sync_folder"]
+__all__ = ["Directory", "Keep", "reason", "sync_folder"]
 
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _UNFINISHED = re.compile(r"\.step-\d{8,}(?:\.\d+)?\.tmp-[0-9a-f]+")
@@ -42,6 +44,29 @@ _REASONS = {
     errno.ENOSPC: "disk full",
     errno.EDQUOT: "the disk quota is used up",
 }
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the `newest` so many, and for ever those of every `each`-th step."""
+
+    newest: int
+    each: int | None = None
+
+    def doomed(self, names: Sequence[str]) -> list[str]:
+        """Returns the names that may go, of those given from the oldest to the newest.
+
+        >>> Keep(1, each=20).doomed(["step-00000010", "step-00000020", "step-00000030", "step-00000040"])
+        ['step-00000010', 'step-00000030']
+        """
+        old = names[: -self.newest]
+        return [name for name in old if self.each is None or _step_of(name) % self.each]
+
+
+def _step_of(name: str) -> int:
+    match = _COMPLETE.fullmatch(name)
+    assert match is not None
+    return int(match[1])
 
 
 class Directory:
@@ -92,9 +117,9 @@ class Directory:
         sync_folder(self.path)
         return aside
 
-    def prune(self, keep: int) -> None:
-        """Deletes all but the ``keep`` newest complete checkpoints."""
-        for name in self.names()[:-keep]:
+    def prune(self, keep: Keep) -> None:
+        """Deletes the complete checkpoints that ``keep`` lets go."""
+        for name in keep.doomed(self.names()):
             # Renamed first: killed while deleting, half a checkpoint must not bear a complete one's name.
             doomed = self._unfinished(name)
             (self.path / name).rename(doomed)

@@ -1,7 +1,8 @@
 """A checkpoint directory as all ranks see it: rank 0 owns and writes it, every rank reads it, and all agree.
 
 An exception that only rank 0 raises leaves the others waiting in their next collective until it times out. So each
-thing done here ends in an exchange, and what failed on one rank is raised on all.
+thing done here ends in an exchange, and what failed on one rank is raised on all; but for a write that goes on beside
+the training, which rank 0 reports when it hears of it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import TypeVar
 from torch import Tensor
 
 from samestep.errors import CheckpointError, PeerError
-from samestep.running.checkpoints.directory import Directory, reason
+from samestep.running.checkpoints.background import Background, Outcome
+from samestep.running.checkpoints.directory import Directory, Keep, reason
 from samestep.running.checkpoints.format import Manifest
-from samestep.running.checkpoints.reader import newest_good, read_manifest, read_tensors
+from samestep.running.checkpoints.reader import newest_good, read_manifest, read_tensors, verify
 from samestep.running.checkpoints.writer import write
 from samestep.runtime.exchange import agree, tell_json
 from samestep.runtime.world import World
@@ -26,7 +28,7 @@ _Result = TypeVar("_Result")
 
 
 class Store:
-    """The checkpoints in one directory. Collective, as are its methods but :meth:`close`.
+    """The checkpoints in one directory. Collective, as are its methods but :meth:`news` and :meth:`close`.
 
     Raises:
         CheckpointError: the directory cannot be used, or another live run uses it.
@@ -35,6 +37,7 @@ class Store:
     def __init__(self, path: Path, world: World) -> None:
         self._path = path
         self._world = world
+        self._background = Background()
         self._directory = self.together(lambda: Directory(path) if world.is_first else None)
 
     def together(self, action: Callable[[], _Result]) -> _Result:
@@ -61,15 +64,42 @@ class Store:
         """Returns the manifest and the tensors of checkpoint ``name``, on the CPU."""
         return self.together(lambda: self._read(self._path / name))
 
-    def write(self, manifest: Manifest, tensors: dict[str, Tensor], keep: int) -> Path:
-        """Writes rank 0's ``manifest`` and ``tensors``, then deletes all but the ``keep`` newest checkpoints."""
-        folder = self.together(lambda: self._write(manifest, tensors, keep))
-        return Path(tell_json(self._world.everyone, folder))
+    def begin(self, manifest: Manifest, tensors: dict[str, Tensor], keep: Keep) -> Outcome | None:
+        """Begins to write rank 0's ``manifest`` and ``tensors``, and then to delete what ``keep`` lets go.
 
-    def close(self) -> None:
-        """Lets another run use the directory."""
+        Returns:
+            What became of the write before it, which is waited for, where nobody has been told yet.
+        """
+        directory = self._directory
+        if directory is None:
+            return None
+        before = self._background.wait()
+        held = self._background.hold(tensors)
+        self._background.start(manifest.step, lambda: _write(directory, manifest, held, keep))
+        return before
+
+    def settle(self) -> Path | None:
+        """Waits for the write under way, and returns its folder; None where there was none."""
+        outcome = self._background.wait()
+
+        def folder() -> str | None:
+            if outcome is not None and outcome.error is not None:
+                raise outcome.error
+            return None if outcome is None else str(outcome.folder)
+
+        told: str | None = tell_json(self._world.everyone, self.together(folder))
+        return None if told is None else Path(told)
+
+    def news(self) -> Outcome | None:
+        """Returns on rank 0 what became of a write that has ended by itself, once. Not collective."""
+        return self._background.poll()
+
+    def close(self) -> Outcome | None:
+        """Waits for the write under way and lets another run use the directory; returns what became of the write."""
+        outcome = self._background.wait()
         if self._directory is not None:
             self._directory.close()
+        return outcome
 
     def _agree(self, problem: Exception | None) -> None:
         try:
@@ -85,12 +115,12 @@ class Store:
         manifest = read_manifest(folder)
         return manifest, read_tensors(folder, manifest)
 
-    def _write(self, manifest: Manifest, tensors: dict[str, Tensor], keep: int) -> str | None:
-        if self._directory is None:
-            return None
-        folder = write(self._directory, manifest, tensors)
-        try:
-            self._directory.prune(keep)
-        except OSError as error:
-            raise CheckpointError(f"saved {folder}, but cannot delete an older one: {reason(error)}") from error
-        return str(folder)
+
+def _write(directory: Directory, manifest: Manifest, tensors: dict[str, Tensor], keep: Keep) -> Path:
+    folder = write(directory, manifest, tensors)
+    verify(folder)  # nothing older is deleted on trust
+    try:
+        directory.prune(keep)
+    except OSError as error:
+        raise CheckpointError(f"saved {folder}, but cannot delete an older one: {reason(error)}") from error
+    return folder

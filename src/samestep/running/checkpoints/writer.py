@@ -110,7 +110,7 @@ def _why(error: Exception, path: Path, needed: int) -> str:
     # safetensors passes the system's words on, not its number.
     if getattr(error, "errno", None) in _FULL or any(f"os error {code}" in str(error) for code in _FULL):
         free = shutil.disk_usage(path).free
-        return f"disk full: needs {_megabytes(needed)}, {_megabytes(free)} free"
+        return f"disk full at {path}: needs {_megabytes(needed)}, free {_megabytes(free)}"
     return reason(error) if isinstance(error, OSError) else str(error)
 
 

@@ -1,0 +1,80 @@
+"""One write at a time beside the training, on a thread of rank 0.
+
+    step k: due     copy the tensors into host buffers of our own ┐ the training waits for this alone
+                    hand them to the thread ──────────────────────┘
+    step k+1, …     the thread writes, hashes, syncs, renames, verifies, deletes old ones
+    due again       waits first for the write before it: a slow disk holds the training up, and memory does not grow
+
+The copy is whole before the optimizer changes the next weight; the buffers are used again by the next save. Writing,
+hashing and syncing let go of the interpreter's lock. torch's own asynchronous save allocates anew each time, and loses
+the last save of a script that ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a write: the folder, or why there is none."""
+
+    step: int
+    folder: Path | None
+    error: Exception | None
+
+
+class Background:
+    """Writes on a thread of its own; not a daemon, so a process that ends waits for its last checkpoint."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._outcome: Outcome | None = None
+        self._buffers: dict[str, Tensor] = {}
+
+    def hold(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns copies of `tensors` in host memory that nobody else changes. No write may be under way."""
+        self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
+        for name, buffer in self._buffers.items():
+            buffer.copy_(tensors[name].detach(), non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.current_stream().synchronize()
+        return dict(self._buffers)
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        held = self._buffers.get(name)
+        if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
+            return held
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+    def start(self, step: int, write: Callable[[], Path]) -> None:
+        """Begins to write the checkpoint of `step`. The one before it must have been waited for."""
+
+        def run() -> None:
+            try:
+                self._outcome = Outcome(step, write(), None)
+            except Exception as error:  # noqa: BLE001  (kept for whoever asks next)
+                self._outcome = Outcome(step, None, error)
+
+        self._thread = threading.Thread(target=run, name="samestep-checkpoint")
+        self._thread.start()
+
+    def poll(self) -> Outcome | None:
+        """Returns what became of the write that has ended since the last call, if one has."""
+        return self.wait() if self._thread is not None and not self._thread.is_alive() else None
+
+    def wait(self) -> Outcome | None:
+        """Waits for the write under way, and returns what became of it; None where there is none."""
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread, outcome, self._outcome = None, self._outcome, None
+        return outcome
