@@ -34,7 +34,7 @@ from samestep.launch.facts import Facts, look
 from samestep.launch.frames import Link, Message
 from samestep.launch.loop import Loop
 from samestep.launch.network import Doorbell, Target, interface_named, probe, route_to
-from samestep.launch.process import adopt_orphans
+from samestep.launch.process import adopt_orphans, follow_parent, outlive_parent
 from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.team import Job, Team
 from samestep.launch.wire import SealedLink, connect
@@ -46,6 +46,7 @@ MOST_WAITING = 4 << 20  # bytes of output on their way to the head
 PAUSE = 2.0  # seconds to give a slow head before the next piece
 UNANSWERED = 10.0  # seconds without any answer from the head's kernel after which it is gone
 BEAT = 1.0  # seconds between signs of life
+BURIAL = 5.0  # seconds between looks for what has ended and is nobody's
 PROBE = 3.0  # seconds for another host to answer
 COMING = 10.0  # seconds in which the head must be found
 
@@ -90,6 +91,7 @@ class Agent:
         self._watch()
         if self._about is not None:
             self._beat()
+        self._bury()
         with Signals(self._loop, PASSED_ON, self._signalled):
             try:
                 self._loop.run()
@@ -102,6 +104,7 @@ class Agent:
 
     def _breathe(self, lifeline: int) -> None:
         if not os.read(lifeline, 4096):
+            self._loop.forget(lifeline)
             self._loop.stop()
 
     def _beat(self) -> None:
@@ -109,6 +112,10 @@ class Agent:
             self._loop.stop()  # the network is gone, and the head with it
         self._tell("alive")
         self._loop.at(BEAT, self._beat)
+
+    def _bury(self) -> None:
+        self._team.bury()
+        self._loop.at(BURIAL, self._bury)
 
     def _signalled(self, number: int) -> None:
         if self._about is not None:
@@ -164,6 +171,7 @@ class Agent:
 
     def _start(self, job: Job) -> None:
         listener, self._listener = self._listener, None
+        outlive_parent()  # until now there was nothing to clear away
         try:
             self._team.start(job, listener)
         except OSError as error:
@@ -209,11 +217,13 @@ def fork_agent(link: Link, ours: Link) -> int:
     """Starts an agent as a fork of this process and returns its process number; `ours` is the head's end."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     try:
         os.setsid()  # the keyboard's signals are the head's
+        follow_parent(parent)  # importing torch takes seconds in which it hears nothing
         ours.close()
         live(link)
     finally:

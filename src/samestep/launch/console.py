@@ -13,6 +13,7 @@ all ranks' bytes mixed, even within a line, unless it is told to write files ins
 from __future__ import annotations
 
 import os
+import select
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,10 @@ __all__: list[str] = []
 
 HIDE, SHOW = b"\x1b[?25l", b"\x1b[?25h"  # what progress displays do to the cursor
 CHUNK = 1 << 16  # bytes; a line longer than this is shown in pieces
+SLICE = 1 << 14  # bytes whose lines are folded at a time
+ATOMIC = 4096  # bytes that a pipe which can be written takes without waiting (PIPE_BUF)
+MOST_HELD = 4 << 20  # bytes that wait for a slow reader before the ranks do
+AGAIN = 0.005  # seconds until a slow reader is tried again
 
 
 @dataclass
@@ -47,21 +52,39 @@ class Cursor:
 
 @dataclass
 class Screen:
-    """One of the launcher's own two streams. What cannot be shown any more is dropped: the files have it all."""
+    """One of the launcher's own two streams. What its reader does not take now is held, and nobody waits for it.
+
+    What cannot be shown any more is dropped: the files have it all.
+    """
 
     descriptor: int
     cursor: Cursor = field(default_factory=Cursor)
     gone: bool = False
+    held: bytearray = field(default_factory=bytearray)
+    dropped: int = 0  # bytes
 
     def show(self, data: bytes) -> None:
-        """Writes all of `data`, in spite of short writes."""
-        left = memoryview(data)
-        try:
-            while left and not self.gone:
-                left = left[os.write(self.descriptor, left) :]
-        except OSError:  # its reader has gone (`| head`): no reason to end a training
-            self.gone = True
-        self.cursor.follow(data)
+        """Writes `data`, now or when the reader takes it."""
+        if not self.gone:
+            self.held += data
+            self.cursor.follow(data)
+            self.flush()
+
+    def flush(self, *, patient: bool = False) -> None:
+        """Writes as much as the reader takes; `patient`: all of it, however long it takes."""
+        while self.held and select.select([], [self.descriptor], [], None if patient else 0)[1]:
+            try:
+                del self.held[: os.write(self.descriptor, self.held[:ATOMIC])]
+            except BlockingIOError:
+                return
+            except OSError:  # its reader has gone (`| head`): no reason to end a training
+                self.gone = True
+                self.held.clear()
+
+    def drop(self, most: int) -> None:
+        """Forgets what is held beyond the first `most` bytes."""
+        self.dropped += max(0, len(self.held) - most)
+        del self.held[most:]
 
     def show_line(self, line: bytes) -> None:
         """Writes a whole line, on a line of its own even where a progress display has left the cursor elsewhere."""
@@ -73,6 +96,14 @@ class Screen:
             self.show(b"\n")
         if self.cursor.hidden:
             self.show(SHOW)
+
+    def close(self) -> None:
+        """Waits until its reader has taken everything."""
+        if self.dropped:
+            self.show_line(f"samestep: {self.dropped} bytes are not shown here: see the logs".encode())
+        if is_terminal(self.descriptor):
+            self.tidy()
+        self.flush(patient=True)
 
 
 def open_screens() -> dict[Stream, Screen]:
@@ -92,10 +123,24 @@ class Channel:
     log: BinaryIO
     held: bytearray = field(default_factory=bytearray)
 
-    def feed(self, data: bytes) -> None:
-        """Takes what the rank has written."""
-        self.log.write(data)
-        self._show(data)
+    full: bool = False  # the file takes nothing any more
+
+    def feed(self, data: bytes) -> str | None:
+        """Takes what the rank has written; returns why its file does not, where it has just begun not to."""
+        refused = None if self.full else self._keep(data)
+        for start in range(0, len(data), SLICE):
+            self._show(data[start : start + SLICE])
+        return refused
+
+    def _keep(self, data: bytes) -> str | None:
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self.log.write(left) :]
+        except OSError as error:
+            self.full = True
+            return f"{error.strerror}: {self.log.name}"
+        return None
 
     def _show(self, data: bytes) -> None:
         if self.folder is None:
@@ -149,18 +194,33 @@ class Console:
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
         """Takes what a rank has written."""
-        self._channels[rank, stream].feed(data)
+        refused = self._channels[rank, stream].feed(data)
+        if refused is not None:
+            self._screens["err"].show_line(f"samestep: rank {rank}'s output is not kept any more: {refused}".encode())
         self.show()
 
     def show(self, *, everything: bool = False) -> float | None:
-        """Shows the lines that need not wait for other ranks any more; returns in how many seconds more will be due."""
+        """Shows the lines that need not wait for other ranks any more; returns in how many seconds to call it again."""
         now = time.monotonic()
         for stream, folder in self._folders.items():
             lines = folder.take(now, everything=everything)
             if lines:
                 self._screens[stream].show_line(b"\n".join(lines))
-        due = [due for folder in self._folders.values() if (due := folder.due()) is not None]
-        return max(0.0, min(due) - now) if due else None
+            self._screens[stream].flush()
+        due = [due - now for folder in self._folders.values() if (due := folder.due()) is not None]
+        if self.backlog:
+            due.append(AGAIN)
+        return max(0.0, min(due)) if due else None
+
+    @property
+    def backlog(self) -> int:
+        """How many bytes wait for whoever reads the launcher's output."""
+        return sum(len(screen.held) for screen in self._screens.values())
+
+    def drop(self) -> None:
+        """Forgets what is held beyond what a reader that has stopped may keep us from forgetting."""
+        for screen in self._screens.values():
+            screen.drop(MOST_HELD)
 
     def close(self) -> None:
         """Shows unfinished lines, closes the files and leaves the terminals as they were found."""
@@ -168,5 +228,4 @@ class Console:
             channel.close()
         self.show(everything=True)
         for screen in self._screens.values():
-            if is_terminal(screen.descriptor):
-                screen.tidy()
+            screen.close()

@@ -74,7 +74,9 @@ class Control:
         if order["kind"] == "stop":
             self._leave()
         elif order["kind"] == "preempt" and not orders.preempt(order["signal"]):
-            self.tell("cannot")
+            number = order["signal"]
+            handles = signal.getsignal(number) not in {signal.SIG_DFL, None}
+            self.tell("cannot", number=number, handles=handles)
 
     def _leave(self) -> NoReturn:
         where, source = self._standing_at()

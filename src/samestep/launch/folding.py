@@ -12,6 +12,7 @@ twice is shown twice. Tracebacks fold line by line. torchrun shows a warning of 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -59,13 +60,14 @@ class Folder:
 
     def feed(self, rank: int, text: bytes, now: float) -> None:
         """Takes one line of a rank."""
-        behind = self._last.get(rank, 0)
-        entry = next((entry for entry in self._alike[text] if entry.number > behind), None)
+        alike = self._alike[text]
+        place = bisect_right(alike, self._last.get(rank, 0), key=lambda entry: entry.number)
+        entry = alike[place] if place < len(alike) else None
         if entry is None:
             self._numbers += 1
             entry = _Entry(self._numbers, text, now)
             self._waiting.append(entry)
-            self._alike[text].append(entry)
+            alike.append(entry)
         entry.ranks.add(rank)
         self._last[rank] = entry.number
 
@@ -75,7 +77,7 @@ class Folder:
         while self._waiting and (everything or self._is_ripe(self._waiting[0], now)):
             entry = self._waiting.popleft()
             alike = self._alike[entry.text]
-            alike.remove(entry)
+            del alike[0]  # in the order of their numbers, as they wait
             if not alike:
                 del self._alike[entry.text]
             shown.append(label(entry.ranks, self._size) + b" " + entry.text)

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from samestep.errors import SamestepError
 from samestep.launch.agent import fork_agent
-from samestep.launch.console import Console
+from samestep.launch.console import MOST_HELD, Console
 from samestep.launch.frames import Link, Message, pair
 from samestep.launch.loop import Alarm, Loop
 from samestep.launch.process import adopt_orphans, end_orphans
@@ -107,6 +107,7 @@ class Head:
         self._supervisor: Supervisor | None = None
         self._console: Console | None = None
         self._folding: Alarm | None = None
+        self._paused = False  # the ranks' output is not read: whoever reads ours does not keep up
         self._between: Callable[[int], None] | None = None  # what a signal between two attempts does
         adopt_orphans()
         for host in self.hosts:
@@ -160,7 +161,7 @@ class Head:
         for host in self.hosts:
             if not running:
                 host.send("alive")  # what its kernel acknowledges
-            if not host.gone and host.silence(running=running) > SILENCE:
+            if not host.gone and not self._paused and host.silence(running=running) > SILENCE:
                 self._lose(host, f"no sign of life for {SILENCE:.0f} s")
 
     def _clear(self) -> None:
@@ -213,7 +214,7 @@ class Head:
         host.watch()
 
     def _watch(self, host: Host) -> None:
-        if not host.gone:
+        if not host.gone and not self._paused:
             self._loop.watch(host.link.fileno(), lambda: self._hear(host), writable=host.link.wants_write())
 
     def _hear(self, host: Host) -> None:
@@ -242,13 +243,29 @@ class Head:
             host.answers[message.kind] = body
 
     def _show_later(self, console: Console) -> None:
-        """Shows the lines that wait for other ranks when their time has come."""
+        """Shows the lines that wait for other ranks, or for a slow reader, when their time has come."""
         if self._folding is None and (seconds := console.show()) is not None:
             self._folding = self._loop.at(seconds, partial(self._show_now, console))
+        self._mind_the_reader(console)
 
     def _show_now(self, console: Console) -> None:
         self._folding = None
         self._show_later(console)
+
+    def _mind_the_reader(self, console: Console) -> None:
+        """Lets the ranks wait for whoever reads our output, but no failure, signal or end."""
+        if console.backlog > MOST_HELD and self._supervisor is not None and self._supervisor.ending:
+            console.drop()
+        pause = console.backlog > MOST_HELD // (4 if self._paused else 1)
+        if pause == self._paused:
+            return
+        self._paused = pause
+        for host in self.hosts:
+            host.heard = time.monotonic()
+            if pause:
+                self._loop.forget(host.link.fileno())
+            else:
+                self._watch(host)
 
     def let_go(self, host: Host, reason: str) -> None:
         """Hangs up on one host; its agent ends what is left there."""
@@ -304,6 +321,8 @@ class Head:
         self._loop.close()
         for host in (*self.hosts, *self._left_behind):
             if host.process is not None:
+                if not host.ranks:
+                    os.kill(host.process, signal.SIGKILL)  # it has nothing to clear, and may import torch for seconds
                 os.waitpid(host.process, 0)
         if any(host.gone and host.process is not None for host in (*self.hosts, *self._left_behind)):
             end_orphans(own=[])  # what that agent would have ended has come to us

@@ -98,6 +98,11 @@ def follow_parent(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
+def outlive_parent() -> None:
+    """Takes :func:`follow_parent` back: there is something to be cleared away first when the parent ends."""
+    _prctl(PR_SET_PDEATHSIG, 0)
+
+
 def adopt_orphans() -> None:
     """Makes this process the parent of every descendant whose own parent ends."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)

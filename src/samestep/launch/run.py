@@ -6,7 +6,9 @@ launch  prepares the hosts, runs attempts until one is the last, writes run.json
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 import sys
 import time
@@ -22,7 +24,7 @@ from samestep.launch.console import Console
 from samestep.launch.failure import as_json
 from samestep.launch.head import Attempt, Head
 from samestep.launch.process import rank_command
-from samestep.launch.replacement import Outcome, Replacement
+from samestep.launch.replacement import Interruption, Outcome, Replacement
 from samestep.launch.restarts import Restarts
 from samestep.launch.supervise import SAVING
 from samestep.launch.team import Job
@@ -146,9 +148,7 @@ def launch(plan: Plan, head: Head, replacement: Replacement | None = None) -> Ve
     began = time.time()
     _write_record(plan, began, None, 0)
     restarts = Restarts(plan.restarts)
-    for note in head.prepare(plan.jobs()):
-        _say(f"note: {note}")
-    verdict = _attempt(head, plan, 0)
+    verdict = _prepare(plan, head) or _attempt(head, plan, 0)
     while restarts.another(verdict):
         found = _following(plan, head, replacement)
         if not found.parts:
@@ -157,14 +157,31 @@ def launch(plan: Plan, head: Head, replacement: Replacement | None = None) -> Ve
             break
         _say("\n".join(_cause(plan, verdict, restarts.done - 1)), plain=True)
         plan = replace(plan, parts=found.parts)
-        _say(f"restart {restarts.done} of {restarts.most}: all {plan.size} ranks, from the last checkpoint")
+        _say(f"restart {restarts.done} of {restarts.most}: all {plan.size} ranks start again")
         verdict = _attempt(head, plan, restarts.done)
-    _write_record(plan, began, verdict, restarts.done)
+    with contextlib.suppress(OSError):
+        _write_record(plan, began, verdict, restarts.done)
     if restarts.reason is not None:
         _say(restarts.reason)
     _say("\n".join(_cause(plan, verdict, restarts.done)), plain=True)
     head.tell_exit(verdict.exit_code)
     return verdict
+
+
+def _prepare(plan: Plan, head: Head) -> Verdict | None:
+    """Lets all hosts import what their ranks need; returns the verdict where a signal has broken that off."""
+    try:
+        with head.between_attempts(_interrupt):
+            for note in head.prepare(plan.jobs()):
+                _say(f"note: {note}")
+    except Interruption as interruption:
+        number = interruption.args[0]
+        return Verdict(exit_code=128 + number, size=plan.size, interrupted=number)
+    return None
+
+
+def _interrupt(number: int) -> None:
+    raise Interruption(number)
 
 
 def _following(plan: Plan, head: Head, replacement: Replacement | None) -> Outcome:
@@ -193,8 +210,9 @@ def _attempt(head: Head, plan: Plan, number: int) -> Verdict:
         verdict = head.run(Attempt(jobs=jobs, console=console, grace=plan.grace))
     finally:
         console.close()
-    for failure in verdict.failures:
-        failure.write(plan.logs(number)[failure.rank] / f"rank{failure.rank}.error.json")
+    with contextlib.suppress(OSError):  # the disk is full, or the script has cleared the folder away
+        for failure in verdict.failures:
+            failure.write(plan.logs(number)[failure.rank] / f"rank{failure.rank}.error.json")
     return verdict
 
 
@@ -233,5 +251,8 @@ def _cause(plan: Plan, verdict: Verdict, attempt: int) -> list[str]:
 
 
 def _say(text: str, *, plain: bool = False) -> None:
-    sys.stderr.write(text + "\n" if plain else f"samestep: {text}\n")
-    sys.stderr.flush()
+    try:
+        sys.stderr.write(text + "\n" if plain else f"samestep: {text}\n")
+        sys.stderr.flush()
+    except OSError:  # whoever has read it is gone: the run and its exit code are not
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # else python fails once more at its end, with code 120

@@ -20,7 +20,7 @@ class Signals:
 
     Args:
         loop: where they come in.
-        numbers: which.
+        numbers: which; those that are ignored stay so (`nohup samestep run …`).
         then: called with each, in the order of their coming.
     """
 
@@ -30,7 +30,7 @@ class Signals:
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
             end.setblocking(False)
-        self._numbers = numbers
+        self._numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
     def __enter__(self) -> Self:
         self._previous_wakeup = signal.set_wakeup_fd(self._writer.fileno())

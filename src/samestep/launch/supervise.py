@@ -5,9 +5,12 @@
        |                      or end by themselves              the pipe       the silent   groups
        |
        +--SIGTERM, SIGUSR1--> preempting: order over the pipe; the ranks save, and leave with 75
-       |                        +--a rank cannot--> the signal itself, to the ranks alone
+       |                        +--a rank cannot--> the signal itself, to the ranks alone: SIGTERM ends them in their
+       |                                            own way; SIGUSR1 goes to those that handle it, and the run goes on
        +--SIGINT, SIGHUP----> interrupted: the signal itself; 5 s later killing
-       +--a second signal---> killing, unless it only repeats that they should save
+       +--a second signal---> killing; but a scheduler repeats its own, and is patient until the grace is over
+
+A rank that fails by itself is not hurried: as under python, its threads and its atexit handlers run to their end.
 
 It sees messages of teams (samestep.launch.team), on this host or others, and gives them orders. torchrun looks at its
 workers every 0.1 s, waits 30 s for them to end, and forwards signals to all processes of their groups, so that the
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -71,6 +74,7 @@ class Supervisor:
         self._saved: tuple[int, str] | None = None  # step and path, when preempted
         self._signals: dict[str, int] = {}  # who passed on which signal
         self._saving = False  # ranks were asked to save, and none has said that it cannot
+        self._overdue = False  # they were still at it when the time was up
         self._stopping = False  # the launcher itself has begun to end ranks
         self._lost: list[str] = []
         self._alarm: Alarm | None = None
@@ -87,8 +91,16 @@ class Supervisor:
         elif kind == "preempted":
             self._saved = (body["step"], body["path"])
         elif kind == "cannot":
-            self._saving = False
-            crew.order("signal", [rank], max(self._signals.values(), default=signal.SIGTERM))
+            self._cannot_save(crew, body)
+
+    def _cannot_save(self, crew: Crew, body: dict[str, Any]) -> None:
+        """Passes the signal itself on. SIGUSR1 only asks: unhandled it would end a script that has asked for none."""
+        self._saving = False
+        number = body.get("number", signal.SIGTERM)
+        if number == signal.SIGUSR1:
+            self._signals.clear()
+        if number != signal.SIGUSR1 or body.get("handles", True):
+            crew.order("signal", [body["rank"]], number)
 
     def lost(self, crew: Crew, reason: str) -> None:
         """A host is gone, and its ranks with it."""
@@ -100,6 +112,11 @@ class Supervisor:
             self._failed(lost_host(gone[0], crew.host, reason))
         self._finish_if_over()
 
+    @property
+    def ending(self) -> bool:
+        """Whether ranks are told to end, by us or by a signal."""
+        return self._stopping or bool(self._signals)
+
     def verdict(self) -> Verdict:
         """Returns what became of it."""
         found = judge(self._codes, list(self._failures.values()), self._finished, self._interrupted())
@@ -110,6 +127,7 @@ class Supervisor:
             found,
             standing={rank: standing[rank] for rank in found.waiting if rank in standing},
             saved=self._saved,
+            overdue=self._grace if self._overdue else None,
             step=max(self._steps.values(), default=0),
             after=0 if found.blamed is None else self._steps.get(found.blamed.rank, 0),
             lost=tuple(self._lost),
@@ -139,6 +157,8 @@ class Supervisor:
             return
         first = not self._failures
         self._failures[failure.rank] = failure
+        if self._signals and not self._saving:
+            return  # it is ending already, in the time that the signal gave
         shared = failure.lost_peer or failure.usage  # others may say more, or the same
         if first or not failure.lost_peer:
             self._set(PATIENCE if shared else SETTLE, self._stop, unless_sooner=not first)
@@ -153,32 +173,38 @@ class Supervisor:
             self._alarm.cancel()
         self._alarm = None if seconds is None or step is None else self._loop.at(seconds, step)
 
-    def _order(self, what: str, number: int = 0) -> None:
+    def _order(self, what: str, number: int = 0, *, spare: Collection[int] = ()) -> None:
         for crew in self._crews:
-            crew.order(what, [rank for rank in crew.ranks if rank not in self._codes], number)
+            ranks = [rank for rank in crew.ranks if rank not in self._codes and rank not in spare]
+            crew.order(what, ranks, number)
+
+    def _leaving(self) -> list[int]:
+        """Ranks that end by themselves, after their own exception."""
+        return [rank for rank, failure in self._failures.items() if not failure.lost_peer]
 
     def _stop(self) -> None:
         self._stopping = True
-        self._order("stop")
+        self._order("stop", spare=self._leaving())
         self._set(OBEY, self._ask)
 
     def _ask(self) -> None:
-        self._order("ask")
+        self._order("ask", spare=self._leaving())
         self._set(ANSWER, self._terminate)
 
     def _terminate(self) -> None:
-        self._order("waiting")
-        self._order("terminate")
+        self._order("waiting", spare=self._leaving())
+        self._order("terminate", spare=self._leaving())
         self._set(GRACE, self._kill)
 
     def _kill(self) -> None:
+        self._overdue = self._saving
         self._stopping = True
         self._order("kill")
         self._set(None)
 
     def signalled(self, number: int, source: str = "") -> None:
         """A signal has reached the launcher, or the agent of the host called `source`."""
-        if self._saving and number in GENTLE:  # Slurm repeats itself while ranks save
+        if number in GENTLE and (self._saving or self._signals):  # Slurm repeats itself, to every host
             return
         if source in self._signals or (self._stopping and not self._signals):
             self._kill()

@@ -32,6 +32,7 @@ from samestep.launch.loop import Loop
 from samestep.launch.memory import out_of_memory_kills
 from samestep.launch.process import (
     Process,
+    children,
     end_orphans,
     exit_status,
     rank_command,
@@ -47,6 +48,7 @@ from samestep.rankenv import child_environment, set_variables, variable
 __all__: list[str] = []
 
 CHUNK = 1 << 16  # bytes read at a time
+LAST_READS = 64  # of a rank that has ended: more than a pipe holds; what writes on is not the rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +203,7 @@ class Team:
     def _close(self, member: _Member, descriptor: int) -> None:
         self._loop.forget(descriptor)
         del member.outputs[descriptor]
+        self._terminals = [(real, master) for real, master in self._terminals if master != descriptor]
         os.close(descriptor)
 
     def _listen(self, member: _Member) -> bool:
@@ -211,11 +214,12 @@ class Team:
             return False
         except ConnectionResetError:
             data = b""
-        *lines, rest = (bytes(member.held) + data).split(b"\n")
-        member.held = bytearray(rest)
-        for line in lines:
-            said = json.loads(line)
-            self._tell(said.pop("kind"), rank=member.rank, **said)
+        member.held += data
+        if b"\n" in data:
+            *lines, member.held = member.held.split(b"\n")
+            for line in lines:
+                said = json.loads(line)
+                self._tell(said.pop("kind"), rank=member.rank, **said)
         if not data:
             self._loop.forget(member.control.fileno())
         return bool(data)
@@ -228,8 +232,9 @@ class Team:
         while self._listen(member):
             pass
         for descriptor in list(member.outputs):
-            while self._pump(member, descriptor):
-                pass
+            for _ in range(LAST_READS):
+                if not self._pump(member, descriptor):
+                    break
         record = progress.read(member.progress)
         place = self._show_stacks(member) if code < 0 else (None, None)
         if code < 0 and place[0] is None and record.in_collective:
@@ -287,13 +292,27 @@ class Team:
             signal_group(member.process, signal.SIGKILL)
             member.process.wait()
         left = end_orphans()
-        while self._loop.turn():  # what is still in the pipes
-            pass
+        self._drain()
         for member in self._members.values():
             self._dismiss(member)
         self._members.clear()
         self._terminals.clear()
         return left
+
+    def _drain(self) -> None:
+        """Takes what is still in the pipes, whose writers are gone."""
+        for member in self._members.values():
+            for descriptor in list(member.outputs):
+                for _ in range(LAST_READS):
+                    if not self._pump(member, descriptor):
+                        break
+
+    def bury(self) -> None:
+        """Reaps what ranks had started and left, and what has ended since: it has come to this process."""
+        own = {member.process.pid for member in self._members.values()}
+        for process in set(children(os.getpid())) - own:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process, os.WNOHANG)
 
     def _dismiss(self, member: _Member) -> None:
         for descriptor in list(member.outputs):

@@ -11,6 +11,7 @@ from samestep.launch.failure import Failure, brief, count, culprit
 
 __all__: list[str] = []
 
+LAST = 1 << 16  # bytes of a log in which its last line is looked for
 MOST_PLACES = 4  # of ranks that were stopped; the logs and records have them all
 
 
@@ -21,9 +22,9 @@ class Verdict:
     `blamed` is the failure that explains the others, `alike` the ranks that failed in the very same way, `waiting`
     those that merely lost the culprit, `silent` those that neither failed nor ended before the launcher stopped
     them; `interrupted` is the signal that ended the run from outside, `saved` the step and path of the checkpoint
-    that it was preempted with; `standing` says where ranks stood when they were stopped, `step` how many steps the
-    furthest had finished and `after` how many the blamed, `lost` which hosts are gone, `failures` all that were
-    heard of.
+    that it was preempted with, or `overdue` the seconds in which it did not manage to; `standing` says where ranks
+    stood when they were stopped, `step` how many steps the furthest had finished and `after` how many the blamed,
+    `lost` which hosts are gone, `failures` all that were heard of.
     """
 
     exit_code: int
@@ -34,6 +35,7 @@ class Verdict:
     silent: tuple[int, ...] = ()
     interrupted: int | None = None
     saved: tuple[int, str] | None = None
+    overdue: float | None = None
     standing: Mapping[int, str] = field(default_factory=dict)
     step: int = 0
     after: int = 0
@@ -97,7 +99,10 @@ def _interruption(verdict: Verdict) -> list[str]:
     assert verdict.interrupted is not None
     name = signal.Signals(verdict.interrupted).name
     ranks = "the rank has" if verdict.size == 1 else f"all {verdict.size} ranks have"
-    return [f"samestep: interrupted by {name}: {ranks} ended"]
+    lines = [f"samestep: interrupted by {name}: {ranks} ended"]
+    if verdict.overdue is not None:
+        lines.append(f"    the step at hand was not saved within {verdict.overdue:g} s: give it more with --grace")
+    return lines
 
 
 def _preemption(verdict: Verdict) -> list[str]:
@@ -147,7 +152,13 @@ def spans(ranks: Sequence[int]) -> str:
 
 
 def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+    """Returns the last line of a log that says something; only its end is read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LAST))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        lines = []
     return next((line.strip() for line in reversed(lines) if line.strip()), "none on standard error")
 
 
