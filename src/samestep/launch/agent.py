@@ -43,7 +43,6 @@ from samestep.rankenv import set_variables
 __all__: list[str] = []
 
 MOST_WAITING = 4 << 20  # bytes of output on their way to the head
-PAUSE = 2.0  # seconds to give a slow head before the next piece
 UNANSWERED = 10.0  # seconds without any answer from the head's kernel after which it is gone
 BEAT = 1.0  # seconds between signs of life
 BURIAL = 5.0  # seconds between looks for what has ended and is nobody's
@@ -77,6 +76,7 @@ class Agent:
         self._about = about
         self._loop = Loop()
         self._team = Team(self._loop, self._tell)
+        self._paused = False  # the ranks' output is not read
         self._listener: socket.socket | None = None
         self._doorbell: Doorbell | None = None
         self.exit_code: int | None = None  # of the run, if the head told it
@@ -126,12 +126,19 @@ class Agent:
 
     def _tell(self, kind: str, payload: bytes = b"", **body: Any) -> None:
         self._link.send({"kind": kind, **body}, payload)
-        if payload and self._link.pending > MOST_WAITING:
-            self._link.drain(PAUSE)  # the head is slow: let the ranks wait for their pipes
+        self._mind_the_head()
         self._watch()
+
+    def _mind_the_head(self) -> None:
+        """Lets the ranks wait for their pipes while the head does not keep up; orders are heard all the same."""
+        pause = self._link.pending > MOST_WAITING // (4 if self._paused else 1)
+        if pause != self._paused:
+            self._paused = pause
+            self._team.pause(pause=pause)
 
     def _hear(self) -> None:
         self._link.flush()
+        self._mind_the_head()
         for message in self._link.receive():
             self._follow(message)
         if self._link.closed:

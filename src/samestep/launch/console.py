@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -104,6 +105,15 @@ class Screen:
         if is_terminal(self.descriptor):
             self.tidy()
         self.flush(patient=True)
+
+
+def say(text: str, *, plain: bool = False) -> None:
+    """Writes a line of the launcher's own on standard error, as long as somebody reads it."""
+    try:
+        sys.stderr.write(text + "\n" if plain else f"samestep: {text}\n")
+        sys.stderr.flush()
+    except OSError:  # whoever has read it is gone: the run and its exit code are not
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # else python fails once more at its end, with code 120
 
 
 def open_screens() -> dict[Stream, Screen]:
@@ -218,9 +228,9 @@ class Console:
         return sum(len(screen.held) for screen in self._screens.values())
 
     def drop(self) -> None:
-        """Forgets what is held beyond what a reader that has stopped may keep us from forgetting."""
+        """Forgets most of what a reader that has stopped has not taken."""
         for screen in self._screens.values():
-            screen.drop(MOST_HELD)
+            screen.drop(MOST_HELD // 16)
 
     def close(self) -> None:
         """Shows unfinished lines, closes the files and leaves the terminals as they were found."""

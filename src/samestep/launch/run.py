@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
-import sys
 import time
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -20,7 +18,7 @@ from typing import Any
 from samestep._version import __version__
 from samestep.launch.bootstrap import Assignment
 from samestep.launch.cluster import Part
-from samestep.launch.console import Console
+from samestep.launch.console import Console, say
 from samestep.launch.failure import as_json
 from samestep.launch.head import Attempt, Head
 from samestep.launch.process import rank_command
@@ -155,15 +153,15 @@ def launch(plan: Plan, head: Head, replacement: Replacement | None = None) -> Ve
             restarts.withdraw(found.reason)
             verdict = verdict if found.signal is None else _interrupted(verdict, found.signal)
             break
-        _say("\n".join(_cause(plan, verdict, restarts.done - 1)), plain=True)
+        say("\n".join(_cause(plan, verdict, restarts.done - 1)), plain=True)
         plan = replace(plan, parts=found.parts)
-        _say(f"restart {restarts.done} of {restarts.most}: all {plan.size} ranks start again")
+        say(f"restart {restarts.done} of {restarts.most}: all {plan.size} ranks start again")
         verdict = _attempt(head, plan, restarts.done)
     with contextlib.suppress(OSError):
         _write_record(plan, began, verdict, restarts.done)
     if restarts.reason is not None:
-        _say(restarts.reason)
-    _say("\n".join(_cause(plan, verdict, restarts.done)), plain=True)
+        say(restarts.reason)
+    say("\n".join(_cause(plan, verdict, restarts.done)), plain=True)
     head.tell_exit(verdict.exit_code)
     return verdict
 
@@ -173,7 +171,7 @@ def _prepare(plan: Plan, head: Head) -> Verdict | None:
     try:
         with head.between_attempts(_interrupt):
             for note in head.prepare(plan.jobs()):
-                _say(f"note: {note}")
+                say(f"note: {note}")
     except Interruption as interruption:
         number = interruption.args[0]
         return Verdict(exit_code=128 + number, size=plan.size, interrupted=number)
@@ -248,11 +246,3 @@ def _cause(plan: Plan, verdict: Verdict, attempt: int) -> list[str]:
     logs = plan.logs(attempt)[0 if verdict.blamed is None else verdict.blamed.rank]
     shown = logs.relative_to(Path.cwd()) if logs.is_relative_to(Path.cwd()) else logs
     return explain(verdict, shown)
-
-
-def _say(text: str, *, plain: bool = False) -> None:
-    try:
-        sys.stderr.write(text + "\n" if plain else f"samestep: {text}\n")
-        sys.stderr.flush()
-    except OSError:  # whoever has read it is gone: the run and its exit code are not
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # else python fails once more at its end, with code 120

@@ -48,7 +48,7 @@ from samestep.rankenv import child_environment, set_variables, variable
 __all__: list[str] = []
 
 CHUNK = 1 << 16  # bytes read at a time
-LAST_READS = 64  # of a rank that has ended: more than a pipe holds; what writes on is not the rank
+LAST_READS = 4  # of a rank that has ended: more than a pipe holds; whoever writes on is not the rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,7 @@ class Team:
         self._members: dict[int, _Member] = {}
         self._terminals: list[tuple[int, int]] = []  # (the real one, the master of rank 0's)
         self._killed = out_of_memory_kills()
+        self._paused = False  # the ranks' output is not read
 
     def prepare(self, job: Job) -> str | None:
         """Gets ready to fork, if that is asked for and possible; returns what a person should know, or None."""
@@ -184,7 +185,20 @@ class Team:
         self._loop.watch(member.control.fileno(), lambda: self._listen(member))
         for descriptor in member.outputs:
             os.set_blocking(descriptor, False)
-            self._loop.watch(descriptor, partial(self._pump, member, descriptor))
+        self._watch_outputs(member)
+
+    def _watch_outputs(self, member: _Member) -> None:
+        for descriptor in member.outputs:
+            if self._paused:
+                self._loop.forget(descriptor)
+            else:
+                self._loop.watch(descriptor, partial(self._pump, member, descriptor))
+
+    def pause(self, *, pause: bool) -> None:
+        """Reads the ranks' output no more, or again; they wait when their pipes are full."""
+        self._paused = pause
+        for member in self._members.values():
+            self._watch_outputs(member)
 
     def _pump(self, member: _Member, descriptor: int) -> bool:
         """Passes on what a stream holds; returns whether there may be more."""
