@@ -1,0 +1,146 @@
+"""What saving costs the training: a window of steps with one save in it, beside the same window without.
+
+    with      ─step─step─[copy]step─step─step─step─step─step─│ wait for the write to end
+    without   ─step─step───────step─step─step─step─step─step─│
+
+The difference holds everything: the copy, the processor time and memory traffic of the thread that writes, hashes,
+syncs and reads back, and the wait, if the write outlasts the window. It is told as the minute of training that one
+save a minute makes longer. The second line is what the training stands still for, beside `torch.save` of the same
+state (the model's and Adam's) with a sync and a rename: what scripts do by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from samestep.bench.harness import Comparison, Options, Report
+from samestep.bench.step import BATCH_PER_RANK, _data, _network
+from samestep.launch.spawn import spawn
+
+if TYPE_CHECKING:
+    from samestep.runtime.world import World
+
+__all__: list[str] = []
+
+PROMISE = 1.02  # at most 2 % of a minute with one save in it
+MINUTE = 60.0
+STEPS = 60  # in a window: longer than a write takes
+
+
+def run(options: Options) -> Report:
+    """Starts the ranks, times windows on them and returns the report."""
+    with TemporaryDirectory(dir=".", prefix=".bench-") as folder:  # where checkpoints would go, not in memory
+        told = spawn(compare, options.ranks, options.repeats, str(Path(folder).resolve()), progress=False)[0]
+    minutes = tuple(
+        MINUTE + with_save - without for with_save, without in zip(told["with"], told["without"], strict=True)
+    )
+    plain = (MINUTE,) * len(minutes)
+    return Report(
+        "checkpoint",
+        [
+            Comparison("a minute with one save / without", "minute", minutes, plain, PROMISE),
+            Comparison("standing still for a save / torch.save, synced", "save", told["still"], told["by_hand"]),
+        ],
+        told["setting"],
+    )
+
+
+def compare(pairs: int, folder: str, steps: int = STEPS) -> dict[str, Any]:
+    """Runs on every rank; returns seconds of windows with and without a save, and of the stops. Collective."""
+    import torch
+
+    import samestep
+
+    with samestep.world(device="cpu") as world:
+        training = Training(world, folder, steps)
+        training.window(save=True)
+        times = [training.pair(save_first=number % 2 == 0) for number in range(pairs)]
+        by_hand = [training.save_by_hand(Path(folder) / "by-hand.pt") for _ in range(pairs)]
+        setting = {
+            "ranks": world.size,
+            "torch": str(torch.__version__),
+            "steps": steps,
+            "megabytes": round(training.bytes / 1e6, 1),
+        }
+        return {
+            "with": tuple(time_with for time_with, _ in times),
+            "without": tuple(time_without for _, time_without in times),
+            "still": tuple(training.still[1:]),
+            "by_hand": tuple(by_hand),
+            "setting": setting,
+        }
+
+
+class Training:
+    """A training whose steps are windows apart."""
+
+    def __init__(self, world: World, folder: str, steps: int) -> None:
+        import torch
+
+        import samestep
+
+        network = _network()
+        self.world = world
+        self.steps = steps
+        self.model = samestep.replicate(network, world)
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.batches = samestep.shards(_data(), world, batch_size=BATCH_PER_RANK * world.size)
+        self.state = samestep.checkpoint(Path(folder) / "ours", world, model=self.model, optimizer=self.optimizer)
+        self.still: list[float] = []  # seconds that the training stood still for each save
+        self._steps = self._train()
+
+    @property
+    def bytes(self) -> int:
+        """How much is saved."""
+        return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+
+    def _train(self) -> Iterator[None]:
+        from torch.nn import functional as F
+
+        while True:
+            for x, y in self.batches:
+                self.batches.mean(F.cross_entropy(self.model(x), y, reduction="none")).backward()  # type: ignore[no-untyped-call]
+                if self.batches.step_ends:
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                    self.state.commit()
+                    yield
+
+    def pair(self, *, save_first: bool) -> tuple[float, float]:
+        """Returns the seconds of a window with a save, and of one without."""
+        first, second = self.window(save=save_first), self.window(save=not save_first)
+        return (first, second) if save_first else (second, first)
+
+    def window(self, *, save: bool) -> float:
+        """Returns the seconds that a window takes."""
+        self.world.barrier()
+        began = time.perf_counter()
+        for number in range(self.steps):
+            next(self._steps)
+            if save and number == 1:
+                before = time.perf_counter()
+                self.state._begin_save()  # noqa: SLF001  (what commit() does when a save is due)
+                self.still.append(time.perf_counter() - before)
+        if save:
+            self.state.wait()
+        return time.perf_counter() - began
+
+    def save_by_hand(self, path: Path) -> float:
+        """Returns the seconds that rank 0 takes to save by itself while the others wait."""
+        import torch
+
+        self.world.barrier()
+        began = time.perf_counter()
+        if self.world.is_first:
+            draft = path.with_suffix(".tmp")
+            torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, draft)
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())
+            draft.replace(path)
+        self.world.barrier()
+        return time.perf_counter() - began
