@@ -151,3 +151,10 @@ def test_the_exit_code_of_a_process_is_known_until_its_parent_has_taken_it():
     child.wait()
     assert exit_code(child.pid) is None
     assert exit_code(os.getpid()) is None
+
+
+def test_ranks_that_torchrun_starts_again_join_again(start):
+    again = "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise KeyError('once')"
+    done = start([*torchrun(2), "--max-restarts", 1], again)
+    assert (done.returncode, done.stdout) == (0, "done\ndone\n"), done.stderr
+    assert words(done)[0] == "samestep: error: rank 1 of 2 failed: KeyError: 'once'"
