@@ -36,7 +36,7 @@ SIGNATURES = {
     "once": "(path, *, timeout)",
     "replicate": "(model, world, *, buckets, batchnorm, find_unused_parameters)",
     "shards": "(dataset, world, *, batch_size, micro_batch_size, weight, workers, seed, shuffle, drop_last, "
-    "collate_fn)",
+    "collate_fn, sample_streams, on_bad_sample)",
     "spawn": "(fn, n, *args, timeout, progress)",
     "world": "(*, backend, init_method, rank, size, device, pipeline, seed, deterministic, timeout, join_timeout, "
     "run_dir)",

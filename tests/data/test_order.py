@@ -1,19 +1,84 @@
+import hashlib
+import tracemalloc
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.data.order import BLOCK, Cut, Order
 
-# Golden: a resume must find the same order for ever. A change here is a new ORDER_VERSION.
-TEN = [6, 4, 3, 9, 2, 0, 1, 5, 7, 8]
-THOUSAND_AT_500 = [278, 452, 133, 894, 980]
-BILLION_AT_HUNDRED_MILLION = [600417306, 374155101, 507478636, 246164131, 448239541]
+# Golden: a resume must find the same order for ever, under any version of anything. A change is a new ORDER_VERSION.
+GOLDEN = {  # samples, seed, epoch: the first four, four from the middle on, the last four
+    (1, 0, 0): [[0], [0], [0]],
+    (2, 0, 0): [[1, 0], [0], [1, 0]],
+    (10, 0, 0): [[6, 4, 3, 9], [0, 1, 5, 7], [1, 5, 7, 8]],
+    (10, 0, 1): [[6, 3, 0, 9], [4, 5, 1, 7], [5, 1, 7, 2]],
+    (10, 1, 0): [[1, 7, 4, 3], [2, 9, 0, 5], [9, 0, 5, 6]],
+    (16, 5, 2): [[3, 0, 7, 6], [1, 8, 10, 9], [15, 14, 5, 12]],
+    (255, 1, 0): [[252, 56, 180, 61], [249, 185, 167, 5], [201, 93, 31, 16]],
+    (256, 1, 0): [[78, 214, 94, 47], [196, 46, 57, 179], [9, 129, 249, 176]],
+    (257, 1, 0): [[177, 84, 13, 75], [65, 117, 96, 133], [229, 100, 159, 189]],
+    (1797, 0, 0): [[192, 1409, 1552, 546], [269, 1370, 1610, 971], [1626, 1256, 365, 713]],
+    (1281167, 42, 89): [
+        [577585, 1020121, 998912, 849961],
+        [1227100, 997508, 957439, 816858],
+        [13671, 1094834, 855120, 200985],
+    ],
+    (10**9, 1, 0): [
+        [770650726, 365617792, 293863451, 297709037],
+        [791084220, 697848138, 138598312, 123052144],
+        [295857779, 575760604, 228357489, 611208711],
+    ],
+    (10**9, 2**40, 1000): [
+        [510863776, 174913563, 586549865, 197764764],
+        [257499420, 486363740, 575278600, 527790862],
+        [889679582, 265335399, 56432824, 898519997],
+    ],
+    (2**40, 3, 0): [
+        [990220323597, 671789031343, 4517814427, 303943113951],
+        [760149196460, 1043562063653, 714120402271, 534322163040],
+        [754566437922, 447620331121, 47988933471, 478975954240],
+    ],
+}
+WHOLE = {  # BLAKE2b of all indices as little-endian int64
+    (10, 0, 0): "23bc77d954dffbba",
+    (257, 1, 0): "765b61654e26c0d4",
+    (1797, 0, 9): "40af320fc03dc035",
+    (50000, 7, 3): "c52683e2d9b88392",
+}
 
 
-def test_the_order_never_changes():
-    assert Order(10, seed=0, epoch=0).take(0, 10).tolist() == TEN
-    assert Order(1000, seed=7, epoch=3).take(500, 505).tolist() == THOUSAND_AT_500
-    assert Order(10**9, seed=1, epoch=0).take(10**8, 10**8 + 5).tolist() == BILLION_AT_HUNDRED_MILLION
+@pytest.mark.parametrize("what", GOLDEN)
+def test_the_order_never_changes(what):
+    size, order = what[0], Order(*what)
+    starts = (0, size // 2, max(0, size - 4))
+    assert [order.take(start, min(size, start + 4)).tolist() for start in starts] == GOLDEN[what]
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_not_one_sample_of_it_ever_changes(what):
+    indices = Order(*what).take(0, what[0]).astype("<i8").tobytes()
+    assert hashlib.blake2b(indices, digest_size=8).hexdigest() == WHOLE[what]
+
+
+def test_a_billion_samples_take_no_more_memory_than_a_thousand():
+    tracemalloc.start()
+    try:
+        order = Order(10**9, seed=1)
+        for start in (0, 10**9 // 2, 10**9 - 256, 123_456_789, 10**9 - 256):
+            assert len(order.take(start, start + 256)) == 256
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 7])
+def test_ranks_ask_a_billion_samples_for_the_same_steps(ranks):
+    start, order = 10**9 - 1000, Order(10**9, seed=1)
+    spans = [Cut(10**9, 600, 50, rank, ranks).step(start).micro for rank in range(ranks)]
+    taken = [order.take(*span) for together in zip(*spans, strict=True) for span in together]
+    assert np.concatenate(taken).tolist() == Order(10**9, seed=1).take(start, start + 600).tolist()
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 100))
@@ -36,9 +101,9 @@ def test_epochs_and_seeds_give_other_orders():
 
 def test_every_position_is_equally_likely_for_a_sample():
     counts = np.zeros((20, 20))
-    for seed in range(2000):
+    for seed in range(1000):
         counts[np.arange(20), Order(20, seed).take(0, 20)] += 1
-    chi_squared = ((counts - 100) ** 2 / 100).sum()
+    chi_squared = ((counts - 50) ** 2 / 50).sum()
     assert chi_squared < 361 + 5 * (2 * 361) ** 0.5  # 19 x 19 degrees of freedom, five standard deviations
 
 

@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import samestep
+from samestep.data.audit import audit
 from samestep.data.order import Order
 from samestep.errors import DataError, PeerError, StepError
 
@@ -91,6 +92,39 @@ def resume_in_mid_epoch():
         resumed = samestep.shards(numbers(10), world, batch_size=4)
         resumed.load_state_dict(state)
         return before, [x.tolist() for (x,) in resumed]
+
+
+def test_what_workers_have_prefetched_is_not_consumed():
+    with samestep.world() as world:
+        data = CountsWhatItLoads(64)
+        batches = samestep.shards(data, world, batch_size=4, workers=2)
+        loop = iter(batches)
+        for _ in range(2):
+            next(loop)
+            batches.commit()
+        next(loop)
+        while data.loaded.sum() < 24:  # two ahead for each worker, whatever the steps do
+            data.loaded.numpy()
+        state = batches.state_dict()
+        loop.close()
+        resumed = samestep.shards(data, world, batch_size=4, workers=1)
+        resumed.load_state_dict(state)
+        rest = [x for batch in resumed for x in batch.tolist()]
+        assert state["cursor"] == 8
+        assert rest == Order(64, seed=0).take(8, 64).tolist()
+        assert audit(resumed.state_dict()).summary == "every sample of 1 epoch exactly once"
+
+
+class CountsWhatItLoads(Dataset):
+    def __init__(self, size):
+        self.loaded = torch.zeros(size, dtype=torch.int64).share_memory_()
+
+    def __len__(self):
+        return len(self.loaded)
+
+    def __getitem__(self, index):
+        self.loaded[index] += 1
+        return torch.tensor(index)
 
 
 def test_a_state_of_other_data_is_refused():

@@ -43,7 +43,7 @@ def start(tmp_path):
 
     def run(command, fault="pass", join=WORLD):
         (tmp_path / "train.py").write_text(SCRIPT.format(fault=fault, join=join))
-        gone = ("PMI", "MPI", "GLOO", "OMP", "RANK", "WORLD_SIZE", "MASTER", "SAMESTEP", "TORCHELASTIC")
+        gone = ("PMI", "MPI", "GLOO", "OMP", "RANK", "WORLD_SIZE", "MASTER", "SAMESTEP", "TORCHELASTIC", "PYTHONUNB")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(gone)}
         return subprocess.run(
             [*map(str, command), "train.py"],

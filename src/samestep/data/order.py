@@ -36,7 +36,7 @@ SMALLEST_HALF_BITS = 4  # fewer than 256 slots leave a Feistel network too few p
 BLOCK = 1 << 14  # positions computed at a time: large enough to amortise NumPy's calls, small enough to stay in cache
 
 Indices = NDArray[np.int64]
-_Words = NDArray[np.uint64]
+Words = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Order:
     seed: int = 0
     epoch: int = 0
     shuffle: bool = True
-    _block: dict[int, Indices] = field(default_factory=dict, compare=False, repr=False)
+    _blocks: dict[int, Indices] = field(default_factory=dict, compare=False, repr=False)
 
     def take(self, start: int, stop: int) -> Indices:
         """Returns the samples at positions [start, stop), shape [stop - start], int64."""
@@ -68,22 +68,23 @@ class Order:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def _samples(self, number: int) -> Indices:
-        """The samples of one block of positions; the last block asked for is kept."""
-        if number not in self._block:
+        """The samples of one block of positions; two are kept, where loading is and where committing is."""
+        if number not in self._blocks:
             first = number * BLOCK
             positions = np.arange(first, min(first + BLOCK, self.size), dtype=np.uint64)
-            self._block.clear()
-            self._block[number] = permute(positions, self.size, self._keys)
-        return self._block[number]
+            if len(self._blocks) == 2:
+                del self._blocks[next(iter(self._blocks))]
+            self._blocks[number] = permute(positions, self.size, self._keys)
+        return self._blocks[number]
 
     @cached_property
-    def _keys(self) -> _Words:
+    def _keys(self) -> Words:
         name = f"samestep order {ORDER_VERSION}/{self.seed}/{self.epoch}/{self.size}"
         digest = hashlib.blake2b(name.encode(), digest_size=8 * ROUNDS).digest()
         return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
-def permute(positions: _Words, size: int, keys: _Words) -> Indices:
+def permute(positions: Words, size: int, keys: Words) -> Indices:
     """Returns where a keyed bijection of [0, size) sends each of `positions`."""
     half_bits = max(SMALLEST_HALF_BITS, -(-(size - 1).bit_length() // 2))
     result = positions.copy()
@@ -94,15 +95,15 @@ def permute(positions: _Words, size: int, keys: _Words) -> Indices:
     return result.astype(np.int64)
 
 
-def _feistel(values: _Words, half_bits: int, keys: _Words) -> _Words:
+def _feistel(values: Words, half_bits: int, keys: Words) -> Words:
     bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> bits, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right + key) >> np.uint64(64 - half_bits))
+        left, right = right, left ^ (mix(right + key) >> np.uint64(64 - half_bits))
     return (left << bits) | right
 
 
-def _mix(words: _Words) -> _Words:
+def mix(words: Words) -> Words:
     """SplitMix64's finaliser: every bit of the result depends on every bit of the word."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

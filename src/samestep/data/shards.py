@@ -12,18 +12,23 @@ step, so that the gradients which DistributedDataParallel averages over N ranks 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from samestep import progress
-from samestep.data.batches import Loader, Mover, check_dataset
+from samestep.data.batches import Mover
+from samestep.data.fetch import Loaded
+from samestep.data.ledger import Ledger, Skip
+from samestep.data.loader import Loader, check_dataset
+from samestep.data.open_step import OpenStep
 from samestep.data.order import ORDER_VERSION, Cut, Order, Step
 from samestep.data.report import StepReport
+from samestep.data.skips import Skips
+from samestep.data.streams import SampleStreams
 from samestep.errors import DataError, StepError
 from samestep.runtime import seeds
 from samestep.runtime.sums import PendingSum, Tag, start_sum
@@ -60,7 +65,10 @@ class Shards:
         self._epoch = 0
         self._cursor = 0  # everything before it is consumed: the step that used it was committed
         self._reached = 0  # everything before it was in a finished step
-        self._open: _OpenStep | None = None
+        self._order = Order(cut.total, seed, 0, shuffle)
+        self._ledger = Ledger()
+        self._skips = Skips(world) if loader.skip else None
+        self._open: OpenStep | None = None
         self._iteration = 0
         self._report = StepReport(world)
 
@@ -72,10 +80,16 @@ class Shards:
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         self._go_to(epoch, 0)
+        if self._ledger.is_empty:
+            self._ledger = Ledger(begins=(epoch, 0))
 
     def _go_to(self, epoch: int, cursor: int) -> None:
         """Abandons a step under way, and any loop."""
         self._epoch, self._cursor, self._reached = epoch, cursor, cursor
+        if self._order.epoch != epoch:
+            self._order = Order(self._cut.total, self._seed, epoch, self._shuffle)
+        if self._skips is not None:
+            self._skips.discard()
         self._open = None
         self._iteration += 1
         self._report.discard()
@@ -110,10 +124,9 @@ class Shards:
         return self._iterate(self._iteration)
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
-        order = Order(self._cut.total, self._seed, self.epoch, self._shuffle)
         steps = list(self._cut.steps(self._cursor))
-        host = self._loader.load(order, steps)
-        run = self._weighted if self._weigh is not None else self._counted
+        host = self._loader.load(self._order, steps)
+        run = self._counted if self._weigh is None and self._skips is None else self._weighted
         progress.note_phase("data")
         for batch in run(steps, host):
             if iteration != self._iteration:
@@ -122,52 +135,62 @@ class Shards:
             yield batch
             progress.note_phase("data")
         progress.note_phase("train")
+        self._consume()
         self._go_to(self._epoch + 1, 0)
 
-    def _counted(self, steps: list[Step], host: Iterator[Any]) -> Iterator[Any]:
-        """A sample weighs 1, so a step's weight is known without looking."""
-        batches = self._mover.stream_through(host)
+    def _counted(self, steps: list[Step], host: Iterator[Loaded]) -> Iterator[Any]:
+        """A sample weighs 1 and none is skipped, so a step's weight is known without looking."""
+        batches = self._mover.stream_through(loaded.batch for loaded in host)
         for step in steps:
-            yield from self._micro_batches(step, float(step.size), [], batches)
+            counts = [stop - start for start, stop in step.micro]
+            yield from self._micro_batches(OpenStep(step, float(step.size), counts), batches)
 
-    def _weighted(self, steps: list[Step], host: Iterator[Any]) -> Iterator[Any]:
+    def _weighted(self, steps: list[Step], host: Iterator[Loaded]) -> Iterator[Any]:
         """A step's weight is summed over the ranks while the step before it computes, so it is loaded by then."""
-        ahead, weights, total = self._weighed(steps[:1], host)
+        ahead = self._weighed(steps[:1], host)
         for number, step in enumerate(steps):
-            batches, mine, weight = ahead, weights, total.wait()[0]
-            ahead, weights, total = self._weighed(steps[number + 1 : number + 2], host)
-            yield from self._micro_batches(step, weight, mine, map(self._mover.receive, batches))
+            part, (weight, *skipped) = ahead, ahead.total.wait()
+            ahead = self._weighed(steps[number + 1 : number + 2], host)
+            current = OpenStep(step, weight, part.counts, part.weights if self._weigh is not None else None)
+            if self._skips is not None and skipped[0]:
+                current.skipped = self._skips.exchange(self._epoch, step, part.skipped, self.batch_size)
+            yield from self._micro_batches(current, map(self._mover.receive, part.batches))
 
-    def _weighed(self, steps: list[Step], host: Iterator[Any]) -> tuple[list[Any], list[float], PendingSum]:
+    def _weighed(self, steps: list[Step], host: Iterator[Loaded]) -> _Part:
         """Loads this rank's part of a step (or of none), on its way to the device, and starts summing its weight."""
         batches: list[Any] = []
+        counts: list[int] = []
         weights: list[float] = []
+        skipped: list[Skip] = []
         for step in steps:
-            for (start, stop), batch in zip(step.micro, islice(host, len(step.micro)), strict=True):
-                weights.append(float(self._weigh(batch)) if stop > start else 0.0)
-                batches.append(self._mover.send(batch))
+            for (start, stop), loaded in zip(step.micro, islice(host, len(step.micro)), strict=True):
+                counts.append(stop - start - len(loaded.skipped))
+                weight = counts[-1] if self._weigh is None or not counts[-1] else self._weigh(loaded.batch)
+                weights.append(float(weight))
+                skipped += loaded.skipped
+                batches.append(self._mover.send(loaded.batch))
         tag = self._tag("weight", steps[0].start if steps else self._cut.end)
-        return batches, weights, start_sum(self._world.data, sum(weights), tag=tag)
+        sums = (sum(weights),) if self._skips is None else (sum(weights), float(len(skipped)))
+        return _Part(batches, counts, weights, skipped, start_sum(self._world.data, *sums, tag=tag))
 
     def _tag(self, purpose: str, position: int) -> Tag:
         return Tag(purpose, self._number, self._epoch, position, self._digest)
 
-    def _micro_batches(self, step: Step, weight: float, weights: list[float], batches: Iterator[Any]) -> Iterator[Any]:
-        self._open = current = _OpenStep(step, weight, weights)
-        last = len(step.micro) - 1
+    def _micro_batches(self, current: OpenStep, batches: Iterator[Any]) -> Iterator[Any]:
+        self._open = current
         try:
-            for number, batch in enumerate(islice(batches, len(step.micro))):
+            for number, batch in enumerate(islice(batches, len(current.step.micro))):
                 current.micro = number
-                self.step_ends = number == last
+                self.step_ends = current.step_ends
                 self._world.step.enter(self._number, ends=self.step_ends)
                 yield batch
-                if self._was_taken_over(current, over=number == last):
+                if self._was_taken_over(current, over=self.step_ends):
                     raise StepError("these shards were iterated elsewhere, or set to another position, in mid-step")
             self.finish_step()
         finally:
             self._world.step.leave(self._number)
 
-    def _was_taken_over(self, step: _OpenStep, *, over: bool) -> bool:
+    def _was_taken_over(self, step: OpenStep, *, over: bool) -> bool:
         """Whether another step is open, or none though this one is not over."""
         return self._open is not step if self._open is not None else not over
 
@@ -186,6 +209,8 @@ class Shards:
                 f"the step is not over: micro-batch {self._open.micro + 1} of {len(self._open.step.micro)}; step, "
                 "zero_grad and commit belong under `if batches.step_ends:`"
             )
+        if self._skips is not None:
+            self._skips.note(self._open.step, self._open.skipped)
         step, self._open = self._open.step, None
         self._reached = step.stop
         self._world.step.leave(self._number)
@@ -194,6 +219,15 @@ class Shards:
     def commit(self) -> None:
         """Counts the samples of the finished step as consumed: a resume goes on behind them. Collective."""
         self.finish_step()
+        self._consume()
+
+    def _consume(self) -> None:
+        """Enters the finished steps into the ledger: those from the committed position on."""
+        for start in range(self._cursor, self._reached, self.batch_size):
+            stop = min(start + self.batch_size, self._reached)
+            skipped = () if self._skips is None else self._skips.take(start)
+            indices = self._order.take(start, stop)
+            self._ledger.enter(self._epoch, start, indices, batch_size=self.batch_size, skipped=skipped)
         self._cursor = self._reached
 
     def mean(self, losses: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -225,66 +259,31 @@ class Shards:
         """
         if self._open is None:
             raise StepError("mean() belongs inside the loop over the shards: no micro-batch is being processed")
-        self._check_losses(losses, mask)
-        # a loss that does not count may be inf or nan, and 0 times that is nan
-        counted = losses if mask is None else torch.where(mask.bool(), losses * mask, torch.zeros_like(losses))
-        half = losses.dtype in {torch.float16, torch.bfloat16}
-        value = counted.sum(dtype=torch.float32 if half else None) / (
-            self._open.weight or 1.0
-        )  # of nothing: 0, not nan
-        if self._open.is_empty:
-            value = value * 0.0  # a batch of a type that could not be cut to nothing holds a sample all the same
+        value = self._open.share(losses, mask)
         self._report.add(value)
         ranks = self._world.data.size
         if ranks > 1 and value.requires_grad:
             value.register_hook(lambda gradient: gradient * ranks)  # type: ignore[no-untyped-call]  # [2]
         return value
 
-    def _check_losses(self, losses: torch.Tensor, mask: torch.Tensor | None) -> None:
-        assert self._open is not None
-        if losses.dim() == 0:
-            raise StepError(
-                'the loss is reduced already, and a mean of means is not the mean: pass reduction="none", one loss '
-                "per item"
-            )
-        if mask is not None and mask.shape != losses.shape:
-            raise StepError(f"the mask has shape {list(mask.shape)}, the losses {list(losses.shape)}; they must match")
-        if self._weigh is not None:
-            self._check_mask(mask)
-            return
-        start, stop = self._open.step.micro[self._open.micro]
-        if mask is not None or (losses.numel() != stop - start and stop > start):
-            raise StepError(
-                f"losses of shape {list(losses.shape)} for {stop - start} samples: without weight= an item is a "
-                "sample. Give shards weight=lambda batch: … (the items that count, such as unmasked tokens), or "
-                "reduce to one loss per sample"
-            )
-
-    def _check_mask(self, mask: torch.Tensor | None) -> None:
-        """On the host; on a GPU the check would stop the computation."""
-        assert self._open is not None
-        if mask is None or mask.device.type != "cpu" or self._open.is_empty:
-            return
-        counts, weight = float(mask.sum()), self._open.weights[self._open.micro]
-        if not math.isclose(counts, weight, rel_tol=1e-6):
-            raise StepError(
-                f"the mask lets {counts:g} losses count, but weight() said {weight:g} for this micro-batch: the sum "
-                "would be divided by the wrong number"
-            )
-
     def state_dict(self) -> dict[str, Any]:
-        """Returns the committed position: a few numbers, the same on every rank and for every world size."""
+        """Returns the committed position and the ledger: plain data, the same on every rank and world size.
+
+        `samestep.data.audit` says from it alone whether every sample was consumed once.
+        """
         return {
             "order": ORDER_VERSION,
             "samples": self._cut.total,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "drop_last": self._cut.drop_last,
             "epoch": self.epoch,
             "cursor": self._cursor,
+            "ledger": self._ledger.state(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the saved run stood.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the saved run stood; where it kept no ledger, one begins there.
 
         Raises:
             DataError: it was another dataset size, seed or order, so that "where" would mean nothing.
@@ -296,23 +295,21 @@ class Shards:
                     f"the saved run had {name} {state[name]}, this one has {mine[name]}: its position in the data "
                     "means nothing here"
                 )
-        self._go_to(int(state["epoch"]), int(state["cursor"]))
+        epoch, cursor = int(state["epoch"]), int(state["cursor"])
+        ledger = Ledger.of(state["ledger"]) if "ledger" in state else Ledger(begins=(epoch, cursor))
+        self._go_to(epoch, cursor)
+        self._ledger = ledger
 
 
 @dataclass
-class _OpenStep:
-    """The step that is being computed."""
+class _Part:
+    """This rank's part of a step, loaded ahead."""
 
-    step: Step
-    weight: float  # of the whole step, over all ranks
-    weights: list[float]  # of this rank's micro-batches, where `weight` was given
-    micro: int = 0  # the micro-batch yielded last
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether this rank has no sample in the micro-batch."""
-        start, stop = self.step.micro[self.micro]
-        return start == stop
+    batches: list[Any]
+    counts: list[int]
+    weights: list[float]
+    skipped: list[Skip]
+    total: PendingSum  # of the weights, and where samples may be skipped of how many were, over all ranks
 
 
 def shards(
@@ -327,6 +324,8 @@ def shards(
     shuffle: bool = True,
     drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    sample_streams: bool = True,
+    on_bad_sample: Literal["raise", "skip"] = "raise",
 ) -> Shards:
     """Returns this rank's part of `dataset`: batches on `world.device`, every sample once an epoch, no padding.
 
@@ -345,10 +344,15 @@ def shards(
         shuffle: false takes the samples as they lie, such as for a curriculum.
         drop_last: leave out a last step shorter than `batch_size`; by default it is taken, rightly weighted.
         collate_fn: makes a batch of a list of samples, as in DataLoader.
+        sample_streams: seed Python's, NumPy's and torch's CPU generator before each sample, from the seed, the epoch
+            and its index, so that augmentation depends on neither workers nor ranks nor resumes. Costs 7 us a sample,
+            and calls `__getitem__` where the dataset has `__getitems__` too. False leaves the generators alone.
+        on_bad_sample: what happens when `__getitem__` raises: "raise" names the sample, its worker, its file and its
+            line; "skip" leaves it out on all ranks, as if the step were smaller, and records it in the ledger.
 
     Raises:
         DataError: the dataset is empty, has no length or no random access, or the batch size is smaller than the
-            data axis.
+            data axis. While iterating: a sample could not be loaded, or a worker died.
 
     Example:
         >>> import samestep, torch
@@ -364,6 +368,8 @@ def shards(
     total = check_dataset(dataset)
     ranks = world.data.size
     _check_sizes(batch_size, micro_batch_size, workers, ranks)
+    if on_bad_sample not in {"raise", "skip"}:
+        raise DataError(f'on_bad_sample={on_bad_sample!r} is neither "raise" nor "skip"')
     if drop_last and total < batch_size:
         raise DataError(f"drop_last leaves nothing: {total} samples are less than one batch of {batch_size}")
     loader = Loader(
@@ -372,6 +378,8 @@ def shards(
         collate_fn=collate_fn,
         pin_memory=world.device.type == "cuda",
         seeded=lambda epoch: seeds.generator(seed, "workers", epoch, world.data.rank),
+        streams=SampleStreams(seed) if sample_streams else None,
+        skip=on_bad_sample == "skip",
     )
     cut = Cut(total, batch_size, micro_batch_size, world.data.rank, ranks, drop_last)
     return Shards(loader, cut, world, seed=seed, shuffle=shuffle, weigh=weight)

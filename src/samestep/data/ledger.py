@@ -1,0 +1,186 @@
+"""The ledger: which samples every committed step consumed, as a chain of digests small enough for a checkpoint.
+
+torch's samplers keep no account: whether a run that was resumed five times has seen every sample once is a matter of
+belief. Here a step that is committed is entered: its epoch, its positions in the order, and a digest over its indices
+and all indices before them. The entry is computed from the order alone, so it is the same on every rank, for any
+number of ranks, workers and micro-batches, and two runs that consumed the same samples in the same steps have the same
+digest.
+
+    step         [7 2 9 0]     [4 1 8 3]      [6 5]
+    digest  h0 ──► h1 ─────────► h2 ──────────► h3        h' = BLAKE2b(h, epoch, how many, indices)             [1]
+    segment      └──── epoch 0, [0, 10), steps of 4, h3 ────┘    one for steps that follow each other           [2]
+
+A segment ends with its epoch, and where the batch size changes or the run was resumed; so the ledger grows by some 60
+bytes for each of those and not with the steps. A sample that was skipped stands in its segment, and not in its step's
+digest. `samestep.data.audit` replays all of it from the saved state.
+
+An entry costs 4 us for a step of 256 samples and 0.4 ms for one of 65536 (one core; of these the digest 2 us and
+0.36 ms), their indices known: the loader has computed them. A state is taken in 1 us, 20 us after 10,000 segments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from samestep.data.order import Indices
+from samestep.errors import DataError
+
+__all__: list[str] = []
+
+LEDGER_VERSION = 1
+DIGEST_BYTES = 16
+START = hashlib.blake2b(f"samestep ledger {LEDGER_VERSION}".encode(), digest_size=DIGEST_BYTES).digest()
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A sample that could not be loaded and was left out: where it stood in the order, which it is, and why."""
+
+    position: int
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps of one epoch that follow each other.
+
+    Attributes:
+        epoch: of all its steps.
+        start: position at which the first of them starts.
+        stop: position behind the last.
+        batch_size: samples of a step; only the last may be shorter.
+        digest: of everything up to its end.
+        skipped: positions in it that were not consumed.
+    """
+
+    epoch: int
+    start: int
+    stop: int
+    batch_size: int
+    digest: bytes
+    skipped: tuple[Skip, ...] = ()
+
+    def row(self) -> tuple[Any, ...]:
+        """Returns it as plain data."""
+        skipped = tuple((skip.position, skip.index, skip.reason) for skip in self.skipped)
+        return (self.epoch, self.start, self.stop, self.batch_size, self.digest.hex(), skipped)
+
+    @staticmethod
+    def of(row: Any) -> Segment:
+        """Returns what :meth:`row` wrote."""
+        epoch, start, stop, batch_size, digest, skipped = row
+        skips = tuple(Skip(int(position), int(index), str(reason)) for position, index, reason in skipped)
+        return Segment(int(epoch), int(start), int(stop), int(batch_size), bytes.fromhex(digest), skips)
+
+
+def linked(digest: bytes, epoch: int, indices: Indices) -> bytes:
+    """Returns the digest of everything up to `digest`, and a step of these indices in this order: [1].
+
+    >>> import numpy as np
+    >>> linked(START, 0, np.array([1, 2])) == linked(START, 0, np.array([2, 1]))
+    False
+    """
+    state = hashlib.blake2b(digest, digest_size=DIGEST_BYTES)
+    state.update(epoch.to_bytes(8, "little") + len(indices).to_bytes(8, "little"))
+    state.update(indices.astype("<i8", order="C", copy=False).data)
+    return state.digest()
+
+
+class Ledger:
+    """The committed steps of a run.
+
+    Attributes:
+        begins: epoch and position of the first step that it knows of; (0, 0) where it knows the whole run.
+        digest: of all steps so far.
+    """
+
+    def __init__(self, begins: tuple[int, int] = (0, 0)) -> None:
+        self.begins = begins
+        self.digest = START
+        self._closed: tuple[tuple[Any, ...], ...] = ()  # rows that change no more: a state shares them
+        self._last: Segment | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step was entered."""
+        return self._last is None and not self._closed
+
+    def enter(
+        self, epoch: int, start: int, indices: Indices, *, batch_size: int, skipped: tuple[Skip, ...] = ()
+    ) -> None:
+        """Enters a committed step that starts at position `start` and would consume `indices`.
+
+        Args:
+            epoch: of the step.
+            start: its first position.
+            indices: its samples over all ranks, in order, those that were skipped included.
+            batch_size: of the run; a last step may be shorter.
+            skipped: those of its samples that were left out.
+        """
+        self.digest = linked(self.digest, epoch, without(indices, start, skipped))
+        last, stop = self._last, start + len(indices)
+        if last is not None and (last.epoch, last.stop, last.batch_size) == (epoch, start, batch_size):  # [2]
+            self._last = replace(last, stop=stop, digest=self.digest, skipped=last.skipped + skipped)
+            return
+        self._closed = self._rows()
+        self._last = Segment(epoch, start, stop, batch_size, self.digest, skipped)
+
+    def _rows(self) -> tuple[tuple[Any, ...], ...]:
+        return self._closed if self._last is None else (*self._closed, self._last.row())
+
+    def state(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {
+            "version": LEDGER_VERSION,
+            "begins": self.begins,
+            "digest": self.digest.hex(),
+            "segments": self._rows(),
+        }
+
+    @staticmethod
+    def of(state: Mapping[str, Any]) -> Ledger:
+        """Returns a ledger that goes on where :meth:`state` was taken, in a new segment.
+
+        Raises:
+            DataError: it is of a version that this samestep does not know, or malformed.
+        """
+        begins, digest, segments = parsed(state)
+        ledger = Ledger(begins)
+        ledger.digest = digest
+        ledger._closed = tuple(segment.row() for segment in segments)
+        return ledger
+
+
+def parsed(state: Mapping[str, Any]) -> tuple[tuple[int, int], bytes, list[Segment]]:
+    """Returns where a saved ledger begins, its last digest, and its segments.
+
+    Raises:
+        DataError: it is of a version that this samestep does not know, or malformed.
+    """
+    try:
+        if (version := state["version"]) != LEDGER_VERSION:
+            raise DataError(
+                f"the data ledger has version {version}, this samestep reads {LEDGER_VERSION}; read it with the "
+                "version that wrote it"
+            )
+        epoch, position = state["begins"]
+        segments = [Segment.of(row) for row in state["segments"]]
+        return (int(epoch), int(position)), bytes.fromhex(state["digest"]), segments
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"the data ledger is malformed: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"the data ledger is malformed: {error}") from error
+
+
+def without(indices: Indices, start: int, skipped: tuple[Skip, ...]) -> Indices:
+    """Returns a step's indices, the first of which stands at position `start`, without those skipped."""
+    if not skipped:
+        return indices
+    gone = {skip.position for skip in skipped}
+    return indices[[start + place not in gone for place in range(len(indices))]]
