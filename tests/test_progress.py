@@ -105,3 +105,8 @@ def test_nobody_reads_half_of_what_is_being_written(record):
     finally:
         done.set()
         writer.join()
+
+
+def test_a_place_whose_name_is_no_utf8_is_noted_all_the_same(record):
+    progress.enter("all_reduce", "/runs/\udcff/train.py:12")
+    assert progress.read(record).site == r"/runs/\udcff/train.py:12"

@@ -103,7 +103,7 @@ class Record:
 
     def note_phase(self, name: str) -> str:
         """Writes down what the rank is at from now on; returns what it was at."""
-        before, self._phase = self._phase, name.encode()
+        before, self._phase = self._phase, _bytes(name)
         if before != self._phase:
             with self._writing():
                 _PHASE.pack_into(self._memory, _AT_PHASE, time.monotonic_ns(), self._phase)
@@ -112,7 +112,7 @@ class Record:
     def enter(self, operation: str, site: str) -> None:
         """Writes down that the rank is about to take part in a collective."""
         self._entered += 1
-        line, name = site.encode()[-400:], operation.encode()[:32]
+        line, name = _bytes(site)[-400:], _bytes(operation)[:32]
         with self._writing():
             _CALL.pack_into(self._memory, _AT_CALL, self._entered, self._entered - 1, time.monotonic_ns(), name, line)
 
@@ -243,6 +243,10 @@ def _parsed(raw: bytes) -> Progress:
 
 def _seconds(nanoseconds: int) -> float | None:
     return nanoseconds / 1e9 if nanoseconds else None
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")  # a file's name may be of bytes that are no UTF-8
 
 
 def _text(field: bytes) -> str:

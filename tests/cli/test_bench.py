@@ -62,7 +62,7 @@ def test_a_mistake_is_one_line_that_says_what_to_give(arguments, message):
 def test_help_lists_the_benchmarks_without_importing_torch():
     code = "import sys; from samestep.cli import bench; print(bench._parser().format_help(), 'torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "step    a training step against a hand-written" in shown
+    assert "  step        a training step against a hand-written" in shown
     assert "examples:" in shown
     assert shown.strip().endswith("False")
 

@@ -108,3 +108,132 @@ def test_json_says_how_the_run_ended(monkeypatch, tmp_path):
     assert set(result) == {"exit", "run_dir", "failure"}
     assert set(result["failure"]) == {"rank", "host", "pid", "signal", "exception", "message", "where", "waiting"}
     assert result["exit"] == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--slurm", "--hosts", "a,b"], "--slurm and --hosts do not go together: Slurm chooses the hosts"),
+        (["--slurm", "--node-rank", "0"], "--slurm and --node-rank do not go together"),
+        (["--slurm", "--via", "pdsh"], "--slurm and --via do not go together"),
+        (["--slurm", "--nnodes", "0"], "--nnodes 0: give the number of hosts, 1 or more"),
+        (["--slurm", "--env", "NO_SUCH"], "--env NO_SUCH: there is no such variable here"),
+        (["--sbatch-args", "--time=1"], "--sbatch-args is for sbatch: say --slurm as well"),
+        (["--via", "ssh"], "--via is about other hosts, and none is named: say --hosts or --hostfile as well"),
+        (["--env", "PATH"], "--env is about other hosts"),
+        (["--ssh-args", "-p 22"], "--ssh-args is about other hosts"),
+        (["--remote-python", "/usr/bin/python"], "--remote-python is about other hosts"),
+        (["--nnodes", "2", "--node-rank", "0", "--rendezvous", "localhost:1", "--env", "PATH"], "--env is about other"),
+        (["--node-rank", "0"], "--node-rank says which of several hosts this is: say --nnodes N"),
+        (["--nnodes", "-1"], "--nnodes -1: give the number of hosts"),
+        (["--grace", "-1"], "argument --grace: '-1' is not a number of seconds; give 0 or more"),
+        (["--grace", "soon"], "'soon' is not a number of seconds"),
+        (["--join-timeout", "-5"], "argument --join-timeout: '-5' is not a number of seconds"),
+        (["--join-timeout", "inf"], "'inf' is not a number of seconds"),
+        (["--restarts", "1", "--lost-host", "continue"], "--lost-host continue goes on with the hosts that are left"),
+        (
+            ["--json", "nowhere/result.json"],
+            "--json nowhere/result.json cannot be written: there is no directory nowhere",
+        ),
+        (["--json", "."], "--json . is a directory: name a file"),
+        (["--json", "train.py/result.json"], "there is no directory train.py"),
+        (["--run-dir", "train.py/run"], "train.py/run cannot be made: "),
+    ],
+)
+def test_what_would_have_no_effect_or_fail_at_the_end_is_refused_at_once(
+    capsys, monkeypatch, tmp_path, options, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise SystemExit(9)")
+    assert main(["run", *options, "train.py"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("samestep: error: ")
+    assert shown.err.count("\n") == 1
+    assert message in shown.err
+    assert os.listdir(tmp_path) == ["train.py"]  # noqa: PTH208
+
+
+READ_ONLY = """
+mount -t tmpfs none "$1" && cd "$1" && echo 'print(1)' >train.py && mount -o remount,ro . && shift && exec "$@"
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [([], "cannot be made: "), (["--run-dir", "{0}/run", "--json", "result.json"], "cannot be written: you may not")],
+)
+def test_a_directory_that_cannot_be_written_is_one_line(tmp_path, options, message):
+    (tmp_path / "read-only").mkdir()
+    inside = ["unshare", "--mount", "sh", "-c", READ_ONLY, "sh", tmp_path / "read-only"]
+    if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("a read-only file system cannot be mounted here")
+    words = [option.format(tmp_path) for option in options]
+    command = [*inside, sys.executable, "-P", "-m", "samestep", "run", *words, "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert message in done.stderr
+
+
+def test_a_result_that_cannot_be_written_in_the_end_does_not_hide_the_runs_own_code(capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import os\nos.mkdir('result.json')\nraise SystemExit(5)")
+    assert main(["run", "-n", "1", "--json", "result.json", "train.py"]) == 5
+    assert capfd.readouterr().err.endswith("samestep: error: --json result.json cannot be written: Is a directory\n")
+
+
+def test_a_run_directory_that_only_the_attempt_shows_to_be_impossible_is_one_line(capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    name = "x" * 300
+    assert main(["run", "-n", "1", "--run-dir", name, "train.py"]) == 2
+    said = capfd.readouterr().err
+    assert said == f"samestep: error: the run directory {tmp_path}/{name} cannot be written: File name too long\n"
+
+
+def test_a_dry_run_of_one_of_several_hosts_shows_its_own_ranks(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    where = ["--nnodes", "3", "--node-rank", "1", "--rendezvous", "localhost:29500"]
+    assert main(["run", *where, "-n", "2", "--dry-run", "train.py"]) == 0
+    shown = capsys.readouterr().out
+    assert "# node 1 of 3; sizes and ranks hold if every node brings 2\n" in shown
+    assert [line for line in shown.splitlines() if line.startswith("# rank ")] == ["# rank 2", "# rank 3"]
+    assert "RANK=2 LOCAL_RANK=0 WORLD_SIZE=6 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 GROUP_WORLD_SIZE=3 " in shown
+    assert "MASTER_ADDR='<address>' MASTER_PORT='<port>' TORCHELASTIC_RUN_ID='<of node 0>'" in shown
+
+
+def test_a_dry_run_of_a_task_says_what_is_not_known_yet(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    told = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", "--dry-run", "train.py"]) == 0
+    shown = capsys.readouterr().out
+    assert "\n# rank 2\nRANK=2 LOCAL_RANK='<found>' WORLD_SIZE=3 " in shown
+    assert shown.count("\n# rank ") == 1
+
+
+def test_a_dry_run_over_hosts_fills_the_room_that_each_has(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert main(["run", "--hosts", "a:2,b", "--dry-run", "train.py"]) == 0
+    shown = capsys.readouterr().out
+    assert "RANK=1 LOCAL_RANK=1 WORLD_SIZE=3" in shown
+    assert "RANK=2 LOCAL_RANK=0 WORLD_SIZE=3" in shown
+
+
+def test_grace_and_variables_go_into_the_batch_script(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINE", "a secret")
+    (tmp_path / "train.py").touch()
+    assert main(["run", "--slurm", "--dry-run", "train.py"]) == 0
+    plain = capsys.readouterr().out
+    assert "--signal=B:USR1@60\n" in plain
+    assert "--grace" not in plain
+    assert main(["run", "--slurm", "--grace", "120", "--env", "MINE", "--dry-run", "train.py"]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --signal=B:USR1@150\n" in script
+    assert "#SBATCH --export=ALL,MINE\n" in script
+    assert " --grace 120 " in script
+    assert "a secret" not in script

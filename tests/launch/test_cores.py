@@ -153,7 +153,7 @@ def group(request):
     version = request.param
     if os.geteuid() != 0:
         pytest.skip("control groups are made by root")
-    found = [path for number, path in room._groups(Path("/"), "cpu") if number == version]
+    found = [path for number, path in room.groups(Path("/"), "cpu") if number == version]
     if not found:
         pytest.skip(f"no control groups of version {version} are mounted here")
     outer = found[0] / f"samestep-test-{os.getpid()}"

@@ -166,7 +166,7 @@ def test_a_failure_is_noticed_though_nobody_reads_the_output(folder):
 
 
 def test_a_signal_is_obeyed_though_nobody_reads_the_output(folder):
-    script = folder.script(f"{READY}\nready()\nwhile True: print('y' * 9999)")
+    script = folder.script(f"{READY}\nready()\nfor _ in range(6000): print('y' * 9999)")
     process = folder.start("-n", 2, script)
     wait_for(folder, "ready0", "ready1")
     log = next(iter(folder.path.glob("runs/*/0/*/rank0.out")))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import textwrap
+from pathlib import Path
 
 import pytest
+import torch
 
 from samestep.errors import CheckpointError, DataError
-from samestep.launch.failure import Failure, culprit, death, describe, exit_code, lost_peer
+from samestep.launch.failure import MOST_TEXT, Failure, culprit, death, describe, exit_code, lost_peer
+from samestep.launch.spawned import describe_with_spawned
 
 
 def failed(rank, time, **options):
@@ -34,6 +39,74 @@ def test_a_message_about_a_peer_is_a_victims(message):
 )
 def test_other_errors_are_a_ranks_own(error):
     assert not lost_peer(error)
+
+
+def raised_in(filename, statement):
+    """Returns what a statement raises in a file of that name, `value` being a tensor that has a history."""
+    names = {"value": torch.ones(1, requires_grad=True) * 2, "torch": torch}
+    try:
+        exec(compile(textwrap.dedent(statement), filename, "exec"), names)
+    except RuntimeError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+TORCH = Path(torch.__file__).parent
+TIMED_OUT = "raise RuntimeError('timed out after 2 s')"
+
+
+@pytest.mark.parametrize(
+    "place", ["distributed/distributed_c10d.py", "nn/parallel/distributed.py", "autograd/graph.py"]
+)
+def test_what_torchs_communication_says_of_a_peer_is_a_victims(place):
+    assert lost_peer(raised_in(str(TORCH / place), TIMED_OUT))
+
+
+@pytest.mark.parametrize(
+    "place", ["/home/me/train.py", str(TORCH / "utils/data/dataloader.py"), str(TORCH / "_utils.py")]
+)
+def test_what_times_out_elsewhere_is_a_ranks_own(place):
+    assert not lost_peer(raised_in(place, TIMED_OUT))
+
+
+GLOO = "[/p/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete"
+NATIVE = f"""
+def hook(_):
+    raise RuntimeError({GLOO!r})
+value.register_hook(hook)
+"""
+
+
+def test_the_scripts_own_raise_is_not_taken_for_a_peers_whatever_it_says():
+    assert not lost_peer(raised_in("/home/me/train.py", f"raise RuntimeError({GLOO!r})"))
+    assert not lost_peer(raised_in("/home/me/train.py", NATIVE + "value.backward()"))
+
+
+@pytest.mark.parametrize("call", ["dist.all_reduce(value, async_op=True).wait()", "loss.backward()", "meet()"])
+def test_a_peer_lost_in_native_code_that_the_script_called_is_not_the_scripts_error(folder, call):
+    script = folder.script(f"""
+        import datetime, torch, torch.distributed as dist
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        value = torch.ones(2)
+        loss = model(value).sum()
+        if rank == 1:
+            time.sleep(60)
+        {call}
+    """)
+    done = folder.run("-n", 2, script)
+    assert "rank 0] lost its peers at train.py:" in done.stderr, done.stderr
+    assert "lost its peers, and no rank said why" in done.stderr
+
+
+def test_an_error_of_c10ds_own_type_is_believed_wherever_it_comes_from():
+    assert lost_peer(raised_in("/home/me/train.py", "raise torch.distributed.DistNetworkError('connection reset')"))
+    assert not lost_peer(raised_in("/home/me/train.py", "raise torch.distributed.DistBackendError('no such option')"))
+
+
+def test_a_gpu_that_timed_out_is_a_ranks_own():
+    message = "CUDA error: the launch timed out and was terminated"
+    assert not lost_peer(raised_in(str(TORCH / "autograd/graph.py"), f"raise RuntimeError({message!r})"))
 
 
 def test_an_own_error_explains_an_earlier_lost_peer():
@@ -68,6 +141,11 @@ def test_nobody_is_blamed_where_nobody_failed():
         (SystemExit(), 0),
         (SystemExit(5), 5),
         (SystemExit("text"), 1),
+        (SystemExit(256), 0),
+        (SystemExit(-1), 255),
+        (SystemExit(2**33 + 5), 5),
+        (SystemExit(2**70), 255),
+        (SystemExit(True), 1),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -83,10 +161,51 @@ def test_a_record_is_written_whole(tmp_path):
     record.write(tmp_path / "rank3.error.json")
     assert Failure(**json.loads((tmp_path / "rank3.error.json").read_text())) == record
     assert record.usage
-    assert record.where.startswith(__file__)
+    assert str(Path(record.where.rpartition(":")[0]).resolve()) == __file__
     assert record.source == 'raise DataError("too small")'
 
 
 def test_a_death_is_told_by_its_signal():
     assert (death(1, 2, -9).exit_code, death(1, 2, 9).exit_code) == (137, 9)
     assert "SIGKILL" in death(1, 2, -9).message
+
+
+def test_a_real_time_signal_has_a_name_though_python_has_none():
+    assert death(1, 2, -signal.SIGRTMIN - 2).message == f"it was ended by SIGRTMIN+2 (signal {signal.SIGRTMIN + 2})"
+
+
+class ProcessExitedException(Exception):  # noqa: N818  (what torch.multiprocessing raises)
+    exit_code, error_pid, error_index, signal_name = -36, 0, 1, "<Unknown signal 36>"
+
+
+def test_a_real_time_signal_of_a_spawned_process_is_named_too(monkeypatch):
+    monkeypatch.delenv("SAMESTEP_LOGS", raising=False)
+    failure = describe_with_spawned(ProcessExitedException(), 0)
+    assert (failure.signal, failure.exit_code) == (36, 164)
+    assert "SIGRTMIN+2 (signal 36" in failure.message
+
+
+def test_an_endless_message_travels_in_part_and_says_where_all_of_it_is():
+    record = describe(ValueError("m" * 40_000_000), 3)
+    for text in (record.message, record.traceback):
+        assert len(text) < MOST_TEXT + 100
+        assert "rank3.err has all" in text
+    assert record.traceback.startswith("ValueError: mmm")
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise RuntimeError("nested")
+
+
+def test_an_exception_that_cannot_be_printed_has_a_record(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    try:
+        exec(compile("raise UnprintableError", "relative.py", "exec"), {"UnprintableError": UnprintableError})
+    except UnprintableError as error:
+        record = describe(error, 0)
+    assert record.message == "<exception str() failed>"
+    assert record.where == "relative.py:1"

@@ -15,6 +15,8 @@ import pytest
 from namespaces import hosts
 from test_supervise import wait_until_gone
 
+from samestep.launch.transport import _source
+
 VIAS = ("ssh", "pdsh", "clush")
 SECRET = "0123456789abcdef"
 WITHIN = 5.0  # seconds for a usage error
@@ -182,7 +184,7 @@ def test_a_restart_goes_on_with_the_hosts_that_are_left(on_hosts, folder, lab_of
     code, _, err = finish(process)
     assert code == 0, err
     assert float((folder.path / "alone").read_text()) - lost_at < 10
-    assert "restart 1 of 1: all 1 ranks" in err
+    assert "restart 1 of 1: the rank starts again" in err
 
 
 def refused(process, started_at=None):
@@ -213,7 +215,9 @@ def test_a_host_without_samestep(on_hosts, folder, tmp_path):
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
     line = refused(on_hosts("--remote-python", bare, folder.script("")))
-    assert f"samestep is missing there; run `{bare} -m pip install samestep` on it" in line
+    source = _source()
+    assert f"samestep is missing there; copy {source} to it and run `{bare} -m pip install {source}` there" in line
+    assert (Path(source) / "pyproject.toml").exists() or source.endswith(".whl")
 
 
 def test_more_ranks_than_a_host_has_room_for(on_hosts, folder):
@@ -239,132 +243,51 @@ def test_a_pair_of_hosts_that_cannot_connect(folder, lab_of_two):
     assert "host node1 cannot reach host node2 (there is no route to it); nor the other way round" in line
 
 
-def test_a_script_that_is_not_the_same_everywhere(folder, lab, tmp_path):
-    other = tmp_path / "elsewhere"
-    other.mkdir()
-    (other / "train.py").write_text("print('an older one')")
-    address = f"{lab.bridge}:{free_port(lab.bridge)}"
-    secret = {"SAMESTEP_TOKEN": SECRET}
-    first = folder.start("--nnodes", 2, "--node-rank", 0, "--rendezvous", address, folder.script(""), env=secret)
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "samestep",
-        "run",
-        "--nnodes",
-        "2",
-        "--node-rank",
-        "1",
-        "--rendezvous",
-        address,
-    ]
-    second = subprocess.Popen([*command, "train.py"], cwd=other, env={**os.environ, **secret}, stderr=subprocess.PIPE)
-    _, _, err = finish(first)
-    second.communicate(timeout=60)
-    assert "train.py is not the same on all hosts (sha256" in err
-
-
 def free_port(address):
     with socket.create_server((address, 0)) as server:
         return server.getsockname()[1]
 
 
-@pytest.fixture
-def by_hand(lab, folder):
-    """Starts `samestep run --nnodes` on a host of the lab."""
-    port = 20000 + os.getpid() % 20000
-
-    def start(name, index, count, *arguments, env=None):
-        words = ["--nnodes", count, "--node-rank", index, "--rendezvous", f"{lab.address('node1')}:{port}", *arguments]
-        command = [sys.executable, "-P", "-m", "samestep", "run", *map(str, words)]
-        piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder.path}
-        return lab.start(
-            name,
-            command,
-            env={**os.environ, "SAMESTEP_TOKEN": SECRET, **(env or {})},
-            **piped,
-        )
-
-    return start
+def test_a_script_that_is_only_here_or_not_the_same_here(lab, folder, tmp_path):
+    """The hosts of the lab share this machine's files; one that has others is looked at from another directory."""
+    python = tmp_path / "python"
+    (tmp_path / "there").mkdir()
+    python.write_text(f'#!/bin/sh\nmount --bind {tmp_path}/there {folder.path}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    inside = tmp_path / "unshared"
+    inside.write_text(f'#!/bin/sh\nexec unshare --mount {python} "$@"\n')
+    inside.chmod(0o755)
+    words = ["--hosts", "node1,node2", "--ssh-args", lab.ssh_args, "--remote-python", inside, folder.script("")]
+    assert f"there is no train.py in {folder.path} on host node1: copy it there" in refused(folder.start(*words))
+    (tmp_path / "there" / "train.py").write_text("print('an older one')")
+    assert "train.py is not the same on all hosts (sha256 here " in refused(folder.start(*words))
 
 
-def test_hosts_started_by_hand_meet_with_any_number_of_ranks(by_hand, folder):
-    script = folder.script("join()\nprint(meet(), os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'])")
-    second = by_hand("node2", 1, 2, "-n", 1, script)
-    code, out, err = finish(by_hand("node1", 0, 2, "-n", 2, script))
+def test_an_interface_that_others_cannot_reach(on_hosts, folder):
+    line = refused(on_hosts("--interface", "lo", folder.script("")))
+    assert "host node1 cannot reach host node2 on its lo, 127.0.0.1 (" in line
+    assert line.endswith("name another network with --interface, or leave it out")
+
+
+def test_the_interface_that_was_asked_for_is_used(on_hosts, folder):
+    script = folder.script("join()\nprint(meet(), os.environ['GLOO_SOCKET_IFNAME'])")
+    code, out, err = finish(on_hosts("-n", 1, "--interface", "eth0", script))
     assert code == 0, err
-    assert sorted(out.splitlines()) == ["[rank 0] 3 0 2", "[rank 1] 3 1 2", "[rank 2] 3 0 1"]
-    assert finish(second)[0] == 0
+    assert sorted(out.splitlines()) == ["[rank 0] 2 eth0", "[rank 1] 2 eth0"]
 
 
-def test_hosts_started_by_hand_meet_through_a_file_that_is_its_own_secret(by_hand, folder):
-    options = ["--rendezvous", folder.path / "meeting", folder.script("join()\nmeet()")]
-    second = by_hand("node2", 1, 2, *options, env={"SAMESTEP_TOKEN": ""})
-    assert finish(by_hand("node1", 0, 2, *options, env={"SAMESTEP_TOKEN": ""}))[0] == 0
-    assert finish(second)[0] == 0
-
-
-def test_torchruns_own_options_start_the_same(lab, folder):
-    script = folder.script("join()\nprint(meet())")
-    words = [
-        sys.executable,
-        "-P",
-        "-m",
-        "samestep",
-        "run",
-        "--nproc_per_node=1",
-        "--nnodes=2",
-        "--master_addr=127.0.0.1",
-    ]
-    port = f"--master_port={free_port('127.0.0.1')}"
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder.path}
-    second, first = (subprocess.Popen([*words, port, f"--node_rank={rank}", script], **piped) for rank in (1, 0))
-    code, out, err = finish(first)
-    assert code == 0, err
-    assert sorted(out.splitlines()) == ["[rank 0] 2", "[rank 1] 2"]
-    assert finish(second)[0] == 0
-
-
-def test_every_host_started_by_hand_ends_with_the_runs_code(by_hand, folder):
-    script = folder.script("join()\nmeet()\nsys.exit(7) if rank == 1 else meet()")
-    second = by_hand("node2", 1, 2, script)
-    assert finish(by_hand("node1", 0, 2, script))[0] == 7
-    assert finish(second)[0] == 7
-
-
-def test_a_host_that_never_comes_is_named_at_the_join_timeout(by_hand, folder):
-    script = folder.script("")
-    second = by_hand("node2", 1, 3, "--join-timeout", 4, script)
-    code, _, err = finish(by_hand("node1", 0, 3, "--join-timeout", 3, script))
-    assert code == 2
-    assert "waited 3 s, and 1 of 2 hosts never came (node 2)" in err
-    finish(second)
-
-
-def test_a_host_with_another_token_is_told_so(by_hand, folder):
-    script = folder.script("")
-    first = by_hand("node1", 0, 2, "--join-timeout", 4, script)
-    code, _, err = finish(by_hand("node2", 1, 2, "--join-timeout", 4, script, env={"SAMESTEP_TOKEN": SECRET[::-1]}))
-    assert code == 2
-    assert "the head of the run has another token: set the same SAMESTEP_TOKEN on every host" in err
-    finish(first)
-
-
-def test_hosts_started_by_hand_need_a_secret(by_hand, folder):
-    code, _, err = finish(by_hand("node1", 0, 2, folder.script(""), env={"SAMESTEP_TOKEN": "short"}))
-    assert code == 2
-    assert "set SAMESTEP_TOKEN to the same 16 or more random characters on every host" in err
-
-
-def test_two_hosts_of_one_number_are_refused(by_hand, folder):
-    script = folder.script("")
-    others = [by_hand(name, 1, 3, script) for name in ("node2", "node3")]
-    code, _, err = finish(by_hand("node1", 0, 3, script))
-    assert code == 2
-    assert "node 1 is there twice" in err
-    for other in others:
-        finish(other)
+def test_hosts_that_are_slow_to_come_are_named(lab, folder, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    slow = tmp_path / "python"
+    slow.write_text(f'#!/bin/sh\n[ "$(hostname)" = node1 ] || read line <{pipe}\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    words = ["--hosts", "node1,node2", "--ssh-args", lab.ssh_args, "--remote-python", slow, folder.script("")]
+    process = folder.start(*words)
+    line = process.stderr.readline()
+    assert line == "samestep: waiting for up to 15 s for node2 to answer over ssh and to connect to this host\n"
+    pipe.write_text("go\n")
+    assert finish(process)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -375,6 +298,7 @@ def test_two_hosts_of_one_number_are_refused(by_hand, folder):
         (("--nnodes", "2", "--node-rank", "0"), "--nnodes 2 needs --rendezvous HOST:PORT"),
         (("--nnodes", "2", "--node-rank", "0", "--rendezvous", "here"), "give HOST:PORT"),
         (("--nnodes", "2", "--node-rank", "0", "--rendezvous", "x.invalid:1"), "the name x.invalid is unknown"),
+        (("--nnodes", "2", "--node-rank", "0", "--rendezvous", "203.0.113.7:1"), "203.0.113.7 is not this host, which"),
         (("--hosts", "a", "--nnodes", "2"), "--hosts and --nnodes both say which hosts"),
         (("--hosts", "a", "--env", "NO_SUCH"), "--env NO_SUCH: there is no such variable here"),
         (("--hostfile", "nothing"), "the host file nothing cannot be read: No such file or directory"),

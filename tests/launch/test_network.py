@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 
 import pytest
 
 from samestep.errors import UsageError
+from samestep.launch.facts import Facts, digest, look
 from samestep.launch.network import Doorbell, Target, addresses, interface_named, probe, route_to
 
 HERE = "127.0.0.1"
@@ -76,3 +78,20 @@ def test_two_hosts_that_probe_each_other_answer_meanwhile():
     assert list(found.values()) == [{"other": None}] * 2
     for bell in bells:
         bell.close()
+
+
+def test_facts_travel_with_the_names_of_networks():
+    facts = look(__file__, is_module=False)
+    told = Facts.from_json(json.loads(json.dumps(facts.as_json())))
+    assert told == facts
+    assert told.address_on(addresses()[-1].name) == HERE
+    assert told.address_on("eth99") is None
+
+
+def test_the_digest_of_a_module_is_that_of_the_one_in_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("raise AssertionError('imported')")
+    (tmp_path / "package" / "train.py").write_text("pass")
+    monkeypatch.chdir(tmp_path)
+    assert digest("package.train", is_module=True) == digest("package/train.py", is_module=False) is not None
+    assert digest("package.other", is_module=True) is None

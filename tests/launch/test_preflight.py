@@ -15,9 +15,9 @@ GOOD = Facts(
 )  # fmt: skip
 
 
-def judged(*changes, reached=None, slots=None):
+def judged(*changes, reached=None, slots=None, **more):
     facts = [replace(GOOD, name=name, **change) for name, change in zip("abcdef", changes, strict=False)]
-    return objection(facts, reached or {}, "train.py", slots or {})
+    return objection(facts, reached or {}, "train.py", slots or {}, **more)
 
 
 def test_hosts_that_fit_are_not_objected_to():
@@ -51,3 +51,30 @@ def test_a_pair_that_cannot_connect_comes_before_everything_else():
 
 def test_too_many_ranks_for_a_host():
     assert "host b has 2 slots and 3 ranks are asked for" in judged({}, {}, slots={"a": (3, 4), "b": (3, 2)})
+
+
+def test_one_slot_is_one_slot():
+    assert "host a has 1 slot and 2 ranks are asked for" in judged({}, slots={"a": (2, 1)})
+
+
+def test_a_script_that_is_only_where_the_command_was_given_is_missed():
+    gone = {"digest": None}
+    assert judged(gone, gone) is None  # nor is it here: a command's own business
+    assert "there is no train.py in /work on host a: copy it there" in judged(gone, gone, own="d" * 64)
+    assert "there is no train.py in /work on host a: copy it there" in judged(gone, own="d" * 64)
+
+
+@pytest.mark.parametrize(("hosts", "there"), [(1, "a"), (2, "the hosts")])
+def test_a_script_that_differs_where_the_command_was_given_is_told(hosts, there):
+    changes = [{}] * hosts
+    assert judged(*changes, own="d" * 64) is None
+    told = judged(*changes, own="e" * 64)
+    assert f"train.py is not the same on all hosts (sha256 here eeeeeeee, {there} dddddddd)" in told
+
+
+def test_a_network_that_others_cannot_reach_is_named_with_its_address():
+    reached = {"a": {"b": "refuses: a firewall, or nothing listens there"}, "b": {"a": "no answer in 3 s"}}
+    lo = {"interfaces": (("eth0", "10.0.0.1"), ("lo", "127.0.0.1"))}
+    told = judged(lo, lo, reached=reached, interface="lo")
+    assert told.startswith("host a cannot reach host b on its lo, 127.0.0.1 (refuses: a firewall")
+    assert told.endswith("; nor the other way round: name another network with --interface, or leave it out")

@@ -261,11 +261,15 @@ def test_who_comes_in_under_a_number_that_is_not_missing_is_turned_away(lab, by_
     second.communicate()
     Heard(first).until("is lost")
     stranger = by_hand("node2", 2, script, count=3)
-    assert finish(stranger)[0] == 1
+    told, _, said = finish(stranger)
+    assert (told, "node 2 is none of 1 to 1" in said) == (2, True), said
+    other = by_hand("node2", 1, script, "--another")
+    told, _, said = finish(other)
+    assert (told, "node 1 was started with `train.py --another` and node 0 with `train.py`" in said) == (2, True), said
     third = by_hand("node2", 1, script)
     code, out, err = finish(first)
     assert code == 0, err
-    assert "has come in as number 2, which is not missing: turned away" in err
+    assert "has come in and was turned away: node 2 is none of 1 to 1" in err
     resumed(folder, out)
     finish(third)
 

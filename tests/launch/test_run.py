@@ -69,7 +69,7 @@ def test_a_script_imports_its_neighbours_and_not_what_lies_in_the_current_direct
     (folder.path / "inner/neighbour.py").write_text("")
     (folder.path / "json.py").write_text("raise RuntimeError('shadowed')")
     done = folder.run("inner/train.py")
-    assert done.stdout == "neighbour __main__ inner/train.py\n", done.stderr
+    assert done.stdout == f"neighbour __main__ {folder.path}/inner/train.py\n", done.stderr
 
 
 def test_the_local_rank_is_passed_in_either_spelling_when_asked_for(folder):

@@ -115,9 +115,10 @@ def wait_for(slurm, job, wanted):
     return told
 
 
-def test_a_batch_that_is_asked_to_make_room_is_queued_again_and_goes_on(slurm, folder):
+@pytest.mark.parametrize("where", [["--batch"], []])  # as the warning comes; and to every process
+def test_a_batch_that_is_asked_to_make_room_is_queued_again_and_goes_on(slurm, folder, where):
     job = running_batch(slurm, folder)
-    slurm.run(["scancel", "--signal=USR1", job])
+    slurm.run(["scancel", *where, "--signal=USR1", job])
     assert wait_for(slurm, job, {"PENDING"})["Restarts"] == "1"
     (output,) = folder.path.glob(f"runs/*/slurm-{job}.out")
     assert "preempted by SIGUSR1: saved step" in output.read_text()
@@ -135,6 +136,62 @@ def test_a_job_of_higher_priority_makes_a_running_one_save(slurm, folder):
     (output,) = folder.path.glob(f"runs/*/slurm-{job}.out")
     assert "saved step" in output.read_text()
     slurm.run(["scancel", job])
+
+
+WARNED = """
+join()
+meet()
+if rank == 1:
+    signal.signal(signal.SIGUSR1, lambda *_: open("warned", "w").close())
+open(f"at{rank}", "w").close()
+while not os.path.exists("enough"):
+    time.sleep(0.05)
+print("finished", meet())
+"""
+
+
+def test_a_script_that_cannot_save_is_not_disturbed_by_the_warning_before_its_limit(slurm, folder):
+    script = folder.script(WARNED)
+    done = slurm.run([*HERE, "--slurm", "--nnodes", "2", "-n", "1", script])
+    assert done.returncode == 0, done.stderr
+    job = re.match(r"job (\d+) is queued; its output comes to (.*)\n", done.stdout)
+    while not all((folder.path / f"at{rank}").exists() for rank in range(2)):  # the test's own deadline ends this
+        time.sleep(0.1)
+    slurm.run(["scancel", "--batch", "--signal=USR1", job[1]])
+    while not (folder.path / "warned").exists():  # by who has a handler of its own, and has asked for it
+        time.sleep(0.1)
+    (folder.path / "enough").touch()
+    told = wait_for(slurm, job[1], {"COMPLETED", "FAILED", "CANCELLED"})
+    said = Path(job[2]).read_text()
+    assert (told["JobState"], Path(job[2]).name) == ("COMPLETED", f"slurm-{job[1]}.out"), said
+    assert said.count("finished 2") == 2, said
+
+
+REQUEUE = """#!/bin/bash
+#SBATCH --nodes=1 --ntasks=2 --requeue --open-mode=append --output=out
+srun -n2 {python} plain.py
+[ "$SLURM_RESTART_COUNT" = 2 ] || scontrol requeue "$SLURM_JOB_ID"
+"""
+
+
+def test_a_job_that_is_queued_again_starts_plain_ranks_on_the_same_node(slurm, folder, tmp_path_factory):
+    """Its first run is killed, its second a clean one."""
+    places = tmp_path_factory.mktemp("places")
+    (folder.path / "plain.py").write_text(
+        "import os, signal, samestep, torch, torch.distributed as dist\n"
+        "count = os.environ.get('SLURM_RESTART_COUNT', '0')\n"
+        "with samestep.world() as world:\n"
+        "    dist.barrier()\n"
+        "    print('met', count, flush=True)\n"
+        "    if count == '0': os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    (folder.path / "job.sh").write_text(REQUEUE.format(python=sys.executable))
+    words = ["sbatch", "--parsable", f"--export=ALL,TMPDIR={places}", "job.sh"]
+    job = slurm.run(words).stdout.strip()
+    wait_for(slurm, job, {"COMPLETED", "FAILED", "CANCELLED"})
+    said = (folder.path / "out").read_text()
+    assert [said.count(f"met {count}") for count in range(3)] == [2, 2, 2], said
+    assert not list(places.glob("samestep-*/*"))
 
 
 def test_the_batch_script_is_shown_and_quoted(folder):
@@ -167,6 +224,7 @@ def test_what_slurm_refuses_is_passed_on(slurm, folder):
     assert done.returncode == 2
     assert "sbatch refuses the job: " in done.stderr
     assert "nowhere" in done.stderr or "partition" in done.stderr
+    assert not (folder.path / "runs").exists()
 
 
 def test_a_machine_without_slurm_says_so(folder):

@@ -14,7 +14,7 @@ import pytest
 from slurm_cluster import slurm_cluster
 
 from samestep.errors import UsageError
-from samestep.launch.slurm import Batch, batch_script, submit
+from samestep.launch.slurm import Batch, batch_script, submit, warning_for
 from samestep.rankenv import variable
 
 OVER = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED"}
@@ -92,7 +92,7 @@ def test_the_script_reads_as_a_person_would_write_it(tmp_path):
     #SBATCH --cpus-per-task=32
     #SBATCH --gres=gpu:4
     #SBATCH --time=1-12
-    #SBATCH --signal=USR1@60
+    #SBATCH --signal=B:USR1@60
     #SBATCH --requeue
     #SBATCH --open-mode=append
     #SBATCH --output=FOLDER/work/runs/train/slurm-%j.out
@@ -101,25 +101,44 @@ def test_the_script_reads_as_a_person_would_write_it(tmp_path):
 
     cd FOLDER/work || exit 2
 
+    # a run directory holds one run: what is queued again, or submitted once more, gets a folder of its own in it
+    again=${SLURM_RESTART_COUNT:+/again-$SLURM_RESTART_COUNT}
+    if [ -e FOLDER/work/runs/train"$again/run.json" ]; then again=/again-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}; fi
+
+    # the warning before the time limit: for the process that leads the run, and no other
+    leader=FOLDER/work/runs/train/leader-$SLURM_JOB_ID
+    warned=
+    trap 'warned=1; kill -USR1 "$(cat "$leader")"' USR1
+
     # one task on each node, with all of its cores and GPUs; each leaves with the exit code of the whole run
     srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none --cpus-per-task=32 \\
+        bash -c '[ "$SLURM_PROCID" != 0 ] || echo $$ >"$0"; exec "$@"' "$leader" \\
         /opt/venv/bin/python -P -m samestep run -n 4 --restarts 3 --json result.json \\
-        --run-dir FOLDER/work/runs/train"${SLURM_RESTART_COUNT:+/again-$SLURM_RESTART_COUNT}" \\
-        train.py --lr 0.1
+        --run-dir FOLDER/work/runs/train"$again" \\
+        train.py --lr 0.1 &
+    wait $!
     code=$?
+    while [ -n "$warned" ]; do # it was the warning that ended the wait
+        warned=
+        wait $!
+        code=$?
+    done
+    rm -f "$leader"
 
     if [ "$code" -eq 75 ]; then # every rank has saved: go on from there when there is room again
-        scontrol requeue "$SLURM_JOB_ID" || echo "saved, but not queued again: submit this script once more" >&2
+        scontrol requeue "$SLURM_JOB_ID" || echo REFUSED >&2
     fi
     exit "$code"
     """
-    assert batch_script(job) == textwrap.dedent(expected).replace("FOLDER", str(tmp_path))
+    refused = f"'saved, but not queued again; to go on: sbatch {tmp_path}/work/runs/train/samestep.sbatch'"
+    filled = textwrap.dedent(expected).replace("REFUSED", refused).replace("FOLDER", str(tmp_path))
+    assert batch_script(job) == filled
 
 
 def test_what_is_not_asked_for_is_left_to_the_cluster(tmp_path):
     script = batch_script(batch(tmp_path, "-m", "package.train", ranks=3))
     assert "#SBATCH --cpus-per-task=3\n" in script
-    assert not [word for word in ("--time=", "--partition", "--gres", "--restarts") if word in script]
+    assert not [word for word in ("--time=", "--partition", "--gres", "--restarts", "--export") if word in script]
     assert f"{sys.executable} -P -m samestep run -n 3 \\" in script
     assert script.count("--cpus-per-task") == 1  # srun gives the task all that the job has on the node
 
@@ -144,6 +163,21 @@ def test_names_and_arguments_come_through_as_they_are(here, tmp_path):
     assert stand_in.arguments() == [*run, "my train.py", *words]
 
 
+@pytest.mark.parametrize(("grace", "warning"), [(0, 60), (30, 60), (31, 61), (120.5, 151), (1e6, 65_535)])
+def test_the_warning_comes_early_enough_for_the_grace(tmp_path, grace, warning):
+    script = batch_script(batch(tmp_path, warning=warning_for(grace)))
+    assert f"#SBATCH --signal=B:USR1@{warning}\n" in script
+
+
+def test_variables_go_along_by_name(here, tmp_path, monkeypatch):
+    monkeypatch.setenv("NAMED", "a secret")
+    stand_in = StandIn(tmp_path, 'echo "is $NAMED"')
+    job = batch(tmp_path, python=str(stand_in.path), variables=("NAMED",))
+    code, said, _ = run_to_its_end(here, job)
+    assert (code, "is a secret\n" in said) == (0, True), said
+    assert "a secret" not in job.script.read_text()
+
+
 @pytest.mark.parametrize("field", ["name", "partition", "time"])
 def test_a_line_break_cannot_smuggle_an_option_in(tmp_path, field):
     with pytest.raises(UsageError, match="leave line breaks and control characters out"):
@@ -156,6 +190,28 @@ def test_a_job_that_has_saved_is_queued_again_and_goes_on(here, tmp_path):
     assert (code, restarts) == (0, 1)
     assert [line for line in said.splitlines() if line.startswith("start")] == ["start 0"] * 2 + ["start 1"] * 2
     assert str(tmp_path / "run/again-1") in stand_in.arguments()
+
+
+def test_the_script_is_kept_and_may_be_submitted_once_more(here, tmp_path):
+    run = 'while [ $# -gt 1 ] && [ "$1" != --run-dir ]; do shift; done; mkdir -p "$2"; [ ! -e "$2/run.json" ] || exit 2'
+    job = batch(tmp_path, python=str(StandIn(tmp_path, f'{run}; touch "$2/run.json"').path))
+    assert run_to_its_end(here, job)[0] == 0
+    assert job.script.read_text() == batch_script(job)
+    number = here.run(["sbatch", "--parsable", str(job.script)]).stdout.strip()
+    assert end_of(here, number)["ExitCode"] == "0:0"
+    assert (job.run_dir / f"again-{number}-0" / "run.json").exists()
+
+
+def test_what_cannot_be_queued_again_says_how_to_go_on(here, tmp_path):
+    stand_in = StandIn(tmp_path, "exit 75")
+    broken = tmp_path / "scontrol"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    job = batch(tmp_path, python=str(stand_in.path))
+    script = batch_script(job).replace("scontrol requeue", f"{broken} requeue")
+    number = submit(script, job.run_dir)
+    assert end_of(here, number)["ExitCode"] == "75:0"
+    assert f"to go on: sbatch {job.run_dir}/samestep.sbatch" in (job.run_dir / f"slurm-{number}.out").read_text()
 
 
 def test_tasks_that_leave_one_after_the_other_with_75_are_queued_again_too(here, tmp_path):
@@ -184,6 +240,30 @@ def test_a_preempted_job_saves_and_goes_on_when_there_is_room(here, tmp_path):
     output = (job.run_dir / f"slurm-{number}.out").read_text()
     assert (said["ExitCode"], said["Restarts"]) == ("0:0", "1"), output
     assert sorted(line for line in output.splitlines() if line.startswith("saved")) == ["saved 0", "saved 1"]
+
+
+def test_a_warning_reaches_the_process_that_leads_and_no_other(here, tmp_path):
+    """Again and again, and the code is still what it ends with."""
+    body = f"""
+    trap 'echo warned $SLURM_PROCID; touch {tmp_path}/warned-$((n += 1))' USR1
+    touch {tmp_path}/begun-$SLURM_PROCID
+    while [ ! -e {tmp_path}/enough ]; do read -r -t 0.1 <> {tmp_path}/pipe; done
+    exit 9
+    """
+    job = batch(tmp_path, nodes=2, python=str(StandIn(tmp_path, body).path))
+    number = submit(batch_script(job), job.run_dir)
+    signs = [tmp_path / "begun-0", tmp_path / "begun-1", tmp_path / "warned-1", tmp_path / "warned-2"]
+    for wanted in (signs[:2], signs[2:3], signs[3:]):
+        while not all(sign.exists() for sign in wanted):
+            time.sleep(0.02)  # the test's own deadline ends this
+        if wanted != signs[3:]:
+            here.run(["scancel", "--batch", "--signal=USR1", number])
+    (tmp_path / "enough").touch()
+    said = end_of(here, number)
+    output = (job.run_dir / f"slurm-{number}.out").read_text()
+    assert said["ExitCode"] == "9:0", output
+    assert [line for line in output.splitlines() if line.startswith("warned")] == ["warned 0"] * 2
+    assert not list(job.run_dir.glob("leader-*"))
 
 
 def test_a_task_that_never_comes_so_far_ends_the_others(here, tmp_path):
@@ -215,9 +295,16 @@ def test_the_ranks_of_all_nodes_are_one_run_and_its_exit_code_is_the_jobs(here, 
 
 def test_a_refusal_of_sbatch_is_passed_on_in_one_line(here, tmp_path):
     with pytest.raises(UsageError) as refused:
-        submit(batch_script(batch(tmp_path, partition="nowhere")))
+        submit(batch_script(batch(tmp_path, partition="nowhere")), tmp_path / "runs" / "one")
     assert str(refused.value).startswith("sbatch refuses the job: invalid partition specified: nowhere")
     assert "\n" not in str(refused.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file/run cannot be written: Not a directory"):
+        submit("", tmp_path / "file" / "run")
 
 
 def test_nothing_is_left_when_srun_is_killed(cluster):

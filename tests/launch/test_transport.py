@@ -238,7 +238,7 @@ def test_an_interpreter_that_is_none_is_named(via, server):
 def test_a_host_without_samestep_is_named(via, server):
     command = [sys.executable, "-I", "-S", "-m", "samestep.launch.agent"]  # -S: no site-packages
     said, _, codes = failure(via, server, "node2", command)
-    assert f"samestep is missing there; run `{sys.executable} -m pip install samestep`" in said
+    assert f"run `{sys.executable} -m pip install {transport._source()}` there" in said
     assert codes["node2"] == 1
 
 

@@ -23,6 +23,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("samestep.cli.run", "start a script on N processes, here or on several hosts"),
+    "checkpoint": Command("samestep.cli.checkpoint", "list, show, verify and convert what a run has saved"),
     "bench": Command("samestep.cli.bench", "time samestep beside the code it stands in for"),
 }
 
@@ -50,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments after the program's name; `sys.argv[1:]` by default.
     """
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        from samestep.launch.process import open_missing_streams
+
+        open_missing_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)

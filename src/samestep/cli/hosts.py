@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import socket
 import sys
 from collections.abc import Iterator
@@ -11,16 +12,17 @@ from functools import partial
 from pathlib import Path
 
 from samestep.cli.options import Parser
-from samestep.errors import RankVariablesError, UsageError
+from samestep.errors import RankVariablesError, SamestepError, UsageError
 from samestep.launch.cluster import Part, Wanted, examine
 from samestep.launch.devices import visible_gpus
 from samestep.launch.doors import Calling, Inviting
-from samestep.launch.gather import Call, Sibling, by_invitation, by_transport, dismiss, sibling_of, streams_of
+from samestep.launch.gather import Call, by_invitation, by_transport, dismiss, farewell, streams_of
 from samestep.launch.head import Head, open_here
 from samestep.launch.hostlist import HostSlots, parse_hostfile, parse_hosts
 from samestep.launch.network import addresses, interface_named
 from samestep.launch.replacement import Replacement
 from samestep.launch.run import part_here
+from samestep.launch.sibling import EVERYWHERE, PATIENCE, Sibling, sibling_of
 from samestep.launch.transport import VIAS, Started
 from samestep.launch.wire import new_token
 from samestep.rankenv import child_environment, read_rank_variables, variable
@@ -45,7 +47,7 @@ def add_options(parser: Parser) -> None:
     add = parser.add_argument_group("several hosts").add_argument
     add("--hosts", metavar="LIST", help="start there too: a,b[3-9],user@c:4 (:4 is room for 4 ranks)")
     add("--hostfile", metavar="FILE", type=Path, help="the same from a file, one host a line: name, or name slots=4")
-    add("--via", choices=VIAS, default="ssh", help="how --hosts are reached (default: ssh)")
+    add("--via", choices=VIAS, help="how --hosts are reached (default: ssh)")
     add("--ssh-args", metavar="TEXT", default="", help="more options for ssh: --ssh-args '-p 2222 -F config'")
     add("--remote-python", metavar="PATH", help="the interpreter there, if it is not where it is here")
     add("--env", metavar="NAME", action="append", default=[], help="take this variable along too (OMP_*, NCCL_*, … go)")
@@ -55,7 +57,13 @@ def add_options(parser: Parser) -> None:
     add("--rendezvous", metavar="HOST:PORT", help="where host 0 waits, the same on all; or a file that all share")
     add("--slurm", action="store_true", help="queue it on --nnodes nodes; with --dry-run print the batch script")
     add("--sbatch-args", metavar="TEXT", default="", help="more options for sbatch: '--time=2:00:00 --gpus-per-node=4'")
-    add("--join-timeout", metavar="S", type=float, default=300.0, help="seconds to wait for the others (default: 300)")
+    add(
+        "--join-timeout",
+        metavar="S",
+        type=seconds,
+        default=PATIENCE,
+        help="seconds to wait for the others (default: %(default)g)",
+    )
     add(
         "--lost-host",
         choices=("stop", "continue", "wait"),
@@ -63,6 +71,46 @@ def add_options(parser: Parser) -> None:
         help="with --restarts, when a host is lost: continue with those left, or wait up to --join-timeout for it, or "
         "for another in its place (default: stop)",
     )
+
+
+def seconds(text: str) -> float:
+    """Reads an option's time."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; give 0 or more")
+    return value
+
+
+def check_effect(options: argparse.Namespace) -> None:
+    """Refuses options that would have no effect beside the others: whoever gives one counts on it.
+
+    Raises:
+        UsageError: there is one; says what it belongs to.
+    """
+    hosts = [f"--{name}" for name in ("hosts", "hostfile") if getattr(options, name) is not None]
+    given = {
+        "--via": options.via,
+        "--ssh-args": options.ssh_args,
+        "--remote-python": options.remote_python,
+        "--env": [] if options.slurm else options.env,
+    }
+    idle = [name for name, value in given.items() if value] if not hosts else []
+    if options.slurm:
+        by_hand = {"--node-rank": options.node_rank, "--rendezvous": options.rendezvous}
+        other = [*hosts, *(name for name, value in by_hand.items() if value is not None), *idle]
+        if other:
+            raise UsageError(f"--slurm and {other[0]} do not go together: Slurm chooses the hosts, --nnodes N how many")
+    elif options.sbatch_args:
+        raise UsageError("--sbatch-args is for sbatch: say --slurm as well")
+    if idle:
+        raise UsageError(f"{idle[0]} is about other hosts, and none is named: say --hosts or --hostfile as well")
+    if options.node_rank is not None and options.nnodes is None:
+        raise UsageError("--node-rank says which of several hosts this is: say --nnodes N, of how many, as well")
+    if options.nnodes is not None and options.nnodes < 1:
+        raise UsageError(f"--nnodes {options.nnodes}: give the number of hosts, 1 or more")
 
 
 @contextmanager
@@ -83,25 +131,33 @@ def opened(
         ranks = options.ranks or visible_gpus() or 1
         with Head([open_here(socket.gethostname(), ranks)]) as head:
             parts = (part_here(ranks),)
-            yield head, parts, Replacement(head, None, lambda _: parts, options.join_timeout, _say)
+            yield head, parts, Replacement(head, None, lambda _: parts, options.join_timeout, say)
         return
     started: list[Started] = []
     if isinstance(where, Call):
-        hosts, started = by_transport(where)
+        hosts, started = by_transport(where, say)
     else:
-        hosts = by_invitation(where, own_ranks(options, where))
+        hosts = by_invitation(where, own_ranks(options, where), say)
     try:
         with Head(hosts) as head:
             head.attend([descriptor for one in started for descriptor in streams_of(one)], _show)
             check = partial(examine, head, _wanted(options, where))
-            door = (
-                Calling(where, started, head, _show)
-                if isinstance(where, Call)
-                else Inviting(where, [*(["-m"] if options.module else []), *options.program])
-            )
-            yield head, tuple(check(_note)), Replacement(head, door, check, options.join_timeout, _say)
+            door = Calling(where, started, head, _show) if isinstance(where, Call) else Inviting(where, where.program)
+            with _told(head, where):
+                yield head, tuple(check(_note)), Replacement(head, door, check, options.join_timeout, say)
     finally:
         dismiss(started)
+
+
+@contextmanager
+def _told(head: Head, where: Call | Sibling) -> Iterator[None]:
+    """Lets whoever sits at the other hosts know why a run has come to nothing."""
+    try:
+        yield
+    except SamestepError as error:
+        if isinstance(where, Sibling):
+            farewell(head, f"error: {error}", error.exit_code)
+        raise
 
 
 def place(options: argparse.Namespace) -> Call | Sibling | None:
@@ -112,10 +168,14 @@ def place(options: argparse.Namespace) -> Call | Sibling | None:
     if len(named) > 1:
         raise UsageError(f"--{named[0]} and --{named[1]} both say which hosts: give one of them")
     if options.hosts is not None or options.hostfile is not None:
-        names = tuple(host.name for host in _listed(options))
-        taken = _taken_along(options.env)
+        names = tuple(host.name for host in listed(options))
+        taken = taken_along(options.env)
         return Call(
-            hosts=names, via=options.via, ssh_args=options.ssh_args, python=options.remote_python, variables=taken
+            hosts=names,
+            via=options.via or VIAS[0],
+            ssh_args=options.ssh_args,
+            python=options.remote_python,
+            variables=taken,
         )
     if options.nnodes is not None and options.nnodes != 1:
         return _by_hand(options)
@@ -124,7 +184,7 @@ def place(options: argparse.Namespace) -> Call | Sibling | None:
     except RankVariablesError:
         return None  # of whoever started this; the ranks get their own
     if told is not None and told.source in STARTED_BY and told.size > 1:
-        return sibling_of(told, options.join_timeout)
+        return sibling_of(told, options.join_timeout, _program(options))
     return None
 
 
@@ -132,10 +192,19 @@ def own_ranks(options: argparse.Namespace, where: Sibling) -> int:
     """Returns how many ranks this process brings: a task of srun or mpiexec is one, a host as many as it has GPUs."""
     if options.ranks is not None:
         return int(options.ranks)
-    return 1 if where.file is not None else visible_gpus() or 1
+    return 1 if where.launcher is not None else visible_gpus() or 1
 
 
-def _listed(options: argparse.Namespace) -> list[HostSlots]:
+def _program(options: argparse.Namespace) -> tuple[str, ...]:
+    return (*(["-m"] if options.module else []), *options.program)
+
+
+def listed(options: argparse.Namespace) -> list[HostSlots]:
+    """Returns the hosts that the options name.
+
+    Raises:
+        UsageError: the list cannot be read, or is malformed.
+    """
     if options.hosts is not None:
         return parse_hosts(options.hosts)
     try:
@@ -152,27 +221,33 @@ def _show(said: bytes) -> None:
 
 
 def _note(text: str) -> None:
-    _say(f"note: {text}")
+    say(f"note: {text}")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tells a person one line."""
     sys.stderr.write(f"samestep: {text}\n")
     sys.stderr.flush()
 
 
 def _wanted(options: argparse.Namespace, where: Call | Sibling) -> Wanted:
-    listed = _listed(options) if options.hosts or options.hostfile else []
+    named = listed(options) if options.hosts or options.hostfile else []
     return Wanted(
         program=options.program[0],
         is_module=options.module,
         ranks=options.ranks,
-        slots={host.name: host.slots for host in listed},
+        slots={host.name: host.slots for host in named},
         interface=options.interface,
         launcher=where.launcher if isinstance(where, Sibling) else None,
     )
 
 
-def _taken_along(more: list[str]) -> dict[str, str]:
+def taken_along(more: list[str]) -> dict[str, str]:
+    """Returns the variables that go to other hosts: those that start as TAKEN_ALONG says, and `more`.
+
+    Raises:
+        UsageError: one of these is not set here.
+    """
     missing = [name for name in more if variable(name) is None]
     if missing:
         raise UsageError(f"--env {missing[0]}: there is no such variable here; set it first")
@@ -187,15 +262,14 @@ def _by_hand(options: argparse.Namespace) -> Sibling:
     count, index = options.nnodes, options.node_rank
     if options.rendezvous is None and hasattr(options, "master_addr"):
         options.rendezvous = f"{options.master_addr}:{getattr(options, 'master_port', TORCHRUNS_PORT)}"
-    if count < 1:
-        raise UsageError(f"--nnodes {count}: give the number of hosts, 1 or more")
     if index is None or not 0 <= index < count:
         raise UsageError(f"--nnodes {count} needs --node-rank, from 0 to {count - 1}, a different one on every host")
     if options.rendezvous is None:
         raise UsageError(f"--nnodes {count} needs --rendezvous HOST:PORT, a name of host 0 and a port free there")
+    known = {"index": index, "count": count, "patience": options.join_timeout, "program": _program(options)}
     if "/" in options.rendezvous:
         file = Path(options.rendezvous).absolute()
-        return Sibling(index=index, count=count, file=file, token=new_token(), patience=options.join_timeout)
+        return Sibling(**known, file=file, token=new_token(), named=str(file))
     host, colon, port = options.rendezvous.rpartition(":")
     if not colon or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UsageError(
@@ -206,14 +280,17 @@ def _by_hand(options: argparse.Namespace) -> Sibling:
     except OSError as error:
         raise UsageError(f"--rendezvous {options.rendezvous}: the name {host} is unknown on this host") from error
     own = [interface.address for interface in addresses()]
-    if index == 0 and address not in own and not address.startswith("127."):
-        raise UsageError(f"--rendezvous {host} ({address}) is not this host, which is node 0 ({', '.join(own)})")
+    loopback = address.startswith("127.")
+    if index == 0 and address not in own and not loopback:
+        named = host if host == address else f"{host} ({address})"
+        raise UsageError(f"--rendezvous {named} is not this host, which is node 0 and has {', '.join(own)}")
     token = variable("SAMESTEP_TOKEN") or ""
-    if len(token) < SHORTEST_TOKEN and not address.startswith("127."):
+    if len(token) < SHORTEST_TOKEN and not loopback:
         raise UsageError(
             f"--nnodes {count} needs a secret, or anybody on the network could run code here: set SAMESTEP_TOKEN to "
             f"the same {SHORTEST_TOKEN} or more random characters on every host (openssl rand -hex 16)"
         )
-    return Sibling(
-        index=index, count=count, address=address, port=int(port), token=token, patience=options.join_timeout
-    )
+    # a host's own name may lead to 127.0.1.1 on that host alone; without a secret that is as far as it goes
+    kept = loopback and (len(token) < SHORTEST_TOKEN or host in {address, "localhost"})
+    bind = address if kept else EVERYWHERE
+    return Sibling(**known, address=address, port=int(port), token=token, named=options.rendezvous, bind=bind)

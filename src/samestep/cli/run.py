@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
 from pathlib import Path
 
-from samestep.cli.hosts import add_options, opened, own_ranks, place
+from samestep.cli.hosts import add_options, check_effect, listed, opened, own_ranks, place, say, seconds, taken_along
 from samestep.cli.options import Parser
 from samestep.errors import UsageError
-from samestep.launch.agent import Agent
 from samestep.launch.cluster import Part
 from samestep.launch.cores import binding_warning, describe, read_cores, read_unbound
 from samestep.launch.devices import visible_gpus
-from samestep.launch.gather import PATIENCE, Call, Sibling, follow
+from samestep.launch.following import follow
+from samestep.launch.gather import Call, farewell
+from samestep.launch.head import Head
+from samestep.launch.replacement import Replacement
 from samestep.launch.run import Plan, launch, part_here, summary
-from samestep.launch.slurm import LEAVING, Batch, batch_script, submit
+from samestep.launch.script import find_module
+from samestep.launch.sibling import PATIENCE, Sibling
+from samestep.launch.slurm import LEAVING, Batch, batch_script, submit, warning_for
 from samestep.launch.supervise import SAVING
+from samestep.launch.verdict import Verdict, explain
 from samestep.paths import RunDirectory, default_run_path
 from samestep.rankenv import variable
 
@@ -68,22 +72,82 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     where = place(options)
     if isinstance(where, Sibling) and where.index > 0:
-        return _serve(follow(where, own_ranks(options, where)))
-    with opened(options, where) as (head, parts, replacement):
-        plan = _plan(options, parts)
-        _announce(plan)
-        verdict = launch(plan, head, replacement)
+        return follow(where, own_ranks(options, where), say)
+    if where is None and options.lost_host == "continue":
+        raise UsageError("--lost-host continue goes on with the hosts that are left, and this is the only one")
     if options.json is not None:
-        options.json.write_text(json.dumps(summary(plan, verdict), indent=2) + "\n", encoding="utf-8")
+        _check_json(options.json)
+    path = _run_path(options.run_dir, options.program[0])
+    _check_run_path(path)
+    with opened(options, where) as (head, parts, replacement):
+        plan = _plan(options, parts, path)
+        _announce(plan)
+        verdict = _launched(plan, head, replacement)
+        if isinstance(where, Sibling):
+            farewell(head, _ended(verdict), verdict.exit_code)
+    if options.json is not None:
+        return _write_json(options.json, plan, verdict)
     return verdict.exit_code
+
+
+def _launched(plan: Plan, head: Head, replacement: Replacement) -> Verdict:
+    try:
+        return launch(plan, head, replacement)
+    except OSError as error:
+        if error.filename is None or not Path(error.filename).is_relative_to(plan.directory.path):
+            raise
+        raise UsageError(f"the run directory {plan.directory.path} cannot be written: {error.strerror}") from error
+
+
+def _ended(verdict: Verdict) -> str:
+    """Returns what a person at another host is told of a run's end."""
+    cause = next((line for line in explain(verdict, None) if line.startswith("samestep: ")), "")
+    return f"the run is over, exit code {verdict.exit_code}{cause.replace('samestep:', ':', 1)}"
+
+
+def _write_json(file: Path, plan: Plan, verdict: Verdict) -> int:
+    try:
+        file.write_text(json.dumps(summary(plan, verdict), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        say(f"error: --json {file} cannot be written: {error.strerror}")
+        return verdict.exit_code or 1
+    return verdict.exit_code
+
+
+def _check_json(file: Path) -> None:
+    """Sees before the training, rather than after it, whether its result can be written."""
+    if file.is_dir():
+        raise UsageError(f"--json {file} is a directory: name a file")
+    if not file.parent.is_dir():
+        raise UsageError(f"--json {file} cannot be written: there is no directory {file.parent}; make it first")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UsageError(f"--json {file} cannot be written: you may not write there; name another file")
+
+
+def _check_run_path(path: Path) -> None:
+    there = next(parent for parent in (path, *path.parents) if _exists(parent))
+    if not there.is_dir():
+        raise UsageError(
+            f"the run directory {path} cannot be made: {there} is not a directory; name one with --run-dir"
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"the run directory {path} cannot be made: {there} is read-only; name another with --run-dir")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # no name that a file can have; whoever makes it will say so
+        return False
 
 
 def _queue(options: argparse.Namespace) -> int:
     """Prints the batch script, or hands it to Slurm."""
-    program = options.program[0]
-    path = default_run_path(program) if options.run_dir is None else options.run_dir.absolute()
+    path = _run_path(options.run_dir, options.program[0])
+    taken_along(options.env)  # each must be there
     run = [] if options.start == "auto" else ["--start", options.start]
     run += [] if options.local_rank is None else [f"--pass{options.local_rank[1:]}"]
+    run += [] if options.grace == SAVING else ["--grace", f"{options.grace:g}"]
     run += [] if options.lost_host == "stop" else ["--lost-host", options.lost_host]
     run += [] if options.join_timeout == PATIENCE else ["--join-timeout", f"{options.join_timeout:g}"]
     run += [] if options.json is None else ["--json", str(options.json)]
@@ -99,22 +163,18 @@ def _queue(options: argparse.Namespace) -> int:
             more=(options.sbatch_args,) if options.sbatch_args else (),
             restarts=options.restarts,
             wait=LEAVING if options.lost_host == "stop" else 0,
+            variables=tuple(dict.fromkeys(options.env)),
+            warning=warning_for(options.grace),
         )
     )
     if options.dry_run:
         print(script, end="")
-    else:
-        print(f"job {submit(script, path)} is queued; its output comes to {path}/slurm-<job>.out")
+        return 0
+    if options.json is not None:
+        _check_json(options.json)
+    job = submit(script, path)
+    print(f"job {job} is queued; its output comes to {path}/slurm-{job}.out")
     return 0
-
-
-def _serve(agent: Agent) -> int:
-    """Does this host's part of a run that another leads; ends as the run does."""
-    agent.serve()
-    if agent.exit_code is None:
-        print("samestep: the head of the run has hung up: its host, or the network, is gone", file=sys.stderr)
-        return 1
-    return agent.exit_code
 
 
 def _announce(plan: Plan) -> None:
@@ -165,7 +225,7 @@ def _parser() -> Parser:
     add(
         "--grace",
         metavar="S",
-        type=float,
+        type=seconds,
         default=SAVING,
         help="seconds to save in after SIGTERM (default: %(default)g)",
     )
@@ -193,17 +253,18 @@ def _count(text: str) -> int:
 def _check(options: argparse.Namespace) -> None:
     if not options.program:
         raise UsageError("no script is given: `samestep run -n 2 train.py`, or `-m module`")
+    check_effect(options)
     if options.lost_host != "stop" and not options.restarts:
         raise UsageError(f"--lost-host {options.lost_host} is about what follows: say --restarts K, how often, as well")
     program = options.program[0]
     _check_module(program) if options.module else _check_script(program)
 
 
-def _plan(options: argparse.Namespace, parts: tuple[Part, ...]) -> Plan:
+def _plan(options: argparse.Namespace, parts: tuple[Part, ...], path: Path) -> Plan:
     program, *arguments = options.program
     return Plan(
         parts=parts,
-        directory=RunDirectory(_run_path(options.run_dir, program)),
+        directory=RunDirectory(path),
         run_id=secrets.token_hex(4),
         program=program,
         arguments=tuple(arguments),
@@ -229,8 +290,8 @@ def _check_script(program: str) -> None:
 def _check_module(name: str) -> None:
     sys.path.insert(0, str(Path.cwd()))  # as python -m does
     try:
-        spec = _find(name)
-        runnable = spec is None or spec.submodule_search_locations is None or _find(f"{name}.__main__")
+        spec = find_module(name)
+        runnable = spec is None or spec.submodule_search_locations is None or find_module(f"{name}.__main__")
     finally:
         sys.path.pop(0)
     if spec is None:
@@ -240,22 +301,10 @@ def _check_module(name: str) -> None:
         raise UsageError(f"{name} is a package without a __main__.py: name one of its modules")
 
 
-def _find(name: str) -> ModuleSpec | None:
-    """Finds a module as `importlib.util.find_spec` does, but imports none of the packages above it."""
-    first, *rest = name.split(".")
-    spec = find_spec(first) if first else None
-    for part in rest:
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        first = f"{first}.{part}"
-        spec = PathFinder.find_spec(first, spec.submodule_search_locations)
-    return spec
-
-
 def _run_path(asked: Path | None, program: str) -> Path:
     if asked is None:
         return default_run_path(program)
-    if (asked / "run.json").exists():
+    if _exists(asked / "run.json"):
         raise UsageError(f"{asked} holds another run already: name a new directory, or leave --run-dir out")
     return asked.absolute()
 
@@ -263,20 +312,39 @@ def _run_path(asked: Path | None, program: str) -> Path:
 def _show(options: argparse.Namespace) -> None:
     """Prints what would be started, in a form that a shell would take."""
     where = place(options)
-    count = options.ranks or visible_gpus() or 1
-    parts: tuple[Part, ...] = (part_here(count),)
+    parts: tuple[Part, ...] = (part_here(options.ranks or visible_gpus() or 1),)
     if isinstance(where, Call):
         for start in where.starts():
             print(f"# on {', '.join(start.hosts)}; address and token go to its standard input\n{start}\n")
-        parts = tuple(replace(parts[0], name=host, machine=host, interface="<found>") for host in where.hosts)
-    plan = _plan(options, parts)
-    print(f"# run directory: {plan.directory.path}")
+        hosts = [(host.name, options.ranks or host.slots or parts[0].ranks) for host in listed(options)]
+        parts = tuple(replace(parts[0], name=name, machine=name, ranks=n, interface="<found>") for name, n in hosts)
+    elif where is not None:
+        ranks = own_ranks(options, where)
+        names = [f"{where.word} {index}" for index in range(where.count)]
+        parts = tuple(replace(part_here(ranks), name=name, machine=name, interface="<found>") for name in names)
+        print(f"# {names[where.index]} of {where.count}; sizes and ranks hold if every {where.word} brings {ranks}")
+    plan = _plan(options, parts, _run_path(options.run_dir, options.program[0]))
+    unknown = _found_later(where, len(parts))
+    print(f"# run directory: {unknown.get('SAMESTEP_RUN_DIR', plan.directory.path)}")
     print("# MASTER_PORT is bound when the run starts; rank 0 inherits its socket and serves the store on it")
-    if plan.start == "fork" or (plan.start == "auto" and plan.size > 1):
+    if len(parts) > 1:
+        print("# what stands in <> is found when all have come")
+    if plan.start == "fork" or (plan.start == "auto" and max(part.ranks for part in parts) > 1):
         print("# the ranks are forked from one process that has imported torch, and each does what its command says")
     for rank in range(plan.size):
-        chosen = {**plan.variables(rank), "MASTER_PORT": "<port>"}
-        if len(parts) > 1:
-            chosen["MASTER_ADDR"] = "<address>"
-        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in chosen.items())
-        print(f"\n# rank {rank}\n{variables} \\\n  {shlex.join(plan.command(rank))}")
+        if not isinstance(where, Sibling) or plan.part_of(rank) == where.index:
+            chosen = {name: unknown.get(name, value) for name, value in plan.variables(rank).items()}
+            variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in chosen.items())
+            print(f"\n# rank {rank}\n{variables} \\\n  {shlex.join(plan.command(rank))}")
+
+
+def _found_later(where: Call | Sibling | None, parts: int) -> dict[str, str]:
+    """Returns the variables of which a command alone does not say the values."""
+    found = {"MASTER_PORT": "<port>"} | ({"MASTER_ADDR": "<address>"} if parts > 1 else {})
+    if isinstance(where, Sibling) and where.index > 0:
+        theirs = ("TORCHELASTIC_RUN_ID", "SAMESTEP_RUN_DIR", "SAMESTEP_LOGS")
+        found |= dict.fromkeys(theirs, f"<of {where.word} 0>")
+    if isinstance(where, Sibling) and where.launcher is not None:  # tasks may share a host
+        local = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "OMP_NUM_THREADS", "SAMESTEP_LOGS")
+        found |= dict.fromkeys(local, "<found>")
+    return found

@@ -24,12 +24,13 @@ from torch.utils.data._utils import signal_handling
 from samestep.data.fetch import Board, shortened
 from samestep.data.order import Order
 from samestep.errors import DataError, SamestepError
+from samestep.launch.failure import signal_name
 
 __all__: list[str] = []
 
 _LOOK_S = 0.5  # how often a rank that waits looks at its workers
 
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: "the kernel does that when memory runs out: take fewer workers or smaller batches",
     signal.SIGBUS: "that happens when /dev/shm is full: take fewer workers or smaller batches, or enlarge it",
     signal.SIGSEGV: "native code of the dataset failed: workers=0 and faulthandler show where",
@@ -117,9 +118,8 @@ def _death(processes: list[Any], order: Order, board: Board) -> str | None:
 def _obituary(worker: int, pid: int, code: int, work: str) -> str:
     if code >= 0:
         return f"worker {worker} (process {pid}) left with exit code {code} {work}; workers=0 shows where"
-    number = signal.Signals(-code)
-    hint = f"; {_HINTS[number]}" if number in _HINTS else ""
-    return f"worker {worker} (process {pid}) was killed by {number.name} {work}{hint}"
+    hint = f"; {_HINTS[-code]}" if -code in _HINTS else ""
+    return f"worker {worker} (process {pid}) was killed by {signal_name(-code)} {work}{hint}"
 
 
 def _work(order: Order, row: tuple[int, int, int]) -> str:

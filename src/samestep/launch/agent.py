@@ -34,7 +34,7 @@ from samestep.launch.facts import Facts, look
 from samestep.launch.frames import Link, Message
 from samestep.launch.loop import Loop
 from samestep.launch.network import Doorbell, Target, interface_named, probe, route_to
-from samestep.launch.process import adopt_orphans, follow_parent, outlive_parent
+from samestep.launch.process import adopt_orphans, follow_parent, open_missing_streams, outlive_parent
 from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.team import Job, Team
 from samestep.launch.wire import SealedLink, connect
@@ -256,6 +256,7 @@ def come_in(greeting: Greeting, seconds: float, *, patient: bool = True) -> Agen
 
 def main() -> int:
     """Serves the head that the first line of standard input tells of; what a transport starts on another host."""
+    open_missing_streams()
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)

@@ -7,7 +7,10 @@ A forked rank (:mod:`samestep.launch.fork`) comes in by :func:`live`, without th
 die with its parent, obeys orders, keeps a record of an uncaught exception, and leaves the process in a way that gloo
 survives: its run-loop thread needs the interpreter's lock to release its last tensors, so a process whose training
 went well can still abort or hang while the interpreter finalises. Here the script's threads are joined, its atexit
-handlers run and its output is flushed as python would; then `os._exit` skips the finalisation.
+handlers run, its output is flushed and the files that it left open are written out as python would; then `os._exit`
+skips the finalisation. What is lost is `__del__` of other objects that the script still holds.
+
+A child that the script makes with `os.fork` comes back through here too, and ends for itself alone.
 
 Signal 40 makes a rank write the Python stacks of all its threads, even while native code holds the interpreter's
 lock. SIGUSR1 and SIGUSR2, which torch and submitit use for it, stay the scheduler's and the script's.
@@ -18,12 +21,14 @@ from __future__ import annotations
 import argparse
 import atexit
 import faulthandler
+import gc
+import io
 import os
 import socket
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from io import TextIOWrapper
 from typing import NoReturn, cast
 
 from samestep import progress
@@ -31,7 +36,14 @@ from samestep.errors import Preempted
 from samestep.launch import observers
 from samestep.launch.address import serve_store, use_store
 from samestep.launch.control import Control
-from samestep.launch.failure import Failure, below_the_launcher, brief
+from samestep.launch.failure import (
+    Failure,
+    below_the_launcher,
+    brief,
+    format_traceback,
+    show_from_here,
+    text_in,
+)
 from samestep.launch.process import follow_parent
 from samestep.launch.script import run_module, run_script
 from samestep.launch.spawned import describe_with_spawned
@@ -40,6 +52,9 @@ from samestep.launch.watched import note_watched
 from samestep.rankenv import variable
 
 __all__: list[str] = []
+
+WRITING_S = 20.0  # how long files that were left open may take: one may lead to a reader that does not read
+_OF_PYTHON = (io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair, io.BytesIO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +99,9 @@ def live(assignment: Assignment) -> NoReturn:
     faulthandler.enable(file=stacks, all_threads=True)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     rank, size = int(variable("RANK") or 0), int(variable("WORLD_SIZE") or 1)
+    process = os.getpid()
     note_watched()
+    show_from_here()
     control = None if assignment.control is None else Control(assignment.control)
     if assignment.progress is not None:
         progress.attach(assignment.progress)
@@ -92,7 +109,7 @@ def live(assignment: Assignment) -> NoReturn:
         os.set_inheritable(assignment.store, False)
         serve_store(socket.socket(fileno=assignment.store), size)
     if not variable("PYTHONUNBUFFERED"):
-        cast("TextIOWrapper", sys.stdout).reconfigure(
+        cast("io.TextIOWrapper", sys.stdout).reconfigure(
             line_buffering=True
         )  # a pipe's lines shall come when they are whole
     if assignment.calls is None:
@@ -104,10 +121,17 @@ def live(assignment: Assignment) -> NoReturn:
         _run(assignment, rank, size)
         observers.end(None)
     except BaseException as error:  # noqa: BLE001  (SystemExit and KeyboardInterrupt too: all end the rank here)
-        code = _report(error, rank, control)
-        observers.end(error)
+        code = _report(error, rank, control if os.getpid() == process else None)  # a forked child's is not the rank's
+        _end_observers(error)
         leave(code)
     leave(0)
+
+
+def _end_observers(error: BaseException) -> None:
+    try:
+        observers.end(error)
+    except Exception as other:  # noqa: BLE001  (the script's own exception is what ends this rank)
+        _write(format_traceback(other))
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -152,11 +176,11 @@ def _report(error: BaseException, rank: int, control: Control | None) -> int:
 def _print(error: BaseException, failure: Failure, *, launched: bool) -> None:
     if isinstance(error, SystemExit):
         if error.code is not None and not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)  # noqa: T201
+            _write(f"{text_in(error)}\n")
     elif launched and failure.lost_peer and not failure.usage:
-        sys.stderr.write(_in_one_line(failure))
+        _write(_in_one_line(failure))
     elif not (launched and failure.usage) and not isinstance(error, KeyboardInterrupt):
-        _print_traceback(error, failure)  # a usage error is the launcher's to show, once for all ranks
+        _print_traceback(error)  # a usage error is the launcher's to show, once for all ranks
 
 
 def _in_one_line(failure: Failure) -> str:
@@ -165,33 +189,89 @@ def _in_one_line(failure: Failure) -> str:
     return f"lost its peers at {failure.where}: {brief(failure.message)} ({kept})\n"
 
 
-def _print_traceback(error: BaseException, failure: Failure) -> None:
+def _print_traceback(error: BaseException) -> None:
     hook = sys.excepthook
-    if hook is sys.__excepthook__ or hook.__module__.startswith("torch."):  # torch's adds a rank, which we show too
-        sys.stderr.write(failure.traceback)  # in one piece, so that the ranks' lines do not mix
-    else:  # the script has installed its own
+    if hook is sys.__excepthook__ or str(getattr(hook, "__module__", "")).startswith("torch."):
+        _write(format_traceback(error))  # in one piece, so that the ranks' lines do not mix; torch's adds the rank
+        return
+    try:  # the script has installed its own
         hook(type(error), error, below_the_launcher(error.__traceback__))
+    except BaseException as other:  # noqa: BLE001  (what it was to show must be seen)
+        theirs = "" if isinstance(other, SystemExit) else f"Error in sys.excepthook:\n{format_traceback(other)}\n"
+        _write(f"{theirs}Original exception was:\n{format_traceback(error)}")
+
+
+def _write(text: str) -> None:
+    """Writes to standard error, past whatever the script has put there if that fails."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except Exception:  # noqa: BLE001
+        with suppress(OSError):
+            os.write(2, text.encode(errors="backslashreplace"))
 
 
 def leave(code: int) -> NoReturn:
     """Ends the process as python would, short of finalising the interpreter (see the top of this file)."""
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  (joins what python joins, nothing else does)
-        atexit._run_exitfuncs()  # noqa: SLF001
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    os._exit(_flush() or code)
+    for last in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # noqa: SLF001
+        try:
+            last()  # joins and calls what python does, for which there is no other way
+        except BaseException as error:  # noqa: BLE001  (a second Ctrl-C, say)
+            _write(f"Exception ignored in: {last!r}\n{format_traceback(error)}")
+    writing = threading.Thread(target=_write_out, daemon=True)
+    writing.start()
+    writing.join(WRITING_S)
+    os._exit(code if _flush() else 120)  # python's own code where its output cannot be written any more
 
 
-def _flush() -> int:
-    """Flushes both streams; returns python's own exit code 120 where one cannot be written any more."""
-    failed = 0
-    for stream in (sys.stdout, sys.stderr):
+def _write_out() -> None:
+    """Writes out the files that the script has left open, which python's finalisation does by closing them."""
+    things = gc.get_objects()
+    kinds = {kind for kind in set(map(type, things)) if io.IOBase.__base__ in kind.__mro__}
+    left = [thing for thing in things if type(thing) in kinds]
+    texts = [file for file in left if isinstance(file, io.TextIOWrapper)]
+    plain = [file for file in left if isinstance(file, io.BufferedWriter | io.BufferedRandom)]
+    packed = [file for file in left if isinstance(file, io.BufferedIOBase) and not isinstance(file, _OF_PYTHON)]
+    for act, files in ((_flush_one, texts), (_close_one, packed), (_flush_one, plain)):  # each lies above the next
+        for file in files:
+            with suppress(Exception):
+                act(file)
+
+
+def _flush_one(file: io.IOBase) -> None:
+    if file not in (sys.stdout, sys.stderr) and not file.closed and file.writable():
+        file.flush()
+
+
+def _close_one(file: io.IOBase) -> None:
+    if not file.closed and file.writable():  # a GzipFile ends with a sum
+        file.close()
+
+
+def _flush() -> bool:
+    """Flushes both streams as python does at its end; returns whether what the script had written has gone out."""
+    good = True
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name, None)
+        if stream is None or _is_closed(stream):  # the script's own doing
+            continue
         try:
             stream.flush()
-        except (OSError, ValueError):  # the reader is gone, or the script closed it
-            failed = 120
-    return failed
+        except Exception as error:  # noqa: BLE001  (the reader is gone, or it is something of the script's own)
+            good = False
+            if name == "stdout":
+                _write(f"Exception ignored in: {name}\n{type(error).__name__}: {text_in(error)}\n")
+    for own in (sys.__stdout__, sys.__stderr__):  # below what the script may have put in their place
+        with suppress(Exception):
+            own.flush()  # type: ignore[union-attr]
+    return good
+
+
+def _is_closed(stream: object) -> bool:
+    try:
+        return bool(stream.closed)  # type: ignore[attr-defined]
+    except Exception:  # noqa: BLE001
+        return False
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 from samestep.errors import UsageError
 from samestep.launch.cores import binding_warning
-from samestep.launch.facts import Facts
+from samestep.launch.facts import Facts, digest
 from samestep.launch.head import Head, Host
 from samestep.launch.network import Target, addresses
 from samestep.launch.preflight import objection
@@ -63,7 +63,7 @@ def examine(head: Head, wanted: Wanted, warn: Callable[[str], None]) -> list[Par
     asked = {"program": wanted.program, "is_module": wanted.is_module}
     told = head.ask("look", "facts", lambda host: {**asked, "name": labels[head.hosts.index(host)]})
     facts = [Facts.from_json(answer["facts"]) for answer in told]
-    doors = _ring(head, labels)
+    doors = _ring(head, facts, wanted.interface)
     found = head.ask("probe", "probed", lambda host: _others(labels[head.hosts.index(host)], doors, wanted.interface))
     for host in head.hosts:
         host.send("quiet")
@@ -73,6 +73,8 @@ def examine(head: Head, wanted: Wanted, warn: Callable[[str], None]) -> list[Par
         {label: answer["reached"] for label, answer in zip(labels, found, strict=True) if "reached" in answer},
         wanted.program,
         {label: (counts[label], limit) for label in labels if (limit := wanted.slots.get(label)) is not None},
+        own=digest(wanted.program, is_module=wanted.is_module),
+        interface=wanted.interface,
     )
     if fault is not None:
         raise UsageError(fault)
@@ -105,12 +107,13 @@ def tell_apart(names: Sequence[str]) -> list[str]:
     ]
 
 
-def _ring(head: Head, labels: Sequence[str]) -> dict[str, Target]:
-    """Lets every host open a doorbell; returns where they are."""
+def _ring(head: Head, facts: Sequence[Facts], interface: str | None) -> dict[str, Target]:
+    """Lets every host open a doorbell; returns where they are: on the network that was asked for, where it has it."""
     rings = head.ask("ring", "ringing", lambda _: {"address": "0.0.0.0"})  # noqa: S104  (any way in is tried)
+    asked = [None if interface is None else fact.address_on(interface) for fact in facts]
     return {
-        label: Target(_address(host, head), ring["port"], ring["nonce"])
-        for label, host, ring in zip(labels, head.hosts, rings, strict=True)
+        fact.name: Target(address or _address(host, head), ring["port"], ring["nonce"])
+        for fact, host, ring, address in zip(facts, head.hosts, rings, asked, strict=True)
     }
 
 

@@ -26,7 +26,7 @@ import traceback
 from typing import Any, NoReturn
 
 from samestep.launch import orders
-from samestep.launch.failure import own_line
+from samestep.launch.failure import UNKNOWN, own_line, tried
 
 __all__: list[str] = []
 
@@ -79,7 +79,7 @@ class Control:
             self.tell("cannot", number=number, handles=handles)
 
     def _leave(self) -> NoReturn:
-        where, source = self._standing_at()
+        where, source = tried(self._standing_at, UNKNOWN)  # whatever that meets: this rank must go
         self.tell("waiting", where=where, source=source)
         flushing = threading.Thread(target=_flush, daemon=True)
         flushing.start()

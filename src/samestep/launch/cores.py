@@ -21,6 +21,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -117,13 +118,13 @@ class Mount(NamedTuple):
 
 def cpu_quota(root: Path = MACHINE) -> float | None:
     """Returns the tightest quota of this process's group and all above it that can be seen, in cores."""
-    quotas = [_quota(directory, version) for version, directory in _groups(root, "cpu")]
+    quotas = [_quota(directory, version) for version, directory in groups(root, "cpu")]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def cpuset_size(root: Path = MACHINE) -> int | None:
     """Returns how many cpus this process's control group has; None where no group says so."""
-    for version, directory in _groups(root, "cpuset"):
+    for version, directory in groups(root, "cpuset"):
         listed = _text(directory / ("cpuset.cpus.effective" if version == 2 else "cpuset.effective_cpus"))
         if listed and listed.strip():
             return len(parse_cpu_list(listed))
@@ -131,9 +132,12 @@ def cpuset_size(root: Path = MACHINE) -> int | None:
 
 
 def _quota(directory: Path, version: int) -> float | None:
-    if version == 2:
-        return parse_cpu_max(_text(directory / "cpu.max") or "max")
-    return parse_cfs(_text(directory / "cpu.cfs_quota_us") or "-1", _text(directory / "cpu.cfs_period_us") or "100000")
+    text = {name: _text(directory / f"cpu.{name}") for name in ("max", "cfs_quota_us", "cfs_period_us")}
+    with suppress(ValueError, ZeroDivisionError):
+        if version == 2:
+            return parse_cpu_max(text["max"] or "max")
+        return parse_cfs(text["cfs_quota_us"] or "-1", text["cfs_period_us"] or "100000")
+    return None
 
 
 def parse_cpu_max(text: str) -> float | None:
@@ -151,10 +155,13 @@ def parse_cfs(quota: str, period: str) -> float | None:
     return None if int(quota) <= 0 else int(quota) / int(period)
 
 
-def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
+def groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
     """Yields version and directory of this process's groups, each followed by those above it."""
-    own = parse_groups(_text(root / "proc/self/cgroup") or "", controller)
-    mounts = parse_mounts(_text(root / "proc/self/mountinfo") or "", controller)
+    try:
+        own = parse_groups(_text(root / "proc/self/cgroup") or "", controller)
+        mounts = parse_mounts(_text(root / "proc/self/mountinfo") or "", controller)
+    except ValueError:  # in no form that is known here, so no limit is
+        return
     for version, group in own.items():
         seen = [mount for mount in mounts if mount.version == version]
         if seen:
@@ -168,19 +175,17 @@ def parse_groups(text: str, controller: str) -> dict[int, str]:
     >>> parse_groups("4:cpu,cpuacct:/job\n0::/user", "cpu")
     {1: '/job', 2: '/user'}
     """
-    lines = [line.split(":", 2) for line in text.splitlines()]
-    return {
-        1 if names else 2: group for _, names, group in lines if not names or controller in names.split(",")
-    }  # version 2 has one line, without names, for all its controllers
+    lines = [line.split(":", 2) for line in text.split("\n") if line]  # version 2 has one, without names, for all
+    return {1 if names else 2: group for _, names, group in lines if not names or controller in names.split(",")}
 
 
 def parse_mounts(text: str, controller: str) -> list[Mount]:
     """Returns the mounted hierarchies that may have a controller, from /proc/self/mountinfo, in its order."""
     mounts = []
-    for line in text.splitlines():
+    for line in filter(None, text.split("\n")):
         left, _, right = line.partition(" - ")
-        top, point = (_unescaped(field) for field in left.split()[3:5])
-        kind, _, options = right.split()[:3]
+        top, point = (_unescaped(field) for field in left.split(" ")[3:5])
+        kind, _, options = right.split(" ")[:3]  # the source in between may be empty
         if kind == "cgroup2":
             mounts.append(Mount(2, top, point))
         elif kind == "cgroup" and controller in options.split(","):
@@ -208,7 +213,7 @@ def upwards(mount: Mount, group: str) -> list[str]:
 def _text(path: Path) -> str | None:
     """Returns a file's content; None where this machine has no such file, or hides it."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode("utf-8", "surrogateescape")  # others' mounts have names of any bytes
     except OSError:
         return None
 

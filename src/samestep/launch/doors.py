@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from samestep.launch.gather import CONNECT, Call, Hearing, Sibling, invite, streams_of
+from samestep.launch.gather import CONNECT, Call, Hearing, invite, refuse, streams_of
 from samestep.launch.head import Head, Host
 from samestep.launch.loop import Alarm, Loop
+from samestep.launch.sibling import Sibling
 from samestep.launch.transport import Started, start
 from samestep.launch.wire import Listener, new_token
 
@@ -41,6 +42,12 @@ class Door(Protocol):
 
     def seek(self, number: int, host: Host) -> None:
         """Sees to it that somebody comes in its place, if nobody is on the way."""
+
+    def objection(self, new: Host) -> str | None:
+        """Returns why an agent that has come in is none of this run; None where it is one."""
+
+    def turn_away(self, new: Host, reason: str) -> None:
+        """Tells an agent that has come in why it cannot stay."""
 
     def came(self, number: int, new: Host) -> bool:
         """Takes note of an agent that has come in; returns whether it still counts."""
@@ -106,6 +113,12 @@ class Calling:
         alarm = self._loop.at(CONNECT, partial(self.failed, number, f"nothing came in {CONNECT:.0f} s"))
         self._tries[number] = _Try(host.host, started, alarm, hearing)
 
+    def objection(self, new: Host) -> str | None:  # noqa: ARG002
+        return None  # it was started from here
+
+    def turn_away(self, new: Host, reason: str) -> None:
+        """Nobody sits there."""
+
     def came(self, number: int, new: Host) -> bool:
         current = self._tries.get(number)
         if current is None or current.hearing is None:
@@ -165,7 +178,7 @@ class Inviting:
     @contextmanager
     def opened(self, loop: Loop) -> Iterator[Listener]:
         place = self._place
-        with Listener(place.token, "0.0.0.0", place.port) as listener:  # noqa: S104  (the others must reach it)
+        with Listener(place.token, place.bind, place.port) as listener:
             self._invite(loop, listener.port)
             try:
                 yield listener
@@ -199,6 +212,12 @@ class Inviting:
 
     def seek(self, number: int, host: Host) -> None:
         """Somebody else does."""
+
+    def objection(self, new: Host) -> str | None:
+        return self._place.objection(getattr(new.link, "peer_about", {}))
+
+    def turn_away(self, new: Host, reason: str) -> None:
+        refuse([new.link], f"error: {reason}")
 
     def came(self, number: int, new: Host) -> bool:  # noqa: ARG002
         return True  # under a name of its own

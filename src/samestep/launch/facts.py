@@ -6,9 +6,10 @@ import hashlib
 import os
 import platform
 import socket
+import sys
 from dataclasses import asdict, dataclass, fields
+from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from samestep._version import __version__
 from samestep.launch.cores import read_cores, read_unbound
 from samestep.launch.devices import visible_gpus
 from samestep.launch.network import addresses
+from samestep.launch.script import find_module
 
 __all__: list[str] = []
 
@@ -24,8 +26,8 @@ __all__: list[str] = []
 class Facts:
     """One host; it travels as JSON. `digest` is of the script's content, None where it is not there.
 
-    `name` is what the head calls the host, `host` what it
-    calls itself; `index` is its place among the hosts and `ranks` how many it brings, where it knows that itself.
+    `name` is what the head calls the host, `host` what it calls itself; `interfaces` are names and addresses. `index`
+    is its place among the hosts and `ranks` how many it brings, where it knows that itself.
     `cpus` are those of the agent's affinity, `cores` how many of them its ranks may keep busy, `unbound` how many there
     would be if nothing bound the agent.
     """
@@ -45,6 +47,11 @@ class Facts:
     digest: str | None
     directory: str
     ranks: int | None = None
+    interfaces: tuple[tuple[str, str], ...] = ()
+
+    def address_on(self, interface: str) -> str | None:
+        """Returns the host's first address on one of its networks."""
+        return next((address for name, address in self.interfaces if name == interface), None)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,7 +59,8 @@ class Facts:
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> Facts:
         known = {field.name: told[field.name] for field in fields(cls)}
-        return cls(**known | {name: tuple(told[name]) for name in ("addresses", "cpus")})
+        lists = {name: tuple(told[name]) for name in ("addresses", "cpus")}
+        return cls(**known | lists | {"interfaces": tuple((name, address) for name, address in told["interfaces"])})
 
 
 def look(
@@ -68,13 +76,15 @@ def look(
         ranks: how many it brings, where that was said there.
     """
     cores = read_cores()
+    found = addresses()
     return Facts(
         name=name or socket.gethostname(),
         host=socket.gethostname(),
         pid=os.getpid(),
         index=index,
         ranks=ranks,
-        addresses=tuple(interface.address for interface in addresses()),
+        addresses=tuple(interface.address for interface in found),
+        interfaces=tuple((interface.name, interface.address) for interface in found),
         python=platform.python_version(),
         torch=_version("torch"),
         samestep=__version__,
@@ -95,11 +105,20 @@ def _version(package: str) -> str | None:
 
 
 def digest(program: str, *, is_module: bool) -> str | None:
-    """Returns a digest of the script's content; None where there is none to be found."""
+    """Returns a digest of the script's, or the module's, content; None where there is none to be found."""
     try:
-        origin = find_spec(program) if is_module else None
+        origin = _origin(program) if is_module else None
         path = Path((origin.origin or "") if origin is not None else program)
         path = path / "__main__.py" if path.is_dir() else path
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except (OSError, ImportError, ValueError):
         return None
+
+
+def _origin(module: str) -> ModuleSpec | None:
+    """Finds a module as `python -m` does: in the working directory first."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return find_module(module)
+    finally:
+        sys.path.pop(0)

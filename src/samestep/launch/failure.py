@@ -13,20 +13,25 @@ from __future__ import annotations
 
 import json
 import linecache
+import opcode
 import os
 import re
 import signal
 import socket
+import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from samestep.errors import RendezvousError, SamestepError, UsageError
+from samestep.launch.memory import counts_own_kills
 
 __all__: list[str] = []
 
@@ -37,8 +42,18 @@ LOST_PEER = re.compile(
     r"NCCL communicator was aborted|failed to (recv|pass)|unexpected end of stream",
     re.IGNORECASE,
 )
-_PACKAGE = Path(__file__).resolve().parents[1]
-_RECIPES = _PACKAGE / "recipes"  # users of the public API: their lines are a user's lines
+# How they begin where nothing else tells whose they are: gloo's place in its source, NCCL's name, the store's words.
+NATIVE = re.compile(r"^\[\S+:\d+\] |\bnccl|^wait timeout after|TCPStore|ProcessGroup", re.IGNORECASE)
+MOST_TEXT = 1 << 16  # characters of a message or a traceback that travel; the rank's own log has them all
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LAUNCH = {str(Path(__file__).parent), f"{_PACKAGE}/launch"}
+_RECIPES = f"{_PACKAGE}/recipes"  # users of the public API: their lines are a user's lines
+
+UNKNOWN: tuple[str | None, str | None] = (None, None)
+Read = TypeVar("Read")
+
+_start: list[str] = []  # the folder that this process was started in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,46 +86,104 @@ class Failure:
 
 
 def describe(error: BaseException, rank: int) -> Failure:
-    """Returns the record of an exception that nobody caught."""
-    where, source = user_line(error.__traceback__)
-    message = str(error)
-    if isinstance(error, SyntaxError) and error.filename:
-        where, source = f"{error.filename}:{error.lineno}", (error.text or "").strip()
-        message = error.msg
+    """Returns the record of an exception that nobody caught, whatever that exception does when it is looked at."""
+    where, source = tried(lambda: _place_of(error), UNKNOWN)
+    message = error.msg if isinstance(error, SyntaxError) and isinstance(error.msg, str) else text_in(error)
     return Failure(
         rank=rank,
         pid=os.getpid(),
         exception=type(error).__name__,
-        message=message,
+        message=cut(message, rank),
         exit_code=exit_code(error),
         time=time.time(),
         where=where,
-        source=source,
-        traceback=format_traceback(error),
-        lost_peer=lost_peer(error),
+        source=source and cut(source, rank),
+        traceback=cut(format_traceback(error), rank),
+        lost_peer=tried(lambda: lost_peer(error), False),
         usage=isinstance(error, UsageError | RendezvousError),
     )
+
+
+def tried(read: Callable[[], Read], otherwise: Read) -> Read:
+    """Returns what could be read. An exception is the script's, and may raise itself when it is looked at."""
+    try:
+        return read()
+    except Exception:  # noqa: BLE001
+        return otherwise
+
+
+def text_in(error: BaseException) -> str:
+    """Returns an exception's message, or what python says where it has none that can be read."""
+    return tried(lambda: str(error), "<exception str() failed>")
+
+
+def cut(text: str, rank: int) -> str:
+    """Returns a text that may travel: of a longer one its two ends, and where all of it is."""
+    if len(text) <= MOST_TEXT:
+        return text
+    left_out = f"[… {len(text) - MOST_TEXT} characters are left out; rank{rank}.err has all …]"
+    return f"{text[: MOST_TEXT // 2]}\n{left_out}\n{text[-MOST_TEXT // 2 :]}"
 
 
 def exit_code(error: BaseException) -> int:
     """Returns the code with which an uncaught `error` ends a process."""
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        return _status(error.code)
     if isinstance(error, KeyboardInterrupt):
         return 130
     return error.exit_code if isinstance(error, SamestepError) else 1
 
 
+def _status(code: object) -> int:
+    """Returns what a process's parent sees of `sys.exit(code)`: one byte; python makes -1 of what C cannot hold."""
+    if isinstance(code, int):
+        return (code if -(1 << 63) <= code < 1 << 63 else -1) & 0xFF
+    return int(code is not None)
+
+
 def lost_peer(error: BaseException) -> bool:
     """Tells whether an exception says no more than that another rank is gone, silent or has failed.
 
-    A :class:`SamestepError` knows by itself (its attribute `secondary`); others are judged by their message.
+    A :class:`SamestepError` knows by itself (its attribute `secondary`). Others are judged by their message and by
+    whose it is: a database and a DataLoader's worker can time out too.
     """
     if isinstance(error, SamestepError):
         return error.secondary
-    if isinstance(error, RuntimeError):  # torch.distributed's errors are RuntimeErrors, all of them
-        return LOST_PEER.search(str(error)) is not None
-    return False
+    if not isinstance(error, RuntimeError):  # torch.distributed's errors are RuntimeErrors, all of them
+        return False
+    message = text_in(error)
+    if LOST_PEER.search(message) is None or message.startswith("CUDA error"):
+        return False
+    return any(kind.__name__ == "DistError" for kind in type(error).__mro__) or _is_of_peers(error, message)
+
+
+def _is_of_peers(error: BaseException, message: str) -> bool:
+    """Tells whether torch's communication has raised, or native code that the script called, as `work.wait()` does."""
+    trace = _innermost(error.__traceback__)
+    if trace is None:
+        return NATIVE.search(message) is not None
+    code = trace.tb_frame.f_code
+    if _communicates(code.co_filename):
+        return True
+    raised = code.co_code[trace.tb_lasti] == opcode.opmap["RAISE_VARARGS"]  # by a line of python, not below one
+    return not raised and not _is_below(code.co_filename, "utils/data") and NATIVE.search(message) is not None
+
+
+def _innermost(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _communicates(filename: str) -> bool:
+    of_torch = any(_is_below(filename, place) for place in ("distributed", "nn/parallel", "autograd"))
+    return of_torch or (_lies_in(_real(filename), _PACKAGE) and not is_users(filename))
+
+
+def _is_below(filename: str, folder: str) -> bool:
+    """Tells whether a file lies in one of torch's folders."""
+    places = getattr(sys.modules.get("torch"), "__path__", ())
+    return any(_lies_in(filename, f"{place}/{folder}") for place in places)
 
 
 def brief(message: str) -> str:
@@ -121,6 +194,14 @@ def brief(message: str) -> str:
     """
     first = message.splitlines()[0] if message else "no message"
     return re.sub(r"^\[\S+:\d+\] ", "", first).partition(". This is typically")[0]
+
+
+def _place_of(error: BaseException) -> tuple[str | None, str | None]:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{shown(error.filename)}:{error.lineno}", (error.text or "").strip()
+    if isinstance(error, UsageError) and below_the_launcher(error.__traceback__) is None:
+        return None, None  # the launcher's own: no line is to be looked at
+    return user_line(error.__traceback__)
 
 
 def user_line(trace: TracebackType | None) -> tuple[str | None, str | None]:
@@ -135,7 +216,19 @@ def own_line(frames: traceback.StackSummary) -> tuple[str | None, str | None]:
     own = [frame for frame in frames if is_users(frame.filename)]
     frame = (own or list(frames))[-1]
     text = linecache.getline(frame.filename, frame.lineno or 0).strip() or frame.line
-    return f"{frame.filename}:{frame.lineno}", text
+    return f"{shown(frame.filename)}:{frame.lineno}", text
+
+
+def show_from_here() -> None:
+    """Makes :func:`shown` go by the current directory, wherever the script goes from here."""
+    with suppress(OSError):
+        _start[:] = [os.getcwd()]  # noqa: PTH109
+
+
+def shown(filename: str) -> str:
+    """Returns a file as a person who started the run would name it: from that directory, if it lies below."""
+    here = _start[0] if _start else tried(os.getcwd, "")
+    return filename[len(here) + 1 :] if here and filename.startswith(f"{here.rstrip('/')}/") else filename
 
 
 def text_of(where: str) -> str | None:
@@ -148,7 +241,8 @@ def format_traceback(error: BaseException) -> str:
     """Returns the traceback as python prints it, without the frames of the launcher above the script."""
     ours = None if isinstance(error, SyntaxError) else error.__traceback__  # a fault of the launcher itself
     below = below_the_launcher(error.__traceback__) or ours
-    return "".join(traceback.format_exception(type(error), error, below))
+    lines = tried(lambda: traceback.format_exception(type(error), error, below), [type(error).__name__, "\n"])
+    return "".join(lines)
 
 
 def below_the_launcher(trace: TracebackType | None) -> TracebackType | None:
@@ -160,21 +254,31 @@ def below_the_launcher(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_launcher(filename: str) -> bool:
-    return filename.startswith("<frozen") or Path(filename).parent == _PACKAGE / "launch"
+    return filename.startswith("<frozen") or os.path.dirname(filename) in _LAUNCH  # noqa: PTH120
 
 
 def is_users(filename: str) -> bool:
+    """Tells whether a file is the user's own: neither python's, nor installed, nor ours."""
     if filename.startswith("<"):
         return filename.startswith("<ipython")
-    path = Path(filename).resolve()
-    if path.is_relative_to(_PACKAGE):
-        return path.is_relative_to(_RECIPES)
-    return not any(path.is_relative_to(place) for place in _installed_places())
+    path = _real(filename)
+    if _lies_in(path, _PACKAGE):
+        return _lies_in(path, _RECIPES)
+    return not any(_lies_in(path, place) for place in _installed_places())
 
 
-def _installed_places() -> set[Path]:
+def _real(filename: str) -> str:
+    return tried(lambda: os.path.realpath(filename), filename)  # the current directory may be gone
+
+
+def _lies_in(path: str, folder: str) -> bool:
+    return path.startswith(f"{folder.rstrip('/')}/")
+
+
+@cache
+def _installed_places() -> set[str]:
     paths = sysconfig.get_paths()
-    return {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return {os.path.realpath(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
 
 def death(
@@ -195,7 +299,7 @@ def death(
         of_memory: the kernel has killed a process for want of memory meanwhile.
     """
     number = -code if code < 0 else None
-    where, source = place or (None, None)
+    where, source = place or UNKNOWN
     return Failure(
         rank=rank,
         pid=pid,
@@ -213,9 +317,23 @@ def _last_words(code: int, *, of_memory: bool) -> str:
     if code >= 0:
         return f"it ended with exit code {code} and left no exception behind"
     if of_memory:
-        return "the kernel killed it because memory ran out (SIGKILL): take smaller batches or fewer workers"
-    message = f"it was ended by {signal.Signals(-code).name} (signal {-code})"
+        if counts_own_kills():
+            return "the kernel killed it because memory ran out (SIGKILL): take smaller batches or fewer workers"
+        return "it was ended by SIGKILL; the kernel killed a process of this machine for want of memory meanwhile"
+    message = f"it was ended by {signal_name(-code)} (signal {-code})"
     return message + ("; not by the kernel for want of memory" if -code == signal.SIGKILL else "")
+
+
+def signal_name(number: int) -> str:
+    """Returns a signal's name; python knows only the ends of the real-time signals.
+
+    >>> signal_name(15), signal_name(36)
+    ('SIGTERM', 'SIGRTMIN+2')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN{number - signal.SIGRTMIN:+d}"
 
 
 def lost_host(rank: int, host: str, reason: str) -> Failure:

@@ -29,13 +29,13 @@ import sys
 import threading
 import zipfile
 from collections.abc import Mapping
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
 from samestep.launch.bootstrap import Assignment, live
 from samestep.launch.process import Forked, follow_parent
+from samestep.launch.script import find_module
 from samestep.rankenv import child_environment, set_variables
 
 __all__: list[str] = []
@@ -43,20 +43,29 @@ __all__: list[str] = []
 # Read when torch or its OpenMP library is imported: a script that sets one must come before that import.
 EARLY = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMEXPR_", "TORCH", "PYTORCH_", "LD_", "PYTHON", "TORCHDYNAMO_")
 
+_left: list[str] = []  # the launcher's own place on sys.path; taken off once
 _kept: list[io.TextIOWrapper] = []  # the launcher's own streams: collected, they would close the rank's
 
 
 def source_of(program: str, *, is_module: bool) -> str:
-    """Returns the text of a script or module; "" where there is none to read."""
+    """Returns the text of a script or module; "" where there is none to read, or where reading would use it up."""
     try:
-        if is_module:
-            spec = find_spec(program)
-            origin = None if spec is None else spec.origin
-            return Path(origin).read_text(encoding="utf-8") if origin else ""
-        path = Path(program)
-        return (path / "__main__.py" if path.is_dir() else path).read_text(encoding="utf-8")
+        file = _module_file(program) if is_module else Path(program)
+        file = file / "__main__.py" if file.is_dir() else file
+        return file.read_text(encoding="utf-8") if file.is_file() else ""
     except (OSError, UnicodeDecodeError, ImportError, ValueError, zipfile.BadZipFile):
         return ""
+
+
+def _module_file(name: str) -> Path:
+    """Returns the file of a module, of a package its folder; imports neither, for that is the ranks' to do."""
+    sys.path.insert(0, str(Path.cwd()))  # as python -m does
+    try:
+        spec = find_module(name)
+    finally:
+        sys.path.pop(0)
+    origin = "" if spec is None else spec.origin or ""
+    return Path(origin).parent if Path(origin).name == "__init__.py" else Path(origin)
 
 
 def needs_fresh_interpreter(source: str) -> str | None:
@@ -69,26 +78,56 @@ def needs_fresh_interpreter(source: str) -> str | None:
         nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):
         return None  # the ranks will say it
+    aliases = {"environ", *(alias for node in nodes for alias in _environ_names(node))}
     for node in nodes:
-        name = _variable_set_by(node)
-        if name is not None and name.startswith(EARLY):
-            return f"it sets {name} in line {getattr(node, 'lineno', '?')}"
+        for name in _variables_set_by(node, aliases):
+            if name is None or name.startswith(EARLY):
+                what = f"sets {name}" if name else "sets variables whose names are not written there"
+                return f"it {what} in line {getattr(node, 'lineno', '?')}"
     return None
 
 
-def _variable_set_by(node: ast.AST) -> str | None:
-    """Returns the variable that `os.environ[…] = …`, `os.environ.setdefault(…)` or `os.putenv(…)` sets."""
-    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _is_environ(node.value):
-        return _text(node.slice)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-        sets = (node.func.attr == "setdefault" and _is_environ(node.func.value)) or node.func.attr == "putenv"
-        return _text(node.args[0]) if sets else None
-    return None
+def _environ_names(node: ast.AST) -> list[str]:
+    """Returns other names for os.environ: `from os import environ as env`, `env = os.environ`."""
+    if isinstance(node, ast.ImportFrom):
+        return [alias.asname for alias in node.names if alias.name == "environ" and alias.asname]
+    if isinstance(node, ast.Assign) and _is_environ(node.value, set()):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
 
 
-def _is_environ(node: ast.AST) -> bool:
+def _variables_set_by(node: ast.AST, aliases: set[str]) -> list[str | None]:
+    """Returns the environment variables that a piece of code sets or removes; None stands for one without a name.
+
+    os.environ[…] = …, del os.environ[…], os.environ |= …, .setdefault(…), .update(…), .pop(…), os.putenv(…) and so on.
+    """
+    if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and _is_environ(node.value, aliases):
+        return [_text(node.slice)]
+    if isinstance(node, ast.AugAssign) and _is_environ(node.target, aliases):
+        return _names_in(node.value)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return []
+    call = node.func.attr
+    if call in {"putenv", "unsetenv"} or (call in {"setdefault", "pop"} and _is_environ(node.func.value, aliases)):
+        return [_text(argument) for argument in node.args[:1]]
+    if call == "update" and _is_environ(node.func.value, aliases):
+        named = [name for argument in node.args for name in _names_in(argument)]
+        return named + [keyword.arg for keyword in node.keywords]  # of **more it is None
+    return [None] if call in {"clear", "popitem"} and _is_environ(node.func.value, aliases) else []
+
+
+def _names_in(node: ast.AST) -> list[str | None]:
+    """Returns the keys of a mapping that is written out."""
+    if isinstance(node, ast.Dict):
+        return [None if key is None else _text(key) for key in node.keys]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args:
+        return [keyword.arg for keyword in node.keywords]
+    return [None]
+
+
+def _is_environ(node: ast.AST, aliases: set[str]) -> bool:
     return (isinstance(node, ast.Attribute) and node.attr == "environ") or (
-        isinstance(node, ast.Name) and node.id == "environ"
+        isinstance(node, ast.Name) and node.id in aliases
     )
 
 
@@ -103,6 +142,7 @@ def warm(source: str, folder: Path) -> str | None:
         source: the script's text; torch's compiler, 0.8 s, is left out where no optimizer is in sight.
         folder: where the script finds its own modules.
     """
+    _leave_own_place()
     try:
         importlib.import_module("torch.utils.data")
         if not source or "optim" in source or "samestep" in source:
@@ -119,6 +159,12 @@ def warm(source: str, folder: Path) -> str | None:
     gc.collect()
     gc.freeze()  # else the ranks' first collections would copy every page
     return None
+
+
+def _leave_own_place() -> None:
+    """Takes the place of the launcher's own program off sys.path: of `python -m` it is the current directory."""
+    if not sys.flags.safe_path and not _left:
+        _left.append(sys.path.pop(0))
 
 
 def _import_samestep() -> None:
@@ -150,7 +196,7 @@ def fork(
         stdout: where its standard output goes.
         stderr: the same for standard error.
     """
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # python has none where the descriptor was closed
         stream.flush()
     parent = os.getpid()
     pid = os.fork()
@@ -170,8 +216,6 @@ def _become(assignment: Assignment, environment: Mapping[str, str], streams: tup
     _close_all_but(assignment.descriptors())
     set_variables({**dict.fromkeys(child_environment({})), **environment})
     _renew_streams(unbuffered=bool(environment.get("PYTHONUNBUFFERED")))
-    if not sys.flags.safe_path:
-        sys.path.pop(0)  # the launcher's own place
     _renew_libraries()
     live(assignment)
 
@@ -208,8 +252,8 @@ def _writer(descriptor: int, *, unbuffered: bool, errors: str | None = None) -> 
     binary = open(descriptor, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
     return io.TextIOWrapper(
         binary,
-        encoding=_kept[1].encoding,
-        errors=errors or _kept[1].errors,
+        encoding=getattr(_kept[1], "encoding", None),
+        errors=errors or getattr(_kept[1], "errors", None),
         line_buffering=not unbuffered and (descriptor == 2 or os.isatty(descriptor)),
         write_through=unbuffered,
     )

@@ -4,39 +4,46 @@
     --nnodes 2 --node-rank 1     started by hand on each host; number 0 waits where --rendezvous says
     srun, mpiexec                one task each; task 0 waits, and tells where in a file that all can read
 
-Whoever is missing is named, with the reason that ssh or the host gave, and not after torchrun's five minutes.
+Whoever is missing is named, with the reason that ssh or the host gave, and not after torchrun's five minutes; who comes
+and does not belong here, with another token, number or command, is told so at once, and so is who waits.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import shlex
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from samestep.errors import RendezvousError, UsageError
-from samestep.launch.agent import Agent, Greeting, come_in
+from samestep.launch.agent import Greeting
 from samestep.launch.cluster import ordered
-from samestep.launch.head import Host, from_afar, open_here
+from samestep.launch.frames import Link
+from samestep.launch.head import Head, Host, from_afar, open_here
 from samestep.launch.loop import Loop
-from samestep.launch.meeting import await_published, place_for, publish
+from samestep.launch.meeting import publish
 from samestep.launch.network import addresses
 from samestep.launch.process import wait_all
+from samestep.launch.sibling import Sibling
 from samestep.launch.transport import Start, Started, agent_command, explain, start
 from samestep.launch.transport import plan as plan_transport
 from samestep.launch.wire import Listener, SealedLink, new_token
-from samestep.rankenv import RankVariables
 
 __all__: list[str] = []
 
 LEAVING = 2.0  # seconds for a transport to end when its hosts have
 CONNECT = 15.0  # seconds for agents that a transport starts
-PATIENCE = 300.0  # seconds for agents that somebody else starts; a queue may start hosts one by one
+SOON = 3.0  # seconds after which a person should know what is waited for
+MOST_NAMES = 8  # of those that are waited for
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,34 +65,6 @@ class Call:
         here = tuple(interface.address for interface in addresses())
         known = Greeting(addresses=here, port=port, token=token, directory=str(Path.cwd()), variables=self.variables)
         return json.dumps(asdict(replace(known, index=index)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sibling:
-    """One of `count` processes that somebody else has started; number 0 leads.
-
-    They meet at `address` and `port`, or through a file.
-    """
-
-    index: int
-    count: int
-    address: str | None = None
-    port: int = 0
-    token: str = ""
-    file: Path | None = None
-    patience: float = PATIENCE
-    launcher: str | None = None
-
-    @property
-    def word(self) -> str:
-        """What the processes of this run call each other."""
-        return "task" if self.file is not None else "node"
-
-
-def sibling_of(told: RankVariables, patience: float = PATIENCE) -> Sibling:
-    """Returns this process's place among the tasks of an srun or mpiexec."""
-    file, token = place_for(told), new_token()
-    return Sibling(index=told.rank, count=told.size, file=file, token=token, patience=patience, launcher=told.source)
 
 
 def streams_of(one: Started) -> list[int]:
@@ -171,13 +150,22 @@ class Gathering:
     Args:
         expected: what to call those that are still missing.
         listener: where they come in.
+        say: tells a person one line.
+        where: how that goes on which says who is waited for.
+        place: this process's own, where somebody else starts the agents; None where a transport does.
     """
 
-    def __init__(self, expected: Sequence[str], listener: Listener) -> None:
+    def __init__(
+        self, expected: Sequence[str], listener: Listener, say: Say, where: str = "", place: Sibling | None = None
+    ) -> None:
         self._expected = list(expected)
         self._listener = listener
+        self._say = say
+        self._where = where
+        self._place = place
         self._loop = Loop()
         self._came: list[SealedLink] = []
+        self._said: set[str] = set()
         self._fault: str | None = None
 
     def collect(self, seconds: float, started: Sequence[Started] = (), python: str | None = None) -> list[SealedLink]:
@@ -189,26 +177,67 @@ class Gathering:
         """
         self._loop.watch(self._listener.fileno(), self._accept)
         heard = [Hearing(self._loop, one, self._failed, python) for one in started]
-        alarm = self._loop.at(seconds, self._too_late)
         self._seconds = seconds
+        alarms = [self._loop.at(seconds, self._too_late), self._loop.at(SOON, self._say_for_whom)]
         try:
             self._loop.run()
+        except BaseException:
+            self._refuse_all("error: node 0 has given up waiting")
+            raise
         finally:
-            alarm.cancel()
+            for alarm in alarms:
+                alarm.cancel()
             for hearing in heard:
                 hearing.leave()
             self._loop.close()
         if self._fault is not None:
-            for link in self._came:
-                link.close()
+            self._refuse_all(f"error: {self._fault}")
             raise (UsageError if started else RendezvousError)(self._fault)
         return self._came
 
     def _accept(self) -> None:
         while (link := self._listener.accept()) is not None:
-            self._came.append(link)
+            self._judge(link)
+        for refused in self._listener.refused:
+            address, _, reason = refused.partition(": ")
+            self._tell(f"note: {address} was turned away: {reason}")
+        self._listener.refused.clear()
         if len(self._came) == len(self._expected):
             self._loop.stop()
+
+    def _judge(self, link: SealedLink) -> None:
+        """Takes in who belongs here; anybody may come again who has gone meanwhile."""
+        for other in list(self._came):
+            other.receive()  # signs of life
+            if other.closed:
+                other.close()
+                self._came.remove(other)
+        reason = None if self._place is None else self._place.objection(link.peer_about) or self._twice(link)
+        if reason is None:
+            self._came.append(link)
+            return
+        refuse([link], f"error: {reason}")
+        if self._place is not None and self._place.launcher is not None:
+            self._failed(reason)  # nobody will start another
+        else:
+            self._tell(f"note: {link.peer_about['host']} ({link.address[0]}) was turned away: {reason}")
+
+    def _twice(self, link: SealedLink) -> str | None:
+        assert self._place is not None
+        number = link.peer_about["index"]
+        for other in self._came:
+            if other.peer_about["index"] == number:
+                first = f"{other.peer_about['host']} ({other.address[0]}) is it"
+                return (
+                    f"{self._place.word} {number} is there twice, and {first}: give each host a --node-rank of its own"
+                )
+        return None
+
+    def _refuse_all(self, reason: str) -> None:
+        if self._place is not None:
+            refuse(self._came, reason)
+        for link in self._came:
+            link.close()
 
     def _failed(self, reason: str) -> None:
         self._fault = self._fault or reason
@@ -219,15 +248,48 @@ class Gathering:
         index, own = link.peer_about.get("index"), link.peer_about.get("name") or link.peer_about["host"]
         return next((name for name in self._expected if name.endswith(f" {index}")), str(own))
 
-    def _too_late(self) -> None:
-        missing = len(self._expected) - len(self._came)
+    def _missing(self) -> str:
         known = {self._called(link) for link in self._came}
         names = [name for name in self._expected if name not in known] or self._expected
+        return ", ".join(names if len(names) <= MOST_NAMES else [*names[:MOST_NAMES], "…"])
+
+    def _say_for_whom(self) -> None:
+        self._say(f"waiting for up to {self._seconds:g} s for {self._missing()}{self._where}")
+
+    def _tell(self, text: str) -> None:
+        """Says a thing once: who was turned away may try again, and again."""
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
+
+    def _too_late(self) -> None:
+        missing = len(self._expected) - len(self._came)
         self._fault = (
             f"waited {self._seconds:.0f} s, and {missing} of {len(self._expected)} hosts never came "
-            f"({', '.join(names)}): start samestep there too, or check that they can reach this host"
+            f"({self._missing()}): start samestep there too, or check that they can reach this host"
         )
         self._loop.stop()
+
+
+def refuse(links: Sequence[Link], said: str, code: int = UsageError.exit_code) -> None:
+    """Tells agents that are commands of their own how the run has ended for them, and lets them go first.
+
+    Hung up on at once, they might lose what was said: what they send then is answered by a reset.
+    """
+    for link in links:
+        link.send({"kind": "over", "exit": code, "said": said})
+    until = time.monotonic() + LEAVING
+    for link in links:
+        while not link.closed and (left := until - time.monotonic()) > 0:
+            writing = [link] if link.wants_write() else []
+            select.select([link], writing, [], left)
+            link.flush()
+            link.receive()
+
+
+def farewell(head: Head, said: str, code: int) -> None:
+    """Tells agents that somebody else has started how their run has ended."""
+    refuse([host.link for host in head.hosts if host.address is not None and not host.gone], said, code)
 
 
 def invite(place: Sibling, port: int) -> None:
@@ -237,7 +299,7 @@ def invite(place: Sibling, port: int) -> None:
         publish(place.file, {"addresses": here, "port": port, "token": place.token})
 
 
-def by_transport(call: Call) -> tuple[list[Host], list[Started]]:
+def by_transport(call: Call, say: Say) -> tuple[list[Host], list[Started]]:
     """Starts an agent on every host and returns them in their order, with what keeps them alive.
 
     Raises:
@@ -247,7 +309,8 @@ def by_transport(call: Call) -> tuple[list[Host], list[Started]]:
     with Listener(token) as listener:
         started = start(call.starts(), call.greeting(listener.port, token))
         try:
-            links = Gathering(call.hosts, listener).collect(CONNECT, started, call.python)
+            where = f" to answer over {call.via} and to connect to this host"
+            links = Gathering(call.hosts, listener, say, where).collect(CONNECT, started, call.python)
         except BaseException:
             dismiss(started)
             raise
@@ -264,37 +327,30 @@ def dismiss(started: Sequence[Started]) -> None:
         one.end()
 
 
-def by_invitation(place: Sibling, ranks: int) -> list[Host]:
+def by_invitation(place: Sibling, ranks: int, say: Say) -> list[Host]:
     """Returns the agents that were started beside this one, in the order of their numbers; this process is number 0."""
     own = open_here(socket.gethostname(), ranks)
     try:
-        with Listener(place.token, "0.0.0.0", place.port) as listener:  # noqa: S104  (the others must reach it)
+        with _listener(place) as listener:
             invite(place, listener.port)
             names = [f"{place.word} {index}" for index in range(1, place.count)]
-            links = Gathering(names, listener).collect(place.patience)
+            where = f" to come in at {place.where}" if place.launcher is None else ""
+            links = Gathering(names, listener, say, where, place).collect(place.patience)
     except BaseException:
         own.link.close()
         raise
     finally:
         if place.file is not None:
             place.file.unlink(missing_ok=True)
-    numbers = [link.peer_about["index"] for link in links]
-    twice = {number for number in numbers if numbers.count(number) > 1 or not 0 < number < place.count}
-    if twice:
-        wrong = f"{place.word} {min(twice)} is there twice, or is none of 0 to {place.count - 1}"
-        raise UsageError(f"{wrong}: give each host a number of its own")
-    return [own, *(from_afar(link) for _, link in sorted(zip(numbers, links, strict=True), key=lambda pair: pair[0]))]
+    return [own, *(from_afar(link) for link in sorted(links, key=lambda link: int(link.peer_about["index"])))]
 
 
-def follow(place: Sibling, ranks: int) -> Agent:
-    """Returns the agent that this process is, where it is not the one that leads; it is connected already."""
-    if place.file is not None:
-        found = await_published(place.file, place.patience)
-        known = Greeting(addresses=tuple(found["addresses"]), port=found["port"], token=found["token"])
-    else:
-        assert place.address is not None
-        known = Greeting(addresses=(place.address,), port=place.port, token=place.token)
-    return come_in(replace(known, index=place.index, ranks=ranks), place.patience)
+def _listener(place: Sibling) -> Listener:
+    try:
+        return Listener(place.token, place.bind, place.port)
+    except RendezvousError as error:
+        hint = "; if it is node 0 of this run that has it, this host is another node: give it another --node-rank"
+        raise RendezvousError(f"{error}{hint if place.port else ''}") from error
 
 
 def names_of(host: str, ssh_args: str = "") -> set[str]:

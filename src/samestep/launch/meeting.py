@@ -44,10 +44,15 @@ MARKS = (  # all tasks of a step have them alike; the port is that of the srun t
 GONE = (errno.ENOENT, errno.ESTALE)  # ESTALE: replaced on the server after it was found here
 
 
-def place_for(told: RankVariables) -> Path:
-    """Returns the file of this step: private to this host where the step is, else in the working directory."""
+def place_for(told: RankVariables, who: str = "head") -> Path:
+    """Returns the file of this step: private to this host where the step is, else in the working directory.
+
+    Args:
+        told: what the launcher says of this task.
+        who: tells apart on one host what the tasks meet for: to be agents of a run ("head"), or its ranks.
+    """
     if told.one_host:
-        return meeting_file(f"{told.job}-{_mark()}-head" if told.job else None)
+        return meeting_file(f"{told.job}-{_mark()}-{who}" if told.job else None)
     job = re.sub(r"[^\w.-]+", "-", told.job or "job")
     return Path.cwd() / f".samestep-{job}-{_mark()}.json"
 

@@ -20,7 +20,7 @@ from types import FrameType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 from samestep import progress
-from samestep.launch.failure import is_users
+from samestep.launch.failure import is_users, shown
 from samestep.launch.imports import when_imported
 
 __all__: list[str] = []
@@ -130,8 +130,8 @@ def site(frame: FrameType | None) -> str:
     own = frame
     while own is not None and not _is_own(own.f_code.co_filename):
         own = own.f_back
-    shown = own or frame
-    return "" if shown is None else f"{shown.f_code.co_filename}:{shown.f_lineno}"
+    standing = own or frame
+    return "" if standing is None else f"{shown(standing.f_code.co_filename)}:{standing.f_lineno}"
 
 
 def _is_own(filename: str) -> bool:

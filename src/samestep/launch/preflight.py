@@ -2,7 +2,7 @@
 
 reach      every host reaches every other              else: which pair, and how
 versions   the same samestep, torch and python         else: who has which
-script     there, and the same, everywhere             else: where it differs
+script     there, and the same, everywhere, also here  else: where it differs
 room       as many slots as ranks were asked for       else: where not
 """
 
@@ -19,7 +19,13 @@ Reached = Mapping[str, Mapping[str, str | None]]  # from whom, to whom: why not,
 
 
 def objection(
-    facts: Sequence[Facts], reached: Reached, program: str, slots: Mapping[str, tuple[int, int]]
+    facts: Sequence[Facts],
+    reached: Reached,
+    program: str,
+    slots: Mapping[str, tuple[int, int]],
+    *,
+    own: str | None = None,
+    interface: str | None = None,
 ) -> str | None:
     """Returns why these hosts cannot run `program` together, and what to do; None where they can.
 
@@ -28,16 +34,24 @@ def objection(
         reached: what the probes between them have found.
         program: the script or module.
         slots: by host, how many ranks are asked for and how many there is room for.
+        own: the digest of the program's copy here, where the command was given and no rank need be.
+        interface: the network that was asked for.
     """
-    return _unreached(reached) or _versions(facts) or _script(facts, program) or _room(slots)
+    return _unreached(reached, facts, interface) or _versions(facts) or _script(facts, program, own) or _room(slots)
 
 
-def _unreached(reached: Reached) -> str | None:
+def _unreached(reached: Reached, facts: Sequence[Facts], interface: str | None) -> str | None:
     for source, others in reached.items():
         for target, reason in others.items():
             if reason is not None:
                 back = reached.get(target, {}).get(source)
                 both = "; nor the other way round" if back is not None else ""
+                if interface is not None:
+                    address = next((fact.address_on(interface) for fact in facts if fact.name == target), None)
+                    return (
+                        f"host {source} cannot reach host {target} on its {interface}, {address} ({reason}){both}: "
+                        "name another network with --interface, or leave it out"
+                    )
                 return (
                     f"host {source} cannot reach host {target} ({reason}){both}: open all ports between them, or name "
                     "the network that joins them with --interface"
@@ -57,11 +71,14 @@ def _versions(facts: Sequence[Facts]) -> str | None:
     return None
 
 
-def _script(facts: Sequence[Facts], program: str) -> str | None:
+def _script(facts: Sequence[Facts], program: str, own: str | None) -> str | None:
     missing = [host for host in facts if host.digest is None]
-    if missing and len(missing) < len(facts):
+    if missing and (own is not None or len(missing) < len(facts)):
         return f"there is no {program} in {missing[0].directory} on host {missing[0].name}: copy it there, or share it"
     odd = _odd(facts, [(host.digest or "")[:8] for host in facts])
+    if odd is None and own is not None and own != facts[0].digest:
+        there = "the hosts" if len(facts) > 1 else facts[0].name
+        odd = f"here {own[:8]}, {there} {(facts[0].digest or '')[:8]}"
     return (
         f"{program} is not the same on all hosts (sha256 {odd}): copy one version to all, or share it" if odd else None
     )
@@ -70,7 +87,8 @@ def _script(facts: Sequence[Facts], program: str) -> str | None:
 def _room(slots: Mapping[str, tuple[int, int]]) -> str | None:
     for host, (asked, there) in slots.items():
         if asked > there:
-            return f"host {host} has {there} slots and {asked} ranks are asked for: lower -n, or raise its slots"
+            room = "1 slot" if there == 1 else f"{there} slots"
+            return f"host {host} has {room} and {asked} ranks are asked for: lower -n, or raise its slots"
     return None
 
 

@@ -57,8 +57,13 @@ class Forked:
 
 
 def rank_command(*options: str) -> list[str]:
-    """Returns the command that starts one rank. -P: a `json.py` beside the user's script must not shadow ours."""
-    return [sys.executable, "-P", "-m", "samestep.launch.bootstrap", "--parent", str(os.getpid()), *options]
+    """Returns the command that starts one rank. -P: a `json.py` beside the user's script must not shadow ours.
+
+    Its interpreter gets the options of this one, -W, -X and -O among them, as multiprocessing's get them.
+    """
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001
+    module = ("-P", "-m", "samestep.launch.bootstrap")
+    return [sys.executable, *flags, *module, "--parent", str(os.getpid()), *options]
 
 
 def start(
@@ -91,6 +96,23 @@ def start(
     )
 
 
+def open_missing_streams() -> None:
+    """Gives this process those of its three streams that it was started without (`>&-`), leading nowhere.
+
+    Else the next file that is opened would take the number, and everybody's output would go there.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
 def follow_parent(parent: int) -> None:
     """Makes the kernel kill this process when its parent ends; called in the rank before anything else."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -117,13 +139,22 @@ def end_orphans(own: Iterable[int] = ()) -> list[str]:
 
     Args:
         own: children that this process started itself and looks after.
+
+    One that has become another user's may be out of reach: it is left out, and its name says so.
     """
     spared, ended = set(own), []
     while strangers := [pid for pid in children(os.getpid()) if pid not in spared]:
         for pid in strangers:
-            ended += [] if _state(pid) == "Z" else [_name(pid)]
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # its own children come to us, and are next
+            if _state(pid) != "Z":
+                ended.append(_name(pid))
+                try:
+                    os.kill(pid, signal.SIGKILL)  # its own children come to us, and are next
+                except ProcessLookupError:
+                    pass
+                except PermissionError:
+                    ended[-1] += ", which is another user's and goes on"
+                    spared.add(pid)
+                    continue
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
     return ended
@@ -140,29 +171,36 @@ def children(pid: int) -> list[int]:
 
 def _name(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() + f" ({pid})"
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip() + f" ({pid})"
     return str(pid)
 
 
 def _state(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     return "Z"
 
 
-def signal_group(process: Process, number: int) -> None:
-    """Sends a signal to a rank and everything it started, unless it was reaped: its number may be another's by now."""
+def signal_group(process: Process, number: int) -> bool:
+    """Sends a signal to a rank and everything it started, unless it was reaped: its number may be another's by now.
+
+    Returns:
+        Whether this user may do so: a rank can become another user's.
+    """
     if process.returncode is None:
         try:
             os.killpg(process.pid, number)
         except ProcessLookupError:  # just forked: it has not made its group yet
             signal_alone(process, number)
+        except PermissionError:
+            return False
+    return True
 
 
 def signal_alone(process: Process, number: int) -> None:
     """Sends a signal to a rank and not to what it started: its DataLoader's workers must outlive its last save."""
     if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, number)
 
 
@@ -177,9 +215,13 @@ def exit_status(process: Process) -> int | None:
 
 
 def reap(process: Process) -> int:
-    """Ends what an ended rank has left in its group and returns its exit code, negative for a signal."""
-    signal_group(process, signal.SIGKILL)
-    return process.wait()
+    """Ends what a rank has left in its group, and itself; returns its exit code, negative for a signal.
+
+    One that has become another user's may be out of reach. It leaves by itself when its control pipe ends, and is not
+    waited for.
+    """
+    reached = signal_group(process, signal.SIGKILL)
+    return process.wait() if reached or exit_status(process) is not None else -signal.SIGKILL
 
 
 def wait_all(processes: Sequence[Process], seconds: float) -> bool:

@@ -144,8 +144,12 @@ class Replacement:
         while (link := listener.accept()) is not None:
             number, new = link.peer_about.get("index"), from_afar(link)
             lost = self._missing().get(number) if isinstance(number, int) else None
-            if number is None or lost is None:
-                self._tell(f"note: {new.host} has come in as number {number}, which is not missing: turned away")
+            reason = self._door.objection(new)
+            if reason is None and (number is None or lost is None):
+                reason = f"number {number} is not missing"
+            if number is None or lost is None or reason is not None:
+                self._tell(f"note: {new.host} has come in and was turned away: {reason}")
+                self._door.turn_away(new, str(reason))
                 link.close()
             elif self._door.came(number, new):
                 self._head.replace(lost, new)
@@ -161,6 +165,7 @@ class Replacement:
         for number in turned:
             assert self._door is not None
             self._tell(f"note: {self._head.hosts[number].host} cannot take the place: {reason}")
+            self._door.turn_away(self._head.hosts[number], reason)
             self._head.let_go(self._head.hosts[number], reason)
             self._door.failed(number, reason)
         self._turned |= turned

@@ -155,7 +155,7 @@ def launch(plan: Plan, head: Head, replacement: Replacement | None = None) -> Ve
             break
         say("\n".join(_cause(plan, verdict, restarts.done - 1)), plain=True)
         plan = replace(plan, parts=found.parts)
-        say(f"restart {restarts.done} of {restarts.most}: all {plan.size} ranks start again")
+        say(f"restart {restarts.done} of {restarts.most}: {_everybody(plan.size)} again")
         verdict = _attempt(head, plan, restarts.done)
     with contextlib.suppress(OSError):
         _write_record(plan, began, verdict, restarts.done)
@@ -180,6 +180,10 @@ def _prepare(plan: Plan, head: Head) -> Verdict | None:
 
 def _interrupt(number: int) -> None:
     raise Interruption(number)
+
+
+def _everybody(size: int) -> str:
+    return "the rank starts" if size == 1 else f"all {size} ranks start"
 
 
 def _following(plan: Plan, head: Head, replacement: Replacement | None) -> Outcome:

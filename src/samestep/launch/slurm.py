@@ -12,10 +12,16 @@ Every task leaves with the exit code of the run, so srun, which returns the high
 With --kill-on-bad-exit=1 it would not: the first task to leave with 75 makes srun end the others with SIGTERM while
 they are on their way out, and 143 is higher. samestep ends the ranks of a run that has failed by itself, so srun
 has only to see to a task that never came so far: --wait.
+
+USR1 comes some time before the limit (--signal=B:), to the batch script alone, which tells the process that leads the
+run. Sent to the tasks, it would reach every process in them, and end what does not handle it: the workers of a
+DataLoader, and ranks that cannot save. Those are left to train on to their limit.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import shlex
 import subprocess
 import sys
@@ -28,6 +34,9 @@ from samestep.errors import UsageError
 __all__: list[str] = []
 
 WARNING = 60  # seconds before the time limit at which the ranks are asked to save; Slurm may be a minute early
+AFTERWARDS = 30.0  # seconds that are left when a save has taken all of its grace
+LONGEST = 65_535  # seconds that sbatch takes
+SCRIPT = "samestep.sbatch"  # what is submitted, in the run directory
 LEAVING = 60  # seconds for the other tasks to end when one has
 
 
@@ -52,6 +61,8 @@ class Batch:
         python: the interpreter, on all nodes; this one by default.
         wait: seconds that other tasks may stay when one has left; 0 is for ever, which `--lost-host continue` and
             `wait` need.
+        variables: names of those that go along.
+        warning: seconds before the time limit at which the ranks are asked to save.
     """
 
     program: tuple[str, ...]
@@ -69,11 +80,23 @@ class Batch:
     restarts: int = 0
     python: str | None = None
     wait: int = LEAVING
+    variables: tuple[str, ...] = ()
+    warning: int = WARNING
+
+    @property
+    def script(self) -> Path:
+        """Where the script is kept, to be submitted once more."""
+        return self.run_dir / SCRIPT
 
     @property
     def ranks_per_node(self) -> int:
         """How many ranks each task starts."""
         return self.ranks or self.gpus or 1
+
+
+def warning_for(grace: float) -> int:
+    """Returns how many seconds before its limit a job must be warned whose ranks may take `grace` seconds to save."""
+    return min(LONGEST, max(WARNING, math.ceil(grace + AFTERWARDS)))
 
 
 def batch_script(job: Batch) -> str:
@@ -97,10 +120,12 @@ def _header(job: Batch) -> Iterator[str]:
     if job.gpus:
         yield f"--gres=gpu:{job.gpus}"
     yield from _option("time", job.time)
-    yield f"--signal=USR1@{WARNING}"
+    yield f"--signal=B:USR1@{job.warning}"
     yield "--requeue"
     yield "--open-mode=append"
     yield from _option("output", f"{job.run_dir}/".replace("%", "%%") + "slurm-%j.out")
+    if job.variables:  # names alone: anybody may read the script
+        yield f"--export=ALL,{','.join(job.variables)}"
     yield from (_line(option.removeprefix("#SBATCH").strip()) for option in job.more)
 
 
@@ -119,30 +144,55 @@ def _line(text: str) -> str:
 BODY = """\
 cd {directory} || exit 2
 
+# a run directory holds one run: what is queued again, or submitted once more, gets a folder of its own in it
+again=${{SLURM_RESTART_COUNT:+/again-$SLURM_RESTART_COUNT}}
+if [ -e {run_dir}"$again/run.json" ]; then again=/again-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}; fi
+
+# the warning before the time limit: for the process that leads the run, and no other
+leader={leader}-$SLURM_JOB_ID
+warned=
+trap 'warned=1; kill -USR1 "$(cat "$leader")"' USR1
+
 # one task on each node, with all of its cores and GPUs; each leaves with the exit code of the whole run
-{command}
+{command} &
+wait $!
 code=$?
+while [ -n "$warned" ]; do # it was the warning that ended the wait
+    warned=
+    wait $!
+    code=$?
+done
+rm -f "$leader"
 
 if [ "$code" -eq 75 ]; then # every rank has saved: go on from there when there is room again
-    scontrol requeue "$SLURM_JOB_ID" || echo "saved, but not queued again: submit this script once more" >&2
+    scontrol requeue "$SLURM_JOB_ID" || echo {refused} >&2
 fi
 exit "$code"
 """
 
-AGAIN = '"${SLURM_RESTART_COUNT:+/again-$SLURM_RESTART_COUNT}"'  # a run directory holds one run
+
+LEAD = '[ "$SLURM_PROCID" != 0 ] || echo $$ >"$0"; exec "$@"'  # task 0 is on the node of the batch script
 
 
 def _body(job: Batch) -> str:
     run = ["-n", str(job.ranks or job.gpus or "auto"), *(["--restarts", str(job.restarts)] if job.restarts else [])]
     lines = [
         ["srun", "--kill-on-bad-exit=0", f"--wait={job.wait}", "--cpu-bind=none", *_srun_cpus(job)],
+        ["bash", "-c", LEAD],
         [job.python or sys.executable, "-P", "-m", "samestep", "run", *run, *job.options],
         ["--run-dir", str(job.run_dir)],
         list(job.program),
     ]
     quoted = [shlex.join(line) for line in lines]
-    quoted[2] += AGAIN
-    return BODY.format(directory=shlex.quote(str(job.directory)), command=" \\\n    ".join(quoted))
+    quoted[1] += ' "$leader"'
+    quoted[3] += '"$again"'
+    told = {
+        "directory": str(job.directory),
+        "run_dir": str(job.run_dir),
+        "leader": str(job.run_dir / "leader"),
+        "refused": f"saved, but not queued again; to go on: sbatch {shlex.quote(str(job.script))}",
+    }
+    return BODY.format(command=" \\\n    ".join(quoted), **{name: shlex.quote(text) for name, text in told.items()})
 
 
 def _srun_cpus(job: Batch) -> list[str]:
@@ -150,20 +200,38 @@ def _srun_cpus(job: Batch) -> list[str]:
     return [] if job.cpus is None else [f"--cpus-per-task={job.cpus}"]
 
 
-def submit(script: str, folder: Path | None = None) -> str:
+def submit(script: str, folder: Path) -> str:
     """Submits a job and returns its number.
 
     Args:
         script: what :func:`batch_script` returned.
-        folder: where its output goes; made here, for Slurm ends a job whose output it cannot open without a word.
+        folder: where it is kept, and its output goes; made here, for Slurm ends a job whose output it cannot open
+            without a word.
 
     Raises:
-        UsageError: there is no sbatch here, or it refuses the job; says what sbatch said.
+        UsageError: there is no sbatch here, or it refuses the job, and says what sbatch said; or `folder` cannot be
+            written.
     """
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    file = folder / SCRIPT
     try:
-        done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(script, encoding="utf-8")
+        return _submit(file)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            file.unlink()
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        if isinstance(error, OSError):
+            raise UsageError(f"the run directory {folder} cannot be written: {error.strerror}") from error
+        raise
+
+
+def _submit(file: Path) -> str:
+    try:
+        done = subprocess.run(["sbatch", "--parsable", file], capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise UsageError(
             "there is no sbatch here: submit on a host of the cluster, or name the hosts with --hosts"

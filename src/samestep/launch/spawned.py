@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import faulthandler
 import re
-import signal
 import traceback
 from dataclasses import replace
 from pathlib import Path
 
 from samestep import progress
-from samestep.launch.failure import Failure, describe, own_line
+from samestep.launch.failure import Failure, cut, describe, own_line, signal_name, text_in, tried
 from samestep.launch.stacks import STACKS_SIGNAL, place_in
 from samestep.paths import rank_file, spawned_folder
 from samestep.rankenv import variable
@@ -49,19 +48,19 @@ def recognise(logs: Path, starter: int, rank: int) -> Path:
 def describe_with_spawned(error: BaseException, rank: int) -> Failure:
     """Returns the record of an exception that nobody caught: of the spawned rank that is behind it, if one is."""
     failure = describe(error, rank)
-    kind = type(error).__name__  # torch.multiprocessing may never have been imported
-    if kind == "ProcessRaisedException":
-        return _raised(error, failure)
-    return _exited(error, failure) if kind == "ProcessExitedException" else failure
+    looks = {"ProcessRaisedException": _raised, "ProcessExitedException": _exited}
+    look = looks.get(type(error).__name__)  # torch.multiprocessing may never have been imported
+    return failure if look is None else tried(lambda: look(error, failure), failure)
 
 
 def _raised(error: BaseException, failure: Failure) -> Failure:
     """It holds the text of a traceback, which lies below torch's own frames and above the script's."""
-    text = str(error).rstrip()
+    text = text_in(error).rstrip()
     frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(text)]
     where, source = own_line(traceback.StackSummary.from_list(frames))
-    name, _, message = text.splitlines()[-1].partition(": ")
-    return replace(failure, exception=name, message=f"{message} ({_who(error)[0]})", where=where, source=source)
+    name, _, message = text.rpartition("\n")[2].partition(": ")
+    message = f"{cut(message, failure.rank)} ({_who(error)[0]})"
+    return replace(failure, exception=name, message=message, where=where, source=source)
 
 
 def _exited(error: BaseException, failure: Failure) -> Failure:
@@ -71,12 +70,12 @@ def _exited(error: BaseException, failure: Failure) -> Failure:
     if name is None:
         message = f"it ended with exit code {code} and left no exception behind ({who})"
         return replace(failure, exception="Exit", message=message, exit_code=code)
-    number = signal.Signals[name]
+    number = abs(code)  # torch has no name for most real-time signals
     return replace(
         failure,
         exception="Signal",
-        message=f"it was ended by {name} (signal {int(number)}; {who})",
-        signal=int(number),
+        message=f"it was ended by {signal_name(number)} (signal {number}; {who})",
+        signal=number,
         exit_code=128 + number,
         where=where or failure.where,
         source=source or failure.source,

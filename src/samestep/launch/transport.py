@@ -23,6 +23,7 @@ its event loop would be a second one beside ours.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import select
@@ -32,8 +33,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from samestep._version import __version__
 from samestep.errors import UsageError
 from samestep.rankenv import child_environment, set_variables, variable
 
@@ -328,9 +331,9 @@ _REASONS = {  # what ssh, a shell or python says, and what that means; the first
     ),
     r"Bad configuration option|Can't open user config file": "ssh does not understand its options: {last}",
     r"No module named '?samestep[.\w]+": (
-        "its samestep is of another version; run `{python} -m pip install --upgrade samestep` there"
+        "its samestep is of another version; {copy}run `{python} -m pip install --upgrade {source}` there"
     ),
-    r"No module named '?samestep": "samestep is missing there; run `{python} -m pip install samestep` on it",
+    r"No module named '?samestep": ("samestep is missing there; {copy}run `{python} -m pip install {source}` there"),
     r"No such rcmd module": "the pdsh here lacks its `exec` module; install pdsh-rcmd-exec, or use --via ssh",
 }
 
@@ -346,11 +349,22 @@ def explain(host: str, transport: str, exit_code: int | None, stderr: str, pytho
         python: the interpreter that was to run there; this one's path by default.
     """
     words = {"host": host, "machine": host.rpartition("@")[2], "python": python or sys.executable}
-    words["last"] = _last_line(stderr)
+    source = shlex.quote(_source())
+    words |= {"last": _last_line(stderr), "source": source}
+    words["copy"] = f"copy {source} to it and " if "/" in source and "://" not in source else ""
     for pattern, reason in _REASONS.items():
         if re.search(pattern, stderr):
             return f"host {host}: {reason.format_map(words)}"
     return f"host {host}: {_by_code(exit_code, transport, words)}"
+
+
+def _source() -> str:
+    """Returns what samestep was installed from here, as pip takes it: a copy of its repository, a wheel, an address."""
+    try:
+        told = distribution("samestep").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return str(Path(__file__).parents[3])  # run from its repository
+    return f"samestep=={__version__}" if told is None else str(json.loads(told)["url"]).removeprefix("file://")
 
 
 def _by_code(code: int | None, transport: str, words: dict[str, str]) -> str:

@@ -6,11 +6,17 @@ who is there twice, and who left the file behind:
 
     store    samestep/rank/0 = {"host", "pid", "size", "torch", "card", …}      set by compare-and-set: first come [1]
              samestep/rank/1 = …                                                read by all, so all check the same [2]
+
+A file is only where they find each other; then rank 0 serves the store, and the file goes. torch stays in it to the
+end, and whatever uses its FileStore after the last rank has removed the file makes it anew: the next run of the same
+name finds the leftovers of a clean one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 import time
 from dataclasses import dataclass
@@ -21,9 +27,9 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from samestep import paths, rankenv
+from samestep import rankenv
 from samestep.errors import RankVariablesError, RendezvousError, UsageError
-from samestep.launch.address import is_served, listen
+from samestep.launch.address import LOOPBACK, is_served, listen
 from samestep.launch.meeting import await_published, place_for, publish
 from samestep.launch.network import addresses, route_to
 
@@ -37,6 +43,7 @@ class Place:
     Attributes:
         method: "tcp" (`host` and `port`), "file" (`path`), or "meeting": rank 0 tells its address in the file `path`.
         serves: this rank runs the store; false where the launcher does.
+        one_host: the launcher says that all ranks are on this host.
         prefix: keeps the keys of one attempt apart from those of the one before.
     """
 
@@ -47,6 +54,7 @@ class Place:
     port: int = 0
     path: str = ""
     serves: bool = False
+    one_host: bool = False
     prefix: str = ""
 
     @property
@@ -83,7 +91,7 @@ def locate(
         path = (parts.netloc + parts.path) or ""
         if not path.startswith("/"):
             raise UsageError(f"init_method {init_method!r} needs an absolute path that all ranks see: file:///path")
-        return Place(rank=rank, size=size, method="file", path=path)
+        return Place(rank=rank, size=size, method="file", path=path, serves=rank == 0)
     if parts.scheme == "env":
         return _from_variables(told, rank, size)
     raise UsageError(f"init_method {init_method!r} is unknown: use env://, tcp://host:port or file:///path")
@@ -149,20 +157,14 @@ def _from_variables(told: rankenv.RankVariables | None, rank: int, size: int) ->
             prefix=f"/samestep/attempt_{attempt}",
         )
     source = "env" if told is None else told.source
-    if told is not None and source != "env" and told.one_host:
-        return Place(rank=rank, size=size, method="file", path=str(_shared_file(told)))
-    if told is not None and source != "env":  # on several hosts
-        return Place(rank=rank, size=size, method="meeting", path=str(place_for(told)), serves=rank == 0)
+    if told is not None and source != "env":
+        path, here = str(place_for(told, "ranks")), bool(told.one_host)
+        return Place(rank=rank, size=size, method="meeting", path=path, serves=rank == 0, one_host=here)
     missing = [name for name, value in (("MASTER_ADDR", addr), ("MASTER_PORT", port)) if value is None]
     raise RankVariablesError(
         f"rank {rank} of {size} ({source}) does not know where rank 0 is: {' and '.join(missing)} not set. "
         "Start the script with `samestep run`, or set them to rank 0's host and a free port there"
     )
-
-
-def _shared_file(told: rankenv.RankVariables) -> Path:
-    """A file that the ranks of one mpiexec or srun on this host share, and no other run does."""
-    return paths.meeting_file(told.job)
 
 
 class _Joined:
@@ -179,7 +181,7 @@ def open_store(place: Place, join_timeout_s: float) -> Store:
         RendezvousError: the port is taken, or nobody answered within `join_timeout_s` seconds.
     """
     if place.method == "file":
-        return _file_store(place)
+        return _meet_in(_file_store(place), place, join_timeout_s)
     if place.method == "meeting":
         return _meet(place, join_timeout_s)
     began = time.monotonic()
@@ -201,17 +203,50 @@ def open_store(place: Place, join_timeout_s: float) -> Store:
 
 
 def _meet(place: Place, join_timeout_s: float) -> Store:
-    """Joins tasks on several hosts that nobody has told an address: rank 0 binds one, and tells it through a file."""
+    """Joins tasks that nobody has told an address: rank 0 binds one, and tells it through a file."""
     path = Path(f"{place.path}.{_Joined.worlds}")
-    listener: socket.socket | None = None
     if place.serves:
-        own = addresses()[0]
-        listener = listen(own.address)
-        host, port = listener.getsockname()
-        publish(path, {"addresses": [host], "port": port})
-    else:
-        told = await_published(path, join_timeout_s)
-        host, port = told["addresses"][0], told["port"]
+        listener = _listen(one_host=place.one_host)
+        _Joined.files.append(path)
+        publish(path, _told(listener))
+        return _serve(listener, place, join_timeout_s)
+    return _serve(await_published(path, join_timeout_s), place, join_timeout_s)
+
+
+def _meet_in(file: FileStore, place: Place, join_timeout_s: float) -> Store:
+    """Joins ranks that share a file; the last of them removes it."""
+    file.set_timeout(timedelta(seconds=join_timeout_s))
+    signed = _signed(
+        file, place, {"host": socket.gethostname(), "pid": os.getpid(), "network": _network()}, join_timeout_s
+    )
+    if place.serves:
+        listener = _listen(one_host=all(entry["network"] == signed[0]["network"] for entry in signed))
+        file.set("samestep/store", json.dumps(_told(listener)))
+        return _serve(listener, place, join_timeout_s)
+    return _serve(json.loads(file.get("samestep/store")), place, join_timeout_s)
+
+
+def _network() -> str:
+    """Returns what two processes have in common that reach each other over the loopback."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+    return socket.gethostname()
+
+
+def _listen(*, one_host: bool) -> socket.socket:
+    return listen(LOOPBACK if one_host else addresses()[0].address)
+
+
+def _told(listener: socket.socket) -> dict[str, Any]:
+    host, port = listener.getsockname()
+    return {"addresses": [host], "port": port}
+
+
+def _serve(where: socket.socket | dict[str, Any], place: Place, join_timeout_s: float) -> Store:
+    """Returns a client of the store that rank 0 serves on a socket, which is there in rank 0 alone."""
+    told = where if isinstance(where, dict) else _told(where)
+    host, port = told["addresses"][0], told["port"]
     _choose_interface(host)
     store: Store = TCPStore(
         host,
@@ -220,10 +255,8 @@ def _meet(place: Place, join_timeout_s: float) -> Store:
         wait_for_workers=False,
         timeout=timedelta(seconds=join_timeout_s),
         multi_tenant=True,
-        master_listen_fd=None if listener is None else listener.detach(),
+        master_listen_fd=None if isinstance(where, dict) else where.detach(),
     )
-    if place.serves:
-        _Joined.files.append(path)
     return PrefixStore(f"{place.prefix}/world_{_Joined.worlds}", store)
 
 
@@ -263,7 +296,7 @@ def _unreachable(place: Place, waited_s: float, error: Exception | None) -> str:
     )
 
 
-def _file_store(place: Place) -> Store:
+def _file_store(place: Place) -> FileStore:
     folder = Path(place.path).parent
     if not folder.is_dir():
         raise RendezvousError(f"rank {place.rank} cannot meet at {place.address}: the folder {folder} does not exist")
@@ -286,6 +319,17 @@ def sign_in(store: Store, place: Place, about: dict[str, Any], join_timeout_s: f
     Raises:
         RendezvousError: a rank is missing, there twice, or the file is left over from a dead run.
     """
+    try:
+        signed = _signed(store, place, about, join_timeout_s)
+    finally:
+        while _Joined.files:
+            _Joined.files.pop().unlink(missing_ok=True)
+    _compare(signed)
+    _Joined.worlds += 1
+    return signed
+
+
+def _signed(store: Store, place: Place, about: dict[str, Any], join_timeout_s: float) -> list[dict[str, Any]]:
     mine = json.dumps({**about, "size": place.size})
     found = store.compare_set(_key(place.rank), "", mine).decode()  # [1]
     if found != mine:
@@ -297,12 +341,7 @@ def sign_in(store: Store, place: Place, about: dict[str, Any], join_timeout_s: f
     except RuntimeError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise RendezvousError(_missing(place, missing, time.monotonic() - began)) from error
-    signed = [json.loads(store.get(key)) for key in keys]  # [2]
-    _compare(signed)
-    _Joined.worlds += 1
-    while _Joined.files:
-        _Joined.files.pop().unlink(missing_ok=True)
-    return signed
+    return [json.loads(store.get(key)) for key in keys]  # [2]
 
 
 def _key(rank: int) -> str:

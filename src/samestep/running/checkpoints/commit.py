@@ -260,7 +260,8 @@ class Checkpoint:
             n: epochs of the whole run, those before a resumption included.
         """
         if self.resumed and self.epoch >= n:
-            self._say(f"all {n} epochs in {self.path} are finished: ask for more, or delete it to start again")
+            finished = "the epoch is" if n == 1 else f"all {n} epochs are"
+            self._say(f"{finished} finished in {self.path}: ask for more, or delete it to start again")
         while self.epoch < n:
             self._within = True
             self._note_positions()

@@ -36,6 +36,7 @@ _GRACE_S = 3.0
 _GRACE_FOR_THE_DEAD_S = 20.0
 
 _REASONS = {
+    errno.ENOENT: "it is no longer there",
     errno.ENOTDIR: "a part of it is a file",
     errno.EEXIST: "it is a file",
     errno.EROFS: "the file system is read-only",
@@ -92,8 +93,10 @@ class Directory:
 
     def names(self) -> list[str]:
         """Complete checkpoints, oldest first."""
-        found = [match for entry in self.path.iterdir() if (match := _COMPLETE.fullmatch(entry.name))]
-        return [match[0] for match in sorted(found, key=lambda match: (int(match[1]), int(match[2] or 0)))]
+        try:
+            return complete(self.path)
+        except OSError as error:
+            raise CheckpointError(f"cannot look into {self.path}: {reason(error)}") from error
 
     def fresh_name(self, step: int) -> str:
         """A name for a checkpoint of ``step`` that sorts behind all that exist of this step."""
@@ -123,7 +126,7 @@ class Directory:
             # Renamed first: killed while deleting, half a checkpoint must not bear a complete one's name.
             doomed = self._unfinished(name)
             (self.path / name).rename(doomed)
-            shutil.rmtree(doomed)
+            _delete(doomed)
 
     def _unfinished(self, name: str) -> Path:
         return self.path / f".{name}.tmp-{secrets.token_hex(4)}"
@@ -147,7 +150,26 @@ class Directory:
         # Safe, because the lock says that nobody else is writing here.
         for entry in self.path.iterdir():
             if _UNFINISHED.fullmatch(entry.name):
-                shutil.rmtree(entry)
+                _delete(entry)
+
+
+def _delete(entry: Path) -> None:
+    """Deletes a folder of ours, or what somebody has put in its place; never what a link leads to."""
+    if entry.is_symlink() or not entry.is_dir():
+        entry.unlink()
+    else:
+        shutil.rmtree(entry)
+
+
+def complete(path: Path) -> list[str]:
+    """Returns the names of the complete checkpoints in ``path``, oldest first. Whoever only looks needs no lock."""
+    found = [match for entry in path.iterdir() if (match := _COMPLETE.fullmatch(entry.name))]
+    return [match[0] for match in sorted(found, key=lambda match: (int(match[1]), int(match[2] or 0)))]
+
+
+def is_complete(name: str) -> bool:
+    """Returns whether a folder of this name is a complete checkpoint."""
+    return _COMPLETE.fullmatch(name) is not None
 
 
 def sync_folder(folder: Path) -> None:

@@ -11,7 +11,6 @@ vs 598" (measured on torch 2.13).
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 from dataclasses import replace
@@ -26,8 +25,9 @@ from torch import Tensor
 from samestep.errors import CheckpointError
 from samestep.running.checkpoints.directory import Directory, reason, sync_folder
 from samestep.running.checkpoints.format import MANIFEST, PAYLOAD, Manifest, to_text
+from samestep.running.checkpoints.payload import measure
 
-__all__ = ["sha256_of", "write"]
+__all__ = ["write"]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -56,8 +56,8 @@ def _write_folder(directory: Directory, name: str, manifest: Manifest, tensors: 
     final = directory.path / name
     try:
         _write_payload(folder / PAYLOAD, tensors)
-        payload = {"size": (folder / PAYLOAD).stat().st_size, "sha256": sha256_of(folder / PAYLOAD)}
-        _write_text(folder / MANIFEST, to_text(replace(manifest, files={PAYLOAD: payload})))
+        files, places = measure(folder)
+        _write_text(folder / MANIFEST, to_text(replace(manifest, files=files, places=places)))
         sync_folder(folder)  # [4]
         folder.rename(final)  # [5]
         sync_folder(directory.path)  # [6]
@@ -93,12 +93,6 @@ def flat(tensor: Tensor) -> Tensor:
 def describe(tensor: Tensor) -> dict[str, Any]:
     """Returns the manifest's entry for a tensor."""
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-
-
-def sha256_of(path: Path) -> str:
-    """Returns the SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _require_space(path: Path, needed: int) -> None:

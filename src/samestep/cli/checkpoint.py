@@ -1,0 +1,335 @@
+"""`samestep checkpoint`: what lies in a directory of checkpoints, whether it is what was saved, and other formats."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samestep.cli.options import Parser
+from samestep.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from rich.console import Console
+    from rich.tree import Tree
+
+    from samestep.running.checkpoints.contents import Seen
+    from samestep.running.checkpoints.manifest import Manifest
+    from samestep.running.checkpoints.outline import Branch
+
+__all__ = ["main"]
+
+DESCRIPTION = """Looks at checkpoints from outside; the run that saves them may go on meanwhile.
+
+  list     the checkpoints in PATH: step, time, size, whether they are intact
+  show     what is in one of them: objects, tensors, position in the data, versions
+  verify   every digest, and the data ledger: was every sample of every epoch used exactly once?
+  convert  to and from torch.save files (.pt) and directories of torch.distributed.checkpoint
+
+PATH is the directory that a run saves in, or the folder of one step. `show` and `convert` take the newest step of
+a directory, `verify` all."""
+
+EXAMPLES = """examples:
+  samestep checkpoint list runs/digits
+  samestep checkpoint show runs/digits/step-00000120 --all
+  samestep checkpoint verify runs/digits --json verdict.json
+  samestep checkpoint convert runs/digits model.pt           for torch.load(weights_only=True)
+  samestep checkpoint convert runs/digits exported/          a directory of torch.distributed.checkpoint
+  samestep checkpoint convert model.pt runs/new --kind optimizer=torch.optim.adamw.AdamW
+
+exit code: 0; 1 where a checkpoint is damaged or a sample was lost or repeated; 2 for a usage error."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    options = _parser().parse(arguments)
+    if options.action != "convert":
+        _refuse(options, "destination", "to", "kind", "step", "epoch", "timeout")
+        return ACTIONS[options.action](options)
+    if options.destination is None:
+        raise UsageError("convert needs two paths: `samestep checkpoint convert runs/digits model.pt`")
+    _refuse(options, "json", "all", "digests")
+    from samestep.cli.convert import convert
+
+    return convert(options)
+
+
+def _parser() -> Parser:
+    usage = "samestep checkpoint list|show|verify PATH [options]\n       samestep checkpoint convert SRC DST [options]"
+    parser = Parser("checkpoint", usage=usage, description=DESCRIPTION, epilog=EXAMPLES)
+    add = parser.add_argument
+    add("action", metavar="ACTION", choices=(*ACTIONS, "convert"), help="list, show, verify or convert")
+    add("path", metavar="PATH", type=Path, help="a directory of checkpoints, or one step's folder")
+    add("destination", metavar="DST", type=Path, nargs="?", help="where convert writes; must not exist")
+    add("--digests", action="store_true", help="list: read every byte, not only names, sizes and headers")
+    add("--all", action="store_true", help="show: every tensor, those that are alike too")
+    add("--json", metavar="FILE", type=Path, help="write what was found to this file too")
+    add("--to", choices=("samestep", "pt", "dcp"), help="convert: the format to write, if DST's name does not tell")
+    add("--kind", metavar="NAME=CLASS", action="append", help="convert: what a saved optimizer or schedule is")
+    add("--step", metavar="N", type=int, help="convert: steps taken before, where the file does not tell (default: 0)")
+    add("--epoch", metavar="N", type=int, help="convert: epochs finished, likewise (default: 0)")
+    add("--timeout", metavar="S", type=float, help="convert: seconds that reading a foreign file may take (600)")
+    return parser
+
+
+def _refuse(options: argparse.Namespace, *names: str) -> None:
+    """Options of another action would be ignored without a word."""
+    for name in names:
+        if getattr(options, name):
+            shown = "second path" if name == "destination" else f"--{name}"
+            raise UsageError(f"{options.action} takes no {shown}; `samestep checkpoint --help` says what belongs where")
+
+
+# --- list -------------------------------------------------------------------------------------------
+
+
+def _list(options: argparse.Namespace) -> int:
+    from rich.table import Table
+
+    from samestep.running.checkpoints.contents import found
+
+    folders = found(options.path)
+    seen = _looked_at(folders, digests=options.digests)
+    table = Table("checkpoint", "saved", title_justify="left")
+    for heading in ("step", "epoch", "ranks", "size"):
+        table.add_column(heading, justify="right")
+    table.add_column("intact")
+    for one in seen:
+        table.add_row(one.folder.name, _clock(one.saved), *_numbers(one.manifest), human(one.size), _intact(one))
+    console = _console()
+    if seen:
+        console.print(table)
+    _tell_aside(console, options.path, folders)
+    _write(options.json, {"path": str(options.path), "checkpoints": [_as_json(one) for one in seen]})
+    return 0 if all(one.problem is None for one in seen) else 1
+
+
+def _numbers(manifest: Manifest | None) -> tuple[str, str, str]:
+    if manifest is None:
+        return ("?", "?", "?")
+    return (f"{manifest.step:,}", str(manifest.epoch), str(manifest.world_size))
+
+
+def _intact(one: Seen) -> str:
+    return "yes" if one.problem is None else f"no: {printable(str(one.problem))}"
+
+
+def _tell_aside(console: Console, path: Path, folders: Sequence[Path]) -> None:
+    from samestep.running.checkpoints.contents import set_aside
+
+    path = path.resolve()
+    if path not in folders and (aside := set_aside(path)):
+        console.print(f"set aside by earlier runs because damaged: {', '.join(map(printable, aside))}")
+
+
+# --- show -------------------------------------------------------------------------------------------
+
+
+def _show(options: argparse.Namespace) -> int:
+    from samestep.running.checkpoints.contents import found, look, parts, positions
+
+    folders = found(options.path)
+    one = look(folders[-1], digests=False) if folders else None
+    if one is None or one.manifest is None:
+        why = "nothing whole is left" if one is None else f"{one.folder}: {printable(str(one.problem))}"
+        raise CheckpointError(why)
+    manifest, console = one.manifest, _console()
+    console.print(f"{one.folder}, {human(one.size)}, saved {_clock(one.saved)}")
+    console.print(
+        f"step {manifest.step:,}, {_some(manifest.epoch, 'epoch')} finished, {_some(manifest.world_size, 'rank')}"
+    )
+    console.print(f"written by samestep {printable(manifest.samestep)}, torch {printable(manifest.torch)}")
+    if one.problem is not None:
+        console.print(f"not intact: {printable(str(one.problem))}")
+    _show_parts(console, manifest)
+    for name, state in positions(manifest):
+        console.print(f"{printable(name)}: {_position(state)}")
+    _show_tensors(console, manifest, whole=options.all)
+    _write(options.json, {**_as_json(one), "objects": [vars(part) for part in parts(manifest)], **_rest(manifest)})
+    return 0 if one.problem is None else 1
+
+
+def _show_parts(console: Console, manifest: Manifest) -> None:
+    from rich.table import Table
+
+    from samestep.running.checkpoints.contents import parts
+
+    table = Table("object", "kind")
+    for heading in ("tensors", "values", "size", "parameters"):
+        table.add_column(heading, justify="right")
+    for part in parts(manifest):
+        steered = "" if part.parameters is None else f"{part.parameters:,}"
+        row = (printable(part.name), printable(part.kind), str(part.tensors), f"{part.values:,}", human(part.size))
+        table.add_row(*row, steered)
+    console.print(table)
+
+
+def _position(state: dict[str, Any]) -> str:
+    order = f"seed {state['seed']}" if state["shuffle"] else "unshuffled"
+    return printable(f"epoch {state['epoch']}, {state['cursor']} of {state['samples']} samples used, {order}")
+
+
+def _show_tensors(console: Console, manifest: Manifest, *, whole: bool) -> None:
+    from rich.tree import Tree
+
+    from samestep.running.checkpoints.outline import outline
+
+    tree = Tree(f"{len(manifest.tensors)} tensors")
+    for branch in outline(manifest, whole=whole):
+        _grow(tree, branch)
+    console.print(tree)
+
+
+def _grow(tree: Tree, branch: Branch) -> None:
+    form = f"  {branch.form}" if branch.form else ""
+    node = tree.add(printable(f"{branch.name}{form}  {human(branch.size)}"))
+    for further in branch.branches:
+        _grow(node, further)
+
+
+def _rest(manifest: Manifest) -> dict[str, Any]:
+    from samestep.running.checkpoints.contents import positions
+
+    return {
+        "samestep": manifest.samestep,
+        "torch": manifest.torch,
+        "data": dict(positions(manifest)),
+        "tensors": manifest.tensors,
+    }
+
+
+# --- verify -----------------------------------------------------------------------------------------
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from samestep.running.checkpoints.contents import found
+
+    folders = found(options.path)
+    seen = _looked_at(folders, digests=True, with_ledgers=True)
+    console = _console()
+    for one in seen:
+        _tell(console, one)
+    _tell_aside(console, options.path, folders)
+    wrong = [one for one in seen if not one.is_right]
+    count = _some(len(seen), "checkpoint")
+    console.print(f"{count}: all as saved" if seen and not wrong else f"{count}: {len(wrong)} not right")
+    rows = [_as_json(one) for one in seen]
+    _write(options.json, {"path": str(options.path), "ok": bool(seen) and not wrong, "checkpoints": rows})
+    return 0 if seen and not wrong else 1
+
+
+def _tell(console: Console, one: Seen) -> None:
+    if one.problem is not None:
+        console.print(f"{one.folder.name}: damaged: {printable(str(one.problem))}")
+        return
+    console.print(f"{one.folder.name}: every byte as saved, {human(one.size)}")
+    for name, ledger in one.ledgers.items():
+        console.print(f"  {printable(name)}: {printable(ledger.summary)}")
+        for problem in ledger.problems:
+            console.print(f"    {printable(problem)}")
+
+
+# --- what they share ----------------------------------------------------------------------------------
+
+
+def _looked_at(folders: Sequence[Path], *, digests: bool, with_ledgers: bool = False) -> list[Seen]:
+    from dataclasses import replace
+
+    from samestep.running.checkpoints.contents import ledgers, look, size_of
+
+    seen = []
+    total = sum(map(size_of, folders)) if digests else 0
+    with _progress(total) as advance:
+        for folder in folders:
+            one = look(folder, digests=digests, progress=advance)
+            if one is not None and with_ledgers and one.manifest is not None and one.problem is None:
+                one = replace(one, ledgers=ledgers(one.manifest))
+            seen += [] if one is None else [one]
+    return seen
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
+    """A bar on standard error, where somebody looks at it."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not total or not console.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    # A name in a file may look like markup, and a file that is written to has no width.
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 200
+    return console
+
+
+def _as_json(one: Seen) -> dict[str, Any]:
+    manifest, problem = one.manifest, one.problem
+    return {
+        "name": one.folder.name,
+        "step": None if manifest is None else manifest.step,
+        "epoch": None if manifest is None else manifest.epoch,
+        "world_size": None if manifest is None else manifest.world_size,
+        "bytes": one.size,
+        "saved": one.saved,
+        "intact": problem is None,
+        "problem": None if problem is None else str(problem),
+        "file": None if problem is None else problem.file,
+        "tensors": [] if problem is None else list(problem.tensors),
+        "ledgers": {name: vars(ledger) for name, ledger in one.ledgers.items()},
+    }
+
+
+def _write(path: Path | None, told: dict[str, Any]) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def human(count: float) -> str:
+    """Returns a number of bytes with a unit that suits it, in powers of 1000.
+
+    >>> human(999), human(1234567)
+    ('999 B', '1.2 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def printable(text: str) -> str:
+    """Returns `text` without what a terminal would obey: names come from files, and files from strangers."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {"list": _list, "show": _show, "verify": _verify}

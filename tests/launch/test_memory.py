@@ -1,0 +1,50 @@
+"""Whose death for want of memory is counted: that of this control group's processes, where the kernel tells."""
+
+from __future__ import annotations
+
+import pytest
+
+from samestep.launch import failure
+from samestep.launch.failure import death
+from samestep.launch.memory import counts_own_kills, out_of_memory_kills
+
+MACHINE = {"proc/vmstat": "nr_free_pages 5\noom_kill 7\n"}
+LEGACY = {
+    "proc/self/cgroup": "4:memory:/job\n0::/\n",
+    "proc/self/mountinfo": "33 24 0:29 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",
+    "sys/fs/cgroup/memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+    "sys/fs/cgroup/memory/memory.oom_control": "oom_kill 40\n",
+}
+UNIFIED = {
+    "proc/self/cgroup": "0::/user/job\n",
+    "proc/self/mountinfo": "29 23 0:26 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw\n",
+    "sys/fs/cgroup/user/job/memory.events": "low 0\noom 3\noom_kill 3\n",
+    "sys/fs/cgroup/user/memory.events": "oom_kill 50\n",
+}
+
+
+def lay(root, files):
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return root
+
+
+@pytest.mark.parametrize(("files", "kills"), [(LEGACY, 2), (UNIFIED, 3)])
+def test_the_own_groups_count_is_taken_and_nobody_elses(tmp_path, files, kills):
+    root = lay(tmp_path, MACHINE | files)
+    assert (out_of_memory_kills(root), counts_own_kills(root)) == (kills, True)
+
+
+def test_the_machines_count_is_all_there_is_without_a_group(tmp_path):
+    root = lay(tmp_path, MACHINE)
+    assert (out_of_memory_kills(root), counts_own_kills(root)) == (7, False)
+    assert out_of_memory_kills(tmp_path / "nothing") == 0
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_kill_somewhere_on_the_machine_is_not_said_to_be_the_ranks(monkeypatch, own):
+    monkeypatch.setattr(failure, "counts_own_kills", lambda: own)
+    message = death(1, 2, -9, of_memory=True).message
+    assert ("the kernel killed it because memory ran out" in message) == own
+    assert ("the kernel killed a process of this machine for want of memory meanwhile" in message) != own

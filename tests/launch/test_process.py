@@ -1,0 +1,108 @@
+"""Processes that have become another user's: the launcher may be forbidden to end them, and must not end for that."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from test_supervise import is_running, wait_until_gone
+
+from samestep.launch.process import start
+
+PR_CAPBSET_DROP, CAP_KILL, NOBODY = 24, 5, 65534
+
+
+def without_the_right_to_kill():
+    """What a container's root often is. Takes effect at the exec that follows."""
+    ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_KILL, 0, 0, 0)
+
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+
+@needs_root
+def test_a_rank_that_became_another_user_is_told_to_leave_and_does(folder):
+    script = folder.script("""
+        if rank == 0:
+            os.setuid(65534)
+            time.sleep(60)
+        time.sleep(0.5)
+        raise ValueError("alone")
+    """)
+    done = folder.run("-n", 2, script, preexec_fn=without_the_right_to_kill)
+    assert (done.returncode, folder.result["failure"]["exception"]) == (1, "ValueError"), done.stderr
+
+
+@needs_root
+def test_what_a_rank_left_to_another_user_does_not_end_the_launcher(folder):
+    script = folder.script("""
+        if rank == 0:
+            reader, writer = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.setsid()
+                os.setuid(65534)
+                os.write(writer, b"x")
+                signal.pause()
+                os._exit(0)
+            os.read(reader, 1)
+            print(child)
+        print("trained")
+    """)
+    done = folder.run("-n", 2, script, preexec_fn=without_the_right_to_kill)
+    left = int(
+        next(word for line in done.stdout.splitlines() for word in line.split() if word.isdigit() and len(word) > 2)
+    )
+    try:
+        assert done.returncode == 0, done.stderr
+        assert is_running(left)
+    finally:
+        os.kill(left, signal.SIGKILL)
+    wait_until_gone([left])
+
+
+NAMES = """
+import os, subprocess, sys
+from samestep.launch.process import adopt_orphans, children, end_orphans
+adopt_orphans()
+other = subprocess.Popen(["sleep", "600"], user=65534, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+own = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print(*end_orphans(), sep="\\n")
+print(children(os.getpid()) == [other.pid], other.pid)
+"""
+
+
+@needs_root
+def test_those_that_may_not_be_ended_are_left_out_and_named():
+    command = [sys.executable, "-c", NAMES]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, preexec_fn=without_the_right_to_kill
+    )
+    assert done.returncode == 0, done.stderr
+    first, second, last = done.stdout.splitlines()
+    pid = int(last.split()[1])
+    os.kill(pid, signal.SIGKILL)
+    assert last == f"True {pid}"
+    assert [line for line in (first, second) if "another user's" in line] == [
+        f"sleep ({pid}), which is another user's and goes on"
+    ]
+
+
+def test_a_process_has_a_name_even_if_that_is_no_utf8(tmp_path):
+    from samestep.launch.process import _name, _state
+
+    odd = tmp_path / "caf\udce9"
+    odd.symlink_to("/bin/sleep")
+    process = start([str(odd), "600"], dict(os.environ))
+    while _name(process.pid) == f"python ({process.pid})":
+        os.sched_yield()
+    try:
+        assert _name(process.pid).endswith(f"({process.pid})")
+        assert _state(process.pid) in "RSD"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()

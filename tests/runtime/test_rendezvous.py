@@ -1,0 +1,85 @@
+"""Ranks that meet through a file leave none behind, and find no leftovers of an earlier start."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from test_world import finish, start
+
+TRAIN = """
+    import samestep, torch
+    from torch.utils.data import TensorDataset
+    with samestep.world({arguments}) as world:
+        model = samestep.replicate(torch.nn.Linear(4, 1), world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = samestep.shards(TensorDataset(torch.ones(8, 4)), world, batch_size=4)
+        state = samestep.checkpoint(None, world, every=1, model=model, optimizer=optimizer, data=batches)
+        for epoch in state.epochs(1):
+            for (x,) in batches:
+                batches.mean(model(x).square().squeeze(1)).backward()
+                optimizer.step(); optimizer.zero_grad(); state.commit()
+    print(world.size)
+"""
+PMI = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+
+
+def slurm(rank, **more):
+    """The variables of a task of srun, two of them on one node."""
+    told = {"PROCID": rank, "LOCALID": rank, "STEP_NUM_TASKS": 2, "STEP_TASKS_PER_NODE": 2, "NODEID": 0}
+    return {f"SLURM_{name}": str(value) for name, value in {**told, "JOB_ID": 2, "STEP_ID": 0, **more}.items()}
+
+
+def mpi(rank):
+    return {"PMI_RANK": str(rank), "MPI_LOCALRANKID": str(rank), **PMI}
+
+
+def files(folder):
+    return [path.name for path in folder.glob("samestep-*/*")]
+
+
+@pytest.mark.parametrize("variables", [slurm, mpi])
+def test_a_clean_run_under_srun_or_mpiexec_leaves_no_file(tmp_path, variables):
+    ranks = [start(None, 2, code=TRAIN, TMPDIR=str(tmp_path), **variables(rank)) for rank in range(2)]
+    assert [(code, out) for code, out, _ in finish(*ranks)] == [(0, "2")] * 2
+    assert list(tmp_path.glob("samestep-*"))  # it was here that they met
+    assert not files(tmp_path)
+
+
+def test_a_file_of_the_users_own_is_gone_after_a_clean_run_and_takes_the_next(tmp_path):
+    where = f"init_method='file://{tmp_path}/meet', size=2, join_timeout=30"
+    for _ in range(2):
+        ranks = [start(None, 2, f"{where}, rank={rank}", TRAIN) for rank in range(2)]
+        assert [(code, out) for code, out, _ in finish(*ranks)] == [(0, "2")] * 2
+        assert not (tmp_path / "meet").exists()
+
+
+STAY = """
+    import os, signal, samestep
+    with samestep.world({arguments}) as world:
+        print(world.rank, flush=True)
+        signal.pause()
+"""
+
+
+def test_nothing_is_left_of_ranks_that_were_killed_once_they_had_met(tmp_path):
+    ranks = [start(None, 2, code=STAY, TMPDIR=str(tmp_path), **mpi(rank)) for rank in range(2)]
+    assert sorted(rank.stdout.readline() for rank in ranks) == ["0\n", "1\n"]
+    for rank in ranks:
+        rank.kill()
+        rank.communicate()
+    assert not files(tmp_path)
+
+
+def test_a_requeued_job_does_not_take_what_its_first_start_has_left_for_its_own(tmp_path):
+    early = start(None, 2, code=STAY, TMPDIR=str(tmp_path), **slurm(0))
+    while not files(tmp_path):  # the test's own deadline ends this
+        time.sleep(0.02)
+    early.kill()
+    early.communicate()
+    assert files(tmp_path)
+    second, first = (
+        start(None, 2, code=TRAIN, TMPDIR=str(tmp_path), **slurm(rank, RESTART_COUNT=1)) for rank in (1, 0)
+    )
+    assert [(code, out) for code, out, _ in finish(first, second)] == [(0, "2")] * 2
+    assert len(files(tmp_path)) == 1  # that of the start that was killed
