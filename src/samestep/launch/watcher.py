@@ -44,6 +44,7 @@ __all__: list[str] = []
 
 CHUNK = 1 << 16  # bytes read at a time
 COMING = 30.0  # seconds for all ranks of the host to connect
+SILENT = "it ended without a word: by a signal, or by os._exit"
 ASKED_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # somebody has ended the run: nothing to explain
 
 
@@ -113,7 +114,7 @@ class Watch:
             return
         died = death(one.rank, one.process, code or 0, self._place(one))
         if code is None and not one.leaving:
-            died = replace(died, exit_code=1, message="it ended without a word: by a signal, or by os._exit")
+            died = replace(died, exit_code=1, message=SILENT)
         one.code = code
         self._over(one, int(not one.leaving) if code is None else code, asdict(died))
 
@@ -224,6 +225,11 @@ def last_words(verdict: Verdict, size: int, host: str) -> list[str]:
     blamed = verdict.blamed
     if blamed is None or blamed.signal in ASKED_TO_END or blamed.exception == "KeyboardInterrupt":
         return []
+    if len(verdict.alike) == verdict.size > 1 and blamed.message == SILENT:
+        return [
+            f"samestep: error: ranks {spans(verdict.alike)} on host {host} ended without a word, all at once: one by a "
+            "signal or by os._exit, the others by their launcher, which alone knows which"
+        ]
     if blamed.lost_peer and not blamed.usage and verdict.size < size:
         ranks = sorted(failure.rank for failure in verdict.failures)
         return [f"samestep: ranks {spans(ranks)} on host {host} merely lost a peer: its own host says why"]
