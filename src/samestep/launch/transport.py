@@ -33,7 +33,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from samestep._version import __version__
@@ -360,6 +359,8 @@ def explain(host: str, transport: str, exit_code: int | None, stderr: str, pytho
 
 def _source() -> str:
     """Returns what samestep was installed from here, as pip takes it: a copy of its repository, a wheel, an address."""
+    from importlib.metadata import PackageNotFoundError, distribution  # 12 ms, and hardly ever needed
+
     try:
         told = distribution("samestep").read_text("direct_url.json")
     except PackageNotFoundError:

@@ -226,10 +226,8 @@ def last_words(verdict: Verdict, size: int, host: str) -> list[str]:
     if blamed is None or blamed.signal in ASKED_TO_END or blamed.exception == "KeyboardInterrupt":
         return []
     if len(verdict.alike) == verdict.size > 1 and blamed.message == SILENT:
-        return [
-            f"samestep: error: ranks {spans(verdict.alike)} on host {host} ended without a word, all at once: one by a "
-            "signal or by os._exit, the others by their launcher, which alone knows which"
-        ]
+        ended = f"ranks {spans(verdict.alike)} on host {host} ended without a word, all at once"
+        return [f"samestep: error: {ended}: one by a signal or by os._exit, the others by their launcher"]
     if blamed.lost_peer and not blamed.usage and verdict.size < size:
         ranks = sorted(failure.rank for failure in verdict.failures)
         return [f"samestep: ranks {spans(ranks)} on host {host} merely lost a peer: its own host says why"]
