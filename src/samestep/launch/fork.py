@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from samestep.launch.bootstrap import Assignment, live
+from samestep.launch.failure import is_users
 from samestep.launch.process import Forked, follow_parent
 from samestep.launch.script import find_module
 from samestep.rankenv import child_environment, set_variables
@@ -156,6 +157,7 @@ def warm(source: str, folder: Path) -> str | None:
         return f"{hidden} lies beside it and would be taken for the installed package of that name"
     if threading.active_count() > 1:
         return "importing torch has started threads"
+    is_users(str(folder))  # where packages lie is looked up once, not by every rank at its first collective
     gc.collect()
     gc.freeze()  # else the ranks' first collections would copy every page
     return None
