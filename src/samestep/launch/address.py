@@ -16,13 +16,10 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from samestep.launch.imports import when_imported
 from samestep.rankenv import set_variables, variable
 
 __all__: list[str] = []
@@ -57,7 +54,7 @@ def serve_store(listener: socket.socket, size: int) -> None:
     """
     address, port = listener.getsockname()
 
-    def serve() -> None:
+    def serve(_: ModuleType) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         _stores[:] = [
@@ -72,7 +69,7 @@ def serve_store(listener: socket.socket, size: int) -> None:
             )
         ]
 
-    _after_import("torch.distributed", serve)
+    when_imported("torch.distributed", serve)
 
 
 def use_store() -> None:
@@ -83,54 +80,12 @@ def use_store() -> None:
     set_variables({AGENT_STORE: None})
     _ports[:] = [] if port is None else [port]
 
-    def patch() -> None:
+    def patch(_: ModuleType) -> None:
         vars(sys.modules["torch.distributed.rendezvous"])["_torchelastic_use_agent_store"] = is_served
 
-    _after_import("torch.distributed", patch)
+    when_imported("torch.distributed", patch)
 
 
 def is_served() -> bool:
     """Tells whether the launcher has somebody serve the store at MASTER_ADDR and MASTER_PORT."""
     return variable(AGENT_STORE) == "True" or variable("MASTER_PORT") in _ports
-
-
-def _after_import(name: str, then: Callable[[], None]) -> None:
-    if name in sys.modules:
-        then()
-    else:
-        sys.meta_path.insert(0, _AfterImport(name, then))
-
-
-class _AfterImport(MetaPathFinder, Loader):
-    """Calls `then` once, right after the module called `name` has been imported."""
-
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self.name = name
-        self.then = then
-        self.loader: Loader | None = None
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,  # noqa: ARG002  (the protocol's)
-        target: ModuleType | None = None,  # noqa: ARG002
-    ) -> ModuleSpec | None:
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        self.loader, spec.loader = spec.loader, self
-        return spec
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        assert self.loader is not None
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert self.loader is not None
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self.loader
-        self.loader.exec_module(module)
-        self.then()

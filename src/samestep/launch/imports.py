@@ -1,7 +1,7 @@
 """Doing something to a module as soon as it has been imported, and not a moment before.
 
-What watches a rank must change torch.distributed before the script uses it, and must not import torch for that: a
-script may set what torch reads at its import, and one that never imports it shall not wait for it.
+Rank 0 serves the store, and what watches a rank changes torch.distributed, before the script uses it; neither may
+import torch for that: a script may set what torch reads at its import, and one that never imports it shall not wait.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ Act = Callable[[ModuleType], None]
 
 def when_imported(name: str, act: Act) -> None:
     """Calls `act(module)` once: now if the module is there, else when it has been imported."""
-    module = sys.modules.get(name)
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
-        act(module)
+    if name in sys.modules:
+        act(sys.modules[name])
     else:
         sys.meta_path.insert(0, _Waiting(name, act))
 
 
 class _Waiting(MetaPathFinder):
-    """Finds one module as the others would, and puts a loader around theirs."""
+    """Finds one module as the others would, and puts a loader around theirs. Several may wait for one module."""
 
     def __init__(self, name: str, act: Act) -> None:
         self._name = name
