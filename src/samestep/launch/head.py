@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from samestep.errors import SamestepError
 from samestep.launch.agent import fork_agent
@@ -78,6 +78,14 @@ class Attempt:
     grace: float
 
 
+class Interruption(Exception):  # noqa: N818  (not a mistake)
+    """A signal came while no ranks ran; its number."""
+
+
+def _interrupt(number: int) -> NoReturn:
+    raise Interruption(number)
+
+
 def from_afar(link: SealedLink) -> Host:
     """Returns the host of an agent that has come in."""
     host = Host(str(link.peer_about.get("name") or link.peer_about["host"]), link, 0)
@@ -108,7 +116,7 @@ class Head:
         self._console: Console | None = None
         self._folding: Alarm | None = None
         self._paused = False  # the ranks' output is not read: whoever reads ours does not keep up
-        self._between: Callable[[int], None] | None = None  # what a signal between two attempts does
+        self._is_between = False  # no ranks run, and a signal breaks off what is done meanwhile
         adopt_orphans()
         for host in self.hosts:
             self._begin_with(host)
@@ -179,14 +187,18 @@ class Head:
             self._supervisor.signalled(number)
 
     @contextmanager
-    def between_attempts(self, interrupted: Callable[[int], None]) -> Iterator[Loop]:
-        """Yields the loop for what is to be done between two attempts; `interrupted` gets signals, of any host."""
-        self._between = interrupted
+    def between_attempts(self) -> Iterator[Loop]:
+        """Yields the loop for what is to be done before, or between, attempts.
+
+        Raises:
+            Interruption: a signal has reached this process, or an agent, while the loop turned.
+        """
+        self._is_between = True
         try:
-            with Signals(self._loop, PASSED_ON, interrupted):
+            with Signals(self._loop, PASSED_ON, _interrupt):
                 yield self._loop
         finally:
-            self._between = None
+            self._is_between = False
 
     def replace(self, lost: Host, new: Host) -> None:
         """Puts another host in the place of one that is gone."""
@@ -233,8 +245,8 @@ class Head:
             self._show_later(self._console)
         elif message.kind == "signalled" and self._supervisor is not None:
             self._supervisor.signalled(body["number"], host.host)
-        elif message.kind == "signalled" and self._between is not None:
-            self._between(body["number"])
+        elif message.kind == "signalled" and self._is_between:
+            _interrupt(body["number"])
         elif message.kind == "unable":
             raise SamestepError(f"host {host.host} {body['reason']}")
         elif "rank" in body and self._supervisor is not None:

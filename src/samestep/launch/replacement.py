@@ -18,7 +18,7 @@ from functools import partial
 from samestep.errors import RendezvousError, SamestepError
 from samestep.launch.cluster import Part
 from samestep.launch.doors import Door
-from samestep.launch.head import Head, Host, from_afar
+from samestep.launch.head import Head, Host, Interruption, from_afar
 from samestep.launch.loop import Loop
 from samestep.launch.wire import Listener
 
@@ -32,10 +32,6 @@ class Outcome:
     parts: tuple[Part, ...] = ()
     reason: str | None = None
     signal: int | None = None
-
-
-class Interruption(Exception):  # noqa: N818  (not a mistake)
-    """A signal came while hosts were waited for."""
 
 
 class Replacement:
@@ -74,7 +70,7 @@ class Replacement:
         self._turned: set[int] = set()  # who was turned away
         self._said: set[str] = set()
         try:
-            with self._head.between_attempts(_interrupt) as loop:
+            with self._head.between_attempts() as loop:
                 alarm = loop.at(self._seconds, partial(self._too_late, loop))
                 try:
                     with self._opened(loop):
@@ -188,7 +184,3 @@ class Replacement:
         if text not in self._said:
             self._said.add(text)
             self._say(text)
-
-
-def _interrupt(number: int) -> None:
-    raise Interruption(number)

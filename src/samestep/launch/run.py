@@ -20,9 +20,9 @@ from samestep.launch.bootstrap import Assignment
 from samestep.launch.cluster import Part
 from samestep.launch.console import Console, say
 from samestep.launch.failure import as_json
-from samestep.launch.head import Attempt, Head
+from samestep.launch.head import Attempt, Head, Interruption
 from samestep.launch.process import rank_command
-from samestep.launch.replacement import Interruption, Outcome, Replacement
+from samestep.launch.replacement import Outcome, Replacement
 from samestep.launch.restarts import Restarts
 from samestep.launch.supervise import SAVING
 from samestep.launch.team import Job
@@ -169,17 +169,13 @@ def launch(plan: Plan, head: Head, replacement: Replacement | None = None) -> Ve
 def _prepare(plan: Plan, head: Head) -> Verdict | None:
     """Lets all hosts import what their ranks need; returns the verdict where a signal has broken that off."""
     try:
-        with head.between_attempts(_interrupt):
+        with head.between_attempts():
             for note in head.prepare(plan.jobs()):
                 say(f"note: {note}")
     except Interruption as interruption:
         number = interruption.args[0]
         return Verdict(exit_code=128 + number, size=plan.size, interrupted=number)
     return None
-
-
-def _interrupt(number: int) -> None:
-    raise Interruption(number)
 
 
 def _everybody(size: int) -> str:
