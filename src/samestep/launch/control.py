@@ -1,4 +1,4 @@
-"""The pipe between a rank and whoever watches over it, at the rank's end.
+"""The pipe between a rank and whoever watches over it: both its ends.
 
     rank -> team    failed       why this rank is about to end: its error record
                     waiting      the line that its main thread stood at when it was told to leave
@@ -30,6 +30,7 @@ from samestep.launch.failure import UNKNOWN, own_line, tried
 
 __all__: list[str] = []
 
+CHUNK = 1 << 16  # bytes read at a time
 FLUSH_S = 0.3  # how long leaving may wait for a stream that another thread holds
 
 
@@ -89,6 +90,46 @@ class Control:
     def _standing_at(self) -> tuple[str | None, str | None]:
         frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001  (documented; the name only looks private)
         return own_line(traceback.extract_stack(frame)) if frame is not None else (None, None)
+
+
+class Pipe:
+    """The other end: hears a rank and gives it orders.
+
+    Args:
+        stream: connected to the rank; taken, and never waited for.
+    """
+
+    def __init__(self, stream: socket.socket) -> None:
+        stream.setblocking(False)
+        self._socket = stream
+        self._held = bytearray()
+        self.ended = False  # the rank has closed its end
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def take(self) -> tuple[list[dict[str, Any]], bool]:
+        """Returns the messages that have come, and whether there may be more."""
+        try:
+            data = self._socket.recv(CHUNK)
+        except BlockingIOError:
+            return [], False
+        except ConnectionResetError:
+            data = b""
+        self.ended = not data
+        self._held += data
+        if b"\n" not in data:  # a long message is not looked through again and again
+            return [], bool(data)
+        *lines, self._held = self._held.split(b"\n")
+        return [json.loads(line) for line in lines], True
+
+    def order(self, kind: str, number: int) -> None:
+        """Gives an order because of a signal of this number; a rank that is gone gets none."""
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps({"kind": kind, "signal": number}).encode() + b"\n")
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 def _flush() -> None:

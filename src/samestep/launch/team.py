@@ -11,7 +11,6 @@ A team decides nothing: whoever holds the run does (samestep.launch.supervise), 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -25,6 +24,7 @@ from typing import IO, Any, Protocol
 
 from samestep import progress
 from samestep.launch.bootstrap import Assignment
+from samestep.launch.control import Pipe
 from samestep.launch.cores import pin, read_cores
 from samestep.launch.failure import death, text_of
 from samestep.launch.fork import fork, needs_fresh_interpreter, source_of, warm
@@ -84,11 +84,10 @@ class _Member:
 
     rank: int
     process: Process
-    control: socket.socket
+    control: Pipe
     stacks: IO[bytes]
     progress: int
     outputs: dict[int, str] = field(default_factory=dict)  # descriptor: "out" or "err"
-    held: bytearray = field(default_factory=bytearray)
     shown: int = 0  # bytes of the stacks that were passed on
 
 
@@ -150,7 +149,7 @@ class Team:
         if job.pinned:
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(process.pid, pin(read_cores(), len(job.ranks), place))
-        self._watch(_Member(rank, process, ours, stacks, memory, outputs))
+        self._watch(_Member(rank, process, Pipe(ours), stacks, memory, outputs))
 
     def _begin(
         self, assignment: Assignment, environment: dict[str, str], sinks: dict[str, int], *, reads: bool
@@ -180,7 +179,6 @@ class Team:
     def _watch(self, member: _Member) -> None:
         self._members[member.rank] = member
         handle = os.pidfd_open(member.process.pid)
-        member.control.setblocking(False)
         self._loop.watch(handle, lambda: self._ended(member, handle))
         self._loop.watch(member.control.fileno(), lambda: self._listen(member))
         for descriptor in member.outputs:
@@ -222,21 +220,12 @@ class Team:
 
     def _listen(self, member: _Member) -> bool:
         """Passes on what a rank says; returns whether there may be more."""
-        try:
-            data = member.control.recv(CHUNK)
-        except BlockingIOError:
-            return False
-        except ConnectionResetError:
-            data = b""
-        member.held += data
-        if b"\n" in data:
-            *lines, member.held = member.held.split(b"\n")
-            for line in lines:
-                said = json.loads(line)
-                self._tell(said.pop("kind"), rank=member.rank, **said)
-        if not data:
+        messages, more = member.control.take()
+        for said in messages:
+            self._tell(said.pop("kind"), rank=member.rank, **said)
+        if member.control.ended:
             self._loop.forget(member.control.fileno())
-        return bool(data)
+        return more
 
     def _ended(self, member: _Member, handle: int) -> None:
         self._loop.forget(handle)
@@ -282,9 +271,7 @@ class Team:
         for member in [self._members[rank] for rank in ranks if rank in self._members]:
             process = member.process
             if what in {"stop", "preempt"}:
-                line = json.dumps({"kind": what, "signal": number}).encode() + b"\n"
-                with contextlib.suppress(OSError):
-                    member.control.send(line)
+                member.control.order(what, number)
             elif what == "signal":
                 signal_alone(process, number)
             elif what == "ask":

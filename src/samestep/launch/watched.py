@@ -70,6 +70,8 @@ def be_watched(name: str, rank: int) -> None:
     record, stacks = progress.create(), tempfile.TemporaryFile()  # noqa: SIM115  (faulthandler keeps it open)
     stream = _connect(name, rank, [stacks.fileno(), record])
     if stream is None:
+        os.close(record)
+        stacks.close()
         return
     note_watched()
     progress.attach(record)

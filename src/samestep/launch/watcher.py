@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import select
 import signal
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep import progress
+from samestep.launch.control import Pipe
 from samestep.launch.failure import death, text_of
 from samestep.launch.loop import Loop
 from samestep.launch.stacks import STACKS_SIGNAL, place_in
@@ -42,7 +42,7 @@ from samestep.launch.verdict import Verdict, explain, spans
 
 __all__: list[str] = []
 
-CHUNK = 1 << 16  # bytes read at a time
+LONGEST = 64  # bytes in which a rank says its number
 COMING = 30.0  # seconds for all ranks of the host to connect
 SILENT = "it ended without a word: by a signal, or by os._exit"
 ASKED_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # somebody has ended the run: nothing to explain
@@ -55,10 +55,9 @@ class _Rank:
     rank: int
     process: int
     handle: int
-    control: socket.socket
+    control: Pipe
     stacks: int
     record: int
-    held: bytes = b""
     leaving: bool = False  # it has said that its interpreter ends in good order
     told: bool = False  # it has said why it fails, and ends by itself
     code: int | None = None  # of one that ended without a word, where it is known
@@ -80,30 +79,23 @@ class Watch:
         self._members = {one.rank: one for one in ranks}
         self.supervisor = Supervisor(loop, [self], loop.stop)
         for one in ranks:
-            one.control.setblocking(False)
             loop.watch(one.handle, partial(self._ended, one))
             loop.watch(one.control.fileno(), partial(self._listen, one))
 
     def _listen(self, one: _Rank) -> bool:
         """Hears what a rank says; returns whether there may be more."""
-        try:
-            data = one.control.recv(CHUNK)
-        except BlockingIOError:
-            return False
-        except ConnectionResetError:
-            data = b""
-        *lines, one.held = (one.held + data).split(b"\n")
-        for line in lines:
-            said = json.loads(line)
+        messages, more = one.control.take()
+        for said in messages:
             kind = said.pop("kind")
-            one.leaving |= kind == "leaving"
-            if kind != "leaving":
-                self.supervisor.hear(self, kind, {"rank": one.rank, **said})
+            if kind == "leaving":
+                one.leaving = True
+                continue
+            self.supervisor.hear(self, kind, {"rank": one.rank, **said})
             if kind == "failed":
                 self._over(one, said["failure"]["exit_code"], said["failure"])
-        if not data:
+        if one.control.ended:
             self._loop.forget(one.control.fileno())
-        return bool(data)
+        return more
 
     def _ended(self, one: _Rank) -> None:
         code = exit_code(one.process)
@@ -145,9 +137,7 @@ class Watch:
         """Gives an order to those of `ranks` that are alive; see :meth:`samestep.launch.team.Team.order`."""
         for one in [self._members[rank] for rank in ranks]:
             if what == "stop":
-                line = json.dumps({"kind": what, "signal": number}).encode() + b"\n"
-                with contextlib.suppress(OSError):
-                    one.control.send(line)
+                one.control.order(what, number)
             elif what == "waiting":
                 where, source = place_in(self._stacks(one))
                 self.supervisor.hear(self, "waiting", {"rank": one.rank, "where": where, "source": source})
@@ -205,13 +195,13 @@ def _welcome(stream: socket.socket) -> _Rank | None:
         stream.close()
         return None
     try:
-        said, (stacks, record), _, _ = socket.recv_fds(stream, CHUNK, 2)
+        said, (stacks, record), _, _ = socket.recv_fds(stream, LONGEST, 2)
         handle = os.pidfd_open(process)
         stream.send(b"+")  # from now on it may die
     except (OSError, ValueError):
         stream.close()
         return None
-    return _Rank(int(said), process, handle, stream, stacks, record)
+    return _Rank(int(said), process, handle, Pipe(stream), stacks, record)
 
 
 def last_words(verdict: Verdict, size: int, host: str) -> list[str]:
