@@ -14,6 +14,7 @@ from pathlib import Path
 from samestep.cli.options import Parser
 from samestep.errors import RankVariablesError, SamestepError, UsageError
 from samestep.launch.cluster import Part, Wanted, examine
+from samestep.launch.console import say
 from samestep.launch.devices import visible_gpus
 from samestep.launch.doors import Calling, Inviting
 from samestep.launch.gather import Call, by_invitation, by_transport, dismiss, farewell, streams_of
@@ -222,12 +223,6 @@ def _show(said: bytes) -> None:
 
 def _note(text: str) -> None:
     say(f"note: {text}")
-
-
-def say(text: str) -> None:
-    """Tells a person one line."""
-    sys.stderr.write(f"samestep: {text}\n")
-    sys.stderr.flush()
 
 
 def _wanted(options: argparse.Namespace, where: Call | Sibling) -> Wanted:

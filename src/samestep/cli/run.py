@@ -7,15 +7,15 @@ import json
 import os
 import secrets
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from samestep.cli.hosts import add_options, check_effect, listed, opened, own_ranks, place, say, seconds, taken_along
+from samestep.cli.hosts import add_options, check_effect, listed, opened, own_ranks, place, seconds, taken_along
 from samestep.cli.options import Parser
 from samestep.errors import UsageError
 from samestep.launch.cluster import Part
+from samestep.launch.console import say
 from samestep.launch.cores import binding_warning, describe, read_cores, read_unbound
 from samestep.launch.devices import visible_gpus
 from samestep.launch.following import follow
@@ -182,16 +182,16 @@ def _announce(plan: Plan) -> None:
         machines = len({part.machine for part in plan.parts})
         hosts = "one host" if machines == 1 else f"{machines} hosts"
         threads = ", ".join(dict.fromkeys(f"{part.threads}" for part in plan.parts))
-        print(f"samestep: {plan.size} ranks on {hosts}, threads for each: {threads}", file=sys.stderr)
+        say(f"{plan.size} ranks on {hosts}, threads for each: {threads}")
     elif plan.size > 1 or plan.pinned:
         chosen = variable("OMP_NUM_THREADS")
         line = describe(read_cores(), plan.size, plan.parts[0].threads, plan.pinned, chosen=chosen)
-        print(f"samestep: {line}", file=sys.stderr)
+        say(line)
     warning = binding_warning([read_cores().usable] * plan.size, read_unbound(), launcher="env")
     if len(plan.parts) == 1 and warning is not None:
-        print(f"samestep: note: {warning}", file=sys.stderr)
+        say(f"note: {warning}")
     if plan.size == 1 and {"-n", "--nproc-per-node", "--nproc_per_node"} & set(plan.arguments):
-        print("samestep: note: options behind the script are its own; this is 1 process", file=sys.stderr)
+        say("note: options behind the script are its own; this is 1 process")
 
 
 def _parser() -> Parser:
@@ -288,12 +288,8 @@ def _check_script(program: str) -> None:
 
 
 def _check_module(name: str) -> None:
-    sys.path.insert(0, str(Path.cwd()))  # as python -m does
-    try:
-        spec = find_module(name)
-        runnable = spec is None or spec.submodule_search_locations is None or find_module(f"{name}.__main__")
-    finally:
-        sys.path.pop(0)
+    spec = find_module(name)
+    runnable = spec is None or spec.submodule_search_locations is None or find_module(f"{name}.__main__")
     if spec is None:
         hint = "a file needs no -m" if name.endswith(".py") else "check the name, and that it is installed"
         raise UsageError(f"there is no module {name}: {hint}")

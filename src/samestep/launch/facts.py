@@ -6,9 +6,7 @@ import hashlib
 import os
 import platform
 import socket
-import sys
 from dataclasses import asdict, dataclass, fields
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -108,18 +106,9 @@ def _version(package: str) -> str | None:
 def digest(program: str, *, is_module: bool) -> str | None:
     """Returns a digest of the script's, or the module's, content; None where there is none to be found."""
     try:
-        origin = _origin(program) if is_module else None
+        origin = find_module(program) if is_module else None
         path = Path((origin.origin or "") if origin is not None else program)
         path = path / "__main__.py" if path.is_dir() else path
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except (OSError, ImportError, ValueError):
         return None
-
-
-def _origin(module: str) -> ModuleSpec | None:
-    """Finds a module as `python -m` does: in the working directory first."""
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return find_module(module)
-    finally:
-        sys.path.pop(0)

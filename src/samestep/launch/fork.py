@@ -60,11 +60,7 @@ def source_of(program: str, *, is_module: bool) -> str:
 
 def _module_file(name: str) -> Path:
     """Returns the file of a module, of a package its folder; imports neither, for that is the ranks' to do."""
-    sys.path.insert(0, str(Path.cwd()))  # as python -m does
-    try:
-        spec = find_module(name)
-    finally:
-        sys.path.pop(0)
+    spec = find_module(name)
     origin = "" if spec is None else spec.origin or ""
     return Path(origin).parent if Path(origin).name == "__init__.py" else Path(origin)
 

@@ -33,7 +33,6 @@ EARLIEST = {
     "importlib",
     "io",
     "os",
-} | {
     "posixpath",
     "runpy",
     "site",
@@ -113,12 +112,16 @@ def run_module(name: str, arguments: list[str]) -> None:
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Finds a module as `importlib.util.find_spec` does, but imports none of the packages above it: the ranks will.
+    """Finds a module as `python -m` does, in the current directory first, and imports none of the packages above it.
 
-    It looks where sys.path says; the caller puts the current directory there.
+    `importlib.util.find_spec` imports them, which is for the ranks to do.
     """
     first, *rest = name.split(".")
-    spec = find_spec(first) if first else None
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        spec = find_spec(first) if first else None
+    finally:
+        sys.path.pop(0)
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
             return None
