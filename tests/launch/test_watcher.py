@@ -21,7 +21,7 @@ import os, sys, time, torch.distributed as dist
     if dist.get_rank() == 1:
         {fault}
     dist.barrier()
-    print("done", flush=True)
+    os.write(1, b"done\\n")
 """
 WORLD = "import samestep\nwith samestep.world() as world:"
 OWN = "import samestep\ndist.init_process_group('gloo')\nif samestep.world():"
