@@ -13,25 +13,21 @@ step, so that the gradients which DistributedDataParallel averages over N ranks 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal
 
 import torch
 
 from samestep import progress
-from samestep.data.batches import Mover
-from samestep.data.fetch import Loaded
-from samestep.data.ledger import Ledger, Skip
+from samestep.data.feed import Feed
+from samestep.data.ledger import Ledger
 from samestep.data.loader import Loader, check_dataset
 from samestep.data.open_step import OpenStep
 from samestep.data.order import ORDER_VERSION, Cut, Order, Step
 from samestep.data.report import StepReport
-from samestep.data.skips import Skips
 from samestep.data.streams import SampleStreams
 from samestep.errors import DataError, StepError
 from samestep.runtime import seeds
-from samestep.runtime.sums import PendingSum, Tag, start_sum
+from samestep.runtime.sums import Tag
 from samestep.runtime.world import World
 
 __all__ = ["Shards", "shards"]
@@ -53,13 +49,10 @@ class Shards:
     def __init__(self, loader: Loader, cut: Cut, world: World, *, seed: int, shuffle: bool, weigh: Any) -> None:
         self.batch_size = cut.batch_size
         self.step_ends = True
-        self._loader = loader
         self._cut = cut
         self._world = world
         self._seed = seed
         self._shuffle = shuffle
-        self._weigh = weigh
-        self._mover = Mover(world.device)
         self._number = world.next_number()
         self._digest = seeds.derive_seed(seed, cut.total, cut.batch_size, cut.micro_batch_size or 0, int(shuffle))
         self._epoch = 0
@@ -67,7 +60,8 @@ class Shards:
         self._reached = 0  # everything before it was in a finished step
         self._order = Order(cut.total, seed, 0, shuffle)
         self._ledger = Ledger()
-        self._skips = Skips(world) if loader.skip else None
+        self._feed = Feed(loader, world, batch_size=cut.batch_size, weigh=weigh, tagged=self._tag_weight)
+        self._skips = self._feed.skips
         self._open: OpenStep | None = None
         self._iteration = 0
         self._report = StepReport(world)
@@ -125,10 +119,8 @@ class Shards:
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
         steps = list(self._cut.steps(self._cursor))
-        host = self._loader.load(self._order, steps)
-        run = self._counted if self._weigh is None and self._skips is None else self._weighted
         progress.note_phase("data")
-        for batch in run(steps, host):
+        for batch in self._run(steps):
             if iteration != self._iteration:
                 raise StepError("these shards are being iterated elsewhere: a second loop began and this one went on")
             progress.note_phase("train")
@@ -138,48 +130,20 @@ class Shards:
         self._consume()
         self._go_to(self._epoch + 1, 0)
 
-    def _counted(self, steps: list[Step], host: Iterator[Loaded]) -> Iterator[Any]:
-        """A sample weighs 1 and none is skipped, so a step's weight is known without looking."""
-        batches = self._mover.stream_through(loaded.batch for loaded in host)
-        for step in steps:
-            counts = [stop - start for start, stop in step.micro]
-            yield from self._micro_batches(OpenStep(step, float(step.size), counts), batches)
-
-    def _weighted(self, steps: list[Step], host: Iterator[Loaded]) -> Iterator[Any]:
-        """A step's weight is summed over the ranks while the step before it computes, so it is loaded by then."""
-        ahead = self._weighed(steps[:1], host)
-        for number, step in enumerate(steps):
-            part, (weight, *skipped) = ahead, ahead.total.wait()
-            ahead = self._weighed(steps[number + 1 : number + 2], host)
-            current = OpenStep(step, weight, part.counts, part.weights if self._weigh is not None else None)
-            if self._skips is not None and skipped[0]:
-                current.skipped = self._skips.exchange(self._epoch, step, part.skipped, self.batch_size)
-            yield from self._micro_batches(current, map(self._mover.receive, part.batches))
-
-    def _weighed(self, steps: list[Step], host: Iterator[Loaded]) -> _Part:
-        """Loads this rank's part of a step (or of none), on its way to the device, and starts summing its weight."""
-        batches: list[Any] = []
-        counts: list[int] = []
-        weights: list[float] = []
-        skipped: list[Skip] = []
-        for step in steps:
-            for (start, stop), loaded in zip(step.micro, islice(host, len(step.micro)), strict=True):
-                counts.append(stop - start - len(loaded.skipped))
-                weight = counts[-1] if self._weigh is None or not counts[-1] else self._weigh(loaded.batch)
-                weights.append(float(weight))
-                skipped += loaded.skipped
-                batches.append(self._mover.send(loaded.batch))
-        tag = self._tag("weight", steps[0].start if steps else self._cut.end)
-        sums = (sum(weights),) if self._skips is None else (sum(weights), float(len(skipped)))
-        return _Part(batches, counts, weights, skipped, start_sum(self._world.data, *sums, tag=tag))
+    def _run(self, steps: list[Step]) -> Iterator[Any]:
+        for current, batches in self._feed.steps(self._order, steps):
+            yield from self._micro_batches(current, batches)
 
     def _tag(self, purpose: str, position: int) -> Tag:
         return Tag(purpose, self._number, self._epoch, position, self._digest)
 
+    def _tag_weight(self, start: int) -> Tag:
+        return self._tag("weight", start if start >= 0 else self._cut.end)
+
     def _micro_batches(self, current: OpenStep, batches: Iterator[Any]) -> Iterator[Any]:
         self._open = current
         try:
-            for number, batch in enumerate(islice(batches, len(current.step.micro))):
+            for number, batch in enumerate(batches):
                 current.micro = number
                 self.step_ends = current.step_ends
                 self._world.step.enter(self._number, ends=self.step_ends)
@@ -299,17 +263,6 @@ class Shards:
         ledger = Ledger.of(state["ledger"]) if "ledger" in state else Ledger(begins=(epoch, cursor))
         self._go_to(epoch, cursor)
         self._ledger = ledger
-
-
-@dataclass
-class _Part:
-    """This rank's part of a step, loaded ahead."""
-
-    batches: list[Any]
-    counts: list[int]
-    weights: list[float]
-    skipped: list[Skip]
-    total: PendingSum  # of the weights, and where samples may be skipped of how many were, over all ranks
 
 
 def shards(
