@@ -14,8 +14,10 @@ tests can ask it too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from samestep.errors import UsageError
 
@@ -67,3 +69,28 @@ def cut_evenly(total: int, parts: int) -> list[tuple[int, int]]:
     short, longer = divmod(total, parts)
     edges = [part * short + min(part, longer) for part in range(parts + 1)]
     return list(pairwise(edges))
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether `number` is one of 1, 2, 4, 8 and so on."""
+    return number > 0 and number & (number - 1) == 0
+
+
+def tree_sum(values: Sequence[Any]) -> Any:
+    """Returns the sum by pairs of neighbours, whatever can be added: numbers, arrays, tensors.
+
+        0   1   2   3   4   5   6   7
+        └─┬─┘   └─┬─┘   └─┬─┘   └─┬─┘      ranks that hold two, four, … of the values add up their own part of the
+          └───┬───┘       └───┬───┘        tree, and the sum has the same bits on any power of two of them; from left
+              └───────┬───────┘            to right it would depend on where the parts are
+
+    >>> tree_sum([1.0, 1e100, 1.0, -1e100])  # (1 + 1e100) + (1 - 1e100)
+    0.0
+    >>> tree_sum("abcde")
+    'abcde'
+    """
+    level = list(values)
+    while len(level) > 1:
+        pairs = [level[at] + level[at + 1] for at in range(0, len(level) - 1, 2)]
+        level = pairs + level[2 * len(pairs) :]
+    return level[0]

@@ -22,6 +22,7 @@ from samestep.data.order import Order, Step
 from samestep.data.skips import Skips
 from samestep.runtime.sums import PendingSum, Tag, start_sum
 from samestep.runtime.world import World
+from samestep.topology import tree_sum
 
 __all__: list[str] = []
 
@@ -91,13 +92,21 @@ class Feed:
         for step in steps:
             for (start, stop), loaded in zip(step.micro, islice(host, len(step.micro)), strict=True):
                 counts.append(stop - start - len(loaded.skipped))
-                weight = counts[-1] if self._weigh is None or not counts[-1] else self._weigh(loaded.batch)
-                weights.append(float(weight))
+                items = counts[-1] if self._weigh is None or not counts[-1] else self._weigh(loaded.batch)
+                weights.append(float(items))
                 skipped += loaded.skipped
                 batches.append(self._mover.send(loaded.batch))
-        sums = (sum(weights),) if self.skips is None else (sum(weights), float(len(skipped)))
+        weight = _by_slice(steps[0], weights) if steps else 0.0
+        sums = (weight,) if self.skips is None else (weight, float(len(skipped)))
         tag = self._tagged(steps[0].start if steps else -1)
         return _Part(batches, counts, weights, skipped, start_sum(self._world.data, *sums, tag=tag))
+
+
+def _by_slice(step: Step, weights: list[float]) -> float:
+    """Returns the sum of the micro-batches' weights, added as virtual ranks on any number of ranks would."""
+    each = len(step.micro) // step.held
+    total: float = tree_sum([sum(weights[at : at + each]) for at in range(0, len(weights), each)])
+    return total
 
 
 @dataclass

@@ -40,6 +40,11 @@ class OpenStep:
         return self.counts[self.micro] == 0
 
     @property
+    def place(self) -> int:
+        """Which of the slices held here the micro-batch yielded last belongs to; 0 without virtual ranks."""
+        return self.step.slice_of(self.micro)
+
+    @property
     def step_ends(self) -> bool:
         """Whether the micro-batch yielded last is the step's last."""
         return self.micro == len(self.step.micro) - 1

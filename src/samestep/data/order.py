@@ -19,9 +19,10 @@ resume must find the same order under any version: it never changes; a better on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,21 @@ BLOCK = 1 << 14  # positions computed at a time: large enough to amortise NumPy'
 
 Indices = NDArray[np.int64]
 Words = NDArray[np.uint64]
+
+
+class Positions(Protocol):
+    """What one epoch's order is asked, however it came about."""
+
+    @property
+    def epoch(self) -> int:
+        """Of which epoch it is."""
+
+    @property
+    def size(self) -> int:
+        """Samples of the epoch."""
+
+    def take(self, start: int, stop: int) -> Indices:
+        """Returns the samples at positions [start, stop), shape [stop - start], int64."""
 
 
 @dataclass(frozen=True)
@@ -118,16 +134,22 @@ class Step:
         start: first position of the whole step.
         stop: one past the last.
         micro: this rank's micro-batches as [start, stop) positions, as many on every rank; empty ones are equal.
+        held: slices of the step that they belong to, one after another: as many micro-batches to each.
     """
 
     start: int
     stop: int
     micro: tuple[tuple[int, int], ...]
+    held: int = 1
 
     @property
     def size(self) -> int:
         """Samples of the step, over all ranks."""
         return self.stop - self.start
+
+    def slice_of(self, micro: int) -> int:
+        """Returns which of the slices held here a micro-batch belongs to."""
+        return micro * self.held // len(self.micro)
 
 
 @dataclass(frozen=True)
@@ -138,9 +160,10 @@ class Cut:
         total: samples of the epoch.
         batch_size: samples of a step, over all ranks.
         micro_batch_size: most samples of one micro-batch on one rank; None takes a rank's share whole.
-        rank: this rank's position on the data axis.
-        ranks: the length of the data axis.
+        rank: this rank's position on the data axis; on virtual ranks, the first slice that it holds.
+        ranks: the length of the data axis; on virtual ranks, the slices of a step.
         drop_last: leave out a last step shorter than `batch_size`.
+        held: slices that this rank computes, one after another.
     """
 
     total: int
@@ -149,6 +172,7 @@ class Cut:
     rank: int = 0
     ranks: int = 1
     drop_last: bool = False
+    held: int = 1
 
     @property
     def end(self) -> int:
@@ -169,13 +193,46 @@ class Cut:
         stop = min(start + self.batch_size, self.end)
         largest = -(-(stop - start) // self.ranks)
         count = -(-largest // self.micro_batch_size) if self.micro_batch_size else 1
+        together = cut_evenly(stop - start, count)  # first for all ranks, then among them
         micro = []
-        for low, high in cut_evenly(stop - start, count):  # first for all ranks together, then among them
-            first, last = cut_evenly(high - low, self.ranks)[self.rank]
-            micro.append((start + low + first, start + low + last))
-        return Step(start, stop, tuple(micro))
+        for rank in range(self.rank, self.rank + self.held):
+            for low, high in together:
+                first, last = cut_evenly(high - low, self.ranks)[rank]
+                micro.append((start + low + first, start + low + last))
+        return Step(start, stop, tuple(micro), self.held)
 
     def steps(self, cursor: int) -> Iterator[Step]:
         """Yields the steps from position `cursor` to the end."""
         for start in range(cursor, self.end, self.batch_size):
             yield self.step(start)
+
+
+class Cutter(Protocol):
+    """What cuts an order into steps; :class:`Cut` is one."""
+
+    def step(self, start: int) -> Step:
+        """Returns the step that starts at position `start`."""
+
+
+class Steps(Sequence[Step]):
+    """The steps that start at `starts`, cut when they are asked for: a billion samples have millions.
+
+    >>> [(step.start, step.stop) for step in Steps(Cut(10, 4), range(4, 10, 4))]
+    [(4, 8), (8, 10)]
+    """
+
+    def __init__(self, cut: Cutter, starts: range) -> None:
+        self._cut = cut
+        self._starts = starts
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, place: int) -> Step: ...
+    @overload
+    def __getitem__(self, place: slice) -> Steps: ...
+    def __getitem__(self, place: int | slice) -> Step | Steps:
+        if isinstance(place, slice):
+            return Steps(self._cut, self._starts[place])
+        return self._cut.step(self._starts[place])

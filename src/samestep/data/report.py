@@ -16,6 +16,7 @@ import torch
 
 from samestep.runtime.sums import PendingSum, Tag, start_device_sum, start_sum
 from samestep.runtime.world import World
+from samestep.topology import tree_sum
 
 __all__: list[str] = []
 
@@ -33,19 +34,19 @@ class StepReport:
         self._axis = world.data
         self._state = world.step
         self._device = world.device
-        self._share: torch.Tensor | float | None = None
+        self._shares: dict[int, torch.Tensor | float] = {}  # by slice
         self._loss: PendingSum | None = None
         self._wishes: PendingSum | None = None
         self._warned = False
 
-    def add(self, value: torch.Tensor) -> None:
-        """Adds one micro-batch's share of the loss, a scalar."""
+    def add(self, value: torch.Tensor, place: int = 0) -> None:
+        """Adds one micro-batch's share of the loss, a scalar, to that of the slice at `place` among those held here."""
         part = value.item() if self._device.type == "cpu" else value.detach().double()
-        self._share = part if self._share is None else self._share + part
+        self._shares[place] = self._shares[place] + part if place in self._shares else part
 
     def discard(self) -> None:
         """Forgets a step that was abandoned."""
-        self._share = None
+        self._shares.clear()
 
     def send(self, tag: Tag) -> None:
         """Ends a step: settles what the report before this one said, and sends this one. Collective.
@@ -54,7 +55,8 @@ class StepReport:
         """
         if self._wishes is not None:
             self._state.settle(self._wishes.wait()[-1])
-        share, self._share = self._share, None
+        share = tree_sum([self._shares[place] for place in sorted(self._shares)]) if self._shares else None
+        self._shares.clear()
         if share is None and self._state.averaged and not self._warned:
             self._warned = True
             warnings.warn(_WITHOUT_MEAN, stacklevel=4)

@@ -147,12 +147,14 @@ class Shards:
                 current.micro = number
                 self.step_ends = current.step_ends
                 self._world.step.enter(self._number, ends=self.step_ends)
+                if self._world.virtual is not None:
+                    self._world.virtual.enter(self._number, current.place, self._epoch, current.step.start)
                 yield batch
                 if self._was_taken_over(current, over=self.step_ends):
                     raise StepError("these shards were iterated elsewhere, or set to another position, in mid-step")
             self.finish_step()
         finally:
-            self._world.step.leave(self._number)
+            self._leave()
 
     def _was_taken_over(self, step: OpenStep, *, over: bool) -> bool:
         """Whether another step is open, or none though this one is not over."""
@@ -177,8 +179,13 @@ class Shards:
             self._skips.note(self._open.step, self._open.skipped)
         step, self._open = self._open.step, None
         self._reached = step.stop
-        self._world.step.leave(self._number)
+        self._leave()
         self._report.send(self._tag("report", step.start))
+
+    def _leave(self) -> None:
+        self._world.step.leave(self._number)
+        if self._world.virtual is not None:
+            self._world.virtual.leave(self._number)
 
     def commit(self) -> None:
         """Counts the samples of the finished step as consumed: a resume goes on behind them. Collective."""
@@ -199,7 +206,8 @@ class Shards:
 
         The value is the local sum over the step's weight, so that the values of all ranks and micro-batches add up to
         the mean over the whole step; no communication. The gradient is that times the number of ranks, because
-        DistributedDataParallel divides by it. A rank without samples gets a zero that backpropagates.
+        DistributedDataParallel divides by it (on virtual ranks nobody does). A rank without samples gets a zero that
+        backpropagates.
 
         Args:
             losses: one loss per item, not yet reduced (`reduction="none"`). Without `weight`, an item is a sample,
@@ -224,9 +232,9 @@ class Shards:
         if self._open is None:
             raise StepError("mean() belongs inside the loop over the shards: no micro-batch is being processed")
         value = self._open.share(losses, mask)
-        self._report.add(value)
+        self._report.add(value, self._open.place)
         ranks = self._world.data.size
-        if ranks > 1 and value.requires_grad:
+        if ranks > 1 and self._world.virtual is None and value.requires_grad:
             value.register_hook(lambda gradient: gradient * ranks)  # type: ignore[no-untyped-call]  # [2]
         return value
 
@@ -319,8 +327,10 @@ def shards(
         [8, 9]
     """
     total = check_dataset(dataset)
-    ranks = world.data.size
-    _check_sizes(batch_size, micro_batch_size, workers, ranks)
+    virtual = world.virtual
+    _check_sizes(batch_size, micro_batch_size, workers, world.slices)
+    if virtual is not None and not sample_streams:
+        raise DataError("sample_streams=False lets samples depend on which rank loads them: not with virtual ranks")
     if on_bad_sample not in {"raise", "skip"}:
         raise DataError(f'on_bad_sample={on_bad_sample!r} is neither "raise" nor "skip"')
     if drop_last and total < batch_size:
@@ -334,18 +344,19 @@ def shards(
         streams=SampleStreams(seed) if sample_streams else None,
         skip=on_bad_sample == "skip",
     )
-    cut = Cut(total, batch_size, micro_batch_size, world.data.rank, ranks, drop_last)
+    rank, held = (world.data.rank, 1) if virtual is None else (virtual.first, virtual.held)
+    cut = Cut(total, batch_size, micro_batch_size, rank, world.slices, drop_last, held)
     return Shards(loader, cut, world, seed=seed, shuffle=shuffle, weigh=weight)
 
 
-def _check_sizes(batch_size: int, micro_batch_size: int | None, workers: int, ranks: int) -> None:
+def _check_sizes(batch_size: int, micro_batch_size: int | None, workers: int, slices: int) -> None:
     if batch_size < 1 or (micro_batch_size is not None and micro_batch_size < 1) or workers < 0:
         raise DataError(
             f"batch_size {batch_size} and micro_batch_size {micro_batch_size} must be at least 1, and workers "
             f"{workers} at least 0"
         )
-    if batch_size < ranks:
+    if batch_size < slices:
         raise DataError(
-            f"batch_size {batch_size} is smaller than the {ranks} ranks that share it: batch_size is global, so give "
-            f"at least {ranks}, or start fewer ranks"
+            f"batch_size {batch_size} is smaller than the {slices} ranks that share it: batch_size is global, so give "
+            f"at least {slices}, or start fewer ranks"
         )

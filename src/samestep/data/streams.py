@@ -28,10 +28,11 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from samestep.data.order import mix
-from samestep.runtime.seeds import derive_seed
+from samestep.runtime.seeds import Streams, derive_seed
 
 __all__: list[str] = []
 
+HOST = torch.device("cpu")
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment: odd, so that indices get words of their own
 _PLAIN = {TensorDataset, list, tuple, range}
 
@@ -67,13 +68,11 @@ def seed_streams(word: int) -> None:
 @contextmanager
 def kept_streams() -> Iterator[None]:
     """Gives the three generators back as they were."""
-    python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
+    before = Streams.taken(HOST)
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
-        torch.default_generator.set_state(of_torch)
+        before.put_back()
 
 
 def draws_nothing(dataset: Any) -> bool:

@@ -6,6 +6,8 @@ it: what a rank evaluates or saves then depends on the rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,15 +30,20 @@ def equalise_buffers(module: nn.Module, axis: Axis) -> None:
     model whose training reads a buffer that differed goes on with the first rank's.
     All buffers travel, also those that are not persistent, through host memory as one message.
     """
-    buffers = [buffer for buffer in module.buffers() if buffer.numel()]
-    if axis.size == 1 or not buffers:
+    equalise(list(module.buffers()), axis)
+
+
+def equalise(tensors: Sequence[Tensor], axis: Axis) -> None:
+    """Gives every rank of `axis` these tensors as its first rank has them, in place. Collective."""
+    present = [tensor for tensor in tensors if tensor.numel()]
+    if axis.size == 1 or not present:
         return
     with torch.no_grad():
-        message = torch.cat([_as_bytes(buffer) for buffer in buffers])
+        message = torch.cat([_as_bytes(tensor) for tensor in present])
         dist.broadcast(message, src=axis.ranks[0], group=axis.control)
-        for buffer, data in zip(buffers, torch.split(message, [b.nbytes for b in buffers]), strict=True):
-            buffer.copy_(data.clone().view(buffer.dtype).view(buffer.shape))
+        for tensor, data in zip(present, torch.split(message, [t.nbytes for t in present]), strict=True):
+            tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))
 
 
-def _as_bytes(buffer: Tensor) -> Tensor:
-    return buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.data.batches import tensors_of
@@ -29,6 +30,7 @@ from samestep.launch.failure import lost_peer
 from samestep.replicas.buffers import equalise_buffers
 from samestep.replicas.norm import synchronise_batchnorm
 from samestep.replicas.synchroniser import Synchroniser
+from samestep.replicas.virtual import SliceEngine
 from samestep.runtime.world import World
 
 __all__ = ["Replica", "replicate"]
@@ -51,7 +53,9 @@ class Replica(nn.Module):
 
     module: nn.Module
 
-    def __init__(self, module: nn.Module, world: World, batchnorm: str, synchroniser: Synchroniser | None) -> None:
+    def __init__(
+        self, module: nn.Module, world: World, batchnorm: str, synchroniser: Synchroniser | SliceEngine | None
+    ) -> None:
         super().__init__()
         self.module = module
         self.world = world
@@ -71,7 +75,7 @@ class Replica(nn.Module):
             EmptyBatchError: the model cannot take the empty batch of a rank without samples.
         """
         try:
-            if not torch.is_grad_enabled() or self.world.data.size == 1:
+            if not torch.is_grad_enabled() or not _needs_engine(self.world):
                 return self.module(*args, **kwargs)
             return self._synchronised()(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError) as error:
@@ -80,9 +84,9 @@ class Replica(nn.Module):
                 raise EmptyBatchError(_empty_batch(self.module, self.world.rank, error)) from error
             raise
 
-    def _synchronised(self) -> Synchroniser:
+    def _synchronised(self) -> Synchroniser | SliceEngine:
         self.world.check_open()
-        synchroniser: Synchroniser | None = self.__dict__["_synchroniser"]
+        synchroniser: Synchroniser | SliceEngine | None = self.__dict__["_synchroniser"]
         if synchroniser is None:
             raise StepError(
                 f"this {type(self.module).__name__} is a copy of a replica, whose gradients nobody averages: train "
@@ -92,7 +96,16 @@ class Replica(nn.Module):
 
     def equalise_buffers(self) -> None:
         """Makes buffers equal on all ranks, where local BatchNorm let them differ. Collective: every rank calls it."""
-        equalise_buffers(self.module, self.world.data)
+        if (slices := self.slices) is not None:
+            slices.buffers.equalise()
+        else:
+            equalise_buffers(self.module, self.world.data)
+
+    @property
+    def slices(self) -> SliceEngine | None:
+        """What holds the virtual ranks' gradients and buffers; None without virtual ranks."""
+        engine = self.__dict__["_synchroniser"]
+        return engine if isinstance(engine, SliceEngine) else None
 
     def release(self) -> None:
         """Lets go of the process group, when the world closes."""
@@ -153,7 +166,7 @@ def replicate(
         buckets: size of a gradient bucket in MiB; DistributedDataParallel's 25 by default.
         batchnorm: "synchronised" (the default) takes statistics over the whole micro-batch of all ranks, as one
             process would: exact, at two small reductions a layer. "local" takes each rank's own, which is another
-            training; buffers then become equal at evaluation and when saved.
+            training; buffers then become equal at evaluation and when saved. On virtual ranks it is the only way.
         find_unused_parameters: for models that leave parameters out of some forwards; costs a walk of the graph.
 
     Raises:
@@ -168,17 +181,33 @@ def replicate(
         ['weight', 'bias']
     """
     _check_model(model, world)
-    mode = batchnorm or "synchronised"
-    if mode not in ("synchronised", "local"):
-        raise ModelError(f"batchnorm={batchnorm!r} is unknown: use 'synchronised' (the default) or 'local'")
+    mode = _batchnorm_mode(model, world, batchnorm)
     if mode == "synchronised":
         model = synchronise_batchnorm(model, world.data, world.device)
-    synchroniser = None
-    if world.data.size > 1:
+    synchroniser: Synchroniser | SliceEngine | None = None
+    if world.virtual is not None:
+        synchroniser = SliceEngine(model, world, world.virtual)
+    elif world.data.size > 1:
         equalise_buffers(model, world.data)  # DDP sends rank 0's parameters
         synchroniser = Synchroniser(model, world, buckets=buckets, find_unused_parameters=find_unused_parameters)
     world.set_streams_apart()
     return Replica(model, world, mode, synchroniser)
+
+
+def _needs_engine(world: World) -> bool:
+    return world.data.size > 1 or world.virtual is not None
+
+
+def _batchnorm_mode(model: nn.Module, world: World, asked: str | None) -> str:
+    mode = asked or "synchronised"
+    if mode not in ("synchronised", "local"):
+        raise ModelError(f"batchnorm={asked!r} is unknown: use 'synchronised' (the default) or 'local'")
+    if mode == "synchronised" and world.virtual is not None and any(isinstance(m, _BatchNorm) for m in model.modules()):
+        raise ModelError(
+            f"{type(model).__name__} has BatchNorm, and virtual ranks are computed one after another, so statistics "
+            "over all of them are not to be had: replicate(model, world, batchnorm='local') takes each slice's own"
+        )
+    return mode
 
 
 def _check_model(model: nn.Module, world: World) -> None:

@@ -103,12 +103,12 @@ def evaluate(
     With scikit-learn: `metrics={"auc": lambda o, t: roc_auc_score(t, o.softmax(1)[:, 1])}`.
     """
     length = _agreed_length(dataset, batch_size, world)
-    mine = range(*cut_evenly(length, world.data.size)[world.data.rank])
+    mine = _batches(length, batch_size, world)
     _equalise_buffers(world)
     problem, rows = None, (torch.empty(0), torch.empty(0))
     try:
         with torch.no_grad(), _eval_mode(world.replicas):
-            loader = _loader(dataset, mine, math.ceil(batch_size / world.data.size), world, workers, collate_fn)
+            loader = _loader(dataset, mine, world, workers, collate_fn)
             rows = _run(fn, loader, world.device, rows)
     except Exception as error:  # noqa: BLE001  (agree raises it, here and on every other rank)
         problem = error
@@ -153,15 +153,25 @@ def _require_positive(batch_size: int) -> None:
         raise DataError(f"batch_size must be 1 or more, got {batch_size}")
 
 
+def _batches(length: int, batch_size: int, world: World) -> list[list[int]]:
+    """This rank's samples, batch by batch; those of virtual ranks are cut alike on any number of ranks."""
+    slices, virtual = cut_evenly(length, world.slices), world.virtual
+    first, held = (world.data.rank, 1) if virtual is None else (virtual.first, virtual.held)
+    most = math.ceil(batch_size / world.slices)
+    return [
+        list(range(at, min(at + most, stop)))
+        for start, stop in slices[first : first + held]
+        for at in range(start, stop, most)
+    ]
+
+
 def _loader(
     dataset: MapDataset,
-    mine: range,
-    batch_size: int,
+    batches: list[list[int]],
     world: World,
     workers: int,
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> Iterator[tuple[int, Any]]:
-    batches = [list(mine[start : start + batch_size]) for start in range(0, len(mine), batch_size)]
     loader: DataLoader[Any] = DataLoader(
         cast("Dataset[Any]", dataset),
         batch_sampler=batches,

@@ -23,6 +23,7 @@ class Axis:
         group: carries tensors on the world's device; None where there is nobody to talk to.
         control: carries small host-side messages (gloo), apart from the gradients; None likewise.
         mailbox: carries a few numbers through shared memory; None unless all its ranks are on one host.
+        by_tree: sums over the axis are added by one tree, not as the backend would: for virtual ranks.
         closed: the world was closed; there is nobody to talk to any more.
     """
 
@@ -32,6 +33,7 @@ class Axis:
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     control: dist.ProcessGroup | None = field(default=None, repr=False)
     mailbox: Mailbox | None = field(default=None, repr=False)
+    by_tree: bool = field(default=False, repr=False)
     closed: bool = field(default=False, repr=False)
 
     @property
@@ -58,9 +60,9 @@ class Axis:
                 "`with samestep.world()` block"
             )
 
-    def __reduce__(self) -> tuple[type[Axis], tuple[str, int, tuple[int, ...], None, None, None, bool]]:
+    def __reduce__(self) -> tuple[type[Axis], tuple[str, int, tuple[int, ...], None, None, None, bool, bool]]:
         # A saved model keeps its place, not the connections.
-        return (type(self), (self.name, self.rank, self.ranks, None, None, None, True))
+        return (type(self), (self.name, self.rank, self.ranks, None, None, None, self.by_tree, True))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         # A copy of a model (an average of its weights, say) stands on the same axis; a process group has no copy.

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from samestep.errors import PeerError, StepError
+from samestep.topology import tree_sum
 
 __all__: list[str] = []
 
@@ -138,15 +139,15 @@ class Mailbox:
         self.memory[place] = 1
 
     def collect(self, number: int, tag: int) -> tuple[float, ...]:
-        """Returns the sums of letter `number`, in rank order; waits for whoever has not written it."""
-        first = second = 0.0
+        """Returns the sums of letter `number`; waits for whoever has not written it."""
+        first, second = [], []
         for rank in range(len(self.processes)):
             about, one, other = self._read(rank, number) or self._await(rank, number)
             if about != tag:
                 raise StepError(Tag.unpack(tag).difference(Tag.unpack(about), self.rank, rank))
-            first += one
-            second += other
-        return first, second
+            first.append(one)
+            second.append(other)
+        return tree_sum(first), tree_sum(second)
 
     def _place(self, rank: int, number: int) -> int:
         return (_SLOTS * rank + number % 2) * _SLOT_BYTES

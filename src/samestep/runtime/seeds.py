@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -34,13 +36,45 @@ def seed_everything(seed: int, *names: str | int) -> None:
     """Seeds Python's, NumPy's and torch's global generators with the stream of these names."""
     value = derive_seed(seed, *names)
     random.seed(value)
-    np.random.seed(value % 2**32)  # noqa: NPY002  (the global generator is the one that transforms draw from)
+    # NumPy and torch are the same Mersenne Twister, seeded with 32 bits each: of the same they would draw the same
+    np.random.seed(value >> 31)  # noqa: NPY002  (the global generator is the one that transforms draw from)
     torch.manual_seed(value)  # every CUDA device too, lazily
 
 
 def generator(seed: int, *names: str | int, device: torch.device | str = "cpu") -> torch.Generator:
     """Returns a torch generator on the stream of these names."""
     return torch.Generator(device=device).manual_seed(derive_seed(seed, *names))
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Where the global generators stand: Python's, NumPy's, torch's on the host, and on one GPU."""
+
+    python: Any
+    of_numpy: Any
+    of_torch: torch.Tensor
+    device: torch.device
+    on_device: torch.Tensor | None
+
+    @classmethod
+    def taken(cls, device: torch.device) -> Self:
+        """Notes where they stand."""
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(
+            random.getstate(),
+            np.random.get_state(),  # noqa: NPY002
+            torch.default_generator.get_state(),
+            device,
+            on_device,
+        )
+
+    def put_back(self) -> None:
+        """Makes them stand there again."""
+        random.setstate(self.python)
+        np.random.set_state(self.of_numpy)  # noqa: NPY002
+        torch.default_generator.set_state(self.of_torch)
+        if self.on_device is not None:
+            torch.cuda.set_rng_state(self.on_device, self.device)
 
 
 def use_deterministic_algorithms() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from samestep.runtime.axes import Axis
 from samestep.runtime.mailbox import Tag
+from samestep.topology import tree_sum
 
 __all__ = ["Tag"]
 
@@ -54,6 +55,30 @@ class Reduction:
         return tuple(self.values.tolist())
 
 
+@dataclass
+class Gathering:
+    """All ranks' values on their way here, to be added by the tree."""
+
+    rows: list[Tensor]
+    work: dist.Work | None
+
+    def wait(self) -> tuple[float, ...]:
+        """Returns the sums."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return tuple(tree_sum(self.rows).tolist())
+
+
+def _started(axis: Axis, values: Tensor, group: dist.ProcessGroup | None) -> PendingSum:
+    if group is None:
+        return Reduction(values, None)
+    if axis.by_tree:
+        rows = [torch.empty_like(values) for _ in axis.ranks]
+        return Gathering(rows, group.allgather([rows], [values]))
+    return Reduction(values, group.allreduce([values]))
+
+
 def start_sum(axis: Axis, *values: float, tag: Tag) -> PendingSum:
     """Starts summing one or two numbers over the ranks of `axis`. Collective: every rank must call it.
 
@@ -67,10 +92,9 @@ def start_sum(axis: Axis, *values: float, tag: Tag) -> PendingSum:
         return axis.mailbox.send(*values, tag=tag)
     if axis.control is None:
         return Arrived(values)
-    tensor = torch.tensor(values, dtype=torch.float64)
-    return Reduction(tensor, axis.control.allreduce([tensor]))
+    return _started(axis, torch.tensor(values, dtype=torch.float64), axis.control)
 
 
 def start_device_sum(axis: Axis, values: Tensor) -> PendingSum:
-    """Starts summing `values`, 1-dim and on the rank's device, in place. Collective: every rank must call it."""
-    return Reduction(values, None if axis.group is None else axis.group.allreduce([values]))
+    """Starts summing `values`, 1-dim and on the rank's device. Collective: every rank must call it."""
+    return _started(axis, values, axis.group)

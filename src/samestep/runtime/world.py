@@ -26,6 +26,7 @@ from samestep.runtime import seeds
 from samestep.runtime.axes import Axis
 from samestep.runtime.joining import Joining, Membership, adopt, stay_alone
 from samestep.runtime.step import StepState
+from samestep.runtime.virtual import VirtualRanks
 
 __all__ = ["Axis", "World", "world"]
 
@@ -54,9 +55,12 @@ class World:
         seed: the run's seed, or None if the global generators were left alone.
         run_dir: where this run's files lie, or None.
         step: what all ranks agree on, step by step.
+        virtual: the slices of a step that this rank computes, or None: then it computes one.
     """
 
-    def __init__(self, membership: Membership, *, seed: int | None, run_dir: Path | None) -> None:
+    def __init__(
+        self, membership: Membership, *, seed: int | None, run_dir: Path | None, virtual_ranks: int | None = None
+    ) -> None:
         self.rank = membership.rank
         self.size = membership.size
         self.local_rank = membership.local_rank
@@ -70,12 +74,24 @@ class World:
         self.seed = seed
         self.run_dir = run_dir
         self.step = StepState()
+        self.virtual = None if virtual_ranks is None else self._virtual(virtual_ranks)
         self._owns_group = membership.owns_group
         self._open = True
         self._held: list[weakref.ref[Any]] = []
         self._counted = 0
         self._streams_apart = False
         atexit.register(self.close)
+
+    def _virtual(self, count: int) -> VirtualRanks:
+        if self.pipeline.size > 1:
+            raise UsageError("virtual_ranks and pipeline cannot be had together: the stages of a pipeline do not move")
+        self.data.by_tree = True
+        return VirtualRanks(count, self.data.rank, self.data.size, seed=self.seed or 0, device=self.device)
+
+    @property
+    def slices(self) -> int:
+        """Into how many slices a step is cut: the virtual ranks, or the ranks of the data axis."""
+        return self.data.size if self.virtual is None else self.virtual.count
 
     @property
     def is_first(self) -> bool:
@@ -97,8 +113,11 @@ class World:
         self.everyone.check_open()
 
     def set_streams_apart(self) -> None:
-        """Gives each rank of the data axis global random streams of its own, once; until then they are alike."""
-        if self.seed is not None and not self._streams_apart:
+        """Gives each rank of the data axis global random streams of its own, once; until then they are alike.
+
+        Virtual ranks have theirs within their slices; between steps all ranks draw alike.
+        """
+        if self.seed is not None and not self._streams_apart and self.virtual is None:
             seeds.seed_everything(self.seed, "step", self.data.rank)
         self._streams_apart = True
 
@@ -192,6 +211,7 @@ def world(
     size: int | None = None,
     device: torch.device | str | None = None,
     pipeline: int = 1,
+    virtual_ranks: int | None = None,
     seed: int | None = 0,
     deterministic: bool = False,
     timeout: float | timedelta = 1800.0,
@@ -210,6 +230,10 @@ def world(
         size: the number of ranks, likewise.
         device: by default the GPU of this local rank if there is one, else the CPU.
         pipeline: the number of stages of a replica; `size` must be a multiple of it.
+        virtual_ranks: cuts every step into so many slices, computed alike on any number of ranks that divides it, so
+            that a run on 1, 2, 4, … ranks gives the same bits and may stop on one number and go on with another. A
+            power of two. Each rank computes its slices one after another, on one CPU thread (a script may call
+            torch.set_num_threads, alike on every number of ranks), and `deterministic` is implied on a GPU.
         seed: seeds Python's, NumPy's and torch's global generators, alike on every rank so that models start
             alike; `replicate` then gives each rank its own stream. None leaves them alone.
         deterministic: asks torch and cuDNN for bit-reproducible algorithms; see
@@ -230,7 +254,7 @@ def world(
         ...     print(world.rank, "of", world.size)
         0 of 1
     """
-    if deterministic:
+    if deterministic or (virtual_ranks is not None and torch.cuda.is_available()):
         seeds.use_deterministic_algorithms()
     told = rankenv.read_rank_variables()
     asked = None if device is None else torch.device(device)
@@ -244,7 +268,9 @@ def world(
     if seed is not None:
         seeds.seed_everything(seed, "model")
     folder = run_dir if run_dir is not None else rankenv.variable("SAMESTEP_RUN_DIR")
-    return World(membership, seed=seed, run_dir=None if folder is None else Path(folder))
+    if virtual_ranks is not None:
+        torch.set_num_threads(1)  # how a sum is cut among threads shows in its last bits
+    return World(membership, seed=seed, run_dir=None if folder is None else Path(folder), virtual_ranks=virtual_ranks)
 
 
 def _seconds(value: float | timedelta) -> float:

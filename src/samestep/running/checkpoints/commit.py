@@ -33,7 +33,7 @@ from torch import Tensor
 from samestep._version import __version__
 from samestep.errors import CheckpointError, Preempted, UsageError
 from samestep.progress import note_step, phase
-from samestep.running.checkpoints import streams
+from samestep.running.checkpoints import streams, virtual
 from samestep.running.checkpoints.background import Outcome
 from samestep.running.checkpoints.directory import Keep
 from samestep.running.checkpoints.every import parse_every
@@ -91,7 +91,8 @@ def checkpoint(
     Saved, and loaded in place on each object's own device: the state of everything in ``named``, as rank 0 holds it,
     and every rank's random streams (torch on the host and the rank's GPU, Python's ``random``, NumPy's). A run
     resumed on as many ranks as saved draws the same random numbers as if it had never stopped. On another number
-    of ranks weights and data order go on unchanged, but the random streams are those that the world's seed gives.
+    of ranks weights and data order go on unchanged, but the random streams are those that the world's seed gives;
+    with virtual ranks nothing changes, on any number.
 
     Args:
         path: a directory for the checkpoints of this run alone; made if need be. None saves nothing, and all else
@@ -239,7 +240,8 @@ class Checkpoint:
             return
         try:
             manifest, tensors = self._store.together(self._snapshot)
-            random = Encoder(tensors).encode(streams.gather(self._world), "random")
+            drawn = streams.gather(self._world) | virtual.gather(self._world, self._named)
+            random = Encoder(tensors).encode(drawn, "random")
             self._report(self._store.begin(replace(manifest, random=random), tensors, self._keep))
         finally:
             self._saved_at = time.monotonic()  # after a failure too: a full disk is not tried again at every step
@@ -358,10 +360,13 @@ class Checkpoint:
             return False
         manifest, tensors = store.read(name)
         saved, random = store.together(lambda: self._fitting(name, manifest, tensors))
+        of_virtual_ranks = store.together(lambda: virtual.check(random, self._world))
         store.together(lambda: self._load(saved))
         self.step, self.epoch = manifest.step, manifest.epoch
-        if manifest.world_size == self._world.size:
-            streams.restore(random, self._world)
+        if of_virtual_ranks:
+            store.together(lambda: virtual.restore(random, self._named))
+        if of_virtual_ranks or manifest.world_size == self._world.size:
+            store.together(lambda: streams.restore(random, self._world))
         self._say(f"goes on from {self.path}/{name}: {self.step} steps, {self.epoch} epochs finished")
         return True
 

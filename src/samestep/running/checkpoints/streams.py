@@ -10,11 +10,13 @@ Each rank has streams of its own; all of them go into the one checkpoint, as ten
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from samestep.errors import CheckpointError
 from samestep.runtime.exchange import gather_json, gather_tensors
 from samestep.runtime.world import World
 
@@ -41,21 +43,46 @@ def gather(world: World) -> dict[str, Any]:
 
 
 def restore(saved: dict[str, Any], world: World) -> None:
-    """Puts this rank's streams back where they stood when ``saved`` was gathered by a world of the same size."""
+    """Puts this rank's streams back where they stood when ``saved`` was gathered by a world of the same size.
+
+    Raises:
+        CheckpointError: ``saved`` is not what :func:`gather` returns, here or on this number of ranks; nothing was
+            put back. May differ between ranks.
+    """
+    try:
+        for put_back in list(_restorers(saved, world)):  # all of them are tried before the first
+            put_back()
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(
+            f"the saved random streams of rank {world.rank} cannot be what a run has saved: {type(error).__name__}: "
+            f"{str(error)[:100]}"
+        ) from error
+
+
+def _restorers(saved: dict[str, Any], world: World) -> Iterator[Callable[[], object]]:
+    """Yields what puts each stream back, after trying its state on a generator that nobody draws from."""
     # Cloned: torch 2.13 crashes in set_rng_state on a row that does not start its storage.
-    streams = {name: rows[world.rank].clone() for name, rows in saved["streams"].items()}
-    rest = saved["rest"][world.rank]
-    torch.set_rng_state(streams["torch"])
+    row = world.rank if world.virtual is None else 0  # with virtual ranks all draw alike between steps
+    streams = {name: rows[row].clone() for name, rows in saved["streams"].items()}
+    rest = saved["rest"][row]
+    host = streams["torch"]
+    torch.Generator().set_state(host)
+    yield lambda: torch.set_rng_state(host)
     if world.device.type == "cuda" and "cuda" in streams:
-        torch.cuda.set_rng_state(streams["cuda"], world.device)
+        device = streams["cuda"]
+        torch.Generator(world.device).set_state(device)
+        yield lambda: torch.cuda.set_rng_state(device, world.device)
     version, gauss = rest["python"]
-    random.setstate((version, tuple(streams["python"].tolist()), gauss))
-    generator, position, has_gauss, cached = rest["numpy"]
-    np.random.set_state(  # noqa: NPY002
-        {
-            "bit_generator": generator,
-            "state": {"key": streams["numpy"].numpy().astype(np.uint32), "pos": position},
-            "has_gauss": has_gauss,
-            "gauss": cached,
-        }
-    )
+    python = (version, tuple(streams["python"].tolist()), gauss)
+    random.Random().setstate(python)  # noqa: S311
+    yield lambda: random.setstate(python)
+    vector = _numpy_state(streams["numpy"].numpy(), *rest["numpy"])
+    np.random.RandomState().set_state(vector)
+    yield lambda: np.random.set_state(vector)  # noqa: NPY002
+
+
+def _numpy_state(key: Any, generator: Any, position: Any, has_gauss: Any, cached: Any) -> dict[str, Any]:
+    if not 0 <= position <= len(key) or key.shape != (624,):  # NumPy would read beyond the end
+        raise ValueError(f"position {position} in NumPy's state of shape {key.shape}")
+    state = {"key": key.astype(np.uint32), "pos": position}
+    return {"bit_generator": generator, "state": state, "has_gauss": has_gauss, "gauss": cached}

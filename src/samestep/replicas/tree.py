@@ -1,0 +1,141 @@
+"""Gradients as flat memory, added slice by slice and rank by rank along one binary tree.
+
+`.grad` accumulates from left to right, ((g0 + g1) + g2) + g3, and DistributedDataParallel adds in the order in which
+the ranks stand in gloo's or NCCL's ring. Two ranks with two slices each would have to compute (g0 + g1) + (g2 + g3),
+which is another number in its last bits. Here a slice's gradients are taken off `.grad` and added where they belong:
+
+    slices here   g0      g0 g1      g0+g1 g2     g0+g1 g2 g3        a node of the tree as soon as both its halves are
+                          g0+g1                   g0+g1 g2+g3        there, so log2(slices) + 1 nodes at most
+                                                  g0+g1+g2+g3
+    ranks         every rank gets its 1/N of all nodes, adds them by the tree, and hands the sum round: 2 (N-1)/N of
+                  the gradient's bytes are sent and received, as in a ring
+
+A flat part holds the gradients of one dtype, each from a multiple of 512 bytes on, and behind them in how many slices
+each parameter had one: a parameter that none of them used keeps none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.errors import ModelError
+from samestep.runtime.axes import Axis
+from samestep.topology import tree_sum
+
+__all__: list[str] = []
+
+ALIGNED = 128  # elements: as the allocators of CPU and GPU place a tensor, so that kernels take the same path
+
+Node = list[Tensor]  # the flat parts, in the order of the layout's
+
+
+@dataclass
+class _Part:
+    """The parameters of one dtype, and where their gradients begin."""
+
+    dtype: torch.dtype
+    device: torch.device
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
+    end: int = 0
+
+    def add(self, parameter: nn.Parameter) -> None:
+        self.parameters.append(parameter)
+        self.begins.append(self.end)
+        self.end += -(-parameter.numel() // ALIGNED) * ALIGNED
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The gradients in `flat`, strided as the parameters are."""
+        return [
+            flat[begin : begin + parameter.numel()].as_strided(
+                parameter.shape, _strides(parameter), flat.storage_offset() + begin
+            )
+            for parameter, begin in zip(self.parameters, self.begins, strict=True)
+        ]
+
+
+def _strides(parameter: Tensor) -> Sequence[int]:
+    """Autograd lays a gradient out like its parameter wherever that leaves no holes."""
+    dense = torch.empty_like(parameter, device="meta")  # keeps the strides of what is dense, else makes it so
+    return dense.stride()
+
+
+class Layout:
+    """Where the gradients of some parameters lie in flat memory.
+
+    Args:
+        parameters: in the model's order.
+        slices: of a step; the parts are as long as that many ranks can share evenly.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], slices: int) -> None:
+        self.parameters = list(parameters)
+        parts: dict[tuple[torch.dtype, torch.device], _Part] = {}
+        for parameter in self.parameters:
+            key = (parameter.dtype, parameter.device)
+            parts.setdefault(key, _Part(*key)).add(parameter)
+        self._parts = list(parts.values())
+        self._multiple = slices * ALIGNED
+
+    def take(self) -> Node:
+        """Returns this slice's gradients, copied; `.grad` stays."""
+        return [self._flat(part) for part in self._parts]
+
+    def _flat(self, part: _Part) -> Tensor:
+        length = -(-(part.end + len(part.parameters)) // self._multiple) * self._multiple
+        flat = torch.zeros(length, dtype=part.dtype, device=part.device)
+        has = [parameter.grad is not None for parameter in part.parameters]
+        pairs = [
+            (view, parameter.grad)
+            for view, parameter in zip(part.views(flat), part.parameters, strict=True)
+            if parameter.grad is not None
+        ]
+        if any(gradient.layout is not torch.strided for _, gradient in pairs):
+            raise ModelError("virtual ranks add dense gradients only: use nn.Embedding(..., sparse=False)")
+        torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        flat[part.end : part.end + len(has)] = torch.tensor(has, dtype=part.dtype)
+        return flat
+
+    def give(self, node: Node) -> None:
+        """Makes `node` the gradients; a parameter that had none in any slice gets none."""
+        for part, flat in zip(self._parts, node, strict=True):
+            counts = flat[part.end : part.end + len(part.parameters)].tolist()
+            for parameter, view, count in zip(part.parameters, part.views(flat), counts, strict=True):
+                parameter.grad = view if count else None
+
+
+class Tree:
+    """The nodes of one rank's part of the tree, from its slices one after another."""
+
+    def __init__(self) -> None:
+        self._nodes: list[tuple[int, Node]] = []  # how many slices are in each, largest first
+
+    def push(self, node: Node) -> None:
+        """Adds the next slice's gradients."""
+        slices = 1
+        while self._nodes and self._nodes[-1][0] == slices:
+            torch._foreach_add_(node, self._nodes.pop()[1])
+            slices *= 2
+        self._nodes.append((slices, node))
+
+    def with_last(self, node: Node) -> Node:
+        """Returns the sum of all slices, when `node` is the last's; what was pushed stays."""
+        for _, earlier in reversed(self._nodes):
+            torch._foreach_add_(node, earlier)
+        return node
+
+
+def sum_over(axis: Axis, node: Node) -> None:
+    """Adds the nodes of all ranks by the tree, in place: the same bits on all. Collective: every rank must call it."""
+    if axis.size == 1:
+        return
+    for flat in node:
+        parts = torch.empty_like(flat)
+        dist.all_to_all_single(parts, flat, group=axis.group)
+        mine = tree_sum(parts.view(axis.size, -1).unbind())
+        dist.all_gather(list(flat.view(axis.size, -1).unbind()), mine, group=axis.group)
