@@ -97,7 +97,8 @@ class Layout:
         ]
         if any(gradient.layout is not torch.strided for _, gradient in pairs):
             raise ModelError("virtual ranks add dense gradients only: use nn.Embedding(..., sparse=False)")
-        torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         flat[part.end : part.end + len(has)] = torch.tensor(has, dtype=part.dtype)
         return flat
 
