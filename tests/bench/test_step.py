@@ -10,7 +10,7 @@ from samestep.bench import step
 
 def distance_trained(make, steps):
     with samestep.world() as world:
-        network = step._network()
+        network = step.network()
         before = [parameter.detach().clone() for parameter in network.parameters()]
         training = make(network, world)
         for _ in range(steps):
@@ -38,4 +38,4 @@ def test_every_rank_returns_a_time_for_each_pair_and_the_setting(two_ranks):
 
 
 def test_the_network_has_about_five_million_parameters():
-    assert abs(sum(parameter.numel() for parameter in step._network().parameters()) - 5e6) < 5e4
+    assert abs(sum(parameter.numel() for parameter in step.network().parameters()) - 5e6) < 5e4

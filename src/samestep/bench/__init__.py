@@ -31,6 +31,7 @@ BENCHMARKS = {
     "step": Benchmark(
         "samestep.bench.step", "a training step against a hand-written DistributedDataParallel loop", 150
     ),
+    "virtual": Benchmark("samestep.bench.virtual", "a training step on virtual ranks against one without them", 100),
 }
 
 

@@ -40,11 +40,11 @@ def run(options: Options) -> Report:
     sets = min(SETS, options.repeats)
     for number in range(sets):
         pairs = (options.repeats + number) // sets  # together as many as asked for
-        mine, other, setting = spawn(compare, options.ranks, pairs, device, number % 2 == 0, progress=False)[0]
+        mine, other, conditions = spawn(compare, options.ranks, pairs, device, number % 2 == 0, progress=False)[0]
         ours += mine
         theirs += other
     name = "samestep / hand-written DistributedDataParallel"
-    return Report("step", [Comparison(name, "step", tuple(ours), tuple(theirs), PROMISE)], setting)
+    return Report("step", [Comparison(name, "step", tuple(ours), tuple(theirs), PROMISE)], conditions)
 
 
 def compare(repeats: int, device: str | None, ours_first: bool) -> tuple[list[float], list[float], dict[str, Any]]:
@@ -52,13 +52,13 @@ def compare(repeats: int, device: str | None, ours_first: bool) -> tuple[list[fl
     import samestep
 
     with samestep.world(device=device) as world:
-        ours, theirs = our_steps(_network(), world), their_steps(_network(), world)
+        ours, theirs = our_steps(network(), world), their_steps(network(), world)
         for steps in (ours, theirs) if ours_first else (theirs, ours):
             next(steps)  # takes its memory now
-        blocks = (lambda: _advance(ours), lambda: _advance(theirs))
-        times = alternate(*blocks, pairs=repeats, align=lambda: _align(world))
+        blocks = (lambda: advance(ours), lambda: advance(theirs))
+        times = alternate(*blocks, pairs=repeats, align=lambda: align(world))
         each = [[seconds / STEPS for seconds in side] for side in times]
-        return each[0], each[1], _setting(world)
+        return each[0], each[1], setting(world)
 
 
 def our_steps(network: nn.Module, world: World) -> Iterator[None]:
@@ -70,7 +70,7 @@ def our_steps(network: nn.Module, world: World) -> Iterator[None]:
 
     model = samestep.replicate(network.to(world.device), world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    batches = samestep.shards(_data(), world, batch_size=BATCH_PER_RANK * world.size)
+    batches = samestep.shards(dataset(), world, batch_size=BATCH_PER_RANK * world.size)
     while True:
         for x, y in batches:
             loss = batches.mean(F.cross_entropy(model(x), y, reduction="none"))
@@ -78,7 +78,7 @@ def our_steps(network: nn.Module, world: World) -> Iterator[None]:
             if batches.step_ends:
                 optimizer.step()
                 optimizer.zero_grad()
-            yield
+                yield
 
 
 def their_steps(network: nn.Module, world: World) -> Iterator[None]:
@@ -89,7 +89,7 @@ def their_steps(network: nn.Module, world: World) -> Iterator[None]:
 
     model = _wrapped(network.to(world.device), world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    data = _data()
+    data = dataset()
     sampler: DistributedSampler[Any] = DistributedSampler(data, world.size, world.rank)
     on_cuda = world.device.type == "cuda"
     loader = DataLoader(data, BATCH_PER_RANK, sampler=sampler, pin_memory=on_cuda)
@@ -113,7 +113,8 @@ def _wrapped(model: nn.Module, world: World) -> nn.Module:
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
 
-def _network() -> nn.Module:
+def network() -> nn.Module:
+    """Returns the network that is trained, always the same."""
     import torch
     from torch import nn
 
@@ -122,7 +123,8 @@ def _network() -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def _data() -> Dataset[tuple[Tensor, ...]]:
+def dataset() -> Dataset[tuple[Tensor, ...]]:
+    """Returns the data, always the same."""
     import torch
     from torch.utils.data import TensorDataset
 
@@ -131,12 +133,14 @@ def _data() -> Dataset[tuple[Tensor, ...]]:
     return TensorDataset(x, torch.randint(0, WIDTHS[-1], (SAMPLES,), generator=generator))
 
 
-def _advance(steps: Iterator[None]) -> None:
+def advance(steps: Iterator[None]) -> None:
+    """Takes a block of steps."""
     for _ in range(STEPS):
         next(steps)
 
 
-def _align(world: World) -> None:
+def align(world: World) -> None:
+    """Waits until every rank is here and its device has done all it was given. Collective."""
     import torch
 
     if world.device.type == "cuda":
@@ -144,7 +148,8 @@ def _align(world: World) -> None:
     world.barrier()
 
 
-def _setting(world: World) -> dict[str, Any]:
+def setting(world: World) -> dict[str, Any]:
+    """Returns the conditions that a report names."""
     import torch
 
     return {
@@ -153,7 +158,7 @@ def _setting(world: World) -> dict[str, Any]:
         "backend": world.backend,
         "threads_per_rank": torch.get_num_threads(),
         "torch": torch.__version__,
-        "parameters": sum(parameter.numel() for parameter in _network().parameters()),
+        "parameters": sum(parameter.numel() for parameter in network().parameters()),
         "batch_size": BATCH_PER_RANK * world.size,
         "steps_per_block": STEPS,
     }

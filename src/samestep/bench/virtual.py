@@ -1,0 +1,53 @@
+"""What virtual ranks cost a training step, beside the same ranks without them.
+
+The network, the data and the loop are those of `bench step`. With as many virtual ranks as ranks the price is that
+gradients travel when backward is over, not during it; with more of them it is also that a slice is a smaller batch,
+which uses the machine less well, and that one CPU thread does the work of several where a rank has several.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from samestep.bench.harness import Comparison, Options, Report, alternate
+from samestep.bench.step import BATCH_PER_RANK, STEPS, advance, align, network, our_steps, setting
+from samestep.errors import UsageError
+from samestep.launch.devices import visible_gpus
+from samestep.launch.spawn import spawn
+from samestep.topology import is_power_of_two
+
+__all__: list[str] = []
+
+SLICES = (1, 2, 4)  # on each rank
+
+
+def run(options: Options) -> Report:
+    """Starts the ranks, times both ways with 1, 2 and 4 slices a rank, and returns the report.
+
+    Raises:
+        UsageError: virtual ranks cannot be dealt out to so many.
+    """
+    if not is_power_of_two(options.ranks):
+        raise UsageError(f"virtual ranks are dealt out to 1, 2, 4, … ranks, not to {options.ranks}")
+    device = None if visible_gpus() >= options.ranks else "cpu"
+    comparisons = []
+    for slices in SLICES:
+        ours, theirs, conditions = spawn(compare, options.ranks, options.repeats, device, slices, progress=False)[0]
+        name = f"virtual_ranks={slices * options.ranks} / without"
+        comparisons.append(Comparison(name, "step", tuple(ours), tuple(theirs)))
+    return Report("virtual", comparisons, conditions)
+
+
+def compare(repeats: int, device: str | None, slices: int) -> tuple[list[float], list[float], dict[str, Any]]:
+    """Runs on every rank; returns seconds per step of both loops, and the conditions. Collective."""
+    import samestep
+
+    with (
+        samestep.world(device=device) as plain,
+        samestep.world(device=device, virtual_ranks=slices * plain.size) as sliced,
+    ):
+        ours, theirs = our_steps(network(), sliced), our_steps(network(), plain)
+        blocks = (lambda: advance(ours), lambda: advance(theirs))
+        times = alternate(*blocks, pairs=repeats, align=lambda: align(plain))
+        each = [[seconds / STEPS for seconds in side] for side in times]
+        return each[0], each[1], setting(plain) | {"samples_per_rank": BATCH_PER_RANK}

@@ -1,0 +1,38 @@
+"""The benchmark of virtual ranks does the same work on both sides."""
+
+from __future__ import annotations
+
+import pytest
+
+import samestep
+from samestep.bench import virtual
+from samestep.bench.harness import Options
+from samestep.bench.step import BATCH_PER_RANK, network, our_steps
+from samestep.errors import UsageError
+from samestep.testing import largest_difference
+
+
+def trained(slices):
+    with samestep.world(device="cpu", virtual_ranks=slices) as world:
+        model = network()
+        training = our_steps(model, world)
+        for _ in range(3):
+            next(training)
+        return dict(model.state_dict())
+
+
+def test_both_sides_take_the_same_steps(two_ranks):
+    """1e-6: float32 sums of 128 samples in another order; a step moves a weight by some 1e-3."""
+    assert largest_difference(two_ranks(trained, 4)[0], two_ranks(trained, None)[0]) < 1e-6
+
+
+def test_every_rank_returns_a_time_for_each_pair_and_the_conditions(two_ranks):
+    for ours, theirs, conditions in two_ranks(virtual.compare, 2, "cpu", 2):
+        assert (len(ours), len(theirs)) == (2, 2)
+        assert min(*ours, *theirs) > 0
+        assert (conditions["ranks"], conditions["batch_size"]) == (2, 2 * BATCH_PER_RANK)
+
+
+def test_a_number_of_ranks_that_cannot_share_is_refused():
+    with pytest.raises(UsageError, match="not to 3"):
+        virtual.run(Options(ranks=3))
