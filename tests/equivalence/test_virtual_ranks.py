@@ -118,7 +118,9 @@ def train(case, epochs=2, path=None, until=None):
                     continue
                 if case.max_norm is not None:
                     samestep.clip_grad_norm_(model, case.max_norm)
-                record["gradients"] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+                record["gradients"] = {
+                    name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+                }
                 optimizer.step()
                 if not case.zero_grad_first:
                     optimizer.zero_grad()
@@ -249,7 +251,7 @@ def steps_of(virtual):
         for x, y in batches:
             batches.mean(F.cross_entropy(model(x), y, reduction="none")).backward()
             if batches.step_ends:
-                found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+                found.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
                 model.zero_grad()
         found.append(model.state_dict())
     return found
@@ -283,7 +285,7 @@ def two_losses():
             batches.mean(second(outputs).square().sum(1)).backward()
             beside.mean(first(other).square().sum(1)).backward()
             if batches.step_ends:
-                return [parameter.grad for model in (first, second) for parameter in model.parameters()]
+                return [parameter.grad.clone() for model in (first, second) for parameter in model.parameters()]
     return None
 
 

@@ -12,6 +12,7 @@ import samestep
 from samestep.recipes import imagenet
 from samestep.recipes.imagenet_options import parse
 from samestep.recipes.resnet import resnet
+from samestep.testing import assert_same_bits
 
 SMALL = ["--image-size", "32", "-j", "0", "-b", "20", "--lr", "0.01", "--no-accel"]
 
@@ -31,7 +32,7 @@ def trained(folder, *more):
     """Parameters and buffers after an epoch of a ResNet-18 in float64, and its exact top-1 and top-5."""
     asked = parse([folder, *SMALL, "--precision", "float64", "-b", "41", *more])
     train_set, val_set = imagenet.datasets(asked)
-    with samestep.world() as world:
+    with samestep.world(virtual_ranks=asked.virtual_ranks) as world:
         training = imagenet.build(asked, world, train_set, seed=0)
         training.epoch(0.01, training.batches.commit)
         shares = imagenet.top_1_and_5(training, val_set, world, asked)
@@ -48,6 +49,13 @@ def test_training_and_evaluation_on_two_ranks_are_those_on_one(two_ranks, digit_
     assert max(apart.values()) < 1e-12, max(apart, key=apart.get)
     fresh = resnet("resnet18", classes=10).double().state_dict()
     assert not torch.equal(one["bn1.running_mean"], fresh["bn1.running_mean"])
+
+
+def test_with_virtual_ranks_not_a_bit_depends_on_the_ranks(two_ranks, digit_folder):
+    (state, shares), (_, other_shares) = two_ranks(trained, str(digit_folder), "--virtual-ranks", "2")
+    one, one_shares = trained(str(digit_folder), "--virtual-ranks", "2")
+    assert shares == other_shares == one_shares
+    assert_same_bits(state, one)
 
 
 def test_accuracy_counts_every_validation_image_once(digit_folder):

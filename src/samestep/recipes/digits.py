@@ -117,7 +117,9 @@ def train(asked: argparse.Namespace) -> None:
     """The training, its evaluation and its summary. Collective: every rank must call."""
     torch.set_num_threads(1)  # so small a model that threads would wait for each other longer than they work
     train_set, held_out = load_digits(options.dtype(asked.precision))
-    with samestep.world(backend=asked.backend, device=asked.device, seed=asked.seed) as world:
+    with samestep.world(
+        backend=asked.backend, device=asked.device, seed=asked.seed, virtual_ranks=asked.virtual_ranks
+    ) as world:
         training = build(asked, world, train_set)
         batches = training.batches
         state = options.saving(asked, world, **training.kept())

@@ -143,7 +143,9 @@ def build(asked: argparse.Namespace, world: samestep.World, train_set: Images, s
     network = architecture(asked.arch, classes=len(train_set.classes), zero_init=asked.zero_init)
     if asked.pretrained is not None:
         load_weights(network, asked.pretrained)
-    model = samestep.replicate(network.to(world.device, options.dtype(asked.precision)), world)
+    network = network.to(world.device, options.dtype(asked.precision))
+    # the slices of virtual ranks are computed one after another, and have statistics of their own
+    model = samestep.replicate(network, world, batchnorm=None if world.virtual is None else "local")
     settings = {"lr": asked.lr, "momentum": asked.momentum, "weight_decay": asked.weight_decay}
     batches = samestep.shards(
         train_set,

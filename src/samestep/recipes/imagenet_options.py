@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import samestep
-from samestep.recipes.options import PRECISIONS, count, parser, positive
+from samestep.recipes.options import PRECISIONS, add_virtual_ranks, count, parser, positive
 
 __all__ = ["parse", "settle_files", "world_arguments"]
 
@@ -66,6 +66,7 @@ def add_training(made: argparse.ArgumentParser) -> None:
     add("--precision", choices=sorted(PRECISIONS), default="float32", help="bf16 is mixed: weights stay float32")
     add("--seed", type=count(0), default=None, metavar="N", help="make the run repeatable, at a price in speed")
     add("--image-size", type=count(8), default=224, metavar="N", help="side of the square seen, in pixels")
+    add_virtual_ranks(made)
     add("-p", "--print-freq", type=count(1), default=10, metavar="N", help="steps between lines, in a log")
 
 
@@ -110,4 +111,5 @@ def world_arguments(asked: argparse.Namespace) -> dict[str, Any]:
         "rank": None if asked.rank < 0 else asked.rank,
         "size": None if asked.world_size < 0 else asked.world_size,
         "device": device,
+        "virtual_ranks": asked.virtual_ranks,
     }

@@ -23,6 +23,7 @@ import samestep
 
 __all__ = [
     "add_training_options",
+    "add_virtual_ranks",
     "at_least_float32",
     "autocast",
     "both",
@@ -96,7 +97,14 @@ def add_training_options(to: argparse.ArgumentParser, *, epochs: int, batch_size
     add("--save-every", default="10 min", metavar="TIME", help="how often to save: '10 min', '30 s', '500 steps'")
     add("--precision", choices=sorted(PRECISIONS), default="float32", help="bf16 is mixed: weights stay float32")
     add("--device", default=None, metavar="NAME", help="cpu or cuda; by default this rank's GPU, if there is one")
+    add_virtual_ranks(to)
     add("--backend", default=None, metavar="NAME", help="process group backend, instead of the rule's choice")
+
+
+def add_virtual_ranks(to: argparse.ArgumentParser) -> None:
+    """The option that makes a training the same to the last bit on any number of ranks."""
+    text = "slices of a step: the same bits on 1, 2, 4, … V ranks; V is a power of two"
+    to.add_argument("--virtual-ranks", type=count(1), default=None, metavar="V", help=text)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:

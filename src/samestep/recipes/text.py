@@ -103,7 +103,9 @@ def train(asked: argparse.Namespace) -> None:
         raise samestep.UsageError(f"--width {asked.width} cannot be divided among --heads {asked.heads}")
     folder = asked.data or corpus.standard_library()
     train_set, held_out = corpus.train_and_held_out(folder, total=asked.bytes, context=asked.context)
-    with samestep.world(backend=asked.backend, device=asked.device, seed=asked.seed) as world:
+    with samestep.world(
+        backend=asked.backend, device=asked.device, seed=asked.seed, virtual_ranks=asked.virtual_ranks
+    ) as world:
         training = build(asked, world, train_set)
         state = options.saving(asked, world, **training.kept())
         with display(asked, world, training.batches, train_set.bytes) as show:

@@ -16,7 +16,7 @@ each parameter had one: a parameter that none of them used keeps none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -81,26 +81,45 @@ class Layout:
             parts.setdefault(key, _Part(*key)).add(parameter)
         self._parts = list(parts.values())
         self._multiple = slices * ALIGNED
+        self._free: list[Node] = []  # memory that was touched before costs no page faults: 4 ms less for 20 MB
 
     def take(self) -> Node:
         """Returns this slice's gradients, copied; `.grad` stays."""
-        return [self._flat(part) for part in self._parts]
+        node = self.memory()
+        for part, flat in zip(self._parts, node, strict=True):
+            self._fill(part, flat)
+        return node
 
-    def _flat(self, part: _Part) -> Tensor:
-        length = -(-(part.end + len(part.parameters)) // self._multiple) * self._multiple
-        flat = torch.zeros(length, dtype=part.dtype, device=part.device)
-        has = [parameter.grad is not None for parameter in part.parameters]
-        pairs = [
-            (view, parameter.grad)
-            for view, parameter in zip(part.views(flat), part.parameters, strict=True)
-            if parameter.grad is not None
+    def memory(self) -> Node:
+        """Returns memory for a node; the gaps between the gradients are zero, and stay so."""
+        if self._free:
+            return self._free.pop()
+        return [
+            torch.zeros(
+                -(-(part.end + len(part.parameters)) // self._multiple) * self._multiple,
+                dtype=part.dtype,
+                device=part.device,
+            )
+            for part in self._parts
         ]
+
+    def reuse(self, nodes: Iterable[Node]) -> None:
+        """Takes memory back that nobody reads any more."""
+        self._free += nodes
+
+    def _fill(self, part: _Part, flat: Tensor) -> None:
+        has = [parameter.grad is not None for parameter in part.parameters]
+        pairs = []
+        for view, parameter in zip(part.views(flat), part.parameters, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                pairs.append((view, parameter.grad))
         if any(gradient.layout is not torch.strided for _, gradient in pairs):
             raise ModelError("virtual ranks add dense gradients only: use nn.Embedding(..., sparse=False)")
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         flat[part.end : part.end + len(has)] = torch.tensor(has, dtype=part.dtype)
-        return flat
 
     def give(self, node: Node) -> None:
         """Makes `node` the gradients; a parameter that had none in any slice gets none."""
@@ -111,16 +130,23 @@ class Layout:
 
 
 class Tree:
-    """The nodes of one rank's part of the tree, from its slices one after another."""
+    """The nodes of one rank's part of the tree, from its slices one after another.
 
-    def __init__(self) -> None:
+    Args:
+        layout: of the nodes.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
         self._nodes: list[tuple[int, Node]] = []  # how many slices are in each, largest first
 
     def push(self, node: Node) -> None:
         """Adds the next slice's gradients."""
         slices = 1
         while self._nodes and self._nodes[-1][0] == slices:
-            torch._foreach_add_(node, self._nodes.pop()[1])
+            _, earlier = self._nodes.pop()
+            torch._foreach_add_(node, earlier)
+            self._layout.reuse([earlier])
             slices *= 2
         self._nodes.append((slices, node))
 
@@ -130,13 +156,26 @@ class Tree:
             torch._foreach_add_(node, earlier)
         return node
 
+    def fell(self) -> None:
+        """The step is over."""
+        self._layout.reuse(node for _, node in self._nodes)
+        self._nodes.clear()
 
-def sum_over(axis: Axis, node: Node) -> None:
+
+def sum_over(axis: Axis, node: Node, scratch: Node) -> None:
     """Adds the nodes of all ranks by the tree, in place: the same bits on all. Collective: every rank must call it."""
     if axis.size == 1:
         return
-    for flat in node:
-        parts = torch.empty_like(flat)
+    for flat, parts in zip(node, scratch, strict=True):
         dist.all_to_all_single(parts, flat, group=axis.group)
-        mine = tree_sum(parts.view(axis.size, -1).unbind())
-        dist.all_gather(list(flat.view(axis.size, -1).unbind()), mine, group=axis.group)
+        _hand_round(axis, tree_sum(parts.view(axis.size, -1).unbind()), flat.view(axis.size, -1))
+
+
+def _hand_round(axis: Axis, mine: Tensor, everybody: Tensor) -> None:
+    """Fills row r of `everybody` with what rank r has; gloo's all_gather copies twice and takes twice as long."""
+    everybody[axis.rank].copy_(mine)
+    others = [rank for rank in range(axis.size) if rank != axis.rank]
+    sends = [dist.P2POp(dist.isend, mine, axis.ranks[rank], axis.group) for rank in others]
+    receives = [dist.P2POp(dist.irecv, everybody[rank], axis.ranks[rank], axis.group) for rank in others]
+    for work in dist.batch_isend_irecv(sends + receives):
+        work.wait()

@@ -19,7 +19,7 @@ from samestep.data.batches import tensors_of
 from samestep.errors import StepError
 from samestep.replicas.buffers import equalise
 from samestep.replicas.slice_buffers import SliceBuffers
-from samestep.replicas.tree import Layout, Tree, sum_over
+from samestep.replicas.tree import Layout, Node, Tree, sum_over
 from samestep.runtime.virtual import VirtualRanks
 from samestep.runtime.world import World
 
@@ -52,7 +52,8 @@ class SliceEngine:
         self.virtual = virtual
         self.buffers = SliceBuffers(module, world.data, virtual)
         self._layout = Layout(self._trained(), virtual.count)
-        self._tree = Tree()
+        self._tree = Tree(self._layout)
+        self._given: list[Node] = []  # where .grad lies: memory to be used again, unless the script still adds to it
         self._alone: list[Tensor | None] | None = None  # the last slice's own gradients, once .grad holds the step's
         self._carried: list[Tensor | None] = []  # what .grad held when the step's first backward came
         self._fresh = True  # that backward is still to come
@@ -73,13 +74,18 @@ class SliceEngine:
     def begin_slice(self, place: int) -> None:
         """Prepares for a slice; the first begins a step."""
         if place == 0:
-            trained = self._trained()
-            if [id(parameter) for parameter in trained] != [id(parameter) for parameter in self._layout.parameters]:
-                self._layout = Layout(trained, self.virtual.count)
-            self._tree, self._carried, self._fresh = Tree(), [], True
-            self._version = self._versions()
+            self._begin_step()
         self._alone = None
         self.buffers.enter(place)
+
+    def _begin_step(self) -> None:
+        self._tree.fell()
+        trained = self._trained()
+        if [id(parameter) for parameter in trained] != [id(parameter) for parameter in self._layout.parameters]:
+            self._layout = Layout(trained, self.virtual.count)
+            self._tree, self._given = Tree(self._layout), []
+        self._carried, self._fresh = [], True
+        self._version = self._versions()
 
     def end_slice(self, place: int) -> None:
         """Takes off what the slice left; after the last one `.grad` holds the step's gradients, and stays."""
@@ -100,6 +106,9 @@ class SliceEngine:
         if self._fresh:  # now, and not before: a script may call zero_grad() as late as this
             self._carried, self._fresh = [parameter.grad for parameter in self._layout.parameters], False
             self._set_gradients([None] * len(self._carried))
+            if all(gradient is None for gradient in self._carried):
+                self._layout.reuse(self._given)
+            self._given = []
         if self.world.step.step_ends:
             self.world.step.averaged = True
             if self._alone is not None:  # a second backward of the last slice adds to that slice's alone
@@ -110,8 +119,11 @@ class SliceEngine:
         """At the end of a backward of the last slice: makes `.grad` the sum over all slices of all ranks."""
         self._alone = [parameter.grad for parameter in self._layout.parameters]
         node = self._tree.with_last(self._layout.take())
-        sum_over(self.world.data, node)
+        scratch = self._layout.memory()
+        sum_over(self.world.data, node, scratch)
+        self._layout.reuse([scratch])
         self._layout.give(node)
+        self._given.append(node)
         for parameter, before in zip(self._layout.parameters, self._carried, strict=True):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before + parameter.grad

@@ -35,10 +35,21 @@ def derive_seed(seed: int, *names: str | int) -> int:
 def seed_everything(seed: int, *names: str | int) -> None:
     """Seeds Python's, NumPy's and torch's global generators with the stream of these names."""
     value = derive_seed(seed, *names)
+    seed_here(value, torch.device("cpu"))
+    torch.manual_seed(value)  # every CUDA device too, lazily
+
+
+def seed_here(value: int, device: torch.device) -> None:
+    """Seeds Python's, NumPy's and torch's global generators from 63 bits: on the host, and on `device`.
+
+    `torch.manual_seed` looks for every kind of device there is, which takes 0.7 ms.
+    """
     random.seed(value)
     # NumPy and torch are the same Mersenne Twister, seeded with 32 bits each: of the same they would draw the same
     np.random.seed(value >> 31)  # noqa: NPY002  (the global generator is the one that transforms draw from)
-    torch.manual_seed(value)  # every CUDA device too, lazily
+    torch.default_generator.manual_seed(value)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(value)
 
 
 def generator(seed: int, *names: str | int, device: torch.device | str = "cpu") -> torch.Generator:

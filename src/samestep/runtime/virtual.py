@@ -98,7 +98,7 @@ class VirtualRanks:
 
     def _begin(self, place: int, *names: int) -> None:
         self._outside = seeds.Streams.taken(self._device)
-        seeds.seed_everything(self._seed, "slice", self.first + place, *names)
+        seeds.seed_here(seeds.derive_seed(self._seed, "slice", self.first + place, *names), self._device)
         self.place = place
         for holder in self._living():
             holder.begin_slice(place)
