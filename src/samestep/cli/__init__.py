@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from samestep._version import __version__
 from samestep.errors import SamestepError, UsageError
+from samestep.launch import ahead
 
 __all__ = ["main"]
 
@@ -77,7 +78,12 @@ def _dispatch(arguments: list[str]) -> int:
     command = COMMANDS.get(arguments[0])
     if command is None:
         raise UsageError(f"there is no command {arguments[0]!r}: {_advice(arguments)}")
-    code: int = import_module(command.module).main(arguments[1:])
+    if arguments[0] == "run":
+        ahead.begin(arguments[1:])
+    try:
+        code: int = import_module(command.module).main(arguments[1:])
+    finally:
+        ahead.drop()
     return code
 
 

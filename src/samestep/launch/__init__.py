@@ -5,6 +5,7 @@ one rank
   variables   what every rank sees in its environment
   cores       how many cores there are to share, and for whom
   process     one rank as a process: its own group, gone with its parent; what it leaves behind
+  ahead       an agent that imports torch while the command line is still being read
   fork        ranks that start at once, as copies of a process that has imported torch
   bootstrap   the one piece that runs in every rank before the script
   observers   what watches a rank from inside, loaded before the script

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 from dataclasses import dataclass, field, fields
@@ -31,12 +32,14 @@ from typing import Any, NoReturn
 from samestep.errors import RendezvousError, UsageError
 from samestep.launch.address import listen
 from samestep.launch.facts import Facts, look
+from samestep.launch.fork import import_torch
 from samestep.launch.frames import Link, Message
 from samestep.launch.loop import Loop
 from samestep.launch.network import Doorbell, Target, interface_named, probe, route_to
 from samestep.launch.process import adopt_orphans, follow_parent, open_missing_streams, outlive_parent
 from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.team import Job, Team
+from samestep.launch.variables import threads_per_rank
 from samestep.launch.wire import SealedLink, connect
 from samestep.rankenv import set_variables
 
@@ -241,6 +244,16 @@ def live(link: Link) -> NoReturn:
     """Serves the head at the other end of `link`, of which this process is a fork."""
     Agent(link).serve()
     os._exit(0)
+
+
+def live_ahead(end: socket.socket, parent: int, ranks: int) -> NoReturn:
+    """Serves the head at the other end as soon as torch is imported for so many ranks (samestep.launch.ahead)."""
+    os.setsid()
+    follow_parent(parent)
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    import_torch(threads_per_rank(ranks))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    live(Link(end))
 
 
 def come_in(greeting: Greeting, seconds: float, *, patient: bool = True) -> Agent:

@@ -29,6 +29,7 @@ import sys
 import threading
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
@@ -37,7 +38,7 @@ from samestep.launch.bootstrap import Assignment, live
 from samestep.launch.failure import is_users
 from samestep.launch.process import Forked, follow_parent
 from samestep.launch.script import find_module
-from samestep.rankenv import child_environment, set_variables
+from samestep.rankenv import child_environment, set_variables, variable
 
 __all__: list[str] = []
 
@@ -130,6 +131,14 @@ def _is_environ(node: ast.AST, aliases: set[str]) -> bool:
 
 def _text(node: ast.AST) -> str | None:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def import_torch(threads: int) -> None:
+    """Imports torch before it is known what for, if it can be imported, as for ranks of so many threads."""
+    _leave_own_place()
+    set_variables({"OMP_NUM_THREADS": variable("OMP_NUM_THREADS") or str(threads)})
+    with suppress(Exception):  # whatever a broken installation raises, the ranks will tell it better
+        importlib.import_module("torch.utils.data")
 
 
 def warm(source: str, folder: Path) -> str | None:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from samestep.errors import SamestepError
+from samestep.launch import ahead
 from samestep.launch.agent import fork_agent
 from samestep.launch.console import MOST_HELD, Console
 from samestep.launch.frames import Link, Message, pair
@@ -95,6 +96,9 @@ def from_afar(link: SealedLink) -> Host:
 
 def open_here(name: str, ranks: int) -> Host:
     """Starts an agent on this host, as a fork of this process, which must be single-threaded."""
+    if (early := ahead.take(ranks)) is not None:
+        process, end = early
+        return Host(name, Link(end), ranks, process)
     ours, theirs = pair()
     process = fork_agent(theirs, ours)
     theirs.close()

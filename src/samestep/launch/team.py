@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -113,9 +114,14 @@ class Team:
         if job.start == "spawn" or (job.start == "auto" and len(job.ranks) == 1):
             return None
         source = source_of(job.program, is_module=job.is_module)
-        set_variables({name: job.variables[0].get(name, variable(name)) for name in ("OMP_NUM_THREADS",)})
+        wanted = job.variables[0].get("OMP_NUM_THREADS", variable("OMP_NUM_THREADS"))
+        obstacle = None
+        if "torch" in sys.modules and variable("OMP_NUM_THREADS") != wanted:
+            obstacle = f"torch was imported for {variable('OMP_NUM_THREADS')} threads and not for {wanted}"
+        set_variables({"OMP_NUM_THREADS": wanted})
         folder = Path.cwd() if job.is_module else Path(job.program).resolve().parent
-        obstacle = needs_fresh_interpreter(source) if job.start == "auto" else None
+        if job.start == "auto":
+            obstacle = obstacle or needs_fresh_interpreter(source)
         obstacle = obstacle or warm(source, folder)
         self._forks = obstacle is None
         return f"{job.program} starts in fresh interpreters: {obstacle}" if obstacle else None
