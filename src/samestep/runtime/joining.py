@@ -23,7 +23,7 @@ from samestep.runtime.backend import choose_backend, group_backend
 from samestep.runtime.device import choose_device, claim, identity, refuse_sharing
 from samestep.runtime.exchange import gather_json, tell_json
 from samestep.runtime.mailbox import Mailbox
-from samestep.runtime.rendezvous import locate, open_store, sign_in
+from samestep.runtime.rendezvous import locate, namespace, open_store, sign_in
 from samestep.topology import Grid
 
 __all__: list[str] = []
@@ -153,7 +153,7 @@ def bring_watcher(member: Membership, told: rankenv.RankVariables | None) -> Non
     """Has this host's ranks watched over, where another launcher than samestep has started them. Collective."""
     everyone = member.everyone
     wanted = told is not None and not is_watched() and rankenv.variable("SAMESTEP_LOGS") is None
-    sights = gather_json(everyone, _sight() if wanted else None)
+    sights = gather_json(everyone, namespace("pid") if wanted else None)
     if not any(sights):
         return
     mine = [rank for rank, sight in enumerate(sights) if sight is not None and sight == sights[member.rank]]
@@ -196,7 +196,7 @@ def _open_mailbox(axis: Axis, timeout_s: float) -> Mailbox | None:
     """Shared memory for the axis, where its ranks are on one host and can see each other; else None on all of them."""
     if axis.size == 1:
         return None
-    told = gather_json(axis, [_sight(), os.getpid()])
+    told = gather_json(axis, [namespace("pid"), os.getpid()])  # only those of one namespace see each other's numbers
     if any(sight is None or sight != told[0][0] for sight, _ in told):
         return None
     file = mailbox.create(axis.size) if axis.rank == 0 else None
@@ -208,12 +208,3 @@ def _open_mailbox(axis: Axis, timeout_s: float) -> Mailbox | None:
     if memory is None or not all(everybody):
         return None
     return Mailbox(memory, axis.rank, [process for _, process in told], timeout_s)
-
-
-def _sight() -> list[str] | None:
-    """What two processes have in common that see each other's process numbers: the kernel's boot, the namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return [boot, str(Path("/proc/self/ns/pid").readlink())]
-    except OSError:
-        return None

@@ -70,7 +70,7 @@ class Tag:
         if (self.loader, self.cut) != (other.loader, other.cut) and self.loader == other.loader:
             return (
                 f"ranks {rank} and {theirs} cut shards {self.loader} differently: the length of the dataset, the batch "
-                "size, the seed and the micro-batch size must be the same on every rank"
+                "size, the seed, the micro-batch size and the costs must be the same on every rank"
             )
         return (
             f"the ranks went different ways: rank {rank} sent {self}, rank {theirs} {other}. Every rank must iterate "

@@ -14,7 +14,6 @@ name finds the leftovers of a clean one.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -217,7 +216,10 @@ def _meet_in(file: FileStore, place: Place, join_timeout_s: float) -> Store:
     """Joins ranks that share a file; the last of them removes it."""
     file.set_timeout(timedelta(seconds=join_timeout_s))
     signed = _signed(
-        file, place, {"host": socket.gethostname(), "pid": os.getpid(), "network": _network()}, join_timeout_s
+        file,
+        place,
+        {"host": socket.gethostname(), "pid": os.getpid(), "network": namespace("net") or socket.gethostname()},
+        join_timeout_s,
     )
     if place.serves:
         listener = _listen(one_host=all(entry["network"] == signed[0]["network"] for entry in signed))
@@ -226,12 +228,13 @@ def _meet_in(file: FileStore, place: Place, join_timeout_s: float) -> Store:
     return _serve(json.loads(file.get("samestep/store")), place, join_timeout_s)
 
 
-def _network() -> str:
-    """Returns what two processes have in common that reach each other over the loopback."""
-    with contextlib.suppress(OSError):
+def namespace(kind: str) -> str | None:
+    """Names this boot of this kernel and this process's namespace of a kind, "net" or "pid"; None where nobody says."""
+    try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
-    return socket.gethostname()
+        return f"{boot} {Path(f'/proc/self/ns/{kind}').readlink()}"
+    except OSError:
+        return None
 
 
 def _listen(*, one_host: bool) -> socket.socket:
