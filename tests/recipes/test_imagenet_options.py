@@ -7,7 +7,7 @@ import pytest
 import samestep
 from samestep.recipes.imagenet_options import parse, settle_files, world_arguments
 
-ALONE = {"backend": None, "init_method": None, "rank": None, "size": None, "device": None}
+ALONE = {"backend": None, "init_method": None, "rank": None, "size": None, "device": None, "virtual_ranks": None}
 
 
 def test_defaults_are_those_of_the_official_example():
@@ -40,6 +40,7 @@ def test_alone_nothing_is_asked_of_the_world():
 def test_ranks_started_by_hand_say_where_they_meet():
     line = "--world-size 4 --rank 2 --dist-url tcp://host:2345 --dist-backend gloo --no-accel"
     assert world_arguments(parse(line.split())) == {
+        **ALONE,
         "backend": "gloo",
         "init_method": "tcp://host:2345",
         "rank": 2,
