@@ -30,16 +30,16 @@ PUBLIC = [
 ]
 
 SIGNATURES = {
-    "checkpoint": "(path, world, *, every, keep, keep_each, **named)",
+    "checkpoint": "(path, world, *, every, keep, keep_each, time_limit, **named)",
     "clip_grad_norm_": "(model, max_norm, norm_type, error_if_nonfinite)",
     "evaluate": "(fn, dataset, world, *, batch_size, metrics, workers, collate_fn)",
     "once": "(path, *, timeout)",
-    "replicate": "(model, world, *, buckets, batchnorm, find_unused_parameters)",
+    "replicate": "(model, world, *, buckets, batchnorm, find_unused_parameters, nonfinite)",
     "shards": "(dataset, world, *, batch_size, micro_batch_size, weight, workers, seed, shuffle, drop_last, "
-    "collate_fn, sample_streams, on_bad_sample)",
+    "collate_fn, sample_streams, on_bad_sample, cost, bucket, splits_itself)",
     "spawn": "(fn, n, *args, timeout, progress)",
-    "world": "(*, backend, init_method, rank, size, device, pipeline, seed, deterministic, timeout, join_timeout, "
-    "run_dir)",
+    "world": "(*, backend, init_method, rank, size, device, pipeline, virtual_ranks, seed, deterministic, timeout, "
+    "join_timeout, run_dir)",
 }
 
 EXIT_CODES = {
@@ -53,6 +53,7 @@ EXIT_CODES = {
     "RendezvousError": 2,
     "EmptyBatchError": 1,
     "StepError": 1,
+    "NonFiniteError": 1,
     "PeerError": 1,
     "Preempted": 75,
     "CheckpointError": 1,

@@ -10,6 +10,7 @@
     ├── RendezvousError               2   the ranks did not find each other
     ├── EmptyBatchError               1   the model cannot digest the empty batch of a rank without samples
     ├── StepError                     1   the calls of one training step do not fit together
+    ├── NonFiniteError                1   a gradient is NaN or infinite; says of which rank and tensor
     ├── PeerError                     1   another rank failed, and this one was told
     ├── CheckpointError               1   a checkpoint cannot be written, or cannot be trusted
     └── RankFailure                   1   a rank of `spawn` or `run_ranks` failed; carries which, and why
@@ -31,6 +32,7 @@ __all__ = [
     "DeviceError",
     "EmptyBatchError",
     "ModelError",
+    "NonFiniteError",
     "PeerError",
     "Preempted",
     "RankFailure",
@@ -93,6 +95,27 @@ class EmptyBatchError(SamestepError):
 
 class StepError(SamestepError):
     """The calls of one training step do not fit together."""
+
+
+class NonFiniteError(SamestepError):
+    """A gradient is NaN or infinite; raised on every rank before the optimizer has changed a parameter.
+
+    On a rank that only received it from others, `secondary` is true.
+
+    Attributes:
+        ranks: those whose own gradients were bad before they were averaged; empty where they are not known.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), mine: int = 0) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.secondary = bool(ranks) and mine not in ranks
+
+    def saying(self, message: str) -> NonFiniteError:
+        """Returns the same error with another message."""
+        other = NonFiniteError(message, ranks=self.ranks)
+        other.secondary = self.secondary
+        return other
 
 
 class PeerError(SamestepError):

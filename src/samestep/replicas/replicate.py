@@ -25,9 +25,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.data.batches import tensors_of
-from samestep.errors import DeviceError, EmptyBatchError, ModelError, SamestepError, StepError
+from samestep.errors import DeviceError, EmptyBatchError, ModelError, SamestepError, StepError, UsageError
 from samestep.launch.failure import lost_peer
 from samestep.replicas.buffers import equalise_buffers
+from samestep.replicas.nonfinite import POLICIES, Guard, Policy
 from samestep.replicas.norm import synchronise_batchnorm
 from samestep.replicas.synchroniser import Synchroniser
 from samestep.replicas.virtual import SliceEngine
@@ -49,9 +50,11 @@ class Replica(nn.Module):
         world: the world that it is replicated over.
         batchnorm: "synchronised" or "local".
         number: the same on every rank; models are numbered as they are replicated.
+        nonfinite: watches its gradients for NaN and Inf, and counts the steps that it leaves out; None if nothing does.
     """
 
     module: nn.Module
+    nonfinite: Guard | None = None
 
     def __init__(
         self, module: nn.Module, world: World, batchnorm: str, synchroniser: Synchroniser | SliceEngine | None
@@ -152,6 +155,7 @@ def replicate(
     buckets: float | None = None,
     batchnorm: BatchNormMode | None = None,
     find_unused_parameters: bool = False,
+    nonfinite: Policy | None = None,
 ) -> Replica:
     """Returns the model as one replica of many, whose gradients are averaged over `world.data` when a step ends.
 
@@ -168,9 +172,14 @@ def replicate(
             process would: exact, at two small reductions a layer. "local" takes each rank's own, which is another
             training; buffers then become equal at evaluation and when saved. On virtual ranks it is the only way.
         find_unused_parameters: for models that leave parameters out of some forwards; costs a walk of the graph.
+        nonfinite: what happens, on all ranks alike, before an optimizer steps with a NaN or Inf in the gradients.
+            "stop" raises and names rank and tensor, "skip" leaves the step out (neither parameters nor the optimizer's
+            state change), "warn" goes on. The default stops too, and saves the second pass that it takes to know whose
+            a single element of a tensor with more than 131,072 was. "off" does not look.
 
     Raises:
         ModelError: nothing to train, or the model is wrapped in DataParallel or DistributedDataParallel.
+        UsageError: `nonfinite` is none of these.
         DeviceError: the model is on another device than the rank's.
 
     Example:
@@ -182,16 +191,27 @@ def replicate(
     """
     _check_model(model, world)
     mode = _batchnorm_mode(model, world, batchnorm)
+    if nonfinite is not None and nonfinite not in POLICIES:
+        raise UsageError(f"nonfinite={nonfinite!r} is unknown: use 'stop', 'skip', 'warn' or 'off'")
     if mode == "synchronised":
         model = synchronise_batchnorm(model, world.data, world.device)
+    guard = None if nonfinite == "off" else Guard(model, world, nonfinite)
     synchroniser: Synchroniser | SliceEngine | None = None
     if world.virtual is not None:
         synchroniser = SliceEngine(model, world, world.virtual)
     elif world.data.size > 1:
         equalise_buffers(model, world.data)  # DDP sends rank 0's parameters
-        synchroniser = Synchroniser(model, world, buckets=buckets, find_unused_parameters=find_unused_parameters)
+        synchroniser = Synchroniser(
+            model,
+            world,
+            buckets=buckets,
+            find_unused_parameters=find_unused_parameters,
+            local=None if guard is None else guard.local,
+        )
     world.set_streams_apart()
-    return Replica(model, world, mode, synchroniser)
+    replica = Replica(model, world, mode, synchroniser)
+    replica.nonfinite = guard
+    return replica
 
 
 def _needs_engine(world: World) -> bool:

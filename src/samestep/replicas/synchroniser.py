@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep.data.batches import tensors_of
 from samestep.errors import ModelError, StepError
+from samestep.replicas.local_gradients import LocalGradients
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -39,13 +40,23 @@ class Synchroniser:
         world: whose data axis averages.
         buckets: size of a gradient bucket in MiB, None for DDP's own.
         find_unused_parameters: as in DDP.
+        local: is told of what this rank brings before it is averaged, or None.
     """
 
-    def __init__(self, module: nn.Module, world: World, *, buckets: float | None, find_unused_parameters: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        world: World,
+        *,
+        buckets: float | None,
+        find_unused_parameters: bool,
+        local: LocalGradients | None = None,
+    ) -> None:
         self.module = module
         self.world = world
         self.buckets = buckets
         self.find_unused_parameters = find_unused_parameters
+        self.local = local
         self.engine = self._build()
         self.trained = self._trained()
         self.prepared = False  # DDP did it in forward, for the next backward
@@ -59,6 +70,8 @@ class Synchroniser:
         if learns and trained != self.trained:  # [3]
             self.trained = trained
             self.engine = self._build()
+            if self.local is not None:
+                self.local.watch(self.module)
         self._check_unchanged()
         self.prepared = self.engine.require_backward_grad_sync = learns and self.world.step.step_ends
         try:
@@ -69,15 +82,19 @@ class Synchroniser:
             raise
         for tensor in tensors_of([outputs]):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _, found=outputs: self._meet_backward(found))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda gradient, found=outputs: self._meet_backward(found, gradient))  # type: ignore[no-untyped-call]
         return outputs
 
-    def _meet_backward(self, outputs: Any) -> None:
-        """Runs first in every backward through the model, once for each [2]."""
+    def _meet_backward(self, outputs: Any, gradient: torch.Tensor) -> None:
+        """Runs first in every backward through the model, once for each [2], and again for each output."""
+        if self.local is not None:
+            self.local.note_arrival(gradient)
         number = torch._C._current_graph_task_id()  # noqa: SLF001  (nothing public tells one backward from the next)
         if number == self.backward:
             return
         self.backward = number
+        if self.local is not None:
+            self.local.begin_backward()
         self.world.step.averaged = self.world.step.averaged or self.world.step.step_ends
         if self.prepared:
             self.prepared = False

@@ -1,0 +1,238 @@
+"""A rank's own gradients, as they were before the ranks' were averaged: who brought in a NaN.
+
+After the reduction a NaN of one rank is in the gradients of all. So what a rank has brought is noted before it: a small
+tensor, which DistributedDataParallel copies into its bucket, is simply kept until the optimizer steps, and looked at
+only if the averaged gradients turn out bad. A large one is added up where every element counts, else glanced at.
+
+    backward   weight.grad = g                     kept: g                   (torch makes a new one each step)  [1]
+               bucket = g / N, all-reduced         weight.grad = a view of the bucket; g would be freed here
+               weight.grad already is that view    kept: its sum             (zero_grad(set_to_none=False))     [2]
+               g is large                          kept: its sum where the guard is thorough, else a glance     [3]
+    step       the average is finite               all are let go of
+
+To keep large ones, too, costs more than a pass over them: 0.6 ms of a 41 ms step with 5 M parameters, since the memory
+that is freed at once is in the cache when backward asks for the next.
+
+A glance is the first row and one column: a matrix's gradient is the product of what came forward and what came back, so
+one bad number of either spoils a row or a column; whose a single element was, which a term of the weights themselves
+may spoil, stays unknown. The column, 60 ns an element, is left out where a bias adds up what came back.
+
+A second backward in one step adds to gradients that are averaged already, and so may hold another rank's NaN: what is
+noted there counts only where nothing was found before.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.runtime.step import StepState
+
+__all__: list[str] = []
+
+LARGE = 1 << 17  # elements from which on a glance costs less than a sum, and a tensor is not kept
+HELD_MOST = 256 << 20  # bytes of gradients that are kept whole
+SUMMED_MOST = 1 << 20  # elements of an output whose gradient is added up
+
+
+@dataclass(frozen=True)
+class Bad:
+    """What is not finite in one tensor.
+
+    Attributes:
+        name: the parameter's.
+        nans: how many of its elements are NaN, -1 where only its sum is known.
+        infs: likewise infinite.
+        size: elements of it.
+    """
+
+    name: str
+    nans: int
+    infs: int
+    size: int
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a glance does not see all of it."""
+        return self.size > LARGE
+
+    @property
+    def state(self) -> str:
+        """How it is: "holds 3 NaN among 12 elements"."""
+        kinds = [f"{number:,} {kind}" for number, kind in ((self.nans, "NaN"), (self.infs, "Inf")) if number > 0]
+        return f"holds {' and '.join(kinds) or 'NaN or Inf'} among {self.size:,} elements"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.state}"
+
+
+def examined(name: str, gradient: Tensor) -> Bad | None:
+    """Returns what is not finite in a gradient, None where all is. Waits for the device."""
+    values = values_of(gradient)
+    if bool(torch.isfinite(values).all()):
+        return None
+    nans = int(torch.isnan(values).sum())
+    return Bad(name, nans, int((~torch.isfinite(values)).sum()) - nans, gradient.numel())
+
+
+def values_of(gradient: Tensor) -> Tensor:
+    """Returns the elements that a gradient stores."""
+    return gradient if gradient.layout == torch.strided else gradient._values()  # noqa: SLF001
+
+
+def summed(gradient: Tensor) -> Tensor:
+    """Returns the sum of a gradient, which is finite only if every element is: one pass, the cheapest there is.
+
+    float16, whose sums overflow at 65504, is added in float32.
+    """
+    values = values_of(gradient)
+    return values.sum(dtype=torch.float32) if values.dtype == torch.float16 else values.sum()
+
+
+def glanced(gradient: Tensor) -> Tensor:
+    """Returns the sum of a gradient or, of a large matrix or kernel, of its first row and one column.
+
+    A convolution's column is that of its kernel's centre, which no padding cuts off.
+    """
+    if gradient.numel() <= LARGE or gradient.dim() < 2 or gradient.layout != torch.strided:
+        return summed(gradient)
+    column = gradient[:, 0]
+    for size in gradient.shape[2:]:
+        column = column[:, size // 2]
+    return summed(gradient[0]) + summed(column)
+
+
+def first_row(gradient: Tensor) -> Tensor:
+    """Returns what :func:`glanced` does, without the column."""
+    if gradient.numel() <= LARGE or gradient.dim() < 2 or gradient.layout != torch.strided:
+        return summed(gradient)
+    return summed(gradient[0])
+
+
+@dataclass(frozen=True)
+class _Noted:
+    gradient: Tensor  # the gradient, or its sum
+    size: int
+    whole: bool
+    mixed: bool  # it was added to a gradient that is averaged already
+
+    def bad(self, name: str) -> Bad | None:
+        if self.whole:
+            return examined(name, self.gradient)
+        return None if bool(torch.isfinite(self.gradient)) else Bad(name, -1, -1, self.size)
+
+
+class LocalGradients:
+    """What this rank's backwards have brought to the step under way.
+
+    Args:
+        module: the bare model.
+        state: the step of the world; micro-batches before the one that ends it are left to that one.
+        thorough: every element of large gradients is looked at, too.
+        slices: virtual ranks take each slice's gradients off, so every backward counts.
+    """
+
+    def __init__(self, module: nn.Module, state: StepState, *, thorough: bool, slices: bool) -> None:
+        self._state = state
+        self.is_thorough = thorough
+        self._slices = slices
+        self._step = state.steps
+        self._noted: dict[str, list[_Noted]] = {}  # in the order in which the backward reached them
+        self._averaged: dict[str, int] = {}  # where the views into the buckets lie
+        self._arrived: list[Tensor] = []
+        self._watched: dict[str, weakref.ref[Tensor]] = {}
+        self._whole = False
+        self.watch(module)
+
+    def watch(self, module: nn.Module) -> None:
+        """Watches the parameters that want a gradient now; more than once does no harm."""
+        trained = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
+        kept = sum(tensor.nbytes for _, tensor in trained if tensor.numel() <= LARGE)
+        self._whole = not self._slices and kept <= HELD_MOST
+        names = {name for name, _ in trained}
+        for name, tensor in trained:
+            known = self._watched.get(name)
+            if known is None or known() is not tensor:
+                self._watched[name] = weakref.ref(tensor)
+                watch: Any = tensor.register_post_accumulate_grad_hook
+                watch(functools.partial(self._note, name, self._look(name, names)))
+
+    def _look(self, name: str, names: Collection[str]) -> Callable[[Tensor], Tensor]:
+        if self.is_thorough:
+            return summed
+        has_bias = name.endswith("weight") and f"{name.removesuffix('weight')}bias" in names
+        return first_row if has_bias else glanced
+
+    def _note(self, name: str, look: Callable[[Tensor], Tensor], parameter: Tensor) -> None:
+        """Runs when a backward has come to a parameter, and before its gradient is averaged."""
+        gradient = parameter.grad
+        if gradient is None or not (self._slices or self._state.step_ends):
+            return
+        self._begin()
+        dense = gradient.layout == torch.strided
+        mixed = dense and not self._slices and gradient.data_ptr() == self._averaged.get(name)
+        if self._whole and dense and not mixed and gradient.numel() <= LARGE:  # [1]
+            self._noted.pop(name, None)
+            self._noted[name] = [_Noted(gradient, gradient.numel(), whole=True, mixed=False)]
+        else:  # [2], [3]
+            noted = _Noted(look(gradient), gradient.numel(), whole=False, mixed=mixed)
+            self._noted.setdefault(name, []).append(noted)
+
+    def begin_backward(self) -> None:
+        """A backward comes after which the optimizer has not stepped: its gradients will be added to averaged ones."""
+        for name in () if self._slices else self._noted:
+            parameter = self._watched[name]()
+            if parameter is not None:
+                self._find_view(name, parameter.grad)
+
+    def _find_view(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is not None and gradient.layout == torch.strided:
+            self._averaged[name] = gradient.data_ptr()
+
+    def note_arrival(self, gradient: Tensor) -> None:
+        """Notes what the loss gave back to the model's output."""
+        if gradient.numel() <= SUMMED_MOST:
+            self._begin()
+            self._arrived.append(summed(gradient))
+
+    def _begin(self) -> None:
+        """Forgets a step after which no optimizer stepped: a GradScaler met an overflow, say."""
+        if self._state.steps != self._step:
+            self.clear()
+            self._step = self._state.steps
+
+    def settle(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """The gradients of these parameters are finite: what was kept of them goes."""
+        self._arrived.clear()
+        for name, parameter in named:
+            self._noted.pop(name, None)
+            self._find_view(name, parameter.grad)
+
+    def clear(self) -> None:
+        """Lets go of everything."""
+        self._noted.clear()
+        self._arrived.clear()
+
+    def arrived_bad(self) -> bool | None:
+        """Tells whether what the loss gave back was not finite already; None where it was not noted."""
+        return None if not self._arrived else any(not bool(torch.isfinite(total)) for total in self._arrived)
+
+    def first_bad(self) -> tuple[Bad | None, int]:
+        """Returns the first bad tensor of this rank in the order of the backward, and a doubt: least is likeliest.
+
+        0 is this rank's own for sure; n was found when the n-th backward of the step added to averaged gradients.
+        """
+        found: list[tuple[int, Bad]] = []
+        for name, all_noted in self._noted.items():
+            for number, noted in enumerate(all_noted, start=1):
+                if (bad := noted.bad(name)) is not None:
+                    found.append((number if noted.mixed else 0, bad))
+                    break
+        doubt = min((doubt for doubt, _ in found), default=0)
+        return next((bad for its, bad in found if its == doubt), None), doubt
