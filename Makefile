@@ -1,9 +1,11 @@
 # make            lists the targets
+# Tests: files go to TESTERS processes, most of whose time is spent waiting for ranks to start and to end
 # Torch: scripts/install-torch picks a build that suits this machine; bring your own with
 #   make demo TORCH="torch==2.12.0"        or        make demo TORCH=/path/to/torch.whl
 
 PYTHON ?= python3
 TORCH  ?=
+TESTERS ?= 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
@@ -41,7 +43,7 @@ demo: $(VENV)/installed
 
 test: $(VENV)/tested
 	@scripts/install-test-tools
-	@$(BIN)/python -m pytest -q -m "not prove"
+	@$(BIN)/python -m pytest -q -m "not prove" -n $(TESTERS) --dist loadscope
 
 prove: $(VENV)/tested
 	@scripts/install-test-tools

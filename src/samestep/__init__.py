@@ -24,7 +24,7 @@ from samestep._version import __version__ as __version__
 if TYPE_CHECKING:
     from samestep.data.once import once as once
     from samestep.data.shards import Shards as Shards
-    from samestep.data.shards import shards as shards
+    from samestep.data.sharing import shards as shards
     from samestep.errors import RankFailure as RankFailure
     from samestep.errors import SamestepError as SamestepError
     from samestep.errors import UsageError as UsageError
@@ -53,7 +53,7 @@ _HOMES = {
     "evaluate": "samestep.running.evaluation",
     "once": "samestep.data.once",
     "replicate": "samestep.replicas.replicate",
-    "shards": "samestep.data.shards",
+    "shards": "samestep.data.sharing",
     "spawn": "samestep.launch.spawn",
     "world": "samestep.runtime.world",
 }

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import samestep
 from samestep.data.audit import audit
@@ -208,11 +208,6 @@ def shapes_of_nothing():
         return [(list(x.shape), x.dtype), (list(y.shape), y.dtype)]
 
 
-class Endless(IterableDataset):
-    def __iter__(self):
-        yield from range(10)
-
-
 class WithoutLength(Dataset):
     def __getitem__(self, index):
         return index
@@ -224,7 +219,6 @@ class WithoutLength(Dataset):
         (numbers(0), {}, "TensorDataset is empty"),
         (WithoutLength(), {}, "WithoutLength has no length"),
         (DataLoader(numbers(4)), {}, "takes the dataset, not a DataLoader"),
-        (Endless(), {}, "Endless has no random access"),
         (numbers(4), {"batch_size": 0}, "batch_size 0"),
         (numbers(4), {"micro_batch_size": 0}, "micro_batch_size 0"),
         (numbers(4), {"workers": -1}, "workers -1"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import torch
 from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, roc_auc_score
@@ -354,3 +357,48 @@ def test_results_without_a_row_for_each_sample_are_refused(result, message):
 def test_a_value_that_cannot_be_sent_is_refused_with_the_metrics_name():
     with pytest.raises(DataError, match="metric 'figure' returned a object"):
         evaluate_with(pass_on, make_data(4), 4, {"figure": lambda o, t: object()})
+
+
+class Bad(Dataset):
+    """One sample cannot be loaded, or takes its worker with it."""
+
+    epochs = ()
+
+    def __init__(self, what):
+        self.what = what
+
+    def set_epoch(self, epoch):
+        self.epochs += (epoch,)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if index == 4 and self.what == "raises":
+            raise ValueError("no picture")
+        if index == 4 and self.what == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(1), torch.tensor(index)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (
+            "raises",
+            "sample 4 cannot be loaded by worker 0 .*: ValueError: no picture, at tests/running/test_evaluation",
+        ),
+        ("dies", "worker 0 .* was killed by SIGKILL while it loaded sample 4 of micro-batch \\[4, 5\\]"),
+    ],
+)
+def test_a_bad_sample_and_a_worker_that_dies_are_named(what, message):
+    with samestep.world() as world, pytest.raises(DataError, match=message) as caught:
+        samestep.evaluate(tuple, Bad(what), world, batch_size=2, metrics={}, workers=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dataset_that_is_also_trained_on_is_not_told_another_epoch():
+    with samestep.world() as world:
+        data = Bad("is well")
+        samestep.evaluate(tuple, data, world, batch_size=2, metrics={})
+        assert data.epochs == ()

@@ -15,10 +15,11 @@ from typing import Any
 
 from samestep.data.batches import Mover
 from samestep.data.fetch import Loaded
+from samestep.data.iterable_loader import StreamLoader
 from samestep.data.ledger import Skip
 from samestep.data.loader import Loader
 from samestep.data.open_step import OpenStep
-from samestep.data.order import Order, Step
+from samestep.data.order import Positions, Step
 from samestep.data.skips import Skips
 from samestep.runtime.sums import PendingSum, Tag, start_sum
 from samestep.runtime.world import World
@@ -40,7 +41,7 @@ class Feed:
 
     def __init__(
         self,
-        loader: Loader,
+        loader: Loader | StreamLoader,
         world: World,
         *,
         batch_size: int,
@@ -55,7 +56,7 @@ class Feed:
         self._tagged = tagged
         self._mover = Mover(world.device)
 
-    def steps(self, order: Order, steps: Sequence[Step]) -> Iterator[tuple[OpenStep, Iterator[Any]]]:
+    def steps(self, order: Positions, steps: Sequence[Step]) -> Iterator[tuple[OpenStep, Iterator[Any]]]:
         """Yields every step with an iterator over its micro-batches, on the device; each is used up before the next."""
         host = self._loader.load(order, steps)
         run = self._counted if self._weigh is None and self.skips is None else self._weighted

@@ -87,6 +87,10 @@ class Board:
             (-1, -1, -1) if request is None else (request.start, request.start + len(request.indices), -1)
         )
 
+    def write_row(self, worker: int, start: int, stop: int, place: int) -> None:
+        """Says it in numbers."""
+        self._rows[worker] = (start, stop, place)
+
     def note_place(self, worker: int, place: int) -> None:
         """Says which sample a worker is at."""
         self._rows[worker, 2] = place
@@ -172,7 +176,7 @@ class Fetcher(Dataset[Any]):
             except Exception as error:
                 if not self._skip:
                     raise DataError(_complaint(self.dataset, index, worker, error)) from error
-                skipped.append(Skip(request.start + place, index, _reason(error)))
+                skipped.append(Skip(request.start + place, index, reason_of(error)))
         return samples, tuple(skipped)
 
     def _collated(self, samples: list[Any], request: Request) -> Any:
@@ -183,7 +187,7 @@ class Fetcher(Dataset[Any]):
         except Exception as error:
             where, source = user_line(error.__traceback__)
             raise DataError(
-                f"samples {shortened(request.indices)} do not make a batch: {_reason(error)}, at {where}: {source}"
+                f"samples {shortened(request.indices)} do not make a batch: {reason_of(error)}, at {where}: {source}"
             ) from error
 
     def _nothing(self, request: Request) -> Any:
@@ -216,12 +220,13 @@ def shortened(indices: list[int], most: int = 16) -> str:
 def _complaint(dataset: Any, index: int, worker: int | None, error: Exception) -> str:
     by = "" if worker is None else f" by worker {worker} (process {os.getpid()})"
     where, source = user_line(error.__traceback__)
-    message = f"sample {index} cannot be loaded{by}: {_reason(error)}, at {where}: {source}"
+    message = f"sample {index} cannot be loaded{by}: {reason_of(error)}, at {where}: {source}"
     file = _file_of(dataset, index, error)
     return message if file is None or file in message else f"{message}; its file is {file}"
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Returns what an exception says, in one line of a bearable length."""
     said = " ".join(str(error).split())
     short = said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}…"
     return f"{type(error).__name__}: {short}" if short else type(error).__name__

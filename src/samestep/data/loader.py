@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from samestep.data import workers as processes
 from samestep.data.fetch import Board, Fetcher, Loaded, Request
-from samestep.data.order import Order, Step
+from samestep.data.order import Positions, Step
 from samestep.data.streams import SampleStreams
 from samestep.errors import DataError
 
@@ -48,7 +48,7 @@ def check_dataset(dataset: Any) -> int:
 class _MicroBatches:
     """The batch sampler: this rank's micro-batches, in the order of `steps`."""
 
-    order: Order
+    order: Positions
     steps: Sequence[Step]
 
     def __iter__(self) -> Iterator[Request]:
@@ -91,7 +91,7 @@ class Loader:
         self.streams = streams
         self.skip = skip
 
-    def load(self, order: Order, steps: Sequence[Step]) -> Iterator[Loaded]:
+    def load(self, order: Positions, steps: Sequence[Step]) -> Iterator[Loaded]:
         """Yields one host batch for every micro-batch of `steps`.
 
         Raises:
@@ -99,6 +99,10 @@ class Loader:
         """
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(order.epoch)
+        yield from self.read(order, steps)
+
+    def read(self, order: Positions, steps: Sequence[Step]) -> Iterator[Loaded]:
+        """Does the same without a word to the dataset about the epoch."""
         board = Board(self.workers) if self.workers else None
         loader: DataLoader[Any] = DataLoader(
             Fetcher(self.dataset, self.collate_fn, streams=self.streams, skip=self.skip, board=board),

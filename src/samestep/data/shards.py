@@ -1,4 +1,4 @@
-"""`shards`: one global order of samples, this rank's part of every step, and the loss that adds up to the whole's.
+"""One global order of samples, this rank's part of every step, and the loss that adds up to the whole's.
 
 The usual recipe is DistributedSampler, a DataLoader with the batch size divided by hand, and a mean loss. It pads the
 tail, it averages means of unequal batches, it synchronises in accumulation where it need not, and a resume repeats
@@ -12,25 +12,28 @@ step, so that the gradients which DistributedDataParallel averages over N ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from samestep import progress
+from samestep.data.buckets import Bucketed, Buckets, check_position
+from samestep.data.costs import Costs, Dealt
 from samestep.data.feed import Feed
-from samestep.data.ledger import Ledger
-from samestep.data.loader import Loader, check_dataset
+from samestep.data.iterable import PROMISES, UNKNOWN, Kind
+from samestep.data.iterable_loader import StreamLoader
+from samestep.data.ledger import Ledger, placed
+from samestep.data.loader import Loader
 from samestep.data.open_step import OpenStep
-from samestep.data.order import ORDER_VERSION, Cut, Order, Step
+from samestep.data.order import ORDER_VERSION, Cut, Order, Positions, Steps
 from samestep.data.report import StepReport
-from samestep.data.streams import SampleStreams
 from samestep.errors import DataError, StepError
 from samestep.runtime import seeds
 from samestep.runtime.sums import Tag
 from samestep.runtime.world import World
 
-__all__ = ["Shards", "shards"]
+__all__ = ["Shards"]
 
 
 class Shards:
@@ -46,7 +49,19 @@ class Shards:
         step_ends: the micro-batch yielded last is the last of its step; known before its forward.
     """
 
-    def __init__(self, loader: Loader, cut: Cut, world: World, *, seed: int, shuffle: bool, weigh: Any) -> None:
+    def __init__(
+        self,
+        loader: Loader | StreamLoader,
+        cut: Cut,
+        world: World,
+        *,
+        seed: int,
+        shuffle: bool,
+        weigh: Any,
+        costs: Costs | None = None,
+        buckets: Buckets | None = None,
+        kind: Kind = "indexed",
+    ) -> None:
         self.batch_size = cut.batch_size
         self.step_ends = True
         self._cut = cut
@@ -54,17 +69,27 @@ class Shards:
         self._seed = seed
         self._shuffle = shuffle
         self._number = world.next_number()
-        self._digest = seeds.derive_seed(seed, cut.total, cut.batch_size, cut.micro_batch_size or 0, int(shuffle))
+        self._kind = kind
+        self._costs = costs
+        self._buckets = buckets
+        by = "" if costs is None else costs.digest
+        self._digest = seeds.derive_seed(seed, cut.total, cut.batch_size, cut.micro_batch_size or 0, int(shuffle), by)
         self._epoch = 0
         self._cursor = 0  # everything before it is consumed: the step that used it was committed
         self._reached = 0  # everything before it was in a finished step
-        self._order = Order(cut.total, seed, 0, shuffle)
+        self._order = self._order_of(0)
+        self._dealt: Dealt | None = None  # the same samples in the same steps, each sorted by cost
         self._ledger = Ledger()
         self._feed = Feed(loader, world, batch_size=cut.batch_size, weigh=weigh, tagged=self._tag_weight)
         self._skips = self._feed.skips
         self._open: OpenStep | None = None
         self._iteration = 0
         self._report = StepReport(world)
+
+    @property
+    def promise(self) -> str:
+        """What can be promised of these data, in a sentence; less where they have no length or no random access."""
+        return PROMISES[self._kind]
 
     @property
     def epoch(self) -> int:
@@ -81,12 +106,16 @@ class Shards:
         """Abandons a step under way, and any loop."""
         self._epoch, self._cursor, self._reached = epoch, cursor, cursor
         if self._order.epoch != epoch:
-            self._order = Order(self._cut.total, self._seed, epoch, self._shuffle)
+            self._order = self._order_of(epoch)
         if self._skips is not None:
             self._skips.discard()
         self._open = None
         self._iteration += 1
         self._report.discard()
+
+    def _order_of(self, epoch: int) -> Positions:
+        order = Order(self._cut.total, self._seed, epoch, self._shuffle)
+        return order if self._buckets is None else Bucketed(order, self._buckets)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -118,9 +147,8 @@ class Shards:
         return self._iterate(self._iteration)
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
-        steps = list(self._cut.steps(self._cursor))
         progress.note_phase("data")
-        for batch in self._run(steps):
+        for batch in self._run():
             if iteration != self._iteration:
                 raise StepError("these shards are being iterated elsewhere: a second loop began and this one went on")
             progress.note_phase("train")
@@ -130,12 +158,15 @@ class Shards:
         self._consume()
         self._go_to(self._epoch + 1, 0)
 
-    def _run(self, steps: list[Step]) -> Iterator[Any]:
-        for current, batches in self._feed.steps(self._order, steps):
+    def _run(self) -> Iterator[Any]:
+        self._dealt = None if self._costs is None else Dealt(self._order, self._cut, self._costs, self._cursor)
+        steps = Steps(self._dealt or self._cut, range(self._cursor, self._cut.end, self.batch_size))
+        for current, batches in self._feed.steps(self._dealt or self._order, steps):
             yield from self._micro_batches(current, batches)
 
     def _tag(self, purpose: str, position: int) -> Tag:
-        return Tag(purpose, self._number, self._epoch, position, self._digest)
+        by = 0 if self._dealt is None else self._dealt.digest(position)
+        return Tag(purpose, self._number, self._epoch, position, self._digest ^ by)
 
     def _tag_weight(self, start: int) -> Tag:
         return self._tag("weight", start if start >= 0 else self._cut.end)
@@ -194,11 +225,12 @@ class Shards:
 
     def _consume(self) -> None:
         """Enters the finished steps into the ledger: those from the committed position on."""
+        bucket = "" if self._buckets is None else self._buckets.name
         for start in range(self._cursor, self._reached, self.batch_size):
             stop = min(start + self.batch_size, self._reached)
-            skipped = () if self._skips is None else self._skips.take(start)
             indices = self._order.take(start, stop)
-            self._ledger.enter(self._epoch, start, indices, batch_size=self.batch_size, skipped=skipped)
+            skipped = () if self._skips is None else placed(self._skips.take(start), start, indices)
+            self._ledger.enter(self._epoch, start, indices, batch_size=self.batch_size, skipped=skipped, bucket=bucket)
         self._cursor = self._reached
 
     def mean(self, losses: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -243,9 +275,12 @@ class Shards:
 
         `samestep.data.audit` says from it alone whether every sample was consumed once.
         """
-        return {
+        more: dict[str, Any] = {} if self._buckets is None else {"bucket": self._buckets.state()}
+        if self._kind != "indexed":
+            more["stream"] = self._kind
+        return more | {
             "order": ORDER_VERSION,
-            "samples": self._cut.total,
+            "samples": None if self._cut.total == UNKNOWN else self._cut.total,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "drop_last": self._cut.drop_last,
@@ -262,101 +297,13 @@ class Shards:
         """
         mine = self.state_dict()
         for name in ("order", "samples", "seed", "shuffle"):
-            if state[name] != mine[name]:
+            if state.get(name, "of its own") != mine[name]:
                 raise DataError(
                     f"the saved run had {name} {state[name]}, this one has {mine[name]}: its position in the data "
                     "means nothing here"
                 )
         epoch, cursor = int(state["epoch"]), int(state["cursor"])
+        check_position(cursor, state.get("bucket"), self._buckets)
         ledger = Ledger.of(state["ledger"]) if "ledger" in state else Ledger(begins=(epoch, cursor))
         self._go_to(epoch, cursor)
         self._ledger = ledger
-
-
-def shards(
-    dataset: Any,
-    world: World,
-    *,
-    batch_size: int,
-    micro_batch_size: int | None = None,
-    weight: Callable[[Any], float | torch.Tensor] | None = None,
-    workers: int = 0,
-    seed: int = 0,
-    shuffle: bool = True,
-    drop_last: bool = False,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    sample_streams: bool = True,
-    on_bad_sample: Literal["raise", "skip"] = "raise",
-) -> Shards:
-    """Returns this rank's part of `dataset`: batches on `world.device`, every sample once an epoch, no padding.
-
-    The order is a function of the seed and the epoch alone, whatever the number of ranks and workers. Ranks take
-    contiguous slices of each step, uneven where they must be; a rank without samples gets an empty batch (dim 0 is 0).
-
-    Args:
-        dataset: map-style, with `__len__` and `__getitem__`; its `set_epoch(epoch)` is called where it has one.
-        world: the world; its data axis shares the samples out.
-        batch_size: samples of one optimizer step, over all ranks.
-        micro_batch_size: most samples of one forward on one rank; a step is then several, on every rank equally many.
-        weight: the items in a batch that the loss is a mean over, such as unmasked tokens; default: samples. Then
-            the loader looks one step ahead, to know the weight of the whole step before its first forward.
-        workers: loading processes of this rank; 0 loads in this one.
-        seed: of the order.
-        shuffle: false takes the samples as they lie, such as for a curriculum.
-        drop_last: leave out a last step shorter than `batch_size`; by default it is taken, rightly weighted.
-        collate_fn: makes a batch of a list of samples, as in DataLoader.
-        sample_streams: seed Python's, NumPy's and torch's CPU generator before each sample, from the seed, the epoch
-            and its index, so that augmentation depends on neither workers nor ranks nor resumes. Costs 7 us a sample,
-            and calls `__getitem__` where the dataset has `__getitems__` too. False leaves the generators alone.
-        on_bad_sample: what happens when `__getitem__` raises: "raise" names the sample, its worker, its file and its
-            line; "skip" leaves it out on all ranks, as if the step were smaller, and records it in the ledger.
-
-    Raises:
-        DataError: the dataset is empty, has no length or no random access, or the batch size is smaller than the
-            data axis. While iterating: a sample could not be loaded, or a worker died.
-
-    Example:
-        >>> import samestep, torch
-        >>> data = torch.utils.data.TensorDataset(torch.arange(10))
-        >>> with samestep.world() as world:
-        ...     batches = samestep.shards(data, world, batch_size=4, shuffle=False)
-        ...     for (x,) in batches:
-        ...         print(x.tolist())
-        [0, 1, 2, 3]
-        [4, 5, 6, 7]
-        [8, 9]
-    """
-    total = check_dataset(dataset)
-    virtual = world.virtual
-    _check_sizes(batch_size, micro_batch_size, workers, world.slices)
-    if virtual is not None and not sample_streams:
-        raise DataError("sample_streams=False lets samples depend on which rank loads them: not with virtual ranks")
-    if on_bad_sample not in {"raise", "skip"}:
-        raise DataError(f'on_bad_sample={on_bad_sample!r} is neither "raise" nor "skip"')
-    if drop_last and total < batch_size:
-        raise DataError(f"drop_last leaves nothing: {total} samples are less than one batch of {batch_size}")
-    loader = Loader(
-        dataset,
-        workers=workers,
-        collate_fn=collate_fn,
-        pin_memory=world.device.type == "cuda",
-        seeded=lambda epoch: seeds.generator(seed, "workers", epoch, world.data.rank),
-        streams=SampleStreams(seed) if sample_streams else None,
-        skip=on_bad_sample == "skip",
-    )
-    rank, held = (world.data.rank, 1) if virtual is None else (virtual.first, virtual.held)
-    cut = Cut(total, batch_size, micro_batch_size, rank, world.slices, drop_last, held)
-    return Shards(loader, cut, world, seed=seed, shuffle=shuffle, weigh=weight)
-
-
-def _check_sizes(batch_size: int, micro_batch_size: int | None, workers: int, slices: int) -> None:
-    if batch_size < 1 or (micro_batch_size is not None and micro_batch_size < 1) or workers < 0:
-        raise DataError(
-            f"batch_size {batch_size} and micro_batch_size {micro_batch_size} must be at least 1, and workers "
-            f"{workers} at least 0"
-        )
-    if batch_size < slices:
-        raise DataError(
-            f"batch_size {batch_size} is smaller than the {slices} ranks that share it: batch_size is global, so give "
-            f"at least {slices}, or start fewer ranks"
-        )

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from samestep.data.fetch import Board, shortened
-from samestep.data.order import Order
+from samestep.data.order import Positions
 from samestep.errors import DataError, SamestepError
 from samestep.launch.failure import signal_name
 
@@ -60,7 +60,7 @@ def _obey(numbers: set[signal.Signals], rank: int) -> None:
             os._exit(0)
 
 
-def batches_of(loader: DataLoader[Any], order: Order, board: Board | None) -> Iterator[Any]:
+def batches_of(loader: DataLoader[Any], order: Positions, board: Board | None) -> Iterator[Any]:
     """Yields what the loader loads; an error of ours from a worker loses the worker's traceback, not its line."""
     try:
         iterator = iter(loader)
@@ -76,7 +76,7 @@ def batches_of(loader: DataLoader[Any], order: Order, board: Board | None) -> It
         raise type(error)(line) from error.with_traceback(None)
 
 
-def _watch(iterator: Any, order: Order, board: Board) -> None:
+def _watch(iterator: Any, order: Positions, board: Board) -> None:
     """Replaces torch's look at its workers by ours.
 
     Torch's handler of SIGCHLD forgets these workers, so that it raises nothing in mid-backward; and the method that
@@ -88,7 +88,7 @@ def _watch(iterator: Any, order: Order, board: Board) -> None:
     iterator._try_get_data = _patience(weakref.ref(iterator), order, board)  # noqa: SLF001
 
 
-def _patience(known: weakref.ref[Any], order: Order, board: Board) -> Callable[..., tuple[bool, Any]]:
+def _patience(known: weakref.ref[Any], order: Positions, board: Board) -> Callable[..., tuple[bool, Any]]:
     def try_get_data(timeout: float = _LOOK_S) -> tuple[bool, Any]:  # noqa: ARG001  (torch's is five seconds)
         iterator = known()
         assert iterator is not None
@@ -105,7 +105,7 @@ def _patience(known: weakref.ref[Any], order: Order, board: Board) -> Callable[.
     return try_get_data
 
 
-def _death(processes: list[Any], order: Order, board: Board) -> str | None:
+def _death(processes: list[Any], order: Positions, board: Board) -> str | None:
     """Says which worker has died, or dies within a moment: its connections close before it can be waited for."""
     ended = wait([process.sentinel for process in processes], timeout=_LOOK_S)
     for worker, process in enumerate(processes):
@@ -122,7 +122,7 @@ def _obituary(worker: int, pid: int, code: int, work: str) -> str:
     return f"worker {worker} (process {pid}) was killed by {signal_name(-code)} {work}{hint}"
 
 
-def _work(order: Order, row: tuple[int, int, int]) -> str:
+def _work(order: Positions, row: tuple[int, int, int]) -> str:
     """What a worker was at when it wrote a row of the board."""
     start, stop, place = row
     if start < 0:

@@ -20,13 +20,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from samestep.data.batches import moved
+from samestep.data.loader import Loader
+from samestep.data.order import Order, Step
 from samestep.errors import DataError
 from samestep.progress import phase
 from samestep.running.results import decode, encode
@@ -108,7 +110,7 @@ def evaluate(
     problem, rows = None, (torch.empty(0), torch.empty(0))
     try:
         with torch.no_grad(), _eval_mode(world.replicas):
-            loader = _loader(dataset, mine, world, workers, collate_fn)
+            loader = _loader(dataset, length, mine, world, workers, collate_fn)
             rows = _run(fn, loader, world.device, rows)
     except Exception as error:  # noqa: BLE001  (agree raises it, here and on every other rank)
         problem = error
@@ -153,34 +155,36 @@ def _require_positive(batch_size: int) -> None:
         raise DataError(f"batch_size must be 1 or more, got {batch_size}")
 
 
-def _batches(length: int, batch_size: int, world: World) -> list[list[int]]:
-    """This rank's samples, batch by batch; those of virtual ranks are cut alike on any number of ranks."""
+def _batches(length: int, batch_size: int, world: World) -> list[tuple[int, int]]:
+    """This rank's batches of samples [start, stop); those of virtual ranks are cut alike on any number of ranks."""
     slices, virtual = cut_evenly(length, world.slices), world.virtual
     first, held = (world.data.rank, 1) if virtual is None else (virtual.first, virtual.held)
     most = math.ceil(batch_size / world.slices)
     return [
-        list(range(at, min(at + most, stop)))
-        for start, stop in slices[first : first + held]
-        for at in range(start, stop, most)
+        (at, min(at + most, stop)) for start, stop in slices[first : first + held] for at in range(start, stop, most)
     ]
 
 
 def _loader(
     dataset: MapDataset,
-    batches: list[list[int]],
+    length: int,
+    batches: list[tuple[int, int]],
     world: World,
     workers: int,
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> Iterator[tuple[int, Any]]:
-    loader: DataLoader[Any] = DataLoader(
-        cast("Dataset[Any]", dataset),
-        batch_sampler=batches,
-        num_workers=workers,
+    loader = Loader(
+        dataset,
+        workers=workers,
         collate_fn=collate_fn,
         pin_memory=world.device.type == "cuda",
-        generator=world.generator("evaluation"),  # else the loader draws from, and so moves, the global stream
+        seeded=lambda _: world.generator("evaluation"),  # else torch draws from, and so moves, the global stream
+        streams=None,
+        skip=False,
     )
-    return zip(map(len, batches), loader, strict=True)
+    step = Step(0, length, tuple(batches))
+    loaded = loader.read(Order(length, shuffle=False), [step])
+    return zip((stop - start for start, stop in batches), (part.batch for part in loaded), strict=True)
 
 
 def _equalise_buffers(world: World) -> None:
