@@ -2,7 +2,7 @@
 
 General layout. The tree is the architecture, floor by floor; imports go down, never up:
 
-    0  errors  rankenv  topology  paths  events  progress     words: pure Python, no torch
+    0  errors  rankenv  topology  seeding  paths  progress     words: pure Python, no torch
     1  launch                                                 start processes and watch them, no torch
     3  runtime                                                inside one rank: world, devices, seeds
     4  data  replicas                                         training in parallel

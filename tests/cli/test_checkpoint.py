@@ -169,15 +169,17 @@ def test_numbers_that_no_run_has_written_are_not_right_and_cost_no_time(run, cap
     assert "1 checkpoint: 1 not right" in shown.out
 
 
-def test_a_checkpoint_of_schema_1_is_still_read(run, capsys):
+@pytest.mark.parametrize(("schema", "unknown"), [(1, ("places", "run")), (2, ("run",))])
+def test_a_checkpoint_of_an_older_schema_is_still_read(run, capsys, schema, unknown):
     from dataclasses import replace
 
     from samestep.running.checkpoints import manifest as manifests
     from samestep.running.checkpoints.integrity import read_manifest
 
-    old = replace(read_manifest(run / STEPS[2]), schema=1)
+    old = replace(read_manifest(run / STEPS[2]), schema=schema)
+    entries = tuple(f' "{name}"' for name in unknown)
     text = "".join(
-        line for line in manifests.to_text(old).splitlines(keepends=True) if not line.startswith(' "places"')
+        line for line in manifests.to_text(old).splitlines(keepends=True) if not line.startswith(entries)
     ).replace(",\n}", "\n}")
     seal = text.split('"')[3]
     text = text.replace(seal, "0" * 64)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import samestep
 from samestep.data.order import Order
 from samestep.errors import CheckpointError, DataError, ModelError, RankFailure, StepError, UsageError
-from samestep.runtime.seeds import derive_seed
+from samestep.seeding import derive_seed
 from samestep.testing import assert_same_bits
 from samestep.topology import cut_evenly, tree_sum
 

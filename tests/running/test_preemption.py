@@ -172,3 +172,13 @@ def test_one_process_without_a_launcher_saves_too(training):
     assert code == 75
     assert "preempted by SIGTERM: saved step" in err
     assert list(Path(training.folder / "saved").glob("step-*"))
+
+
+def test_ranks_that_slurm_will_soon_end_save_and_leave_before(training, uninterrupted, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 6))
+    code, _, err = finish(training.start("slow"))
+    assert code == 75, err
+    assert err.count("samestep: the time limit is ") == 1
+    assert err.count("samestep: out of time: saved step ") == 1
+    monkeypatch.delenv("SLURM_JOB_END_TIME")
+    resume(training, uninterrupted)

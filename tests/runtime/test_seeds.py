@@ -3,7 +3,8 @@ import random
 import numpy as np
 import torch
 
-from samestep.runtime.seeds import derive_seed, generator, seed_everything
+from samestep.runtime.seeds import generator, seed_everything
+from samestep.seeding import derive_seed
 
 
 def test_a_stream_never_changes():

@@ -28,9 +28,8 @@ import numpy as np
 
 from samestep.data.buckets import Bucketed, Buckets
 from samestep.data.costs import Costs
-from samestep.data.iterable import UNKNOWN
 from samestep.data.ledger import START, Segment, Skip, linked, parsed, tallied, without
-from samestep.data.order import BLOCK, ORDER_VERSION, Order, Positions
+from samestep.data.order import BLOCK, ORDER_VERSION, UNKNOWN, Order, Positions
 from samestep.errors import DataError
 
 __all__: list[str] = []

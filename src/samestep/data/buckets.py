@@ -24,7 +24,7 @@ import numpy as np
 from samestep.data.costs import Costs, by_cost
 from samestep.data.order import Indices, Order
 from samestep.errors import DataError
-from samestep.runtime.seeds import derive_seed
+from samestep.seeding import derive_seed
 
 __all__: list[str] = []
 

@@ -35,7 +35,6 @@ __all__: list[str] = []
 
 Kind = Literal["indexed", "seeks", "repeats", "own", "stateful"]
 
-UNKNOWN = 1 << 62  # the length of a stream that does not say it
 PROMISES: dict[str, str] = {
     "indexed": "every sample exactly once an epoch, on any number of ranks and workers; a resume goes on behind the "
     "last committed step",

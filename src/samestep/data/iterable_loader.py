@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from samestep.data import workers as processes
 from samestep.data.batches import empty_like
 from samestep.data.fetch import Board, Loaded, reason_of
-from samestep.data.iterable import UNKNOWN, Reader, hide_worker
+from samestep.data.iterable import Reader, hide_worker
 from samestep.data.order import Cut, Order, Positions, Step
 from samestep.data.streams import SampleStreams, kept_streams
 from samestep.errors import DataError
@@ -118,7 +118,7 @@ class StreamLoader:
             generator=self.seeded(epoch),
             worker_init_fn=processes.start,
         )
-        yield from processes.batches_of(loader, Order(UNKNOWN, 0, epoch, shuffle=False), board)
+        yield from processes.batches_of(loader, Order(0, epoch, shuffle=False), board)
 
 
 def _as_it_is(loaded: Any) -> Any:

@@ -32,6 +32,7 @@ from samestep.topology import cut_evenly
 __all__: list[str] = []
 
 ORDER_VERSION = 1
+UNKNOWN = 1 << 62  # the length of a stream that does not say it
 ROUNDS = 8
 SMALLEST_HALF_BITS = 4  # fewer than 256 slots leave a Feistel network too few permutations to choose from
 BLOCK = 1 << 14  # positions computed at a time: large enough to amortise NumPy's calls, small enough to stay in cache

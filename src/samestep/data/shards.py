@@ -21,17 +21,17 @@ from samestep import progress
 from samestep.data.buckets import Bucketed, Buckets, check_position
 from samestep.data.costs import Costs, Dealt
 from samestep.data.feed import Feed
-from samestep.data.iterable import PROMISES, UNKNOWN, Kind
+from samestep.data.iterable import PROMISES, Kind
 from samestep.data.iterable_loader import StreamLoader
 from samestep.data.ledger import Ledger, placed
 from samestep.data.loader import Loader
 from samestep.data.open_step import OpenStep
-from samestep.data.order import ORDER_VERSION, Cut, Order, Positions, Steps
+from samestep.data.order import ORDER_VERSION, UNKNOWN, Cut, Order, Positions, Steps
 from samestep.data.report import StepReport
 from samestep.errors import DataError, StepError
-from samestep.runtime import seeds
 from samestep.runtime.sums import Tag
 from samestep.runtime.world import World
+from samestep.seeding import derive_seed
 
 __all__ = ["Shards"]
 
@@ -73,7 +73,7 @@ class Shards:
         self._costs = costs
         self._buckets = buckets
         by = "" if costs is None else costs.digest
-        self._digest = seeds.derive_seed(seed, cut.total, cut.batch_size, cut.micro_batch_size or 0, int(shuffle), by)
+        self._digest = derive_seed(seed, cut.total, cut.batch_size, cut.micro_batch_size or 0, int(shuffle), by)
         self._epoch = 0
         self._cursor = 0  # everything before it is consumed: the step that used it was committed
         self._reached = 0  # everything before it was in a finished step

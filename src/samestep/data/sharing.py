@@ -10,10 +10,10 @@ import torch
 from samestep.data.buckets import Buckets
 from samestep.data.costs import Costs
 from samestep.data.endless import OwnShards, StreamShards
-from samestep.data.iterable import UNKNOWN, Kind, compare_first_items, kind_of, length_of
+from samestep.data.iterable import Kind, compare_first_items, kind_of, length_of
 from samestep.data.iterable_loader import StreamLoader, own_sizes
 from samestep.data.loader import Loader, check_dataset
-from samestep.data.order import Cut
+from samestep.data.order import UNKNOWN, Cut
 from samestep.data.shards import Shards
 from samestep.data.stateful import LoaderShards, micro_batches_of
 from samestep.data.streams import SampleStreams

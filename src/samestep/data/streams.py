@@ -28,7 +28,8 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from samestep.data.order import mix
-from samestep.runtime.seeds import Streams, derive_seed
+from samestep.runtime.seeds import Streams
+from samestep.seeding import derive_seed
 
 __all__: list[str] = []
 

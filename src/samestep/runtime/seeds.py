@@ -7,7 +7,6 @@ rank 1 and of seed 1, rank 0 are one). Here a stream is named, and its seed is t
 
 from __future__ import annotations
 
-import hashlib
 import random
 from dataclasses import dataclass
 from typing import Any, Self
@@ -16,20 +15,9 @@ import numpy as np
 import torch
 
 from samestep import rankenv
+from samestep.seeding import derive_seed
 
 __all__: list[str] = []
-
-
-def derive_seed(seed: int, *names: str | int) -> int:
-    """Returns the seed of the stream with these names: 63 bits, the same on every machine and version.
-
-    >>> derive_seed(0, "dropout", 1) == derive_seed(0, "dropout", 1)
-    True
-    >>> derive_seed(0, "dropout", 1) == derive_seed(1, "dropout", 0)
-    False
-    """
-    text = "/".join([str(seed), *(f"{type(name).__name__}:{name}" for name in names)])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_everything(seed: int, *names: str | int) -> None:

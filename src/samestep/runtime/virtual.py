@@ -23,6 +23,7 @@ import torch
 
 from samestep.errors import StepError, UsageError
 from samestep.runtime import seeds
+from samestep.seeding import derive_seed
 from samestep.topology import is_power_of_two
 
 __all__: list[str] = []
@@ -98,7 +99,7 @@ class VirtualRanks:
 
     def _begin(self, place: int, *names: int) -> None:
         self._outside = seeds.Streams.taken(self._device)
-        seeds.seed_here(seeds.derive_seed(self._seed, "slice", self.first + place, *names), self._device)
+        seeds.seed_here(derive_seed(self._seed, "slice", self.first + place, *names), self._device)
         self.place = place
         for holder in self._living():
             holder.begin_slice(place)

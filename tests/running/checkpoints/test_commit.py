@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.errors import CheckpointError, DataError, SamestepError, UsageError
-from samestep.running.checkpoints import commit as commits
+from samestep.running.checkpoints import due
 from samestep.running.checkpoints import store as stores
 from samestep.testing import assert_same_bits, run_ranks
 
@@ -350,7 +350,7 @@ def test_saved_by_hand_in_the_evaluation_the_data_of_the_epoch_are_still_used_up
 def saved_by_time(path, with_data):
     """Rank 0's clock runs 1 s a step, the others' stand still; every 3 s is asked for."""
     now = [0.0]
-    commits.time = SimpleNamespace(monotonic=lambda: now[0])
+    due.time = SimpleNamespace(monotonic=lambda: now[0])
     try:
         with samestep.world(device="cpu") as world:
             named = {"data": samestep.shards(a_dataset(), world, batch_size=2)} if with_data else {}
@@ -363,7 +363,7 @@ def saved_by_time(path, with_data):
     finally:
         import time
 
-        commits.time = time
+        due.time = time
 
 
 @pytest.mark.parametrize(("with_data", "steps"), [(True, [4, 8]), (False, [3, 6, 9])])

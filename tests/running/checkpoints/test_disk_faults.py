@@ -20,23 +20,6 @@ from samestep.running.checkpoints.integrity import verify
 NOBODY = 65534
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 4 MiB, where this user may mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "samestep-test", str(disk)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode != 0:
-        pytest.skip(f"this user may not mount a small file system: {done.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
 def test_a_disk_that_fills_up_costs_that_save_and_not_the_training(small_disk, capfd):
     with samestep.world(device="cpu") as world:
         model = a_model()

@@ -9,8 +9,9 @@ from torch.optim import lr_scheduler as lrs
 
 import samestep
 from samestep.errors import CheckpointError, UsageError
-from samestep.running.checkpoints.format import Encoder, decode
+from samestep.running.checkpoints.format import MANIFEST, Encoder, decode, to_text
 from samestep.running.checkpoints.named import State, check_names, differences, load, shortened, state_of
+from samestep.running.checkpoints.reader import read_manifest
 from samestep.testing import assert_same_bits
 
 
@@ -179,3 +180,48 @@ def test_two_names_that_become_one_are_refused():
     odd.register_parameter("weight", nn.Parameter(torch.ones(1)))
     with pytest.raises(CheckpointError, match="have one name"):
         state_of(odd)
+
+
+# --- what no run has saved ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shapes", [None, 5, "[[1]]", {}, [3], [[1], None]], ids=repr)
+def test_an_optimizer_that_does_not_say_which_parameters_it_had_is_refused(shapes):
+    optimizer = torch.optim.SGD(a_net().parameters(), lr=0.1)
+    present = state_of(optimizer)
+    about = {"kind": present.about["kind"]} | ({} if shapes is None else {"shapes": shapes})
+    (line,) = differences({"optimizer": State(about, present.content)}, {"optimizer": present})
+    assert line == "optimizer: the checkpoint does not say which parameters it had"
+
+
+@pytest.mark.parametrize("content", [None, 5, [1], {1: torch.ones(1)}], ids=repr)
+def test_what_cannot_be_the_state_of_a_module_is_refused(content):
+    (line,) = differences({"model": State({"kind": "module"}, content)}, {"model": state_of(a_net())})
+    assert line == f"model: the checkpoint holds a {type(content).__name__} for a module"
+
+
+@pytest.mark.parametrize(
+    "content", [None, 5, {}, {"state": 3, "param_groups": 4}, {"state": {}, "param_groups": [{}]}], ids=repr
+)
+def test_what_cannot_be_the_state_of_an_optimizer_is_refused(content):
+    optimizer = torch.optim.SGD(a_net().parameters(), lr=0.1)
+    with pytest.raises(
+        CheckpointError, match=r"the saved state of a torch\.optim\.sgd\.SGD cannot be loaded: \w+Error"
+    ):
+        load(optimizer, State(state_of(optimizer).about, content))
+
+
+def test_a_manifest_whose_optimizer_has_no_shapes_is_a_checkpoint_error(tmp_path):
+    def objects():
+        model = a_net()
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    with samestep.world(device="cpu") as world:
+        state = samestep.checkpoint(tmp_path, world, **objects())
+        folder = state.save()
+        state.close()
+        manifest = read_manifest(folder)
+        del manifest.about["optimizer"]["shapes"]
+        (folder / MANIFEST).write_text(to_text(manifest))
+        with pytest.raises(CheckpointError, match="does not say which parameters it had"):
+            samestep.checkpoint(tmp_path, world, **objects())

@@ -196,23 +196,6 @@ def test_killed_at_any_point_of_a_save_the_old_or_the_new_checkpoint_is_whole(tm
     assert set(steps) == {1, 2}
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 4 MiB, where this user may mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "samestep-test", str(disk)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode != 0:
-        pytest.skip(f"this user may not mount a small file system: {done.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
 def test_a_full_disk_says_what_was_needed_and_what_is_free(small_disk):
     directory = Directory(small_disk)
     try:

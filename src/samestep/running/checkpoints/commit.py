@@ -18,9 +18,7 @@ no step is repeated, the evaluation is. At [3], after the body, it yields the ne
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,12 +34,13 @@ from samestep.progress import note_step, phase
 from samestep.running.checkpoints import streams, virtual
 from samestep.running.checkpoints.background import Outcome
 from samestep.running.checkpoints.directory import Keep
+from samestep.running.checkpoints.due import Due
 from samestep.running.checkpoints.every import parse_every
 from samestep.running.checkpoints.format import SCHEMA, Encoder, Manifest, decode
+from samestep.running.checkpoints.leaving import Leaving
 from samestep.running.checkpoints.named import State, check_names, differences, load, shortened, state_of
+from samestep.running.checkpoints.per_rank import gathered, own
 from samestep.running.checkpoints.store import Store
-from samestep.running.preemption import Preemption
-from samestep.runtime.exchange import tell_json
 from samestep.runtime.world import World
 
 __all__ = ["Checkpoint", "checkpoint"]
@@ -77,6 +76,7 @@ def checkpoint(
     every: int | str | None = None,
     keep: int = 2,
     keep_each: int | None = None,
+    time_limit: float | str | None = None,
     **named: Any,
 ) -> Checkpoint:
     """Resumes from the newest good checkpoint in ``path``, if there is one, and saves there from now on.
@@ -103,12 +103,15 @@ def checkpoint(
             "5 epochs" that of every fifth and of the last.
         keep: how many checkpoints stay; older ones are deleted only after a newer one was read back and is right.
         keep_each: checkpoints of steps that it divides stay for ever.
+        time_limit: how long this job may run from now on, in seconds or as "2 h"; by default until Slurm ends it,
+            where Slurm says when. Shortly before, all ranks save the same step and leave with exit code 75; how long
+            before follows from how long steps and saves take. ``float("inf")`` ignores what Slurm says.
         named: anything with ``state_dict`` and ``load_state_dict``: models (wrapped or not: names in the file are
             those of the bare module), optimizers, learning-rate schedules, a GradScaler, :class:`samestep.Shards`.
             States may hold dense tensors and plain Python data; no pickle is written or read.
 
     Raises:
-        UsageError: ``every`` or ``keep`` makes no sense, or a named object has no state.
+        UsageError: ``every``, ``keep`` or ``time_limit`` makes no sense, or a named object has no state.
         CheckpointError: the directory cannot be used, another run uses it, none of its checkpoints is intact, or the
             newest does not fit the named objects (names, shapes, types); then nothing was loaded.
 
@@ -125,7 +128,8 @@ def checkpoint(
     for name, value in (("keep", keep), ("keep_each", keep_each)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise UsageError(f"{name}={value!r} must be a whole number, at least 1")
-    return Checkpoint(None if path is None else Path(path), world, every=every, keep=Keep(keep, keep_each), named=named)
+    folder = None if path is None else Path(path)
+    return Checkpoint(folder, world, every=every, keep=Keep(keep, keep_each), time_limit=time_limit, named=named)
 
 
 class Checkpoint:
@@ -139,7 +143,14 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: Path | None, world: World, *, every: int | str | None, keep: Keep, named: dict[str, Any]
+        self,
+        path: Path | None,
+        world: World,
+        *,
+        every: int | str | None,
+        keep: Keep,
+        time_limit: float | str | None,
+        named: dict[str, Any],
     ) -> None:
         self._every = parse_every(every)
         check_names(named)
@@ -156,21 +167,20 @@ class Checkpoint:
         self._data = {name: thing for name, thing in named.items() if isinstance(thing, _Data)}
         self._positions: dict[str, Any] = {}  # in the data, at the last commit or at the start of the epoch's body
         self._within = False
-        self._asked = False  # rank 0 has wished to save, and the wish is on its way
+        self._due = Due(self._every, world, reports=bool(self._data))
+        self._leaving = Leaving(world, reports=bool(self._data), saves=path is not None, time_limit=time_limit)
         self._store = None if path is None else Store(path, world)
-        self._preemption: Preemption | None = None
         world.hold(self)
         try:
             self.resumed = self._resume()
         except BaseException:
             self.close()
             raise
-        if self._every.seconds is not None or self._can_stop():
+        if self._every.seconds is not None or self._leaving.is_possible:
             world.step.listen()
-        if self._can_stop():
-            self._preemption = Preemption(world.step)
+        self._leaving.watch()
         note_step(self.step)
-        self._saved_at = time.monotonic()
+        self._due.note_save()  # what loading took is no time without a save
 
     def commit(self) -> None:
         """Ends an optimizer step: its samples count as used, and a checkpoint is saved if one is due.
@@ -179,9 +189,11 @@ class Checkpoint:
 
         Raises:
             CheckpointError: a checkpoint was due, and something in it is no plain data; the step counts all the same.
-            Preempted: a rank was asked to make room; all have saved this step, and leave with exit code 75.
+            Preempted: a rank was asked to make room, or the time limit is near; all have saved this step, and leave
+                with exit code 75.
         """
-        self._wish_if_late()
+        self._due.wish()
+        self._leaving.note_commit(0.0 if self._store is None else self._store.slowest_write)
         for data in self._data.values():
             data.finish_step()
         for data in self._data.values():
@@ -189,29 +201,17 @@ class Checkpoint:
         self.step += 1
         self._note_positions()
         note_step(self.step)
-        if "stop" in self._agreed():
+        if self._leaving.is_agreed:
             self._leave()
         if self._store is not None:
             self._report(self._store.news())
-        if self._is_due():
+        if self._due.has_come(self.step):
             self._begin_save()
-
-    def _can_stop(self) -> bool:
-        """Whether all ranks can agree on the step to save: through the reports of their data, or one rank by itself."""
-        return self._store is not None and (bool(self._data) or self._world.size == 1)
-
-    def _agreed(self) -> frozenset[str]:
-        """What all ranks do now. Without data no step is reported, and one rank alone agrees with itself."""
-        if not self._data and self._world.size == 1 and self._preemption is not None and self._preemption.number:
-            return frozenset({"stop"})
-        return self._world.step.agreed
 
     def _leave(self) -> NoReturn:
         """Saves, and ends this rank as all others do at this step."""
         path = self.save()
-        asked = None if self._preemption is None else self._preemption.number
-        by = "" if asked is None else f" by {signal.Signals(asked).name}"
-        self._say(f"preempted{by}: saved step {self.step} in {path}; the same command goes on from there")
+        self._say(f"{self._leaving.why}: saved step {self.step} in {path}; the same command goes on from there")
         raise Preempted(self.step, str(path))
 
     def save(self) -> Path | None:
@@ -234,8 +234,7 @@ class Checkpoint:
 
     @phase("save")
     def _begin_save(self) -> None:
-        self._world.step.agreed -= {"save"}
-        self._asked = False
+        self._due.begin_save()
         if self._store is None:
             return
         try:
@@ -244,7 +243,7 @@ class Checkpoint:
             random = Encoder(tensors).encode(drawn, "random")
             self._report(self._store.begin(replace(manifest, random=random), tensors, self._keep))
         finally:
-            self._saved_at = time.monotonic()  # after a failure too: a full disk is not tried again at every step
+            self._due.note_save()
 
     def _report(self, outcome: Outcome | None) -> None:
         """Says on rank 0 that a save has failed, and with what the training goes on."""
@@ -283,8 +282,7 @@ class Checkpoint:
         Raises:
             CheckpointError: on rank 0, if that save has failed, unless another exception is on its way.
         """
-        if self._preemption is not None:
-            self._preemption.close()
+        self._leaving.close()
         outcome = None if self._store is None else self._store.close()
         if outcome is None or outcome.error is None:
             return
@@ -306,7 +304,7 @@ class Checkpoint:
             if isinstance(thing, _Equalisable):
                 thing.equalise_buffers()
         encoder = Encoder()
-        found = {name: self._state_of(name) for name in self._named}
+        found = {name: gathered(thing, self._state_of(name), self._world) for name, thing in self._named.items()}
         manifest = Manifest(
             schema=SCHEMA,
             step=self.step,
@@ -334,23 +332,6 @@ class Checkpoint:
     def _note_positions(self) -> None:
         self._positions = {name: data.state_dict() for name, data in self._data.items()}
 
-    def _wish_if_late(self) -> None:
-        """Rank 0's wish leaves with the report of the step that ends now; all ranks save at the end of the next."""
-        if self._data and self._world.is_first and not self._asked and self._is_late():
-            self._world.step.wish("save")
-            self._asked = True
-
-    def _is_late(self) -> bool:
-        return self._every.seconds is not None and time.monotonic() - self._saved_at >= self._every.seconds
-
-    def _is_due(self) -> bool:
-        """Whether all ranks save now: decided by a count they share, or by what rank 0 told them."""
-        if self._every.steps is not None and self.step % self._every.steps == 0:
-            return True
-        if self._data:
-            return "save" in self._world.step.agreed
-        return self._every.seconds is not None and bool(tell_json(self._world.everyone, self._is_late()))
-
     @phase("load")
     def _resume(self) -> bool:
         """Loads the newest good checkpoint on every rank, or on none; returns whether there was one."""
@@ -377,7 +358,8 @@ class Checkpoint:
 
     def _fitting(self, name: str, manifest: Manifest, tensors: dict[str, Tensor]) -> tuple[dict[str, State], Any]:
         """Returns the saved states and random streams, after checking that they fit what is named here."""
-        saved = {key: State(manifest.about[key], decode(tree, tensors)) for key, tree in manifest.state.items()}
+        states = {key: State(manifest.about[key], decode(tree, tensors)) for key, tree in manifest.state.items()}
+        saved = {key: own(state, self._world) for key, state in states.items()}
         present = {key: state_of(thing) for key, thing in self._named.items()}
         if lines := differences(saved, present):
             raise CheckpointError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import CheckpointError, UsageError
+from samestep.running.checkpoints import identity
 from samestep.running.checkpoints.directory import complete, is_complete, reason
 from samestep.running.checkpoints.integrity import DamageError, check, read_manifest
 from samestep.running.checkpoints.manifest import MANIFEST, PAYLOAD, Manifest, bytes_of
@@ -91,6 +92,8 @@ def look(folder: Path, *, digests: bool, progress: Callable[[int], None] | None 
     try:
         manifest = read_manifest(folder)
         check(folder, manifest, digests=digests, progress=progress)
+        if (foreign := identity.foreign(manifest.run, folder.parent)) is not None:
+            problem = DamageError(foreign)
     except DamageError as error:
         problem = error
     except CheckpointError as error:
@@ -141,6 +144,8 @@ def _audited(state: dict[str, Any]) -> Ledger:
 
 
 def _consumed(state: dict[str, Any]) -> int:
+    if state["samples"] is None:  # a stream that does not say how long it is: what is in its ledger
+        return sum(int(row[2]) - int(row[1]) for row in state["ledger"]["segments"])
     return int(state["samples"]) * (int(state["epoch"]) + 1)
 
 

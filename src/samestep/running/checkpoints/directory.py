@@ -3,8 +3,9 @@
     PATH/
       step-00000120/            a complete checkpoint: folders get this name by one rename, never by writing into it
       step-00000120.1/          a later one of the same step (the end of the epoch, after the step was saved)
-      step-00000100.bad/        set aside: what it holds is not what was saved
+      step-00000100.bad/        set aside: what it holds is not what was saved, or is of another run
       .step-00000140.tmp-3f9a/  being written, or left by a run that died; the next start sweeps it
+      .run                      the name of the run that all of this belongs to
       .lock  .lock.holder       one live run per directory
 
 PyTorch's distributed checkpoint writes into a directory that may hold the previous one, and removes its metadata
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from samestep.data.lock import NamedLock
 from samestep.errors import CheckpointError
+from samestep.running.checkpoints import identity
 
 __all__ = ["Directory", "Keep", "reason", "sync_folder"]
 
@@ -109,6 +111,12 @@ class Directory:
         folder = self._unfinished(name)
         folder.mkdir()
         return folder
+
+    def belong_to(self, run: str) -> None:
+        """Makes this the directory of the run of that name; to be called before anything of it is saved here."""
+        if run and identity.read(self.path) != run:
+            identity.write(self.path, run)
+            sync_folder(self.path)
 
     def set_aside(self, name: str) -> str:
         """Renames a checkpoint that cannot be trusted; returns its new name."""

@@ -58,6 +58,12 @@ def parse_every(every: int | str | None) -> Every:
     )
 
 
+def parse_seconds(text: str) -> float | None:
+    """Returns how many seconds a text like "90 min" means; None where it is no time."""
+    parsed = _parse_text(text.strip().lower())
+    return None if parsed is None else parsed.seconds
+
+
 def _parse_text(text: str) -> Every | None:
     match = _FORM.fullmatch(text)
     if match is None or float(match[1]) == 0:

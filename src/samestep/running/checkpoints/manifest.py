@@ -2,7 +2,7 @@
 
     {
      "sha256": "…",      of the whole text, taken with 64 zeros in its own place
-     "schema": 2,        1 had no "places"
+     "schema": 3,        2 had no "run", 1 no "places" either
      …                   one entry of Manifest a line
     }
 
@@ -26,7 +26,7 @@ from samestep.errors import CheckpointError
 
 __all__ = ["MANIFEST", "PAYLOAD", "SCHEMA", "Manifest", "bytes_of", "from_text", "parsed", "to_text"]
 
-SCHEMA = 2
+SCHEMA = 3
 MANIFEST = "manifest.json"
 PAYLOAD = "tensors.safetensors"
 LONGEST = 40 * 2**20  # bytes of JSON, enough for 100,000 tensors
@@ -38,6 +38,7 @@ _MOST_DIMS = 64
 
 _UNSEALED = "0" * 64
 _SEAL = re.compile(r'\{\n "sha256": "([0-9a-f]{64})",\n')
+RUN_NAME = re.compile(r"[0-9a-f]{8,64}", re.ASCII)
 _PLAIN_NAME = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)
 
 ITEM_BYTES = {
@@ -67,6 +68,7 @@ class Manifest:
         files: name -> {"size" in bytes, "sha256"}.
         places: name of a tensor -> [first byte in the payload, byte after the last, CRC-32]. The SHA-256 of the file
             says whether it is damaged, the CRC-32 of each tensor which ones are. Empty in schema 1.
+        run: the name of the run that saved, see :mod:`samestep.running.checkpoints.identity`. Empty where nobody knows.
     """
 
     schema: int
@@ -81,9 +83,11 @@ class Manifest:
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     places: dict[str, list[int]] = field(default_factory=dict)
+    run: str = ""
 
 
-_ENTRIES = {2: {entry.name for entry in fields(Manifest)}}
+_ENTRIES = {3: {entry.name for entry in fields(Manifest)}}
+_ENTRIES[2] = _ENTRIES[3] - {"run"}
 _ENTRIES[1] = _ENTRIES[2] - {"places"}
 
 
@@ -193,6 +197,8 @@ def _check(entries: dict[str, Any]) -> None:
     numbers = (entries[name] for name in ("step", "epoch", "world_size"))
     _expect("step, epoch and world_size", all(_is_count(number) for number in numbers))
     _expect("the versions", all(isinstance(entries[name], str) for name in ("samestep", "torch")))
+    run = entries.setdefault("run", "")
+    _expect("run", isinstance(run, str) and (not run or RUN_NAME.fullmatch(run) is not None))
     for name in ("about", "state", "tensors", "files"):
         _expect(name, isinstance(entries[name], dict))
     _expect("places", isinstance(entries.setdefault("places", {}), dict))

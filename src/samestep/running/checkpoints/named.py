@@ -9,7 +9,7 @@ two are refused before anything is loaded, and the third is undone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -100,15 +100,25 @@ def shortened(lines: list[str]) -> str:
 
 
 def load(thing: Stateful, saved: State) -> None:
-    """Lets ``thing`` take over what :func:`state_of` returned, in place and on its own device."""
+    """Lets ``thing`` take over what :func:`state_of` returned, in place and on its own device.
+
+    Raises:
+        CheckpointError: it is no state of such an optimizer.
+    """
     state = saved.content
     if isinstance(thing, nn.Module):
         names = _bare_names(thing, thing.state_dict())
         thing.load_state_dict({key: state[bare] for key, bare in names.items()})
         return
-    thing.load_state_dict(state)
-    if isinstance(thing, Optimizer):
+    if not isinstance(thing, Optimizer):
+        thing.load_state_dict(state)
+        return
+    try:
+        thing.load_state_dict(state)
         _restore_types(thing, state)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        told = f"the saved state of a {_class_name(thing)} cannot be loaded: {type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointError(told) from error
 
 
 def _differences_of_one(saved: State, present: State) -> list[str]:
@@ -118,11 +128,14 @@ def _differences_of_one(saved: State, present: State) -> list[str]:
     if now["kind"] == "module":
         return list(_module_differences(saved.content, present.content))
     if "shapes" in now:
-        return [f": {line}" for line in _shape_differences(was["shapes"], now["shapes"])]
+        return [f": {line}" for line in _shape_differences(was.get("shapes"), now["shapes"])]
     return []
 
 
-def _module_differences(saved: dict[str, Any], present: dict[str, Any]) -> Iterable[str]:
+def _module_differences(saved: Any, present: dict[str, Any]) -> Iterable[str]:
+    if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
+        yield f": the checkpoint holds a {type(saved).__name__} for a module"
+        return
     for key in sorted(saved.keys() | present.keys()):
         if key not in present:
             yield f".{key}: in the checkpoint, not in the model"
@@ -132,7 +145,10 @@ def _module_differences(saved: dict[str, Any], present: dict[str, Any]) -> Itera
             yield f".{key}: {was} in the checkpoint, {now} in the model"
 
 
-def _shape_differences(saved: list[Any], present: list[Any]) -> Iterable[str]:
+def _shape_differences(saved: Any, present: list[Any]) -> Iterable[str]:
+    if not isinstance(saved, list) or not all(isinstance(group, list) for group in saved):
+        yield "the checkpoint does not say which parameters it had"
+        return
     was, now = [len(group) for group in saved], [len(group) for group in present]
     if was != now:
         yield f"groups of {was} parameters in the checkpoint, of {now} here"

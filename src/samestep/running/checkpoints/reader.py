@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from samestep.errors import CheckpointError
+from samestep.running.checkpoints import identity
 from samestep.running.checkpoints.directory import Directory
 from samestep.running.checkpoints.format import PAYLOAD, Manifest
 from samestep.running.checkpoints.integrity import DamageError, read_manifest, verify
@@ -27,7 +28,7 @@ _LOG = logging.getLogger("samestep.checkpoint")
 
 
 def newest_good(directory: Directory) -> str | None:
-    """Returns the name of the newest checkpoint that proves intact; sets aside the ones that do not.
+    """Returns the name of the newest checkpoint that proves intact; sets aside the ones that do not, or are foreign.
 
     Each one set aside is reported by one warning of the logger ``samestep.checkpoint`` (on standard error unless
     the script configures logging).
@@ -38,13 +39,14 @@ def newest_good(directory: Directory) -> str | None:
     damaged = []
     for name in reversed(directory.names()):
         try:
-            verify(directory.path / name)
+            manifest = verify(directory.path / name)
+            problem = identity.foreign(manifest.run, directory.path)
         except DamageError as error:
-            aside = directory.set_aside(name)
-            damaged.append(aside)
-            _LOG.warning("%s is not what was saved (%s); set aside as %s", directory.path / name, error, aside)
-        else:
+            problem = f"not what was saved: {error}"
+        if problem is None:
             return name
+        damaged.append(directory.set_aside(name))
+        _LOG.warning("%s is not used, and set aside as %s: %s", directory.path / name, damaged[-1], problem)
     if damaged:
         raise CheckpointError(
             f"no checkpoint in {directory.path} can be trusted, {len(damaged)} set aside ({', '.join(damaged)}); "

@@ -8,12 +8,14 @@ the training, which rank 0 reports when it hears of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from torch import Tensor
 
 from samestep.errors import CheckpointError, PeerError
+from samestep.running.checkpoints import identity
 from samestep.running.checkpoints.background import Background, Outcome
 from samestep.running.checkpoints.directory import Directory, Keep, reason
 from samestep.running.checkpoints.format import Manifest
@@ -30,11 +32,15 @@ _Result = TypeVar("_Result")
 class Store:
     """The checkpoints in one directory. Collective, as are its methods but :meth:`news` and :meth:`close`.
 
+    Attributes:
+        run: the name of the run, equal on all ranks; known from :meth:`newest` on.
+
     Raises:
         CheckpointError: the directory cannot be used, or another live run uses it.
     """
 
     def __init__(self, path: Path, world: World) -> None:
+        self.run = ""
         self._path = path
         self._world = world
         self._background = Background()
@@ -53,12 +59,17 @@ class Store:
         self._agree(problem)
         return result
 
+    @property
+    def slowest_write(self) -> float:
+        """On rank 0, how many seconds the slowest of the last writes took; 0 before the first. Not collective."""
+        return max(self._background.took, default=0.0)
+
     def newest(self) -> str | None:
         """Returns the name of the newest checkpoint that is intact, or None if there are no checkpoints."""
-        directory = self._directory
-        name = self.together(lambda: None if directory is None else newest_good(directory))
-        told: str | None = tell_json(self._world.everyone, name)
-        return told
+        found = self.together(lambda: (None, "") if self._directory is None else _newest(self._directory))
+        told: tuple[str | None, str] = tell_json(self._world.everyone, found)
+        name, self.run = told
+        return name
 
     def read(self, name: str) -> tuple[Manifest, dict[str, Tensor]]:
         """Returns the manifest and the tensors of checkpoint ``name``, on the CPU."""
@@ -74,6 +85,7 @@ class Store:
         if directory is None:
             return None
         before = self._background.wait()
+        manifest = replace(manifest, run=self.run)
         held = self._background.hold(tensors)
         self._background.start(manifest.step, lambda: _write(directory, manifest, held, keep))
         return before
@@ -114,6 +126,15 @@ class Store:
             raise CheckpointError(f"{folder} is not visible here; all ranks need one and the same directory")
         manifest = read_manifest(folder)
         return manifest, read_tensors(folder, manifest)
+
+
+def _newest(directory: Directory) -> tuple[str | None, str]:
+    """The newest good checkpoint, and the name of the run that goes on from it; a new one where none does."""
+    name = newest_good(directory)
+    if name is None:
+        return None, identity.drawn()
+    known = identity.read(directory.path) or read_manifest(directory.path / name).run
+    return name, known or identity.drawn()
 
 
 def _write(directory: Directory, manifest: Manifest, tensors: dict[str, Tensor], keep: Keep) -> Path:

@@ -52,6 +52,7 @@ def write(directory: Directory, manifest: Manifest, tensors: dict[str, Tensor]) 
 
 
 def _write_folder(directory: Directory, name: str, manifest: Manifest, tensors: dict[str, Tensor]) -> Path:
+    directory.belong_to(manifest.run)
     folder = directory.temporary(name)  # [1]
     final = directory.path / name
     try:
