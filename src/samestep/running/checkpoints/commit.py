@@ -40,6 +40,7 @@ from samestep.running.checkpoints.format import SCHEMA, Encoder, Manifest, decod
 from samestep.running.checkpoints.leaving import Leaving
 from samestep.running.checkpoints.named import State, check_names, differences, load, shortened, state_of
 from samestep.running.checkpoints.per_rank import gathered, own
+from samestep.running.checkpoints.sharded import dealt_out, whole
 from samestep.running.checkpoints.store import Store
 from samestep.runtime.world import World
 
@@ -108,7 +109,8 @@ def checkpoint(
             before follows from how long steps and saves take. ``float("inf")`` ignores what Slurm says.
         named: anything with ``state_dict`` and ``load_state_dict``: models (wrapped or not: names in the file are
             those of the bare module), optimizers, learning-rate schedules, a GradScaler, :class:`samestep.Shards`.
-            States may hold dense tensors and plain Python data; no pickle is written or read.
+            States may hold plain Python data and tensors, also those that are cut among the ranks (DTensor), which are
+            saved whole and cut as the object that loads them wants; no pickle is written or read.
 
     Raises:
         UsageError: ``every``, ``keep`` or ``time_limit`` makes no sense, or a named object has no state.
@@ -304,7 +306,10 @@ class Checkpoint:
             if isinstance(thing, _Equalisable):
                 thing.equalise_buffers()
         encoder = Encoder()
-        found = {name: gathered(thing, self._state_of(name), self._world) for name, thing in self._named.items()}
+        found = {
+            name: whole(gathered(thing, self._state_of(name), self._world), self._world)
+            for name, thing in self._named.items()
+        }
         manifest = Manifest(
             schema=SCHEMA,
             step=self.step,
@@ -354,7 +359,7 @@ class Checkpoint:
     def _load(self, saved: dict[str, State]) -> None:
         # Data first: they refuse another dataset or seed, and then nothing must have been loaded.
         for name in sorted(self._named, key=lambda name: name not in self._data):
-            load(self._named[name], saved[name])
+            load(self._named[name], dealt_out(self._named[name], saved[name]))
 
     def _fitting(self, name: str, manifest: Manifest, tensors: dict[str, Tensor]) -> tuple[dict[str, State], Any]:
         """Returns the saved states and random streams, after checking that they fit what is named here."""
