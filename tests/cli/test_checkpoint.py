@@ -62,7 +62,7 @@ def test_list_sees_a_file_cut_short_at_once_and_a_flipped_bit_with_digests(run, 
 def test_list_tells_what_earlier_runs_have_set_aside(run, capsys):
     (run / STEPS[0]).rename(run / f"{STEPS[0]}.bad")
     assert main(["checkpoint", "list", str(run)]) == 0
-    assert f"because damaged: {STEPS[0]}.bad" in capsys.readouterr().out
+    assert f"damaged or of another run: {STEPS[0]}.bad" in capsys.readouterr().out
 
 
 def test_show_tells_objects_position_versions_and_tensors(saved, capsys):

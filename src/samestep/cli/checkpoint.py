@@ -124,7 +124,7 @@ def _tell_aside(console: Console, path: Path, folders: Sequence[Path]) -> None:
 
     path = path.resolve()
     if path not in folders and (aside := set_aside(path)):
-        console.print(f"set aside by earlier runs because damaged: {', '.join(map(printable, aside))}")
+        console.print(f"set aside by earlier runs, damaged or of another run: {', '.join(map(printable, aside))}")
 
 
 # --- show -------------------------------------------------------------------------------------------
@@ -224,8 +224,11 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _tell(console: Console, one: Seen) -> None:
+    from samestep.running.checkpoints.integrity import ForeignError
+
     if one.problem is not None:
-        console.print(f"{one.folder.name}: damaged: {printable(str(one.problem))}")
+        kind = "" if isinstance(one.problem, ForeignError) else "damaged: "
+        console.print(f"{one.folder.name}: {kind}{printable(str(one.problem))}")
         return
     console.print(f"{one.folder.name}: every byte as saved, {human(one.size)}")
     for name, ledger in one.ledgers.items():

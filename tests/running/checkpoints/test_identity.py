@@ -69,7 +69,7 @@ def test_a_whole_checkpoint_of_another_run_is_named_by_verify_and_list(mine, run
         assert [one["intact"] for one in told] == [True, True, False]
         assert told[-1]["problem"].startswith("foreign run in the directory: it is of run ")
         assert identity.read(runs / "foreign") in told[-1]["problem"]
-    assert "foreign run in the directory" in capsys.readouterr().out
+    assert f"{NEWEST}: foreign run in the directory" in capsys.readouterr().out
 
 
 def test_a_resume_sets_it_aside_and_goes_on_from_its_own(mine, runs, caplog):

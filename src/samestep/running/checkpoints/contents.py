@@ -14,7 +14,7 @@ from typing import Any
 from samestep.errors import CheckpointError, UsageError
 from samestep.running.checkpoints import identity
 from samestep.running.checkpoints.directory import complete, is_complete, reason
-from samestep.running.checkpoints.integrity import DamageError, check, read_manifest
+from samestep.running.checkpoints.integrity import DamageError, ForeignError, check, read_manifest
 from samestep.running.checkpoints.manifest import MANIFEST, PAYLOAD, Manifest, bytes_of
 from samestep.running.checkpoints.tree import decode
 
@@ -88,12 +88,13 @@ def set_aside(path: Path) -> list[str]:
 
 def look(folder: Path, *, digests: bool, progress: Callable[[int], None] | None = None) -> Seen | None:
     """Returns the checkpoint in `folder`, examined; None if it is deleted meanwhile."""
-    manifest, problem = None, None
+    manifest: Manifest | None = None
+    problem: DamageError | None = None
     try:
         manifest = read_manifest(folder)
         check(folder, manifest, digests=digests, progress=progress)
         if (foreign := identity.foreign(manifest.run, folder.parent)) is not None:
-            problem = DamageError(foreign)
+            problem = ForeignError(foreign)
     except DamageError as error:
         problem = error
     except CheckpointError as error:

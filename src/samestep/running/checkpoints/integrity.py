@@ -43,6 +43,10 @@ class DamageError(CheckpointError):
         self.tensors = tuple(tensors)
 
 
+class ForeignError(DamageError):
+    """A checkpoint is as it was saved, but by another run than the one whose directory it lies in."""
+
+
 def verify(folder: Path, *, digests: bool = True, progress: Callable[[int], None] | None = None) -> Manifest:
     """Returns the manifest of a checkpoint of which every byte is as it was written.
 
