@@ -130,7 +130,7 @@ def train(case, epochs=2, path=None, until=None):
                     state.wait()
                     return record
         record["evaluated"] = samestep.evaluate(
-            lambda batch: (model(batch[0]), batch[1]), Pictures(noise=False), world, batch_size=8, metrics={"all": kept}
+            lambda batch: (model(batch[0]), batch[1]), Pictures(), world, batch_size=8, metrics={"all": kept}
         )
         record["state"] = {name: value.clone() for name, value in model.state_dict().items()}
         record["optimizer"] = optimizer.state_dict()["state"]

@@ -29,11 +29,13 @@ from torch.utils.data import IterableDataset
 from samestep.data.batches import moved
 from samestep.data.loader import Loader
 from samestep.data.order import Order, Step
+from samestep.data.streams import SampleStreams
 from samestep.errors import DataError
 from samestep.progress import phase
 from samestep.running.results import decode, encode
 from samestep.runtime import exchange
 from samestep.runtime.world import World
+from samestep.seeding import derive_seed
 from samestep.topology import cut_evenly
 
 __all__ = ["evaluate"]
@@ -64,7 +66,7 @@ def evaluate(
     Collective: every rank must call it, with the same dataset, batch size and metrics. Buffers are made equal first
     (rank 0's). All replicas of `world` are in eval mode meanwhile and each submodule gets its own mode back, also
     after an error; a model that was never replicated is the caller's to put in eval mode. Gradients are off, and no
-    global random stream is touched.
+    global random stream is touched: a dataset that draws gets for each sample a stream of its own, the same every time.
 
     Args:
         fn: takes a batch, on `world.device`, and returns `(outputs, targets)`: tensors whose dim 0 runs over the
@@ -179,7 +181,7 @@ def _loader(
         collate_fn=collate_fn,
         pin_memory=world.device.type == "cuda",
         seeded=lambda _: world.generator("evaluation"),  # else torch draws from, and so moves, the global stream
-        streams=None,
+        streams=SampleStreams(derive_seed(world.seed or 0, "evaluation")),
         skip=False,
     )
     step = Step(0, length, tuple(batches))
