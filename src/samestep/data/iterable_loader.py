@@ -118,7 +118,7 @@ class StreamLoader:
             generator=self.seeded(epoch),
             worker_init_fn=processes.start,
         )
-        yield from processes.batches_of(loader, Order(0, epoch, shuffle=False), board)
+        yield from processes.batches_of(loader, Order(UNKNOWN, 0, epoch, shuffle=False), board)
 
 
 def _as_it_is(loaded: Any) -> Any:

@@ -33,13 +33,13 @@ def gather(world: World, named: Mapping[str, Any]) -> dict[str, Any]:
     return {"virtual": {"ranks": world.virtual.count, "threads": torch.get_num_threads(), "buffers": buffers}}
 
 
-def check(random: Mapping[str, Any], world: World) -> bool:
+def check(random: Mapping[str, Any] | None, world: World) -> bool:
     """Returns whether the checkpoint is of virtual ranks and this world has them too.
 
     Raises:
         CheckpointError: there were more or fewer.
     """
-    saved = random.get("virtual")
+    saved = None if random is None else random.get("virtual")  # a converted checkpoint has no streams
     if saved is None or world.virtual is None:
         return False
     if saved["ranks"] != world.virtual.count:
