@@ -24,7 +24,7 @@ from samestep.data import workers as processes
 from samestep.data.batches import empty_like
 from samestep.data.fetch import Board, Loaded, reason_of
 from samestep.data.iterable import Reader, hide_worker
-from samestep.data.order import Cut, Order, Positions, Step
+from samestep.data.order import UNKNOWN, Cut, Order, Positions, Step
 from samestep.data.streams import SampleStreams, kept_streams
 from samestep.errors import DataError
 from samestep.launch.failure import user_line
