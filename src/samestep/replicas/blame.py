@@ -73,7 +73,7 @@ def _judged(bad: Sequence[Bad], told: dict[int, dict[str, Any]], *, seen: bool) 
         why = (
             "those of each rank were finite, so it was changed after they were averaged"
             if seen
-            else "its rank is not known: of single elements of large tensors, nonfinite='stop' tells it"
+            else "its rank is not known: of large tensors, nonfinite='stop' tells it"
         )
         return Blame(f"the gradient of {bad[0]}{_and_more(bad)} on all ranks; {why}", ())
     sure = min(one["doubt"] for one in own.values())

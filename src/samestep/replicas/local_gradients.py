@@ -2,20 +2,20 @@
 
 After the reduction a NaN of one rank is in the gradients of all. So what a rank has brought is noted before it: a small
 tensor, which DistributedDataParallel copies into its bucket, is simply kept until the optimizer steps, and looked at
-only if the averaged gradients turn out bad. A large one is added up where every element counts, else glanced at.
+only if the averaged gradients turn out bad. A large one is added up where every element counts, else left alone.
 
     backward   weight.grad = g                     kept: g                   (torch makes a new one each step)  [1]
                bucket = g / N, all-reduced         weight.grad = a view of the bucket; g would be freed here
                weight.grad already is that view    kept: its sum             (zero_grad(set_to_none=False))     [2]
-               g is large                          kept: its sum where the guard is thorough, else a glance     [3]
+               g is large                          kept: its sum, where the guard is thorough                   [3]
     step       the average is finite               all are let go of
 
 To keep large ones, too, costs more than a pass over them: 0.6 ms of a 41 ms step with 5 M parameters, since the memory
 that is freed at once is in the cache when backward asks for the next.
 
-A glance is the first row and one column: a matrix's gradient is the product of what came forward and what came back, so
-one bad number of either spoils a row or a column; whose a single element was, which a term of the weights themselves
-may spoil, stays unknown. The column, 60 ns an element, is left out where a bias adds up what came back.
+A glance, which is what averaged gradients get where nobody asked for more, is the first row and one column: a matrix's
+gradient is the product of what came forward and what came back, so one bad number of either spoils a row or a column.
+The column, 60 ns an element, is left out where a bias adds up what came back.
 
 A second backward in one step adds to gradients that are averaged already, and so may hold another rank's NaN: what is
 noted there counts only where nothing was found before.
@@ -37,6 +37,8 @@ from samestep.runtime.step import StepState
 __all__: list[str] = []
 
 LARGE = 1 << 17  # elements from which on a glance costs less than a sum, and a tensor is not kept
+Look = Callable[[Tensor], Tensor]
+
 HELD_MOST = 256 << 20  # bytes of gradients that are kept whole
 SUMMED_MOST = 1 << 20  # elements of an output whose gradient is added up
 
@@ -115,7 +117,15 @@ def first_row(gradient: Tensor) -> Tensor:
     return summed(gradient[0])
 
 
-@dataclass(frozen=True)
+def look_for(name: str, names: Collection[str], *, thorough: bool) -> Look:
+    """Returns how the gradient of one of these parameters is looked at."""
+    if thorough:
+        return summed
+    has_bias = name.endswith("weight") and f"{name.removesuffix('weight')}bias" in names
+    return first_row if has_bias else glanced
+
+
+@dataclass
 class _Noted:
     gradient: Tensor  # the gradient, or its sum
     size: int
@@ -155,21 +165,16 @@ class LocalGradients:
         trained = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
         kept = sum(tensor.nbytes for _, tensor in trained if tensor.numel() <= LARGE)
         self._whole = not self._slices and kept <= HELD_MOST
-        names = {name for name, _ in trained}
         for name, tensor in trained:
+            if tensor.numel() > LARGE and not self.is_thorough:
+                continue
             known = self._watched.get(name)
             if known is None or known() is not tensor:
                 self._watched[name] = weakref.ref(tensor)
                 watch: Any = tensor.register_post_accumulate_grad_hook
-                watch(functools.partial(self._note, name, self._look(name, names)))
+                watch(functools.partial(self._note, name))
 
-    def _look(self, name: str, names: Collection[str]) -> Callable[[Tensor], Tensor]:
-        if self.is_thorough:
-            return summed
-        has_bias = name.endswith("weight") and f"{name.removesuffix('weight')}bias" in names
-        return first_row if has_bias else glanced
-
-    def _note(self, name: str, look: Callable[[Tensor], Tensor], parameter: Tensor) -> None:
+    def _note(self, name: str, parameter: Tensor) -> None:
         """Runs when a backward has come to a parameter, and before its gradient is averaged."""
         gradient = parameter.grad
         if gradient is None or not (self._slices or self._state.step_ends):
@@ -181,7 +186,7 @@ class LocalGradients:
             self._noted.pop(name, None)
             self._noted[name] = [_Noted(gradient, gradient.numel(), whole=True, mixed=False)]
         else:  # [2], [3]
-            noted = _Noted(look(gradient), gradient.numel(), whole=False, mixed=mixed)
+            noted = _Noted(summed(gradient), gradient.numel(), whole=False, mixed=mixed)
             self._noted.setdefault(name, []).append(noted)
 
     def begin_backward(self) -> None:

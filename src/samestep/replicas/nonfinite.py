@@ -22,11 +22,11 @@ overflow) is looked into. 4.8 M float32 in 60 tensors, one thread, milliseconds 
     _foreach_norm(1)          2.5      isfinite().all()        7.4       _foreach_norm(inf)  12.8
     sum of one flat bucket    0.4
 
-In a step of `samestep bench step` (2 ranks, 2 cores, 6 tensors of 5 M, 41 ms) both ranks read memory at once: the sums
-take 0.7 ms, of which the optimizer, whose gradients then lie in the cache, gives 0.1 back. The pass was also tried at
-the end of backward, beside the last bucket's reduction: no quicker, since gloo needs the cores. To know whose a single
-bad element of a large tensor was takes a second pass, before the reduction; who asks for no policy gets a glance there
-instead (see `local_gradients`), and stops as with "stop".
+In a step of `samestep bench step` (2 ranks, 2 cores, 6 tensors of 5 M, 42 ms) both ranks read memory at once: the sums
+take 0.7 ms; at the end of backward, beside the last bucket's reduction, they were no quicker, since gloo needs the
+cores. A policy that is asked for pays that, and a second pass before the reduction to know whose it was. Who asks for
+nothing gets a glance (see `local_gradients`), which stops like "stop": it sees every element of tensors up to 131,072,
+of larger ones the first row and a column, which is enough for what has gone through a matrix product.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from samestep.errors import NonFiniteError
 from samestep.replicas.blame import find_blame
-from samestep.replicas.local_gradients import Bad, LocalGradients, examined, summed
+from samestep.replicas.local_gradients import Bad, LocalGradients, Look, examined, look_for
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -66,6 +66,7 @@ class Guard:
 
     Attributes:
         policy: "stop", "skip" or "warn".
+        thorough: every element is looked at, not only what a glance sees.
         skipped: steps that were left out.
         in_a_row: how many of them immediately before now.
         found: steps whose gradients were not finite, whatever became of them.
@@ -74,14 +75,13 @@ class Guard:
 
     def __init__(self, module: nn.Module, world: World, policy: Policy | None) -> None:
         self.policy = policy or "stop"
+        self.thorough = policy is not None
         self.skipped = self.in_a_row = self.found = 0
         self._module = weakref.ref(module)
         self._world = world
         slices = world.virtual is not None
         self.local = (
-            LocalGradients(module, world.step, thorough=policy is not None, slices=slices)
-            if world.data.size > 1
-            else None
+            LocalGradients(module, world.step, thorough=self.thorough, slices=slices) if world.data.size > 1 else None
         )
         _guards.add(self)
         _watch_optimizers()
@@ -145,6 +145,7 @@ class _Watched:
 
     identity: list[int]
     guards: list[tuple[Guard, list[tuple[str, nn.Parameter]]]]
+    looks: list[tuple[Look, nn.Parameter]]  # finite only if what they look at is
     one_device: bool
     steps: int = 0
 
@@ -200,8 +201,16 @@ def _watched_of(optimizer: Optimizer) -> _Watched:
                 guards.append((guard, own))
         devices = {parameter.device for _, own in guards for _, parameter in own}
         steps = 0 if watched is None else watched.steps
-        _watched[optimizer] = watched = _Watched(identity, guards, len(devices) < 2, steps)
+        _watched[optimizer] = watched = _Watched(identity, guards, _looks(guards), len(devices) < 2, steps)
     return watched
+
+
+def _looks(guards: list[tuple[Guard, list[tuple[str, nn.Parameter]]]]) -> list[tuple[Look, nn.Parameter]]:
+    return [
+        (look_for(name, dict(named), thorough=guard.thorough), parameter)
+        for guard, named in guards
+        for name, parameter in named
+    ]
 
 
 @dataclass
@@ -248,8 +257,7 @@ def _judge(optimizer: Optimizer, watched: _Watched, *, undoable: bool) -> None:
 
 def _all_finite(watched: _Watched) -> bool:
     """One number for all gradients, read from the device once."""
-    guarded = (parameter for _, named in watched.guards for _, parameter in named)
-    sums = [summed(parameter.grad) for parameter in guarded if parameter.grad is not None]
+    sums = [look(parameter.grad) for look, parameter in watched.looks if parameter.grad is not None]
     if not watched.one_device:
         sums = [total.to(sums[0].device) for total in sums]
     total = torch.stack(sums).sum().item() if sums else 0.0

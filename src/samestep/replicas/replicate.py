@@ -174,8 +174,9 @@ def replicate(
         find_unused_parameters: for models that leave parameters out of some forwards; costs a walk of the graph.
         nonfinite: what happens, on all ranks alike, before an optimizer steps with a NaN or Inf in the gradients.
             "stop" raises and names rank and tensor, "skip" leaves the step out (neither parameters nor the optimizer's
-            state change), "warn" goes on. The default stops too, and saves the second pass that it takes to know whose
-            a single element of a tensor with more than 131,072 was. "off" does not look.
+            state change), "warn" goes on; each looks at every element, for two passes over the gradients a step. By
+            default it stops, after a glance that costs next to nothing: of tensors with more than 131,072 elements it
+            sees a row and a column. "off" does not look.
 
     Raises:
         ModelError: nothing to train, or the model is wrapped in DataParallel or DistributedDataParallel.
