@@ -71,7 +71,7 @@ def run_to_its_end(cluster, job):
 def test_the_script_reads_as_a_person_would_write_it(tmp_path):
     job = Batch(
         program=("train.py", "--lr", "0.1"),
-        directory=tmp_path / "work",
+        directory=tmp_path / "folder",
         run_dir=tmp_path / "work/runs/train",
         options=("--json", "result.json"),
         nodes=2,
@@ -130,7 +130,7 @@ def test_the_script_reads_as_a_person_would_write_it(tmp_path):
     fi
     exit "$code"
     """
-    refused = f"'saved, but not queued again; to go on: sbatch {tmp_path}/work/runs/train/samestep.sbatch'"
+    refused = f"'saved, but not queued again; to go on: sbatch {tmp_path}/folder/runs/train/samestep.sbatch'"
     filled = textwrap.dedent(expected).replace("REFUSED", refused).replace("FOLDER", str(tmp_path))
     assert batch_script(job) == filled
 
