@@ -72,7 +72,7 @@ def test_the_script_reads_as_a_person_would_write_it(tmp_path):
     job = Batch(
         program=("train.py", "--lr", "0.1"),
         directory=tmp_path / "folder",
-        run_dir=tmp_path / "work/runs/train",
+        run_dir=tmp_path / "folder/runs/train",
         options=("--json", "result.json"),
         nodes=2,
         gpus=4,
@@ -95,7 +95,7 @@ def test_the_script_reads_as_a_person_would_write_it(tmp_path):
     #SBATCH --signal=B:USR1@60
     #SBATCH --requeue
     #SBATCH --open-mode=append
-    #SBATCH --output=FOLDER/work/runs/train/slurm-%j.out
+    #SBATCH --output=FOLDER/folder/runs/train/slurm-%j.out
     #SBATCH --account=physics
     #SBATCH --exclusive
 
@@ -103,10 +103,10 @@ def test_the_script_reads_as_a_person_would_write_it(tmp_path):
 
     # a run directory holds one run: what is queued again, or submitted once more, gets a folder of its own in it
     again=${SLURM_RESTART_COUNT:+/again-$SLURM_RESTART_COUNT}
-    if [ -e FOLDER/work/runs/train"$again/run.json" ]; then again=/again-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}; fi
+    if [ -e FOLDER/folder/runs/train"$again/run.json" ]; then again=/again-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}; fi
 
     # the warning before the time limit: for the process that leads the run, and no other
-    leader=FOLDER/work/runs/train/leader-$SLURM_JOB_ID
+    leader=FOLDER/folder/runs/train/leader-$SLURM_JOB_ID
     warned=
     trap 'warned=1; kill -USR1 "$(cat "$leader")"' USR1
 
@@ -114,7 +114,7 @@ def test_the_script_reads_as_a_person_would_write_it(tmp_path):
     srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none --cpus-per-task=32 \\
         bash -c '[ "$SLURM_PROCID" != 0 ] || echo $$ >"$0"; exec "$@"' "$leader" \\
         /opt/venv/bin/python -P -m samestep run -n 4 --restarts 3 --json result.json \\
-        --run-dir FOLDER/work/runs/train"$again" \\
+        --run-dir FOLDER/folder/runs/train"$again" \\
         train.py --lr 0.1 &
     wait $!
     code=$?
