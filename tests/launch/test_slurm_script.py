@@ -99,7 +99,7 @@ def test_the_script_reads_as_a_person_would_write_it(tmp_path):
     #SBATCH --account=physics
     #SBATCH --exclusive
 
-    cd FOLDER/work || exit 2
+    cd FOLDER/folder || exit 2
 
     # a run directory holds one run: what is queued again, or submitted once more, gets a folder of its own in it
     again=${SLURM_RESTART_COUNT:+/again-$SLURM_RESTART_COUNT}
