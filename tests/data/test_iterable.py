@@ -411,10 +411,21 @@ def test_a_length_that_is_not_true_is_an_error(kind, said, message, workers):
         list(samestep.shards(data, world, batch_size=4, workers=workers))
 
 
+class SameEachTime(torch.utils.data.IterableDataset):
+    """Hands out one generator for ever, as a class that opens its file once does."""
+
+    def __init__(self):
+        self.items = iter([1, 2])
+
+    def __iter__(self):
+        return self.items
+
+
 @pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
         (iter([1, 2]), {}, "can be iterated once"),
+        (SameEachTime(), {}, "can be iterated once"),
         (Repeats(4), {"shuffle": True}, "its order is its own"),
         (Repeats(4), {"cost": [1, 2, 3, 4]}, "needs random access"),
         (Repeats(4), {"on_bad_sample": "skip"}, "is over when it raises"),

@@ -386,8 +386,23 @@ def test_loaders_at_different_slices_are_refused(world):
 def test_a_checkpoint_of_another_number_is_refused(tmp_path):
     case = CASES[0]
     alone(train, case, 1, tmp_path / "run")
-    with pytest.raises(CheckpointError, match="saved with virtual_ranks=4, and this world has 2"):
+    with pytest.raises(CheckpointError, match=r"and this world has 2: .* Give world\(virtual_ranks=4\)"):
         alone(train, replace(case, virtual=2), 2, tmp_path / "run")
+
+
+def plainly(path, virtual):
+    with samestep.world(virtual_ranks=virtual) as world:
+        samestep.checkpoint(path, world, model=nn.Linear(1, 1)).save()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [(2, None, "virtual_ranks 2 and goes on with none"), (None, 2, "none and goes on with 2")],
+)
+def test_going_on_with_or_without_virtual_ranks_alone_is_warned_of(tmp_path, before, after, text):
+    alone(plainly, tmp_path, before)
+    with pytest.warns(UserWarning, match=text):
+        alone(plainly, tmp_path, after)
 
 
 def test_other_threads_than_when_it_was_saved_are_warned_of(tmp_path):

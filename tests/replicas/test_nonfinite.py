@@ -471,6 +471,66 @@ def test_a_single_element_of_a_large_tensor_is_seen_by_those_who_asked(policy, s
             optimizer.step()
 
 
+def skipped_with_batchnorm(virtual):
+    """A NaN in one input of the second step; returns the statistics after it, and after the same steps without it."""
+    found = []
+    for poisoned in (True, False):
+        with samestep.world(virtual_ranks=virtual) as world:
+            torch.manual_seed(2)
+            model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+            model = samestep.replicate(model, world, nonfinite="skip", batchnorm="local" if virtual else None)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            inputs = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+            if poisoned:
+                inputs[20] = NAN
+            batches = samestep.shards(torch.utils.data.TensorDataset(inputs), world, batch_size=16, shuffle=False)
+            for (x,) in batches:
+                if not poisoned and 16 <= batches._open.step.start < 32:
+                    continue  # the oracle never computes that step
+                batches.mean(model(x).square().sum(1)).backward()
+                if batches.step_ends:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    batches.commit()
+            model.equalise_buffers()
+            found.append({name: value.clone() for name, value in model.state_dict().items()})
+    return found
+
+
+@pytest.mark.parametrize("virtual", [None, 2, 4])
+def test_a_skipped_step_leaves_no_trace_in_statistics_either(two_ranks, virtual):
+    for with_it, without in two_ranks(skipped_with_batchnorm, virtual):
+        assert_same_bits(with_it, without)
+
+
+def alone_and_going_on():
+    """Rank 1 spoils its own gradients; rank 0 goes on to its next step, and to collectives of its own."""
+    blame.PATIENCE_S, before = 2.0, blame.PATIENCE_S
+    try:
+        with samestep.world(timeout=20) as world:
+            model = samestep.replicate(net(), world)
+            optimizer = adam(model.parameters())
+            for number in range(3):
+                model(torch.ones(2, 4)).sum().backward()
+                if world.rank == 1 and number == 1:
+                    model.module[2].bias.grad[0] = NAN
+                try:
+                    optimizer.step()
+                except NonFiniteError as error:
+                    return str(error)
+                world.barrier()
+    except RuntimeError:
+        return "lost its peer"
+    finally:
+        blame.PATIENCE_S = before
+
+
+def test_a_rank_that_is_alone_says_so_while_the_others_go_on(two_ranks):
+    other, text = two_ranks(alone_and_going_on)
+    assert other == "lost its peer"
+    assert "it was changed on this rank alone, after it was averaged" in text
+
+
 def test_an_unknown_policy_is_refused():
     with samestep.world() as world, pytest.raises(UsageError, match="use 'stop', 'skip', 'warn' or 'off'"):
         samestep.replicate(net(), world, nonfinite="ignore")

@@ -86,8 +86,11 @@ def _is_iterable_only(dataset: Any) -> bool:
 
 
 def iter_is_once(dataset: Any) -> bool:
-    """Whether it is an iterator: what was taken from it is gone."""
-    return isinstance(dataset, Iterator)
+    """Whether it is an iterator, or gives the same one each time: what was taken from it is gone."""
+    if isinstance(dataset, Iterator):
+        return True
+    one, other = iter(dataset), iter(dataset)
+    return one is other
 
 
 def length_of(dataset: Any) -> int | None:

@@ -91,7 +91,7 @@ def shards(
         [4, 5, 6, 7]
         [8, 9]
     """
-    _check_sizes(batch_size, micro_batch_size, workers, world.slices)
+    _check_sizes(batch_size, micro_batch_size, workers, world)
     if on_bad_sample not in {"raise", "skip"}:
         raise DataError(f'on_bad_sample={on_bad_sample!r} is neither "raise" nor "skip"')
     virtual = world.virtual
@@ -171,14 +171,15 @@ def _costs(cost: Any, bucket: int | None, cut: Cut) -> tuple[Costs | None, Bucke
     return costs, None if bucket is None else Buckets(costs, bucket, cut.batch_size, cut.end)
 
 
-def _check_sizes(batch_size: int, micro_batch_size: int | None, workers: int, slices: int) -> None:
+def _check_sizes(batch_size: int, micro_batch_size: int | None, workers: int, world: World) -> None:
     if batch_size < 1 or (micro_batch_size is not None and micro_batch_size < 1) or workers < 0:
         raise DataError(
             f"batch_size {batch_size} and micro_batch_size {micro_batch_size} must be at least 1, and workers "
             f"{workers} at least 0"
         )
-    if batch_size < slices:
+    if batch_size < world.slices:
+        kind, fewer = ("ranks", "start fewer ranks") if world.virtual is None else ("virtual ranks", "have fewer")
         raise DataError(
-            f"batch_size {batch_size} is smaller than the {slices} ranks that share it: batch_size is global, so give "
-            f"at least {slices}, or start fewer ranks"
+            f"batch_size {batch_size} is smaller than the {world.slices} {kind} that share it: batch_size is global, "
+            f"so give at least {world.slices}, or {fewer}"
         )

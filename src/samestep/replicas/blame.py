@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from samestep.replicas.local_gradients import Bad, LocalGradients
 from samestep.runtime.axes import Axis
 
 __all__: list[str] = []
 
-PATIENCE_S = 60.0  # for the other ranks to come to their optimizer's step, too
-_LETTER = 2048  # bytes in which a rank tells what it found
+PATIENCE_S = 30.0  # for the other ranks to come to their optimizer's step, too
 _MOST_NAME = 400  # characters of a name in it
 
 _SINCE = {
@@ -45,20 +43,21 @@ class Blame:
     ranks: tuple[int, ...]
 
 
-def find_blame(bad: Sequence[Bad], local: LocalGradients | None, axis: Axis) -> Blame:
+def find_blame(bad: Sequence[Bad], local: LocalGradients | None, axis: Axis, subject: str) -> Blame:
     """Returns who brought these averaged gradients, in the order of a backward. Collective over the ranks they are of.
 
     Args:
         bad: at least one.
         local: what this rank brought; None where there is nobody else.
         axis: the ranks that averaged.
+        subject: what the ranks talk about: of which model, and for the how many-th time.
     """
     here = axis.ranks[axis.rank]
     if local is None or axis.control is None:
         return Blame(f"the gradient of {bad[0]}{_and_more(bad)}", (here,))
     try:
-        told = _exchange(axis.control, axis.size, _findings(local))
-    except RuntimeError:  # gloo's, for a rank that is silent or gone
+        told = _exchange(axis, subject, _findings(local))
+    except RuntimeError:  # the store's, for a rank that is silent or gone
         text = (
             f"the gradient of {bad[0]}{_and_more(bad)} on rank {here}, and within {PATIENCE_S:g} s no other rank found "
             "the same: it was changed on this rank alone, after it was averaged"
@@ -96,9 +95,14 @@ def _findings(local: LocalGradients) -> dict[str, Any]:
     return {"bad": text, "doubt": doubt, "arrived": local.arrived_bad()}
 
 
-def _exchange(group: dist.ProcessGroup, size: int, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns every rank's findings. Collective."""
-    letter = torch.frombuffer(bytearray(json.dumps(mine).encode().ljust(_LETTER)), dtype=torch.uint8)
-    rows = [torch.empty_like(letter) for _ in range(size)]
-    group.allgather([rows], [letter]).wait(timedelta(seconds=PATIENCE_S))
-    return [json.loads(row.numpy().tobytes()) for row in rows]
+def _exchange(axis: Axis, subject: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns every rank's findings.
+
+    Through the store on which the ranks met, and not through a group: where one is alone with its finding, the others
+    go on, and their next collective would take its letter for an answer.
+    """
+    store = _get_default_store()
+    names = [f"samestep/nonfinite/{axis.ranks[0]}/{subject}/{rank}" for rank in axis.ranks]
+    store.set(names[axis.rank], json.dumps(mine))
+    store.wait(names, timedelta(seconds=PATIENCE_S))
+    return [json.loads(store.get(name)) for name in names]

@@ -46,6 +46,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from samestep.errors import NonFiniteError
 from samestep.replicas.blame import find_blame
 from samestep.replicas.local_gradients import Bad, LocalGradients, Look, examined, look_for
+from samestep.replicas.virtual import SliceEngine
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -77,7 +78,12 @@ class Guard:
         self.policy = policy or "stop"
         self.thorough = policy is not None
         self.skipped = self.in_a_row = self.found = 0
+        self.number = 0  # of the replica
+        self.slices: SliceEngine | None = None  # of virtual ranks
         self._module = weakref.ref(module)
+        self._buffers: list[Tensor] = []
+        if self.policy == "skip":
+            self._keep_buffers()
         self._world = world
         slices = world.virtual is not None
         self.local = (
@@ -94,6 +100,8 @@ class Guard:
     def settle(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """These parameters' gradients are finite: they may be used."""
         self.in_a_row = 0
+        if self.policy == "skip":
+            self._keep_buffers()
         if self.local is not None:
             self.local.settle(named)
 
@@ -101,7 +109,7 @@ class Guard:
         """Returns the error that says whose gradients are not finite, the same on every rank. Collective."""
         self.found += 1
         axis = self._world.data
-        blame = find_blame(bad, self.local, axis)
+        blame = find_blame(bad, self.local, axis, f"{self.number}/{self.found}")
         if self.local is not None:
             self.local.clear()
         text = f"{blame.text}; seen before {type(optimizer).__name__}'s step {steps}"
@@ -115,11 +123,28 @@ class Guard:
         """
         self.skipped += 1
         self.in_a_row += 1
+        self._put_buffers_back()
         if self.in_a_row >= MOST_SKIPPED:
             raise error.saying(f"{MOST_SKIPPED} steps in a row could not be used, so skipping does not help: {error}")
         if self._world.is_first and self.skipped <= MOST_SAID:
             rest = "; more will only be counted" if self.skipped == MOST_SAID else ""
             sys.stderr.write(f"samestep: skips a step: {error}{rest}\n")
+
+    def _keep_buffers(self) -> None:
+        """Notes the buffers as they are after a forward that was good: BatchNorm's statistics, say."""
+        module = self._module()
+        self._buffers = [] if module is None else [buffer.detach().clone() for buffer in module.buffers()]
+
+    def _put_buffers_back(self) -> None:
+        """What the forward of a skipped step has changed is as before it: one NaN would stay in running statistics."""
+        if self.slices is not None:
+            self.slices.undo_step()
+            return
+        module = self._module()
+        if module is not None and len(self._buffers) == len(list(module.buffers())):
+            with torch.no_grad():
+                for buffer, before in zip(module.buffers(), self._buffers, strict=True):
+                    buffer.copy_(before)
 
     def warn(self, error: NonFiniteError) -> None:
         """Warns on the first rank."""

@@ -212,6 +212,8 @@ def replicate(
     world.set_streams_apart()
     replica = Replica(model, world, mode, synchroniser)
     replica.nonfinite = guard
+    if guard is not None:
+        guard.number, guard.slices = replica.number, replica.slices
     return replica
 
 

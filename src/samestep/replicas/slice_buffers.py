@@ -37,12 +37,14 @@ class SliceBuffers:
         self._silent = _statistics(module)
         self._original = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         self._kept: list[dict[str, Tensor]] = [{} for _ in range(virtual.held)]
+        self._before = [dict(kept) for kept in self._kept]  # when the step began
         self._standing = self._versions()
 
     def enter(self, place: int) -> None:
         """Gives the model the buffers of a slice; the first one begins a step."""
         if place == 0:
             self._adopt()
+            self._before = [dict(kept) for kept in self._kept]
         self._show(place)
 
     def leave(self, place: int) -> None:
@@ -52,6 +54,16 @@ class SliceBuffers:
             if now[name] != self._standing.get(name):
                 self._kept[place][name] = buffer.detach().clone()
         self._show(0)
+
+    def undo(self, place: int) -> None:
+        """Makes all slices' buffers what they were when the step began; the model has those of the one at `place`."""
+        changed = self._changed()
+        self._kept = [dict(kept) for kept in self._before]
+        with torch.no_grad():
+            for name, buffer in self._module.named_buffers():
+                if name in changed or name in self._silent:
+                    buffer.copy_(self._kept[place].get(name, self._original[name]))
+        self._standing = self._versions()
 
     def equalise(self) -> None:
         """Gives every rank's model the buffers of virtual rank 0. Collective: every rank must call it."""

@@ -95,6 +95,10 @@ class SliceEngine:
             self._tree.push(self._layout.take())
             self._set_gradients([None] * len(self._layout.parameters))
 
+    def undo_step(self) -> None:
+        """Gives every slice the buffers that it had when the step began: the step is left out."""
+        self.buffers.undo(self.virtual.place or 0)
+
     def _meet_backward(self) -> None:
         """Runs first in every backward through the model, once for each."""
         number = torch._C._current_graph_task_id()  # noqa: SLF001  (nothing public tells one backward from the next)

@@ -40,12 +40,21 @@ def check(random: Mapping[str, Any] | None, world: World) -> bool:
         CheckpointError: there were more or fewer.
     """
     saved = None if random is None else random.get("virtual")  # a converted checkpoint has no streams
-    if saved is None or world.virtual is None:
+    mine = None if world.virtual is None else world.virtual.count
+    if saved is None or mine is None:
+        if (saved is None) != (mine is None) and random is not None:
+            was = "none" if saved is None else saved["ranks"]
+            warnings.warn(
+                f"the run was saved with virtual_ranks {was} and goes on with {mine or 'none'}: from here on it is "
+                "another training in its last bits",
+                stacklevel=2,
+            )
         return False
-    if saved["ranks"] != world.virtual.count:
+    if saved["ranks"] != mine:
         raise CheckpointError(
-            f"the run was saved with virtual_ranks={saved['ranks']}, and this world has {world.virtual.count}: its "
-            "steps would be cut into other slices, and not go on bit for bit"
+            f"the run was saved with virtual_ranks={saved['ranks']}, and this world has {mine}: its "
+            "steps would be cut into other slices, and not go on bit for bit. Give world(virtual_ranks="
+            f"{saved['ranks']}), or start anew in another directory"
         )
     if saved["threads"] != torch.get_num_threads():
         warnings.warn(
