@@ -1,11 +1,11 @@
 # make            lists the targets
-# Tests: files go to TESTERS processes, most of whose time is spent waiting for ranks to start and to end
+# Tests: make test TESTERS=2 runs two files at a time
 # Torch: scripts/install-torch picks a build that suits this machine; bring your own with
 #   make demo TORCH="torch==2.12.0"        or        make demo TORCH=/path/to/torch.whl
 
 PYTHON ?= python3
 TORCH  ?=
-TESTERS ?= 2
+TESTERS ?= 0
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
@@ -15,7 +15,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
 help:
 	@echo "make demo    train the digits recipe on 2 processes, then show the equality with 1"
-	@echo "make test    every test (about 13 minutes on 2 cores)"
+	@echo "make test    every test (about 20 minutes on 2 cores)"
 	@echo "make prove   the long sweeps as well"
 	@echo "make check   formatting, lint and types"
 	@echo "make format  rewrite the sources in the house format"
