@@ -11,6 +11,7 @@ nothing is known but how much it gave:
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -26,7 +27,7 @@ from samestep.runtime.world import World
 __all__: list[str] = []
 
 
-class _Unbounded(Shards):
+class _Unbounded(Shards, ABC):
     """Shards that do not know how many steps an epoch has."""
 
     _look: LookAhead
@@ -49,8 +50,9 @@ class _Unbounded(Shards):
                 return
             yield from self._micro_batches(current, batches)
 
+    @abstractmethod
     def _shares(self) -> Iterator[Share]:
-        raise NotImplementedError
+        """Yields this rank's share of one step after another, loaded, from the cursor on."""
 
 
 class StreamShards(_Unbounded):
@@ -93,7 +95,7 @@ class OwnShards(_Unbounded):
         super().__init__(loader, cut, world, seed=seed, shuffle=False, weigh=weigh, kind=kind)
         self._stream = loader
         self._sizes = sizes
-        self._readers = [world.data.size, loader.workers, list(sizes)]
+        self._readers = [world.data.size, loader.how.workers, list(sizes)]
         self._look = LookAhead(world, weigh=weigh, tagged=self._tag_weight, own=len(sizes))
         self._finished = 0  # steps of this epoch
         self._committed = 0

@@ -97,7 +97,7 @@ def length_of(dataset: Any) -> int | None:
     """Returns how many items a stream says it has; None if it does not say."""
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError, AttributeError):
+    except (TypeError, NotImplementedError, AttributeError):  # the ways in which datasets say that they do not know
         return None
 
 

@@ -11,19 +11,19 @@ w, w + W, …, so DataLoader, which asks its workers in turn, hands them out in 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from samestep.data import workers as processes
 from samestep.data.batches import empty_like
 from samestep.data.fetch import Board, Loaded, reason_of
 from samestep.data.iterable import Reader, hide_worker
+from samestep.data.loader import Loading
 from samestep.data.order import UNKNOWN, Cut, Order, Positions, Step
 from samestep.data.streams import SampleStreams, kept_streams
 from samestep.errors import DataError
@@ -52,31 +52,14 @@ class StreamLoader:
 
     Args:
         dataset: has `__iter__`; `set_epoch(epoch)` is called where it has one.
-        workers: processes that load; 0 loads in this one.
-        collate_fn: makes a batch of a list of items; torch's default otherwise.
-        pin_memory: page-locked memory, from which a GPU copies beside its computation.
-        seeded: returns the generator that an epoch's worker seeds come from.
-        streams: of the items; None leaves the random generators alone.
+        how: it loads.
     """
 
     skip = False  # a stream that has raised is over
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        workers: int,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        pin_memory: bool,
-        seeded: Callable[[int], torch.Generator],
-        streams: SampleStreams | None,
-    ) -> None:
+    def __init__(self, dataset: Any, how: Loading) -> None:
         self.dataset = dataset
-        self.workers = workers
-        self.collate_fn = collate_fn
-        self.pin_memory = pin_memory
-        self.seeded = seeded
-        self.streams = streams
+        self.how = how
 
     def load(self, order: Positions, steps: Sequence[Step]) -> Iterator[Loaded]:
         """Yields one host batch for every micro-batch of `steps`.
@@ -108,21 +91,8 @@ class StreamLoader:
     def _load(self, epoch: int, made: Callable[[Board | None], IterableDataset[Any]]) -> Iterator[Any]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        board = Board(self.workers) if self.workers else None
-        loader: DataLoader[Any] = DataLoader(
-            made(board),
-            batch_size=None,
-            num_workers=self.workers,
-            collate_fn=_as_it_is,
-            pin_memory=self.pin_memory,
-            generator=self.seeded(epoch),
-            worker_init_fn=processes.start,
-        )
-        yield from processes.batches_of(loader, Order(UNKNOWN, 0, epoch, shuffle=False), board)
-
-
-def _as_it_is(loaded: Any) -> Any:
-    return loaded
+        board = self.how.board()
+        yield from self.how.run(made(board), Order(UNKNOWN, 0, epoch, shuffle=False), board, batch_size=None)
 
 
 class Batches:
@@ -158,14 +128,14 @@ class Batches:
         return batch
 
 
-class _Stream(IterableDataset[Any]):
+class _Stream(IterableDataset[Any], ABC):
     """What DataLoader takes for the dataset: it yields this worker's batches of one epoch."""
 
     def __init__(self, loader: StreamLoader, epoch: int, board: Board | None) -> None:
         self.dataset = loader.dataset
         self.epoch = epoch
-        self.collate_fn = loader.collate_fn
-        self.streams = loader.streams
+        self.collate_fn = loader.how.collate_fn
+        self.streams = loader.how.streams
         self.board = board
 
     def __iter__(self) -> Iterator[Loaded]:
@@ -193,8 +163,9 @@ class _Stream(IterableDataset[Any]):
         board = self.board
         return lambda at: board.write_row(worker, at, at + 1, 0)
 
+    @abstractmethod
     def _produced(self) -> Iterator[Loaded]:
-        raise NotImplementedError
+        """Yields the batches, each made of what `reader` gives."""
 
     def _mine(self, first: int, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Returns those of a step's micro-batches that are this worker's; the first has number `first`."""
@@ -286,7 +257,7 @@ class OwnStream(IterableDataset[Any]):
 
     def __init__(self, loader: StreamLoader, sizes: Sequence[int]) -> None:
         self.dataset = loader.dataset
-        self.collate_fn = loader.collate_fn
+        self.collate_fn = loader.how.collate_fn
         self.sizes = sizes
 
     def __iter__(self) -> Iterator[Portion]:

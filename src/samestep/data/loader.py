@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from samestep.data import workers as processes
 from samestep.data.fetch import Board, Fetcher, Loaded, Request
@@ -59,36 +59,54 @@ class _MicroBatches:
                 yield Request(self.order.epoch, span[0], self.order.take(*span).tolist(), is_empty=stop == start)
 
 
-class Loader:
-    """Loads this rank's micro-batches, on the host.
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How a rank loads, whatever it is.
 
-    Args:
-        dataset: map-style; `set_epoch(epoch)` is called where it has one.
+    Attributes:
         workers: processes that load; 0 loads in this one.
         collate_fn: makes a batch of a list of samples; torch's default otherwise.
         pin_memory: page-locked memory, from which a GPU copies beside its computation.
         seeded: returns the generator that an epoch's worker seeds come from.
         streams: of the samples; None leaves the random generators alone.
+    """
+
+    seeded: Callable[[int], torch.Generator]
+    workers: int = 0
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    pin_memory: bool = False
+    streams: SampleStreams | None = None
+
+    def board(self) -> Board | None:
+        """Returns what the workers write on, if there are any."""
+        return Board(self.workers) if self.workers else None
+
+    def run(self, source: Dataset[Any], order: Positions, board: Board | None, **how: Any) -> Iterator[Any]:
+        """Yields what DataLoader makes of `source`, which makes the batches itself; `how` says what it is asked for."""
+        loader: DataLoader[Any] = DataLoader(
+            source,
+            num_workers=self.workers,
+            collate_fn=_as_it_is,
+            pin_memory=self.pin_memory,
+            generator=self.seeded(order.epoch),
+            worker_init_fn=processes.start,
+            **how,
+        )
+        yield from processes.batches_of(loader, order, board)
+
+
+class Loader:
+    """Loads this rank's micro-batches, on the host.
+
+    Args:
+        dataset: map-style; `set_epoch(epoch)` is called where it has one.
+        how: it loads.
         skip: leave bad samples out.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        workers: int,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        pin_memory: bool,
-        seeded: Callable[[int], torch.Generator],
-        streams: SampleStreams | None,
-        skip: bool,
-    ) -> None:
+    def __init__(self, dataset: Any, how: Loading, *, skip: bool) -> None:
         self.dataset = dataset
-        self.workers = workers
-        self.collate_fn = collate_fn
-        self.pin_memory = pin_memory
-        self.seeded = seeded
-        self.streams = streams
+        self.how = how
         self.skip = skip
 
     def load(self, order: Positions, steps: Sequence[Step]) -> Iterator[Loaded]:
@@ -103,17 +121,9 @@ class Loader:
 
     def read(self, order: Positions, steps: Sequence[Step]) -> Iterator[Loaded]:
         """Does the same without a word to the dataset about the epoch."""
-        board = Board(self.workers) if self.workers else None
-        loader: DataLoader[Any] = DataLoader(
-            Fetcher(self.dataset, self.collate_fn, streams=self.streams, skip=self.skip, board=board),
-            batch_sampler=_MicroBatches(order, steps),  # type: ignore[arg-type]  # torch passes on what it yields
-            num_workers=self.workers,
-            collate_fn=_as_it_is,  # the fetcher has made the batch
-            pin_memory=self.pin_memory,
-            generator=self.seeded(order.epoch),
-            worker_init_fn=processes.start,
-        )
-        yield from processes.batches_of(loader, order, board)
+        board = self.how.board()
+        fetcher = Fetcher(self.dataset, self.how.collate_fn, streams=self.how.streams, skip=self.skip, board=board)
+        yield from self.how.run(fetcher, order, board, batch_sampler=_MicroBatches(order, steps))
 
 
 def _as_it_is(loaded: Any) -> Any:

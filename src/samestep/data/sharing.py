@@ -12,7 +12,7 @@ from samestep.data.costs import Costs
 from samestep.data.endless import OwnShards, StreamShards
 from samestep.data.iterable import Kind, compare_first_items, kind_of, length_of
 from samestep.data.iterable_loader import StreamLoader, own_sizes
-from samestep.data.loader import Loader, check_dataset
+from samestep.data.loader import Loader, Loading, check_dataset
 from samestep.data.order import UNKNOWN, Cut
 from samestep.data.shards import Shards
 from samestep.data.stateful import LoaderShards, micro_batches_of
@@ -109,19 +109,19 @@ def shards(
         micro = micro_batches_of(dataset, batch_size, world.data.size)
         return LoaderShards(dataset, cut, world, micro=micro, seed=seed, weigh=weight)
     streams = SampleStreams(seed) if sample_streams and kind != "own" else None
-    options: dict[str, Any] = {
-        "workers": workers,
-        "collate_fn": collate_fn,
-        "pin_memory": world.device.type == "cuda",
-        "seeded": lambda epoch: seeds.generator(seed, "workers", epoch, world.data.rank),
-        "streams": streams,
-    }
+    how = Loading(
+        workers=workers,
+        collate_fn=collate_fn,
+        pin_memory=world.device.type == "cuda",
+        seeded=lambda epoch: seeds.generator(seed, "workers", epoch, world.data.rank),
+        streams=streams,
+    )
     if kind == "indexed":
-        loader = Loader(dataset, skip=on_bad_sample == "skip", **options)
+        loader = Loader(dataset, how, skip=on_bad_sample == "skip")
         costs, buckets = _costs(cost, bucket, cut)
         by_default = shuffle is None or shuffle
         return Shards(loader, cut, world, seed=seed, shuffle=by_default, weigh=weight, costs=costs, buckets=buckets)
-    stream = StreamLoader(dataset, **options)
+    stream = StreamLoader(dataset, how)
     if kind == "own":
         sizes = own_sizes(batch_size, micro_batch_size, world.data.rank, world.data.size)
         return OwnShards(stream, cut, world, sizes=sizes, seed=seed, weigh=weight)

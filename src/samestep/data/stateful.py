@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from samestep.data.batches import tensors_of
 from samestep.data.endless import OwnShards, begin_anew
 from samestep.data.iterable_loader import StreamLoader
+from samestep.data.loader import Loading
 from samestep.data.lookahead import Share
 from samestep.data.order import Cut
 from samestep.errors import DataError
@@ -39,7 +40,7 @@ class LoaderShards(OwnShards):
     per_rank = "loader"
 
     def __init__(self, loader: DataLoader[Any], cut: Cut, world: World, *, micro: int, seed: int, weigh: Any) -> None:
-        nothing = StreamLoader((), workers=0, collate_fn=None, pin_memory=False, seeded=_no_generator, streams=None)
+        nothing = StreamLoader((), Loading(seeded=_no_generator))
         super().__init__(nothing, cut, world, sizes=[0] * micro, seed=seed, weigh=weigh, kind="stateful")
         self._source: Any = loader
         self._first: Any = None  # where this rank's loader stood at the start of the epoch; None: nowhere yet

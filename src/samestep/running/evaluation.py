@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from samestep.data.batches import moved
-from samestep.data.loader import Loader
+from samestep.data.loader import Loader, Loading
 from samestep.data.order import Order, Step
 from samestep.data.streams import SampleStreams
 from samestep.errors import DataError
@@ -175,17 +175,15 @@ def _loader(
     workers: int,
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> Iterator[tuple[int, Any]]:
-    loader = Loader(
-        dataset,
+    how = Loading(
         workers=workers,
         collate_fn=collate_fn,
         pin_memory=world.device.type == "cuda",
         seeded=lambda _: world.generator("evaluation"),  # else torch draws from, and so moves, the global stream
         streams=SampleStreams(derive_seed(world.seed or 0, "evaluation")),
-        skip=False,
     )
     step = Step(0, length, tuple(batches))
-    loaded = loader.read(Order(length, shuffle=False), [step])
+    loaded = Loader(dataset, how, skip=False).read(Order(length, shuffle=False), [step])
     return zip((stop - start for start, stop in batches), (part.batch for part in loaded), strict=True)
 
 
