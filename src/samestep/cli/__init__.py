@@ -24,6 +24,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("samestep.cli.run", "start a script on N processes, here or on several hosts"),
+    "verify": Command("samestep.cli.verify", "prove that N processes train as one, or name what is different"),
     "checkpoint": Command("samestep.cli.checkpoint", "list, show, verify and convert what a run has saved"),
     "bench": Command("samestep.cli.bench", "time samestep beside the code it stands in for"),
 }
@@ -42,6 +43,7 @@ options:
 examples:
   samestep run -n 2 train.py --lr 0.1     train on two processes
   samestep run train.py                   one process per GPU, or one
+  samestep verify train.py                is it the same training on two processes as on one?
   samestep run --help                     all options of a command
 """
 

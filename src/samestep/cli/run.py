@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     if where is None and options.lost_host == "continue":
         raise UsageError("--lost-host continue goes on with the hosts that are left, and this is the only one")
     if options.json is not None:
-        _check_json(options.json)
+        check_json(options.json)
     path = _run_path(options.run_dir, options.program[0])
     _check_run_path(path)
     with opened(options, where) as (head, parts, replacement):
@@ -114,7 +114,7 @@ def _write_json(file: Path, plan: Plan, verdict: Verdict) -> int:
     return verdict.exit_code
 
 
-def _check_json(file: Path) -> None:
+def check_json(file: Path) -> None:
     """Sees before the training, rather than after it, whether its result can be written."""
     if file.is_dir():
         raise UsageError(f"--json {file} is a directory: name a file")
@@ -171,7 +171,7 @@ def _queue(options: argparse.Namespace) -> int:
         print(script, end="")
         return 0
     if options.json is not None:
-        _check_json(options.json)
+        check_json(options.json)
     job = submit(script, path)
     print(f"job {job} is queued; its output comes to {path}/slurm-{job}.out")
     return 0
@@ -222,6 +222,7 @@ def _parser() -> Parser:
     parser.also("--max-restarts", "--max_restarts", dest="restarts", type=_count)
     parser.also("--nproc-per-node", "--nproc_per_node", dest="ranks", type=_ranks)
     parser.also("--standalone", dest="standalone", action="store_true")  # what run does anyway
+    parser.also("--hash-seeds", dest="hash_seeds", action="store_true")  # of `samestep verify`
     add(
         "--grace",
         metavar="S",
@@ -256,8 +257,7 @@ def _check(options: argparse.Namespace) -> None:
     check_effect(options)
     if options.lost_host != "stop" and not options.restarts:
         raise UsageError(f"--lost-host {options.lost_host} is about what follows: say --restarts K, how often, as well")
-    program = options.program[0]
-    _check_module(program) if options.module else _check_script(program)
+    check_program(options.program[0], is_module=options.module)
 
 
 def _plan(options: argparse.Namespace, parts: tuple[Part, ...], path: Path) -> Plan:
@@ -275,7 +275,13 @@ def _plan(options: argparse.Namespace, parts: tuple[Part, ...], path: Path) -> P
         restarts=options.restarts,
         grace=options.grace,
         lost_host=options.lost_host,
+        hash_seeds=getattr(options, "hash_seeds", False),
     )
+
+
+def check_program(program: str, *, is_module: bool) -> None:
+    """Raises UsageError where there is no such script or module."""
+    _check_module(program) if is_module else _check_script(program)
 
 
 def _check_script(program: str) -> None:

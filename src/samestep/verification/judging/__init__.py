@@ -1,0 +1,1 @@
+"""From what the ranks have written down to findings: pure functions of journals. No torch here."""

@@ -1,0 +1,125 @@
+"""Why ranks drift apart: from where a difference shows to the line that made it."""
+
+from __future__ import annotations
+
+from samestep.verification.findings import Finding
+from samestep.verification.journal import Event
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.words import listed
+
+__all__: list[str] = []
+
+
+def of_gradients(record: Record, index: int, rank: int, bad: list[str]) -> Finding:
+    """Returns the finding for gradients that differ at the step `index`, on `rank` in the tensors `bad`."""
+    step = record.ranks[0].steps[index]
+    cause, fix, where = _of_gradients(record.ranks[0], step, bad)
+    return Finding(
+        code="gradients-not-synchronised",
+        property="gradients",
+        rank=record.ranks[rank].number,
+        step=index,
+        tensor=bad[0],
+        where=where or step["where"],
+        cause=f"at step {index} rank {record.ranks[rank].number} steps with other gradients than rank 0 in "
+        f"{listed(bad)}: {cause}",
+        fix=fix,
+    )
+
+
+def _of_gradients(rank: Rank, step: Event, bad: list[str]) -> tuple[str, str, str | None]:
+    wraps = [event for event in rank.of("wrap") if event["wrapper"] == "DistributedDataParallel"]
+    window = rank.by_window.get(step["window"], [])
+    forwards = [event for event in window if event["kind"] == "forward"]
+    if not wraps:
+        return _by_hand(window, step, bad)
+    wrapped = {name for wrap in wraps for name in wrap["names"]}
+    trained = {name for wrap in wraps for name in wrap["trained"]}
+    plain = [name.partition(": ")[2] or name for name in bad]
+    if all(name in wrapped and name not in trained for name in plain):
+        cause = "they were frozen when the model was wrapped, and DistributedDataParallel reduces what it found then"
+        return cause, "unfreeze before wrapping, or wrap again after unfreezing", wraps[0]["where"]
+    if not any(name in wrapped for name in plain):
+        return "they belong to no DistributedDataParallel model", "wrap every model that trains", step["where"]
+    bare = [event for event in forwards if event["bare"]]
+    if bare and all(event["bare"] for event in forwards):
+        cause = "the model inside the wrapper was called, which leaves its reducer out"
+        return cause, "call the DistributedDataParallel model itself: model(x), not model.module(x)", bare[0]["where"]
+    if forwards and not any(event["synchronises"] for event in forwards):
+        cause = "every micro-batch of the step ran under no_sync(), so none was reduced"
+        return cause, "leave the last micro-batch of a step outside no_sync(), its forward too", forwards[-1]["where"]
+    if step["micro"] and not forwards:
+        cause = "no forward went through the wrapper"
+        return cause, "call the DistributedDataParallel model itself", _where(window, "backward")
+    return "the reducer did not reach them", "see `samestep verify --explain gradients-not-synchronised`", None
+
+
+def _by_hand(window: list[Event], step: Event, bad: list[str]) -> tuple[str, str, str | None]:
+    reductions = [event for event in window if event["kind"] == "collective" and not event["between_two"]]
+    average = "for p in model.parameters(): dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
+    if not reductions:
+        return "nothing averages them before the step", average, step["where"]
+    if len(bad) < len(step["gradients"]):
+        return "what averages the others leaves these out", average, reductions[0]["where"]
+    return "what the script communicates before the step does not make them equal", average, reductions[0]["where"]
+
+
+def of_parameters(record: Record, index: int, rank: int, bad: list[str]) -> Finding:
+    """Returns the finding for parameters that differ before the step `index`, though gradients agreed until then."""
+    before = record.ranks[0].steps[index - 1] if index else None
+    theirs = record.ranks[rank].steps[index - 1] if index else None
+    number = record.ranks[rank].number
+    if before is not None and theirs is not None and before["rates"] != theirs["rates"]:
+        return rates(record, index - 1, rank)
+    if before is not None and theirs is not None and before["decays"] != theirs["decays"]:
+        cause = f"rank {number} has weight decay {theirs['decays']}, rank 0 {before['decays']}"
+    elif before is not None and differing_after(before, theirs):
+        cause = "gradients and rates agree, so the optimizers' own state or options differ"
+    else:
+        cause = "something changes them outside the optimizer, on some ranks only"
+    return Finding(
+        code="parameters-diverged",
+        property="parameters",
+        rank=number,
+        step=max(index - 1, 0),
+        tensor=bad[0],
+        where=None if before is None else before["where"],
+        cause=f"after step {max(index - 1, 0)} rank {number} has other values than rank 0 in {listed(bad)}: {cause}",
+        fix="do the same to the parameters on every rank, or broadcast them from rank 0 afterwards",
+    )
+
+
+def differing_after(first: Event, other: Event | None) -> bool:
+    """Returns whether parameters differed right after a step."""
+    return other is not None and first["after"] is not None and first["after"] != other["after"]
+
+
+def rates(record: Record, index: int, rank: int) -> Finding:
+    """Returns the finding for learning rates that differ at the step `index`."""
+    first, theirs = record.ranks[0].steps[index], record.ranks[rank].steps[index]
+    optimizers = [event for event in record.ranks[rank].of("optimizer") if event["number"] == theirs["optimizer"]]
+    schedules = [event for event in record.ranks[rank].of("scheduler") if event["event"] <= index]
+    where = schedules[-1]["where"] if schedules and index else (optimizers[0]["where"] if optimizers else None)
+    return Finding(
+        code="learning-rate-differs",
+        property="control",
+        rank=record.ranks[rank].number,
+        step=index,
+        factor=_ratio(first["rates"], theirs["rates"]),
+        where=where,
+        cause=f"at step {index} rank {record.ranks[rank].number} steps with the rate {_short(theirs['rates'])}, rank 0 "
+        f"with {_short(first['rates'])}",
+        fix="let every rank compute the rate from values that all ranks share: reduce the metric that a schedule sees",
+    )
+
+
+def _ratio(first: list[float], theirs: list[float]) -> float | None:
+    return theirs[0] / first[0] if first and theirs and first[0] else None
+
+
+def _short(values: list[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+def _where(window: list[Event], kind: str) -> str | None:
+    return next((event["where"] for event in reversed(window) if event["kind"] == kind), None)

@@ -1,0 +1,123 @@
+"""Whether the ranks communicate in one order, and what each waits for when they do not come back.
+
+Ranks may call one collective from different lines (`if rank == 0: … else: …`), so lines alone prove nothing. Two
+lines that both ranks come by, in another order, do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from samestep.verification.findings import PROVED, Finding, Report, unchecked
+from samestep.verification.journal import Event
+from samestep.verification.judging.record import Rank, Record
+
+__all__: list[str] = []
+
+_AHEAD = 8  # calls within which two exchanged ones are looked for
+
+
+def judge(record: Record, report: Report) -> None:
+    """Adds what the collectives tell."""
+    if record.size < 2:
+        report.cover("communication", unchecked("there is one rank"))
+        return
+    for other in record.ranks[1:]:
+        if found := next(_compared(record.ranks[0], other), None):
+            report.add([found])
+            return
+    report.cover("communication", PROVED)
+
+
+def calls(rank: Rank) -> list[Event]:
+    """Returns a rank's collectives of more than two, in order."""
+    return [event for event in rank.of("collective") if not event["between_two"]]
+
+
+def _compared(first: Rank, other: Rank) -> Iterator[Finding]:
+    groups = {call["group"] for call in calls(first)} & {call["group"] for call in calls(other)}
+    for group in sorted(groups):
+        mine = [call for call in calls(first) if call["group"] == group]
+        theirs = [call for call in calls(other) if call["group"] == group]
+        for index, (one, two) in enumerate(zip(mine, theirs, strict=False)):
+            if _signature(one) == _signature(two) and one["where"] == two["where"]:
+                continue
+            if _exchanged(mine[index:], theirs[index:]):
+                yield _order(other, one, two)
+                return
+            if _signature(one) != _signature(two):
+                yield _mismatch(other, one, two)
+                return
+
+
+def _signature(call: Event) -> tuple[object, ...]:
+    if call["op"] in {"barrier", "monitored_barrier"} or "object" in call["op"]:
+        return (call["op"], call["root"])
+    shapes = [] if call["op"] in {"gather", "scatter", "all_gather", "reduce_scatter"} else call["shapes"]
+    return (call["op"], call["root"], call["reduce"], str(shapes), str(call["dtypes"][:1]))
+
+
+def _exchanged(mine: list[Event], theirs: list[Event]) -> bool:
+    here, there = mine[0]["where"], theirs[0]["where"]
+    if here == there:
+        return False
+    later = {call["where"] for call in theirs[1:_AHEAD]}, {call["where"] for call in mine[1:_AHEAD]}
+    return here in later[0] and there in later[1]
+
+
+def _order(other: Rank, one: Event, two: Event) -> Finding:
+    return Finding(
+        code="collective-order",
+        property="communication",
+        rank=other.number,
+        step=two["window"],
+        where=two["where"],
+        cause=f"rank {other.number} calls {two['op']} at {two['where']} while rank 0 calls {one['op']} at "
+        f"{one['where']}, and later the other way round: what was meant for one goes into the other",
+        fix="call collectives in one order on all ranks",
+    )
+
+
+def _mismatch(other: Rank, one: Event, two: Event) -> Finding:
+    return Finding(
+        code="collective-mismatch",
+        property="communication",
+        rank=other.number,
+        where=two["where"],
+        cause=f"rank {other.number} calls {_told(two)} where rank 0 calls {_told(one)}",
+        fix="let all ranks call the same operation, with tensors of one shape and type",
+    )
+
+
+def _told(call: Event) -> str:
+    form = f" of {call['dtypes'][0]} {call['shapes'][0]}" if call["shapes"] else ""
+    return f"{call['op']}{form} at {call['where']}"
+
+
+def stuck(record: Record) -> Finding:
+    """Returns the finding for a run in which nothing moved any more: who waits where, and for whom."""
+    last = {rank.number: next(reversed(calls(rank)), None) for rank in record.ranks}
+    counts = {rank.number: len(calls(rank)) for rank in record.ranks}
+    most = max(counts.values(), default=0)
+    waiting = [number for number, count in counts.items() if count == most]
+    missing = [number for number, count in counts.items() if count < most]
+    gone = [rank.number for rank in record.ranks if rank.ended is not None]
+    culprit = next(iter(gone or missing), None)
+    where = last[waiting[0]] if waiting else None
+    cause = "nothing moves any more"
+    if where is not None:
+        cause = f"rank {waiting[0]} waits in {where['op']} at {where['where']}"
+    if culprit is not None:
+        there = last[culprit]
+        has = "has ended" if culprit in gone else "is not in it"
+        behind = f"; its last collective was {there['op']} at {there['where']}" if there is not None else ""
+        cause += f" for rank {culprit}, which {has}{behind}"
+    return Finding(
+        code="hang",
+        property="communication",
+        rank=culprit,
+        step=len(record.ranks[0].steps) if record.ranks else None,
+        where=None if where is None else where["where"],
+        cause=cause,
+        fix="let every rank come by every collective: no collective under a condition that ranks may see differently",
+    )

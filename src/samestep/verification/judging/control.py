@@ -1,0 +1,150 @@
+"""Whether the ranks do the same things equally often: steps, skips, schedules, rates, evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from samestep.verification.findings import PROVED, Finding, Report, unchecked
+from samestep.verification.judging import causes
+from samestep.verification.judging.record import Record
+
+__all__: list[str] = []
+
+
+def judge(record: Record, report: Report) -> None:
+    """Adds what the counts tell."""
+    if not any(rank.steps for rank in record.ranks):
+        report.cover("control", unchecked("no optimizer step was seen"))
+        return
+    report.add(_rates(record))
+    report.add(_steps(record))
+    report.add(_scalers(record))
+    report.add(_schedules(record))
+    report.add(_clipped_scaled(record))
+    report.add(_accumulated(record))
+    report.add(_data_parallel(record))
+    report.cover("control", PROVED)
+
+
+def _rates(record: Record) -> Iterator[Finding]:
+    for index in range(record.steps):
+        events = record.events_of_step(index)
+        for rank, event in enumerate(events[1:], 1):
+            if event["rates"] != events[0]["rates"]:
+                yield causes.rates(record, index, rank)
+                return
+
+
+def _steps(record: Record) -> Iterator[Finding]:
+    if not all(rank.is_complete for rank in record.ranks):
+        return
+    counts = [len(rank.steps) for rank in record.ranks]
+    if len(set(counts)) > 1:
+        rank = next(i for i, count in enumerate(counts) if count != counts[0])
+        yield Finding(
+            code="steps-differ",
+            property="control",
+            rank=record.ranks[rank].number,
+            step=min(counts),
+            cause=f"rank {record.ranks[rank].number} took {counts[rank]} optimizer steps, rank 0 {counts[0]}",
+            fix="let all ranks decide together: reduce what the decision depends on",
+        )
+
+
+def _scalers(record: Record) -> Iterator[Finding]:
+    told = [[(event["scale"], event["skipped"]) for event in rank.of("scaler")] for rank in record.ranks]
+    for rank, theirs in enumerate(told[1:], 1):
+        for index, (first, other) in enumerate(zip(told[0], theirs, strict=False)):
+            if first != other:
+                event = record.ranks[rank].of("scaler")[index]
+                does = "skips" if other[1] else "does not skip"
+                yield Finding(
+                    code="steps-differ",
+                    property="control",
+                    rank=record.ranks[rank].number,
+                    step=index,
+                    where=event["where"],
+                    cause=f"at call {index} of scaler.step rank {record.ranks[rank].number} {does} and has the scale "
+                    f"{other[0]:g}, rank 0 {'skips' if first[1] else 'does not skip'} and has {first[0]:g}",
+                    fix="reduce the gradients before the scaler looks at them, or reduce its found_inf",
+                )
+                return
+
+
+def _schedules(record: Record) -> Iterator[Finding]:
+    if not all(rank.is_complete for rank in record.ranks):
+        return
+    counts = [len(rank.of("scheduler")) for rank in record.ranks]
+    if len(set(counts)) > 1:
+        rank = next(i for i, count in enumerate(counts) if count != counts[0])
+        events = record.ranks[rank].of("scheduler") or record.ranks[0].of("scheduler")
+        yield Finding(
+            code="steps-differ",
+            property="control",
+            rank=record.ranks[rank].number,
+            where=events[0]["where"],
+            cause=f"rank {record.ranks[rank].number} stepped its schedule {counts[rank]} times, rank 0 {counts[0]}",
+            fix="step the schedule on every rank",
+        )
+
+
+def _clipped_scaled(record: Record) -> Iterator[Finding]:
+    for event in record.ranks[0].of("clipped_scaled"):
+        if event["scale"] != 1.0:
+            yield Finding(
+                code="gradient-scale",
+                property="gradients",
+                step=event["event"],
+                factor=event["scale"],
+                where=event["where"],
+                cause=f"gradients are clipped while the scaler still has them multiplied by {event['scale']:g}, so the "
+                "threshold means a norm that is smaller by as much",
+                fix="scaler.unscale_(optimizer)    # before clip_grad_norm_",
+            )
+            return
+
+
+def _accumulated(record: Record) -> Iterator[Finding]:
+    """A mean loss of each of k micro-batches, added up and not divided by k, is k times the mean of all."""
+    rank = record.ranks[0]
+    for step in rank.steps:
+        backwards = [event for event in rank.by_window.get(step["window"], []) if event["kind"] == "backward"]
+        batches = [
+            event for event in rank.by_window.get(step["window"], []) if event["kind"] == "batch" and event["training"]
+        ]
+        lines = {event["where"] for event in backwards}
+        count = len(backwards)
+        if count < 2 or len(lines) > 1 or len(batches) != count or len(rank.of("optimizer")) > 1:
+            continue
+        means = all(event.get("loss") in _MEANS and event["mean"] for event in backwards)
+        if means and all(event["links"] == 0 for event in backwards):
+            yield Finding(
+                code="gradient-scale",
+                property="gradients",
+                step=step["event"],
+                factor=float(count),
+                where=backwards[0]["where"],
+                cause=f"{count} micro-batches are added up in one step, each with the gradient of its own mean: "
+                f"together {count} times the gradient of the mean of all",
+                fix=f"(loss / {count}).backward()",
+            )
+            return
+
+
+_MEANS = {"MeanBackward0", "NllLossBackward0", "MseLossBackward0", "SmoothL1LossBackward0", "NllLoss2DBackward0"}
+
+
+def _data_parallel(record: Record) -> Iterator[Finding]:
+    for rank in record.ranks:
+        for event in rank.of("wrap"):
+            if event["wrapper"] == "DataParallel":
+                yield Finding(
+                    code="data-parallel-module",
+                    property="control",
+                    rank=rank.number,
+                    where=event["where"],
+                    cause="nn.DataParallel splits each batch over the devices of one process, with statistics and "
+                    "losses per device; on several processes it averages nothing between them",
+                    fix="model = samestep.replicate(model, world), or DistributedDataParallel(model)",
+                )
+                return

@@ -1,0 +1,86 @@
+"""What all ranks of a run have written down, sorted for a judge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from samestep.verification import journal
+from samestep.verification.journal import Event
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank's events, in their order."""
+
+    number: int
+    events: list[Event]
+
+    def of(self, *kinds: str) -> list[Event]:
+        """Returns the events of some kinds."""
+        return [event for event in self.events if event["kind"] in kinds]
+
+    @cached_property
+    def steps(self) -> list[Event]:
+        """The optimizer steps; each with "after", the parameters' digests behind it, where it came to that."""
+        after = {event["event"]: event["parameters"] for event in self.of("stepped")}
+        return [{**event, "after": after.get(event["event"])} for event in self.of("step")]
+
+    @cached_property
+    def by_window(self) -> dict[int, list[Event]]:
+        """Window -> what happened in it."""
+        windows: dict[int, list[Event]] = {}
+        for event in self.events:
+            if "window" in event:
+                windows.setdefault(event["window"], []).append(event)
+        return windows
+
+    @cached_property
+    def ended(self) -> Event | None:
+        """How its script ended; None where it was stopped or died."""
+        ends = self.of("end")
+        return ends[-1] if ends else None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the script came to its own end."""
+        return self.ended is not None and not self.ended["enough"] and self.ended["error"] is None
+
+
+@dataclass(frozen=True)
+class Record:
+    """The ranks of a run that trained, in order."""
+
+    folder: Path
+    ranks: list[Rank]
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return len(self.ranks)
+
+    @cached_property
+    def steps(self) -> int:
+        """How many optimizer steps all of them have taken."""
+        return min((len(rank.steps) for rank in self.ranks), default=0)
+
+    def events_of_step(self, index: int) -> list[Event]:
+        """Returns the step of that number, of every rank."""
+        return [rank.steps[index] for rank in self.ranks]
+
+    def value(self, rank: int, number: int) -> Any:
+        """Returns a big value. It was written by a process of ours, in a folder of ours."""
+        import torch
+
+        return torch.load(journal.value_path(self.folder, rank, number), weights_only=False)
+
+
+def read(folder: Path) -> Record:
+    """Returns what lies in a folder of journals; ranks that only started others are left out."""
+    numbers = sorted(int(path.stem.removeprefix("rank")) for path in folder.glob("rank*.jsonl"))
+    ranks = [Rank(number, journal.read(folder, number)) for number in numbers]
+    return Record(folder, ranks)

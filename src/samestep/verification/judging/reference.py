@@ -1,0 +1,232 @@
+"""Whether the gradients of N ranks are those of one process, and if not, what they are instead.
+
+g    of the ranks          r    of the script alone, with all samples          s₁ … s_N   alone, with one rank's
+
+g = r                      the same, up to rounding that is measured
+g = c·r                    a wrong scale: c = 1/N says that a sum was averaged
+g = mean(s), r = Σ wᵢ·sᵢ   a mean of means: the ranks' parts count alike though they are not alike in size
+g = mean(s), r otherwise   the loss of the whole batch is no mean over its parts (in-batch negatives): declared
+anything else              is told with its worst tensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from samestep.verification import numerics
+from samestep.verification.findings import AGREES, DECLARED, Finding, Report, unchecked
+from samestep.verification.journal import Event
+from samestep.verification.judging.record import Record
+from samestep.verification.judging.words import plural
+from samestep.verification.runs import Ended
+
+__all__: list[str] = []
+
+_EXPLAINED = 0.02  # a fit that leaves less than this share of a large error unexplained explains it
+
+
+@dataclass(frozen=True)
+class Run:
+    """The script alone: how it ended, and what it has written down."""
+
+    ended: Ended
+    record: Record
+
+    @property
+    def steps(self) -> dict[int, Event]:
+        """Event -> the step, where gradients are kept."""
+        ranks = self.record.ranks
+        return {event["event"]: event for event in ranks[0].of("step")} if ranks else {}
+
+    def gradients(self, event: int) -> Any:
+        """Returns the gradients at a step."""
+        return self.record.value(0, self.steps[event]["kept"])
+
+    @property
+    def unjoinable(self) -> str | None:
+        """Why the ranks' batches could not be made one."""
+        events = self.record.ranks[0].of("unjoinable") if self.record.ranks else []
+        return events[0]["why"] if events else None
+
+
+@dataclass
+class Comparison:
+    """Of the ranks with the script alone.
+
+    Attributes:
+        record: of the ranks.
+        whole: the script alone, with what all ranks used.
+        permuted: the same with the samples of each batch in another order.
+        of_rank: runs the script alone with what one rank used.
+    """
+
+    record: Record
+    whole: Run
+    permuted: Run
+    of_rank: Callable[[int], Run]
+
+    def judge(self, report: Report) -> None:
+        """Adds what the comparison tells."""
+        mine = [event for event in self.record.ranks[0].steps if event["kept"] is not None]
+        common = [event for event in mine if event["event"] in self.whole.steps]
+        if not common:
+            report.cover("gradients", unchecked(self._why()))
+            return
+        if report.coverage.get("gradients") == "refuted":
+            return
+        worst, floor = 0.0, 0.0
+        for event in common:
+            apart, noise, limit = self._apart(event)
+            worst, floor = max(worst, apart.worst), max(floor, noise)
+            if apart.worst > limit:
+                self._explain(event, apart, limit, report)
+                return
+        state = DECLARED if self._has_norms() else AGREES
+        if numerics.is_too_coarse(floor, self._recorded(common[0])):
+            report.cover("gradients", unchecked(f"rounding alone is {floor:.0e} of a gradient at this precision"))
+            return
+        margin = f"worst error {worst:.1e}, rounding alone {floor:.1e}, {plural(len(common), 'step')}"
+        report.cover("gradients", state, margin)
+
+    def _why(self) -> str:
+        if self.whole.unjoinable is not None:
+            return f"the ranks' batches cannot be joined to one: {self.whole.unjoinable}"
+        if self.whole.ended.hung:
+            return "the script alone hangs"
+        failure = self.whole.ended.failure
+        if failure is not None:
+            return f"the script cannot run alone: {failure['exception']}: {failure['message'][:200]}"
+        return "the script alone took other steps"
+
+    def _recorded(self, event: Event) -> Any:
+        return self.record.value(0, event["kept"])
+
+    def _apart(self, event: Event) -> tuple[numerics.Distance, float, float]:
+        number = event["event"]
+        recorded, alone = self._recorded(event), self.whole.gradients(number)
+        floor = 0.0
+        if number in self.permuted.steps:
+            floor = numerics.distance(self.permuted.gradients(number), alone).worst
+        return numerics.distance(recorded, alone), floor, numerics.limit(floor, alone)
+
+    def _has_norms(self) -> bool:
+        return any(event["norms"] for event in self.record.ranks[0].of("wrap"))
+
+    def _explain(self, event: Event, apart: numerics.Distance, limit: float, report: Report) -> None:
+        found = next(self._explanations(event, apart, limit), None) or self._unexplained(event, apart)
+        report.add([found])
+        if found.severity == "note":
+            report.cover("gradients", DECLARED)
+
+    def _explanations(self, event: Event, apart: numerics.Distance, limit: float) -> Iterator[Finding]:
+        number = event["event"]
+        recorded, alone = self._recorded(event), self.whole.gradients(number)
+        one, whole = numerics.flat(recorded, alone), numerics.flat(alone, recorded)
+        scaled = numerics.fit(one, [whole])
+        if scaled.left < max(limit, _EXPLAINED * apart.whole):
+            yield self._scaled(event, scaled.factors[0])
+            return
+        runs = [self.of_rank(rank) for rank in range(self.record.size)]
+        if not all(number in run.steps for run in runs):
+            return
+        parts = [numerics.flat(run.gradients(number), alone) for run in runs]
+        mean = sum(parts) / len(parts)
+        as_mean = float((one - mean).norm() / one.norm().clamp_min(1e-300))
+        if as_mean > max(limit, _EXPLAINED * apart.whole):
+            yield from self._of_some(event, one, parts, limit)
+            return
+        weights = numerics.fit(whole, parts)
+        if weights.left < max(limit, _EXPLAINED * apart.whole):
+            yield self._mean_of_means(event, weights.factors)
+        else:
+            yield self._composed(event)
+
+    def _of_some(self, event: Event, one: Any, parts: list[Any], limit: float) -> Iterator[Finding]:
+        weights = numerics.fit(one, parts)
+        if weights.left < max(limit, 1e-4):
+            shares = ", ".join(f"{factor:.3g}" for factor in weights.factors)
+            yield Finding(
+                code="gradient-differs",
+                property="gradients",
+                step=event["event"],
+                where=self._backward(event),
+                cause=f"at step {event['event']} the ranks' gradients count {shares} times, where a mean counts each "
+                f"{1 / len(parts):.3g} times",
+                fix="weigh every rank by its share of the step's samples",
+            )
+
+    def _scaled(self, event: Event, factor: float) -> Finding:
+        size, micro = self.record.size, max(event["micro"], 1)
+        cause, fix = _meaning(factor, size, micro)
+        return Finding(
+            code="gradient-scale",
+            property="gradients",
+            step=event["event"],
+            factor=round(factor, 6),
+            where=self._backward(event),
+            cause=f"at step {event['event']} every gradient is {factor:.4f} times that of one process: {cause}",
+            fix=fix,
+        )
+
+    def _mean_of_means(self, event: Event, weights: tuple[float, ...]) -> Finding:
+        shares = ", ".join(f"{weight:.3f}" for weight in weights)
+        return Finding(
+            code="gradient-differs",
+            property="gradients",
+            step=event["event"],
+            where=self._backward(event),
+            cause=f"at step {event['event']} the gradient is the mean of the ranks' means, though their parts are not "
+            f"alike: one process weighs them {shares}, the ranks {1 / len(weights):.3f} each",
+            fix="divide each rank's sum by the number of items of all ranks, times the world size: "
+            "F.cross_entropy(…, reduction='sum') * world_size / all_items; samestep does it in batches.mean(losses)",
+        )
+
+    def _composed(self, event: Event) -> Finding:
+        return Finding(
+            code="gradient-differs",
+            severity="note",
+            property="gradients",
+            step=event["event"],
+            where=self._backward(event),
+            cause="the loss of the whole batch is no mean over its parts (it compares samples with each other, say), "
+            "so N ranks and one process train on different losses; the ranks' average is right for what they compute",
+            fix="gather what is compared from all ranks, with gradients, if the whole batch is meant",
+        )
+
+    def _unexplained(self, event: Event, apart: numerics.Distance) -> Finding:
+        name = list(event["gradients"])[apart.tensor]
+        return Finding(
+            code="gradient-differs",
+            property="gradients",
+            step=event["event"],
+            tensor=name,
+            where=self._backward(event),
+            cause=f"at step {event['event']} the gradients are not those of one process, most of all that of {name}: "
+            f"an error of {apart.worst:.1e} of its norm",
+            fix=None,
+        )
+
+    def _backward(self, event: Event) -> str:
+        window = self.record.ranks[0].by_window.get(event["window"], [])
+        where: str = next((one["where"] for one in reversed(window) if one["kind"] == "backward"), event["where"])
+        return where
+
+
+def _meaning(factor: float, size: int, micro: int) -> tuple[str, str]:
+    def near(value: float) -> bool:
+        return abs(factor / value - 1) < 0.01
+
+    if near(1 / size):
+        return (
+            f"1/{size}, the number of ranks: a sum is averaged (DistributedDataParallel divides by it)",
+            "(loss * world_size).backward(), or a mean over the items of all ranks",
+        )
+    if near(size):
+        return f"{size}, the number of ranks: the loss, or the gradient, is multiplied by it", "leave the factor out"
+    if micro > 1 and near(1 / micro):
+        return f"1/{micro}, the number of micro-batches: it is divided by it twice", "divide once"
+    if micro > 1 and near(micro):
+        return f"{micro}, the number of micro-batches: it is not divided by it", f"(loss / {micro}).backward()"
+    return "a constant factor", "look for what multiplies or divides on several ranks only"

@@ -1,0 +1,314 @@
+"""Whether the ranks together use every sample once an epoch, in another order each epoch, of one and the same data.
+
+A pass of a DataLoader belongs to training if an optimizer stepped while it lasted. Samples are told apart by their
+index where the dataset has one and all ranks hold the same dataset; else by what is in them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from samestep.verification.findings import AGREES, DECLARED, PROVED, Finding, Report, unchecked
+from samestep.verification.journal import Event
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.words import plural
+
+__all__: list[str] = []
+
+_SHARED_ROWS = 0.5  # of what a rank sees; so many samples of one content are no coincidence
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of one rank over one DataLoader."""
+
+    rank: int
+    about: Event
+    batches: list[Event]
+    complete: bool
+    steps: int
+
+    @cached_property
+    def indices(self) -> list[int] | None:
+        """The samples' indices, in order; None where there are none."""
+        if not self.batches or any(batch["indices"] is None for batch in self.batches):
+            return None
+        return [index for batch in self.batches for index in batch["indices"]]
+
+    @cached_property
+    def rows(self) -> list[str]:
+        """The samples' digests, in order."""
+        return [row for batch in self.batches for row in batch["rows"]]
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it was trained on."""
+        return self.steps > 0
+
+
+def passes(rank: Rank) -> list[Pass]:
+    """Returns a rank's passes, in the order in which they began."""
+    batches: dict[tuple[str, int], list[Event]] = {}
+    for event in rank.of("batch"):
+        batches.setdefault((event["key"], event["number"]), []).append(event)
+    done = {(event["key"], event["number"]) for event in rank.of("passed")}
+    stepped = {event["window"] for event in rank.steps}
+    told = []
+    for event in rank.of("pass"):
+        name = (event["key"], event["number"])
+        mine = batches.get(name, [])
+        steps = len({batch["window"] for batch in mine if batch["training"]} & stepped)
+        told.append(Pass(rank.number, event, mine, name in done, steps))
+    return told
+
+
+def together(record: Record) -> list[list[Pass]]:
+    """Returns the passes that all ranks have made, one list for each."""
+    mine = [{(one.about["key"], one.about["number"]): one for one in passes(rank)} for rank in record.ranks]
+    return [[theirs[name] for theirs in mine] for name in mine[0] if all(name in theirs for theirs in mine)]
+
+
+def judge(record: Record, report: Report) -> None:
+    """Adds what the samples tell."""
+    training = [group for group in together(record) if all(one.is_training for one in group)]
+    if not training:
+        report.cover("data", unchecked("no DataLoader was trained on"))
+        return
+    for group in training:
+        report.add(_lengths(group))
+        report.add(_same_data(group, record))
+        report.add(_once(group))
+    report.add(_orders(training))
+    report.add(_dropped(record, training))
+    whole = [group for group in training if all(one.complete for one in group)]
+    notes = [finding for finding in report.findings if finding.property == "data"]
+    margin = f"{plural(len(whole), 'epoch')} of {plural(len(training[0]), 'rank')}" if whole else None
+    report.cover("data", DECLARED if notes else PROVED if whole else AGREES, margin)
+
+
+def _lengths(group: Sequence[Pass]) -> Iterator[Finding]:
+    sizes = [one.about["samples"] for one in group]
+    if len(set(sizes)) > 1 and _is_split(group):
+        rank = next(i for i, size in enumerate(sizes) if size != sizes[0])
+        yield _datasets(group, rank, f"has {sizes[rank]} samples, that of rank 0 {sizes[0]}")
+
+
+def _datasets(group: Sequence[Pass], rank: int, what: str) -> Finding:
+    return Finding(
+        code="datasets-differ",
+        property="data",
+        rank=group[rank].rank,
+        where=group[0].about["key"].rpartition("#")[0],
+        cause=f"the dataset of rank {group[rank].rank} {what}",
+        fix="build the dataset alike on all ranks: sort what a directory lists, seed every split alike",
+    )
+
+
+def _is_split(group: Sequence[Pass]) -> bool:
+    """Whether the indices themselves are cut between the ranks, which needs one dataset on all."""
+    return group[0].about["sampler"] == "DistributedSampler" or _disjoint([set(one.indices or ()) for one in group])
+
+
+def _disjoint(sets: Sequence[set[Any]]) -> bool:
+    union: set[Any] = set().union(*sets)
+    return all(sets) and len(union) == sum(map(len, sets))
+
+
+def _same_data(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
+    """Whether one index means one sample on all ranks; what each rank showed of its dataset is compared."""
+    prints = [_fingerprint(record.ranks[i], one.about["key"]) for i, one in enumerate(group)]
+    for rank, told in enumerate(prints[1:], 1):
+        if told is not None and prints[0] is not None and told != prints[0] and _is_split(group):
+            differ = sorted(index for index in prints[0] if told.get(index) != prints[0][index])
+            yield _datasets(group, rank, f"has another sample {differ[0] if differ else ''} than that of rank 0")
+            return
+
+
+def _fingerprint(rank: Rank, key: str) -> dict[str, str] | None:
+    told = [event for event in rank.of("fingerprint") if event["key"] == key]
+    return told[0]["samples"] if told else None
+
+
+def _once(group: Sequence[Pass]) -> Iterator[Finding]:
+    """Whether each sample is used once: over all ranks, as far as the pass went on all of them."""
+    identities = _identities(group)
+    if identities is None or any(one.about["replacement"] for one in group):
+        yield from _alike(group)
+        return
+    counts = Counter(identity for theirs in identities for identity in theirs)
+    repeated = [identity for identity, count in counts.items() if count > 1]
+    extra = sum(counts.values()) - len(counts)
+    size = group[0].about["samples"]
+    where = group[0].about["key"].rpartition("#")[0]
+    if extra and _is_padding(group, extra):
+        yield Finding(
+            code="samples-repeated",
+            severity="note",
+            property="data",
+            where=where,
+            cause=f"{plural(extra, 'sample')} of {size} used twice in an epoch, so that every rank gets as many: "
+            "DistributedSampler pads",
+            fix="DistributedSampler(…, drop_last=True), or samestep.shards, which cuts exactly",
+        )
+    elif extra:
+        yield _repeated(group, identities, extra, len(repeated), where)
+    elif size is not None and all(one.complete for one in group) and not group[0].about["drop_last"]:
+        missing = size - len(counts)
+        if missing > 0 and _is_split(group):
+            yield _missing(group, missing, size, where)
+
+
+def _identities(group: Sequence[Pass]) -> list[list[Any]] | None:
+    indices = [one.indices for one in group]
+    if all(theirs is not None for theirs in indices):
+        return [theirs or [] for theirs in indices]
+    rows = [one.rows for one in group]
+    return rows if all(rows) else None
+
+
+def _is_padding(group: Sequence[Pass], extra: int) -> bool:
+    return group[0].about["sampler"] == "DistributedSampler" and extra < len(group)
+
+
+def _repeated(group: Sequence[Pass], identities: list[list[Any]], extra: int, count: int, where: str) -> Finding:
+    within = sum(len(theirs) - len(set(theirs)) for theirs in identities)
+    iterable = group[0].indices is None
+    if within and iterable and group[0].about["workers"] > 1:
+        cause = f"each of {group[0].about['workers']} workers of a rank yields the same samples"
+        fix = "split the stream by worker too: info = get_worker_info(); yield every (rank·workers + info.id)-th sample"
+    elif iterable:
+        cause = "each rank yields the same samples: the stream is not split by rank"
+        fix = "itertools.islice(samples, rank, None, world_size)"
+    else:
+        cause = f"the ranks draw from the whole dataset, each for itself ({group[0].about['sampler']})"
+        fix = "DataLoader(…, sampler=DistributedSampler(dataset)), or samestep.shards(dataset, world, batch_size=…)"
+    return Finding(
+        code="samples-repeated",
+        property="data",
+        where=where,
+        cause=f"in epoch {group[0].about['number']} {plural(count, 'sample')} are used more than once ({extra} uses "
+        f"too many): {cause}",
+        fix=fix,
+    )
+
+
+def _missing(group: Sequence[Pass], missing: int, size: int, where: str) -> Finding:
+    return Finding(
+        code="samples-missing",
+        property="data",
+        where=where,
+        cause=f"in epoch {group[0].about['number']} {plural(missing, 'sample')} of {size} are used on no rank",
+        fix="DataLoader(…, sampler=DistributedSampler(dataset)), or samestep.shards(dataset, world, batch_size=…)",
+    )
+
+
+def _alike(group: Sequence[Pass]) -> Iterator[Finding]:
+    """Drawn with replacement, samples may come twice; but not in the same sequence on two ranks."""
+    drawn = [one.indices if one.indices is not None else one.rows for one in group]
+    for rank, theirs in enumerate(drawn[1:], 1):
+        if theirs and theirs == drawn[0]:
+            yield Finding(
+                code="samples-repeated",
+                property="data",
+                rank=group[rank].rank,
+                where=group[0].about["key"].rpartition("#")[0],
+                cause=f"rank {group[rank].rank} draws the very samples that rank 0 draws, in the same order "
+                f"({group[0].about['sampler']})",
+                fix="give each rank's sampler a generator of its own: torch.Generator().manual_seed(seed + rank)",
+            )
+            return
+
+
+def _orders(training: list[list[Pass]]) -> Iterator[Finding]:
+    """Whether the order changes from epoch to epoch, where it is one that was drawn."""
+    by_key: dict[str, list[list[Pass]]] = {}
+    for group in training:
+        by_key.setdefault(group[0].about["key"], []).append(group)
+    for key, groups in by_key.items():
+        for earlier, later in pairwise(groups):
+            first, second = _order(earlier), _order(later)
+            common = min(len(first), len(second))
+            if common > 1 and first[:common] == second[:common] and _was_drawn(first, earlier[0]):
+                yield _same_order(key, earlier[0], common)
+                return
+
+
+def _order(group: Sequence[Pass]) -> list[Any]:
+    return group[0].indices if group[0].indices is not None else group[0].rows
+
+
+def _was_drawn(order: list[Any], about: Pass) -> bool:
+    """Whether somebody shuffled: an order that simply ascends was meant."""
+    if about.indices is None:
+        return False
+    return order != sorted(order)
+
+
+def _same_order(key: str, one: Pass, common: int) -> Finding:
+    sampler = one.about["sampler"]
+    fix = "sampler.set_epoch(epoch)    # at the start of every epoch" if sampler == "DistributedSampler" else None
+    return Finding(
+        code="same-order-every-epoch",
+        property="data",
+        where=key.rpartition("#")[0],
+        cause=f"epoch {one.about['number'] + 1} begins with the same {common} samples in the same order as epoch "
+        f"{one.about['number']}, and the order is a shuffled one ({sampler}, whose epoch stays {one.about['epoch']})",
+        fix=fix or "draw the order anew in every epoch, from seed and epoch",
+    )
+
+
+def _dropped(record: Record, training: list[list[Pass]]) -> Iterator[Finding]:
+    """Batches at the end of a pass that no step used in it: thrown away, or left to the next epoch's first step."""
+    rank = record.ranks[0]
+    stepped = {event["window"]: event for event in rank.steps}
+    for group in training:
+        one = group[0]
+        if not one.complete or not one.batches:
+            continue
+        last = one.batches[-1]["window"]
+        rest = [batch for batch in one.batches if batch["window"] == last]
+        shared = {
+            batch["key"] + str(batch["number"])
+            for batch in rank.of("batch")
+            if batch["window"] == last and batch["training"]
+        }
+        if last in stepped and len(shared) > 1 and one.about["number"] < _latest(training, one):
+            backwards = [event for event in rank.by_window[last] if event["kind"] == "backward"]
+            yield _leaked(one, rest, stepped[last], len(backwards))
+            return
+        if last not in stepped and len(one.batches) > len(rest):
+            yield _unstepped(one, rest)
+            return
+
+
+def _latest(training: list[list[Pass]], one: Pass) -> int:
+    return max(int(group[0].about["number"]) for group in training if group[0].about["key"] == one.about["key"])
+
+
+def _leaked(one: Pass, rest: list[Event], step: Event, backwards: int) -> Finding:
+    return Finding(
+        code="gradient-differs",
+        property="gradients",
+        step=step["event"],
+        where=step["where"],
+        cause=f"the last {plural(len(rest), 'batch')} of epoch {one.about['number']} fill no whole window, and their "
+        f"gradients are left to the first step of the next epoch ({backwards} backward passes in it)",
+        fix="step at the last batch of an epoch too, divided by the number of batches that are in that step",
+    )
+
+
+def _unstepped(one: Pass, rest: list[Event]) -> Finding:
+    samples = sum(batch["size"] for batch in rest)
+    return Finding(
+        code="samples-missing",
+        property="data",
+        where=one.about["where"],
+        cause=f"the last {plural(len(rest), 'batch')} of epoch {one.about['number']} ({plural(samples, 'sample')} on "
+        "rank 0) were loaded, and no optimizer step used them",
+        fix="step at the last batch of an epoch too: if (i + 1) % k == 0 or i + 1 == len(loader): optimizer.step()",
+    )

@@ -1,0 +1,159 @@
+"""Whether the ranks are replicas: the same parameters before and after every step, and the same gradients at it.
+
+    start ──► step 0: parameters before, gradients, parameters after ──► step 1: …
+              │                          │                      │
+              initial-state-differs      gradients-not-…        parameters-diverged
+
+What differs later only follows from what differed first, so the first difference is the finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from samestep.verification.findings import AGREES, PROVED, Finding, Report, unchecked
+from samestep.verification.journal import Event
+from samestep.verification.judging.causes import of_gradients, of_parameters
+from samestep.verification.judging.record import Record
+from samestep.verification.judging.words import listed, plural
+
+__all__: list[str] = []
+
+
+def judge(record: Record, report: Report) -> None:
+    """Adds what the states of the ranks tell."""
+    if record.steps == 0:
+        for name in ("initial_state", "gradients", "parameters"):
+            report.cover(name, unchecked("no optimizer step was seen"))
+        return
+    order = list(_orders(record))
+    report.add(order)
+    report.cover("parameter_order", PROVED)
+    if any(finding.severity == "error" for finding in order):
+        return
+    report.add(_initial(record))
+    report.cover("initial_state", PROVED)
+    found = next(_first_difference(record), None)
+    if found is not None and not report.errors:
+        report.add([found])
+    report.cover("parameters", PROVED if record.steps > 1 or found is None else AGREES)
+    _stale(record, report)
+
+
+def _orders(record: Record) -> Iterator[Finding]:
+    """Whether all ranks registered and optimise the same parameters, in one order."""
+    for kind, key in (("wrap", "names"), ("names", "names")):
+        told = [[event[key] for event in rank.of(kind)] for rank in record.ranks]
+        for rank, theirs in enumerate(told[1:], 1):
+            for number, (first, other) in enumerate(zip(told[0], theirs, strict=False)):
+                if first != other:
+                    yield _order(record, kind, number, rank, first, other)
+                    return
+
+
+def _order(record: Record, kind: str, number: int, rank: int, first: list[str], other: list[str]) -> Finding:
+    at = next((i for i, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), 0)
+    here, there = (names[at] if at < len(names) else "nothing" for names in (first, other))
+    what = "registers" if kind == "wrap" else "gives its optimizer"
+    event = record.ranks[rank].of("wrap" if kind == "wrap" else "optimizer")
+    return Finding(
+        code="parameter-order-differs",
+        property="parameter_order",
+        rank=record.ranks[rank].number,
+        tensor=there,
+        where=event[number]["where"] if number < len(event) else None,
+        cause=f"rank {record.ranks[rank].number} {what} {there} where rank 0 has {here} (parameter {at}): the ranks "
+        "average, and broadcast, one tensor into another",
+        fix="register parameters in one order on all ranks: iterate over a list or sorted(...), not over a set",
+    )
+
+
+def _initial(record: Record) -> Iterator[Finding]:
+    starts = [next(iter(rank.of("start")), None) for rank in record.ranks]
+    first = starts[0]
+    if first is None:
+        return
+    for rank, start in zip(record.ranks[1:], starts[1:], strict=True):
+        if start is None:
+            continue
+        if bad := differing(first["parameters"], start["parameters"]):
+            yield Finding(
+                code="initial-state-differs",
+                property="initial_state",
+                rank=rank.number,
+                step=0,
+                tensor=bad[0],
+                where=_made(rank.events),
+                cause=f"before the first step rank {rank.number} has other values than rank 0 in {listed(bad)}",
+                fix=_initial_fix(record),
+            )
+            return
+
+
+def _initial_fix(record: Record) -> str:
+    if record.ranks[0].of("wrap"):
+        return "load or change weights before DistributedDataParallel(model), which sends rank 0's to all; not after it"
+    return "for p in model.parameters(): dist.broadcast(p.data, src=0)    # once, before the first step"
+
+
+def _made(events: Sequence[Event]) -> str | None:
+    made = [event for event in events if event["kind"] in {"wrap", "optimizer"}]
+    return made[0]["where"] if made else None
+
+
+def _first_difference(record: Record) -> Iterator[Finding]:
+    for index in range(record.steps):
+        events = record.events_of_step(index)
+        if bad := _differing_ranks(events, "parameters"):
+            yield of_parameters(record, index, *bad)
+            return
+        bad = _differing_ranks(events, "gradients")
+        if bad is not None and not _healed(record, index):
+            yield of_gradients(record, index, *bad)
+            return
+    last = record.events_of_step(record.steps - 1)
+    if all(event["after"] is not None for event in last) and (bad := _differing_ranks(last, "after")):
+        yield of_parameters(record, record.steps, *bad)
+
+
+def _differing_ranks(events: list[Event], key: str) -> tuple[int, list[str]] | None:
+    """The first rank that differs from rank 0, and in which tensors."""
+    for rank, event in enumerate(events[1:], 1):
+        if bad := differing(events[0][key], event[key]):
+            return rank, bad
+    return None
+
+
+def _healed(record: Record, index: int) -> bool:
+    """Whether the parameters agree again before the next step: local steps, whose parameters are averaged."""
+    return index + 1 < record.steps and _differing_ranks(record.events_of_step(index + 1), "parameters") is None
+
+
+def differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Returns the names that both have, with other values."""
+    return [name for name, value in first.items() if name in other and other[name] != value]
+
+
+def _stale(record: Record, report: Report) -> None:
+    """Whether the optimizer holds the parameters that the loss depends on."""
+    for index in range(min(record.steps, 2)):
+        event = record.ranks[0].steps[index]
+        idle = [name for name, digest in event["gradients"].items() if digest is None]
+        if event["orphans"] and idle and index == min(record.steps, 2) - 1:
+            made = [one for one in record.ranks[0].of("optimizer") if one["number"] == event["optimizer"]]
+            report.add(
+                [
+                    Finding(
+                        code="optimizer-misses-parameters",
+                        property="parameters",
+                        step=index,
+                        tensor=event["orphans"][0],
+                        where=made[0]["where"] if made and made[0]["where"] else event["where"],
+                        cause=f"{plural(len(idle), 'parameter')} of the optimizer never get a gradient, and "
+                        f"{listed(event['orphans'], 'parameter')} of the model get one and are in no optimizer: it was "
+                        "made from parameters that the model no longer has",
+                        fix="make the optimizer after the model has its final parameters",
+                    )
+                ]
+            )

@@ -1,0 +1,188 @@
+"""What `samestep verify --explain CODE` says: a page for every kind of finding. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Page:
+    """A kind of finding.
+
+    Attributes:
+        title: what is the matter, in a line.
+        why: how it comes about and what it does to the training.
+        fix: how it is mended.
+        seen: how it was noticed.
+    """
+
+    title: str
+    why: str
+    fix: str
+    seen: str
+
+
+PAGES = {
+    "initial-state-differs": Page(
+        "ranks begin with different weights",
+        "Averaged gradients keep ranks together only if they begin together. DistributedDataParallel sends rank 0's "
+        "weights to all when it is made, and never again: what is loaded or changed on one rank afterwards stays "
+        "different for good, and the checkpoint is that of one of several models.",
+        "Load weights on every rank, before DistributedDataParallel(model); by hand: dist.broadcast(p.data, src=0) for "
+        "every parameter and buffer before the first step.",
+        "digests of all parameters before the first step, compared between ranks",
+    ),
+    "parameter-order-differs": Page(
+        "ranks register their parameters in different orders",
+        "DistributedDataParallel matches parameters by their order and compares shapes only. Two of one shape that are "
+        "exchanged get each other's weights and gradients, without an error. The usual source is a set, whose order of "
+        "texts differs from process to process (PYTHONHASHSEED).",
+        "Iterate over a list, or over sorted(names).",
+        "the names in order, compared between ranks; `verify` gives every rank another hash seed",
+    ),
+    "gradients-not-synchronised": Page(
+        "ranks step with different gradients",
+        "Each rank trains a model of its own on its part of the data, and what is saved has seen 1/N of it. Usual "
+        "sources: model.module(x) in place of model(x), no_sync() around every micro-batch, layers that were frozen "
+        "when the model was wrapped, a hand-written average that leaves tensors out.",
+        "Call the wrapped model; leave the last micro-batch outside no_sync(), its forward too; wrap after unfreezing; "
+        "average every gradient between backward() and step().",
+        "digests of all gradients at every optimizer step, compared between ranks",
+    ),
+    "parameters-diverged": Page(
+        "parameters drift apart though gradients agree",
+        "Something after the average differs: learning rate, weight decay, the optimizer's own state, clipping by a "
+        "local norm, or a change of the weights on some ranks only.",
+        "Do the same on all ranks, or broadcast the parameters from rank 0 afterwards.",
+        "digests of all parameters before and after every step, compared between ranks",
+    ),
+    "buffers-diverged": Page(
+        "buffers differ where they are used",
+        "BatchNorm's running statistics are each rank's own after a training step; DistributedDataParallel overwrites "
+        "them with rank 0's at the next forward through the wrapper. An evaluation of model.module, or a checkpoint of "
+        "another rank, uses others.",
+        "Evaluate on all ranks through buffers that were broadcast from rank 0, or use synchronised BatchNorm.",
+        "digests of all buffers when an evaluation runs, compared between ranks",
+    ),
+    "gradient-scale": Page(
+        "gradients are a constant multiple of one process's",
+        "1/N: a summed loss is averaged over ranks. N: the loss is multiplied by the number of ranks once too often. "
+        "k or 1/k: micro-batches are not divided by their number, or twice. The learning rate is wrong by that factor; "
+        "Adam hides it, weight decay and clipping do not.",
+        "Let the sum of all that is backpropagated be the mean over all samples of the step.",
+        "gradients compared with the script run alone on the whole batch; the factor is fitted",
+    ),
+    "gradient-differs": Page(
+        "gradients are not those of one process",
+        "Most often a mean of means: ranks, or micro-batches, hold different numbers of samples or tokens and count "
+        "alike. Each step is pulled towards the smaller parts.",
+        "Divide every part's sum by the number of items of the whole step: loss = sum * world_size / all_items.",
+        "gradients compared with the script run alone on the whole batch, and on each rank's part",
+    ),
+    "optimizer-misses-parameters": Page(
+        "the optimizer holds other parameters than the model",
+        "A model that is rebuilt, copied or moved after its optimizer was made leaves the optimizer with the old "
+        "tensors: they get no gradient, and the new ones are never stepped. The loss stays flat.",
+        "Make the optimizer last.",
+        "parameters that get gradients and are in no optimizer, beside ones of the optimizer that get none",
+    ),
+    "samples-repeated": Page(
+        "samples are used more than once an epoch",
+        "Without a DistributedSampler every rank goes through all data; a stream that is not split by rank, or by "
+        "worker, comes as often as there are readers. An epoch is then N epochs of an N-fold smaller diversity.",
+        "DataLoader(…, sampler=DistributedSampler(dataset)); islice(stream, rank, None, world_size).",
+        "the indices and contents of what every rank's loader yields, counted together",
+    ),
+    "samples-missing": Page(
+        "samples are never used",
+        "They were dropped between ranks, or loaded and never stepped on.",
+        "Cut the data so that the parts of all ranks make the whole; step at the last batch of an epoch.",
+        "the indices of what every rank's loader yields, counted together; batches after an epoch's last step",
+    ),
+    "same-order-every-epoch": Page(
+        "the shuffle is the same in every epoch",
+        "DistributedSampler draws its order from seed and epoch, and does not know the epoch.",
+        "sampler.set_epoch(epoch) at the start of every epoch.",
+        "the order of two passes over one loader",
+    ),
+    "datasets-differ": Page(
+        "ranks hold different data",
+        "Indices are split between ranks as if they meant the same sample on all: where directories are listed in "
+        "another order, or splits are drawn with another seed, samples are lost, repeated, or leak into evaluation.",
+        "sorted(os.listdir(…)); random_split(…, generator=torch.Generator().manual_seed(0)).",
+        "length and a few samples of every rank's dataset",
+    ),
+    "random-streams": Page(
+        "random numbers are equal where they must differ, or the reverse",
+        "Equal seeds on all ranks make all ranks draw the same noise and augmentation; workers that are seeded alike "
+        "repeat each other.",
+        "torch.manual_seed(seed + rank) after the model is made; no constant seed in worker_init_fn.",
+        "what the script draws while it trains, compared between ranks and workers",
+    ),
+    "steps-differ": Page(
+        "ranks take different numbers of steps",
+        "Skipped steps, early stopping or schedules that each rank decides for itself drive ranks apart, or leave some "
+        "waiting for ever.",
+        "Decide together: reduce what the decision depends on.",
+        "steps, skips and schedules of every rank, counted",
+    ),
+    "learning-rate-differs": Page(
+        "learning rates differ",
+        "Between ranks: parameters drift apart though gradients agree. Between N ranks and one process: the script "
+        "scales its rate with the number of ranks in another way than its batch grows.",
+        "Let schedules see reduced metrics; scale the rate once.",
+        "rates of every optimizer at every step, compared between ranks and with the script alone",
+    ),
+    "collective-order": Page(
+        "ranks communicate in another order",
+        "Collectives carry no name: the first of one rank meets the first of another. Exchanged ones of one shape mix "
+        "their values without an error.",
+        "Call collectives in one order on all ranks.",
+        "the lines from which each rank calls them, in order",
+    ),
+    "collective-mismatch": Page(
+        "ranks call different collectives at once",
+        "Another operation, shape, type or root: gloo may accept it and mix values, or hang.",
+        "Let all ranks call the same, with tensors of one shape and type.",
+        "operation, shapes, types and roots of each rank's calls, in order",
+    ),
+    "evaluation-inexact": Page(
+        "the metric is not that of one process",
+        "Padding counts samples twice, drop_last leaves some out, and a mean of per-rank means weighs them wrongly.",
+        "Sum correct and count over ranks and divide once; samestep.evaluate takes every sample once.",
+        "samples of the evaluation, counted; the metric of the script alone with the same weights",
+    ),
+    "checkpoint-inexact": Page(
+        "what was loaded is not what was running",
+        "A state that is not in the file (optimizer, schedule, scaler, random streams, position in the data) begins "
+        "anew, and training goes on as another one.",
+        "Save and load everything the next step depends on; samestep.checkpoint does.",
+        "states before a save and after the load of the same file",
+    ),
+    "pipeline-inexact": Page(
+        "stages or micro-batches change the step",
+        "A pipeline that scales, ties or accumulates wrongly is another training.",
+        "See the finding.",
+        "gradients of the stages, compared with those of one process",
+    ),
+    "data-parallel-module": Page(
+        "nn.DataParallel is in use",
+        "It runs one process on several devices, slower than one process each, and averages nothing between processes.",
+        "samestep.replicate(model, world), or DistributedDataParallel(model).",
+        "its constructor",
+    ),
+    "hang": Page(
+        "a rank waits for ever",
+        "A collective is under a condition that ranks see differently, or a rank has ended early.",
+        "Let every rank come by every collective.",
+        "nothing moved any more; the last collective of every rank",
+    ),
+    "crash": Page(
+        "the script fails by itself",
+        "On N ranks and not alone: the cause lies in how ranks differ.",
+        "See the exception.",
+        "its exit code",
+    ),
+}

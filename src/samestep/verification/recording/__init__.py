@@ -1,0 +1,1 @@
+"""What every rank of a verified run writes down about itself."""

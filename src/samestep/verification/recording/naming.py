@@ -1,0 +1,59 @@
+"""What the parameters of an optimizer are called: by the models that are alive, whoever made and wrapped them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__: list[str] = []
+
+_WRAPPERS = ("module.", "_orig_mod.", "_forward_module.")
+
+
+def roots() -> list[nn.Module]:
+    """Returns the modules that no other module holds, in the order in which they were made."""
+    # the type is asked, not the object: some that torch deprecates warn when they are looked at
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    inner = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in inner]
+
+
+def names_of(parameters: Iterable[Tensor]) -> dict[int, str]:
+    """Returns id -> name of the parameters that a model which is alive holds; names are those of the bare model."""
+    wanted = {id(parameter) for parameter in parameters}
+    names: dict[int, str] = {}
+    for number, root in enumerate(found := [one for one in roots() if _holds(one, wanted)]):
+        prefix = f"model {number + 1}: " if len(found) > 1 else ""
+        for name, parameter in root.named_parameters():
+            if id(parameter) in wanted:
+                names.setdefault(id(parameter), prefix + bare(name))
+    return names
+
+
+def bare(name: str) -> str:
+    """Returns a name without what wrappers put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
+    return name
+
+
+def _holds(module: nn.Module, wanted: set[int]) -> bool:
+    return any(id(parameter) in wanted for parameter in module.parameters())
+
+
+def buffers_of(parameters: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Returns the buffers of the models that hold any of the parameters, by name."""
+    wanted = {id(parameter) for parameter in parameters}
+    found: dict[str, Tensor] = {}
+    for number, root in enumerate([one for one in roots() if _holds(one, wanted)]):
+        prefix = f"model {number + 1}: " if number else ""
+        found |= {prefix + bare(name): buffer for name, buffer in root.named_buffers()}
+    return found
+
+
+def of_optimizer(optimizer: Any) -> list[Tensor]:
+    """Returns an optimizer's parameters, in its order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

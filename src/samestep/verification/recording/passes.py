@@ -1,0 +1,70 @@
+"""What is worth knowing of a DataLoader, of what a backward pass begins with, and of a value that is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from samestep.verification.recording.naming import bare
+
+__all__: list[str] = []
+
+_MOST_LINKS = 8
+_SCALES = {"MulBackward0": 1, "DivBackward0": -1}
+
+
+def described(loader: Any) -> dict[str, Any]:
+    """Returns what a journal says of a DataLoader when a pass begins."""
+    sampler = getattr(loader, "sampler", None)
+    return {
+        "length": _length(loader),
+        "samples": _length(loader.dataset),
+        "dataset": type(loader.dataset).__name__,
+        "sampler": type(sampler).__name__,
+        "replacement": bool(getattr(sampler, "replacement", False)),
+        "epoch": getattr(sampler, "epoch", None),
+        "drop_last": bool(getattr(loader, "drop_last", False) or getattr(sampler, "drop_last", False)),
+        "batch_size": loader.batch_size,
+        "workers": loader.num_workers,
+    }
+
+
+def _length(thing: Any) -> int | None:
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def scale_of(root: Any) -> dict[str, Any]:
+    """Returns by which constant a loss was multiplied before its backward pass, and what kind of loss it is.
+
+    A division by 4 is `(mean of the batch) ÷ 4`: {"factor": 0.25, "loss": "NllLossBackward0"}. Only what autograd's
+    graph shows: a chain of multiplications and divisions by numbers, from the root on.
+    """
+    tensor = root[0] if isinstance(root, list | tuple) and len(root) == 1 else root
+    if not isinstance(tensor, Tensor) or tensor.dim() or tensor.grad_fn is None:
+        return {}
+    node: Any = tensor.grad_fn
+    links = 0
+    while type(node).__name__ in _SCALES and links < _MOST_LINKS:
+        before = [one for one, _ in node.next_functions if one is not None]
+        if len(before) != 1:
+            break
+        node, links = before[0], links + 1
+    mean = getattr(node, "_saved_reduction", 1) == 1  # of a loss function; torch's number for "mean"
+    return {"loss": type(node).__name__, "links": links, "mean": mean, "value": float(tensor.detach())}
+
+
+def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields the name and value of every tensor in nested dictionaries and lists."""
+    if isinstance(value, Tensor):
+        yield bare(name), value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from tensors_in(one, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for index, one in enumerate(value):
+            yield from tensors_in(one, f"{name}.{index}" if name else str(index))

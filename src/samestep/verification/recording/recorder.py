@@ -1,0 +1,292 @@
+"""The observer that records a rank, and changes nothing in what it does but its dropout and its autocast.
+
+    window      what lies between two optimizer steps: 1 ─ batch, batch, backward, step ─ 2 ─ batch, …
+    digests     of all gradients before, and all parameters after, every step
+    values      of the first rank, at few windows: all parameters when the window begins, all gradients when it ends
+
+It ends the rank with code 0 after so many steps: all ranks at the same, so nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from samestep.launch.noting import site
+from samestep.launch.observers import Observer, Seat
+from samestep.rankenv import variable
+from samestep.verification.journal import Journal
+from samestep.verification.watching.begin import begin
+from samestep.verification.watching.listener import Batch, Epoch, Listener
+from samestep.verification.watching.storage import save_unseen
+
+__all__: list[str] = []
+
+SAMPLED = (0, 1, 4, 9, 16)  # windows whose values are kept, beside those at the end of the first passes
+MOST_SAMPLED = 8
+
+
+class EnoughError(SystemExit):
+    """Everything that was asked for has been recorded; no `except Exception` shall catch it."""
+
+
+class Recorder(Observer, Listener):
+    """Records one rank into the folder that SAMESTEP_VERIFY names, as a JSON object with "folder" and "steps"."""
+
+    def begin(self, seat: Seat) -> None:
+        """Watches everything from now on."""
+        order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
+        self.rank = seat.rank
+        self.journal = Journal(Path(order["folder"]), seat.rank)
+        self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
+        self._most: int | None = order["steps"]
+        self._optimizers: list[Any] = []
+        self._named: dict[int, list[str]] = {}
+        self._events = 0
+        self._window = 0
+        self._open = False  # a batch of this window has been seen
+        self._sampled = False
+        self._kept = 0
+        self._epochs_ended = 0
+        self._micro = 0
+        self._scaled: Any = None
+        begin(self)
+
+    def end(self, error: BaseException | None) -> None:
+        """Notes how the script has ended."""
+        name = None if error is None or isinstance(error, SystemExit) else type(error).__name__
+        self.journal.write("end", error=name, message=str(error)[:500], enough=isinstance(error, EnoughError))
+
+    # --- data --------------------------------------------------------------------------------
+
+    def batches(self, epoch: Epoch, own: Iterator[Batch]) -> Iterator[Any]:
+        """Writes down what a pass yields."""
+        from samestep.verification.recording.passes import described
+
+        self.journal.write("pass", key=epoch.key, number=epoch.number, where=epoch.where, **described(epoch.loader))
+        for batch in own:
+            self._note_batch(batch)
+            yield batch.value
+        self.journal.write("passed", key=epoch.key, number=epoch.number)
+        self._epochs_ended += 1
+
+    def _note_batch(self, batch: Batch) -> None:
+        import torch
+
+        from samestep.verification.recording.rows import count, held, row_digests
+
+        training = torch.is_grad_enabled()
+        self._begin_window(evaluating=not training)
+        number = self.journal.keep(lambda path: save_unseen(held(batch.value), path)) if training else None
+        self.journal.write(
+            "batch",
+            key=batch.epoch.key,
+            number=batch.epoch.number,
+            index=batch.index,
+            indices=batch.indices,
+            rows=row_digests(batch.value),
+            size=count(batch.value),
+            kept=number,
+            training=training,
+            window=self._window,
+        )
+
+    # --- windows -----------------------------------------------------------------------------
+
+    def _begin_window(self, *, evaluating: bool) -> None:
+        if self._open or not self._optimizers:
+            return
+        self._open = True
+        wanted = self._window in SAMPLED or evaluating or self._epochs_ended > 0
+        self._sampled = wanted and self._kept < MOST_SAMPLED
+        self._kept += self._sampled
+        kept = self._keep_parameters() if self._sampled and self.rank == 0 else None
+        if self._window == 0:
+            self.journal.write("start", **self._state())
+        self.journal.write("window", number=self._window, sampled=self._sampled, kept=kept)
+
+    def _state(self) -> dict[str, Any]:
+        from samestep.runtime.digest import digest
+        from samestep.verification.recording.naming import buffers_of
+
+        parameters = [parameter for optimizer in self._optimizers for parameter in self._parameters(optimizer).items()]
+        buffers = buffers_of(parameter for _, parameter in parameters)
+        return {
+            "parameters": {name: digest(parameter) for name, parameter in parameters},
+            "buffers": {name: digest(buffer) for name, buffer in buffers.items()},
+        }
+
+    def _keep_parameters(self) -> int | None:
+        from samestep.verification.recording.naming import buffers_of
+
+        held = [self._parameters(optimizer) for optimizer in self._optimizers]
+        buffers = buffers_of(parameter for one in held for parameter in one.values())
+        values = {"parameters": [list(one.values()) for one in held], "buffers": buffers}
+        return self.journal.keep(lambda path: save_unseen(values, path))
+
+    def _parameters(self, optimizer: Any) -> dict[str, Any]:
+        """Name -> parameter, in the optimizer's order; named when they are first asked for."""
+        from samestep.verification.recording.naming import names_of, of_optimizer
+
+        parameters = of_optimizer(optimizer)
+        number = optimizer.samestep_number
+        names = self._named.get(number)
+        if names is None or len(names) != len(parameters):
+            known = names_of(parameters)
+            names = [known.get(id(parameter), f"parameter {i}") for i, parameter in enumerate(parameters)]
+            self._named[number] = names
+            self._tell_names(number, parameters, names, known)
+        return dict(zip(names, parameters, strict=True))
+
+    def _tell_names(self, number: int, parameters: list[Any], names: list[str], known: dict[int, str]) -> None:
+        self.journal.write(
+            "names",
+            optimizer=number,
+            names=names,
+            shapes=[list(parameter.shape) for parameter in parameters],
+            dtypes=[str(parameter.dtype).removeprefix("torch.") for parameter in parameters],
+            stray=[i for i, parameter in enumerate(parameters) if id(parameter) not in known],
+        )
+
+    # --- training ----------------------------------------------------------------------------
+
+    def optimizer_made(self, optimizer: Any, where: str) -> None:
+        """Numbers it."""
+        if "samestep_number" not in optimizer.__dict__:
+            optimizer.samestep_number = len(self._optimizers)
+            optimizer.samestep_steps = 0
+            self._optimizers.append(optimizer)
+            name = type(optimizer).__name__
+            self.journal.write("optimizer", number=optimizer.samestep_number, name=name, where=where)
+
+    def wrapped(self, kind: str, model: Any, where: str) -> None:
+        """Writes down the order in which a model's parameters are registered, which DistributedDataParallel trusts."""
+        from samestep.verification.recording.naming import bare
+        from samestep.verification.watching.training import watch_bare_forward
+
+        if kind == "DistributedDataParallel":
+            watch_bare_forward(self, model)
+        self.journal.write(
+            "wrap",
+            wrapper=kind,
+            where=where,
+            names=[bare(name) for name, _ in model.named_parameters()],
+            trained=[bare(name) for name, parameter in model.named_parameters() if parameter.requires_grad],
+            model=type(getattr(model, "module", model)).__name__,
+            norms=sum("BatchNorm" in type(part).__name__ for part in model.modules()),
+        )
+
+    def backward(self, root: Any, where: str) -> None:
+        """Counts the backward passes of a window."""
+        from samestep.verification.recording.passes import scale_of
+
+        self._begin_window(evaluating=False)
+        self._micro += 1
+        self.journal.write("backward", window=self._window, where=where, **scale_of(root))
+
+    def before_step(self, optimizer: Any) -> None:
+        """Writes down the gradients that it will use."""
+        import torch
+
+        from samestep.runtime.digest import digest
+
+        if torch.compiler.is_compiling():
+            return
+        self.optimizer_made(optimizer, "")
+        self._begin_window(evaluating=False)
+        parameters = self._parameters(optimizer)
+        gradients = {name: parameter.grad for name, parameter in parameters.items()}
+        kept = self._keep(list(gradients.values())) if self._sampled and self.rank == 0 else None
+        self.journal.write(
+            "step",
+            event=self._events,
+            optimizer=optimizer.samestep_number,
+            window=self._window,
+            micro=self._micro,
+            where=site(_frame()),
+            rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            decays=[float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups],
+            gradients={name: None if value is None else digest(value) for name, value in gradients.items()},
+            parameters={name: digest(parameter) for name, parameter in parameters.items()},
+            orphans=self._orphans() if self._window <= 1 else [],
+            kept=kept,
+        )
+
+    def _orphans(self) -> list[str]:
+        """Parameters of living models that have a gradient, and no optimizer."""
+        from samestep.verification.recording.naming import bare, of_optimizer, roots
+
+        held = {id(parameter) for optimizer in self._optimizers for parameter in of_optimizer(optimizer)}
+        everything = [pair for root in roots() for pair in root.named_parameters()]
+        return [
+            bare(name) for name, parameter in everything if parameter.grad is not None and id(parameter) not in held
+        ]
+
+    def _keep(self, value: Any) -> int | None:
+        return self.journal.keep(lambda path: save_unseen(value, path))
+
+    def after_step(self, optimizer: Any) -> None:
+        """Writes down what has become of the parameters, and ends the rank when that was enough."""
+        import torch
+
+        from samestep.runtime.digest import digest
+
+        if torch.compiler.is_compiling():
+            return
+        optimizer.samestep_steps += 1
+        digests = {name: digest(parameter) for name, parameter in self._parameters(optimizer).items()}
+        self.journal.write("stepped", event=self._events, optimizer=optimizer.samestep_number, parameters=digests)
+        self._events += 1
+        self._window += 1
+        self._open, self._sampled, self._micro, self._scaled = False, False, 0, None
+        if self._most is not None and optimizer.samestep_steps >= self._most:
+            raise EnoughError(0)
+
+    # --- the rest ----------------------------------------------------------------------------
+
+    def collective(self, call: dict[str, Any]) -> None:
+        """Writes down a collective before it is entered."""
+        self.journal.write("collective", window=self._window, **call)
+
+    def told(self, kind: str, **fields: Any) -> None:
+        """Writes down everything else."""
+        if kind == "collected":
+            return
+        if kind == "scaled":
+            self._scaled = fields["scaler"]
+            return
+        if kind == "clipping":
+            self._note_scaled_clipping(fields["where"])
+            return
+        if kind in {"save", "load"}:
+            fields["digests"] = _digests_in(fields.pop("value"))
+            if kind == "save":
+                with contextlib.suppress(Exception):  # a state that is not there yet is none of the script's business
+                    fields["state"] = self._state()
+        self.journal.write(kind, window=self._window, event=self._events, **fields)
+
+    def _note_scaled_clipping(self, where: str) -> None:
+        """Clipping sees gradients that a scaler has made larger, unless they were unscaled before."""
+        scaler = self._scaled
+        if scaler is None or not scaler.is_enabled():
+            return
+        stages = [state["stage"].name for state in scaler._per_optimizer_states.values()]  # noqa: SLF001
+        if "UNSCALED" not in stages:
+            self.journal.write("clipped_scaled", window=self._window, where=where, scale=scaler.get_scale())
+
+
+def _digests_in(value: Any) -> dict[str, str]:
+    from samestep.runtime.digest import digest
+    from samestep.verification.recording.passes import tensors_in
+
+    return {name: digest(tensor) for name, tensor in tensors_in(value)}
+
+
+def _frame() -> Any:
+    import sys
+
+    return sys._getframe(2)  # noqa: SLF001

@@ -1,0 +1,1 @@
+"""The script itself, alone, on what the ranks together have used."""

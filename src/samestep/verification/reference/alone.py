@@ -1,0 +1,178 @@
+"""The observer that lets a script, alone, take the recorded steps: its own code, the ranks' data, their parameters.
+
+    recorded    rank 0   batch a, batch b │ step │ …         alone     batch a+c, batch b+d │ step │ …
+                rank 1   batch c, batch d │ step │ …                   └ recorded parameters   └ its gradients are kept
+
+Every sampled window begins with the recorded parameters, so each is one clean comparison and no error grows. Passes
+that no step was taken in (evaluations) run as the script has them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from samestep.launch.observers import Observer, Seat
+from samestep.rankenv import variable
+from samestep.verification.journal import Event, Journal
+from samestep.verification.judging.record import Record, read
+from samestep.verification.judging.samples import passes
+from samestep.verification.recording.recorder import EnoughError
+from samestep.verification.watching.begin import begin
+from samestep.verification.watching.listener import Batch, Epoch, Listener
+from samestep.verification.watching.storage import save_unseen
+
+__all__: list[str] = []
+
+
+class Alone(Observer, Listener):
+    """Replays what SAMESTEP_VERIFY names: {"folder", "recorded", "ranks": [0, 1], "permuted": false}."""
+
+    def begin(self, seat: Seat) -> None:
+        """Prepares the recorded windows; torch is not imported yet."""
+        order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
+        self.record: Record = read(Path(order["recorded"]))
+        self.journal = Journal(Path(order["folder"]), seat.rank)
+        self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
+        self._ranks: list[int] = order["ranks"]
+        self._permuted: bool = order["permuted"]
+        self._optimizers: list[Any] = []
+        self._window = 0
+        self._event = 0
+        self._open = False
+        self._replayed = self._training_passes()
+        self._lengths = {event["key"]: event["length"] for event in self.record.ranks[0].of("pass")}
+        self._windows = {event["number"]: event for event in self.record.ranks[0].of("window")}
+        self.sizes: list[int] = []
+        begin(self)
+        self._slice_norms()
+
+    def end(self, error: BaseException | None) -> None:
+        """Notes how the script has ended."""
+        name = None if error is None or isinstance(error, SystemExit) else type(error).__name__
+        self.journal.write("end", error=name, message=str(error)[:500], enough=isinstance(error, EnoughError))
+
+    def _training_passes(self) -> dict[tuple[str, int], list[list[Event]]]:
+        """Key and number of a pass -> the chosen ranks' batches."""
+        chosen = [rank for rank in self.record.ranks if rank.number in self._ranks]
+        mine = [{(one.about["key"], one.about["number"]): one for one in passes(rank)} for rank in chosen]
+        names = {name for theirs in mine for name, one in theirs.items() if one.is_training}
+        return {name: [theirs[name].batches for theirs in mine if name in theirs] for name in names}
+
+    # --- data --------------------------------------------------------------------------------
+
+    def length(self, loader: Any, key: str, own: int) -> int:
+        """Says what it said on the ranks: schedules and progress depend on it."""
+        del loader
+        recorded = self._lengths.get(key)
+        return own if recorded is None else int(recorded)
+
+    def batches(self, epoch: Epoch, own: Iterator[Batch]) -> Iterator[Any]:
+        """Yields what the ranks have used together, where they have trained on it."""
+        parts = self._replayed.get((epoch.key, epoch.number))
+        if parts is None:
+            for batch in own:
+                self._begin_window()
+                yield batch.value
+            return
+        for index in range(max(map(len, parts))):
+            self._begin_window()
+            yield self._joined([theirs[index] for theirs in parts if index < len(theirs)])
+        self.sizes = []
+
+    def _joined(self, events: list[Event]) -> Any:
+        import torch
+
+        from samestep.verification.reference.joining import UnjoinableError, joined, permuted
+
+        ranks = self._ranks[: len(events)]
+        values = [self.record.value(rank, event["kept"]) for rank, event in zip(ranks, events, strict=True)]
+        self.sizes = [event["size"] for event in events]
+        try:
+            value = joined(values)
+        except UnjoinableError as error:
+            self.journal.write("unjoinable", why=str(error))
+            raise EnoughError(0) from error
+        total = sum(self.sizes)
+        if self._permuted and total:
+            value = permuted(value, torch.randperm(total, generator=torch.Generator().manual_seed(self._window)))
+        return value
+
+    # --- windows -----------------------------------------------------------------------------
+
+    def _begin_window(self) -> None:
+        if self._open or not self._optimizers:
+            return
+        self._open = True
+        told = self._windows.get(self._window)
+        if told is not None and told["kept"] is not None:
+            self._put_back(self.record.value(0, told["kept"]))
+
+    def _put_back(self, values: dict[str, Any]) -> None:
+        import torch
+
+        from samestep.verification.recording.naming import buffers_of, of_optimizer
+
+        with torch.no_grad():
+            for optimizer, theirs in zip(self._optimizers, values["parameters"], strict=False):
+                for parameter, value in zip(of_optimizer(optimizer), theirs, strict=False):
+                    if parameter.shape == value.shape:
+                        parameter.data.copy_(value)
+            own = buffers_of(parameter for optimizer in self._optimizers for parameter in of_optimizer(optimizer))
+            for name, buffer in own.items():
+                value = values["buffers"].get(name)
+                if value is not None and value.shape == buffer.shape:
+                    buffer.data.copy_(value)
+
+    def optimizer_made(self, optimizer: Any, where: str) -> None:
+        """Numbers it as the recorder does."""
+        del where
+        if "samestep_number" not in optimizer.__dict__:
+            optimizer.samestep_number = len(self._optimizers)
+            self._optimizers.append(optimizer)
+
+    def backward(self, root: Any, where: str) -> None:
+        """A window without a DataLoader begins here at the latest."""
+        del root, where
+        self._begin_window()
+
+    def before_step(self, optimizer: Any) -> None:
+        """Keeps the gradients where the ranks' are kept."""
+        from samestep.verification.recording.naming import of_optimizer
+
+        steps = self.record.ranks[0].steps
+        if self._event < len(steps) and steps[self._event]["kept"] is not None:
+            gradients = [parameter.grad for parameter in of_optimizer(optimizer)]
+            kept = self.journal.keep(lambda path: save_unseen(gradients, path))
+            rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            self.journal.write(
+                "step", event=self._event, optimizer=getattr(optimizer, "samestep_number", 0), kept=kept, rates=rates
+            )
+
+    def after_step(self, optimizer: Any) -> None:
+        """Counts, and ends where the recording has ended."""
+        del optimizer
+        self._event += 1
+        self._window += 1
+        self._open = False
+        rank = self.record.ranks[0]
+        if self._event >= len(rank.steps) and not rank.is_complete:
+            raise EnoughError(0)
+        if not self._replayed:
+            self._begin_window()
+
+    def told(self, kind: str, **fields: Any) -> None:
+        """Writes down what is compared: the norms that clipping has seen."""
+        if kind == "clip":
+            self.journal.write(kind, window=self._window, **fields)
+
+    # --- normalisation -----------------------------------------------------------------------
+
+    def _slice_norms(self) -> None:
+        from samestep.launch.imports import when_imported
+        from samestep.verification.reference.norms import slice_norms
+
+        when_imported("torch.nn.modules.batchnorm", lambda module: slice_norms(module, self))

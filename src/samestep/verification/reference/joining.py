@@ -1,0 +1,74 @@
+"""What several ranks have used at once, as one batch: joined along dim 0, in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+
+class UnjoinableError(Exception):
+    """The batches of several ranks make no batch."""
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Returns one batch for several; a single one stays as it is.
+
+    Raises:
+        UnjoinableError: they differ in form, or nobody knows what joining would mean.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if any(type(part) is not type(first) for part in parts):
+        raise UnjoinableError(f"a {type(first).__name__} and another type")
+    if isinstance(first, Tensor):
+        return _joined_tensors(parts)
+    if isinstance(first, Mapping):
+        if any(part.keys() != first.keys() for part in parts):
+            raise UnjoinableError("dictionaries with different keys")
+        return {key: joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(joined(group) for group in zip(*parts, strict=True)))
+    if isinstance(first, list | tuple):
+        return _joined_lists(parts)
+    if all(part == first for part in parts):
+        return first
+    raise UnjoinableError(f"a {type(first).__name__} that differs from rank to rank")
+
+
+def _joined_tensors(parts: Sequence[Tensor]) -> Tensor:
+    if parts[0].dim() == 0:
+        return torch.stack(list(parts))
+    if any(part.shape[1:] != parts[0].shape[1:] or part.dtype != parts[0].dtype for part in parts):
+        raise UnjoinableError("tensors whose shapes differ beyond dim 0")
+    return torch.cat(list(parts))
+
+
+def _joined_lists(parts: Sequence[Any]) -> Any:
+    """Lists of texts or numbers, one a sample, are put behind one another; lists of tensors are joined one by one."""
+    first = parts[0]
+    if first and not isinstance(first[0], Tensor | list | tuple | Mapping):
+        return type(first)(item for part in parts for item in part)
+    if any(len(part) != len(first) for part in parts):
+        raise UnjoinableError("lists of different lengths")
+    return type(first)(joined(group) for group in zip(*parts, strict=True))
+
+
+def permuted(value: Any, order: Tensor) -> Any:
+    """Returns a batch with its samples in another order; what has no sample in dim 0 stays."""
+    if isinstance(value, Tensor):
+        return value[order] if value.dim() and value.shape[0] == len(order) else value
+    if isinstance(value, Mapping):
+        return {key: permuted(one, order) for key, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(permuted(one, order) for one in value))
+    if isinstance(value, list | tuple):
+        if len(value) == len(order) and value and not isinstance(value[0], Tensor | list | tuple | Mapping):
+            return type(value)(value[int(index)] for index in order)
+        return type(value)(permuted(one, order) for one in value)
+    return value

@@ -1,0 +1,182 @@
+"""One run of a script under observation, out of sight: its output in a file, its time limited, nothing left behind.
+
+    samestep run --start spawn --hash-seeds -n N script args      SAMESTEP_OBSERVERS=…   SAMESTEP_VERIFY={"folder": …}
+
+A run hangs when none of its journals grows for a while and no process of it computes. Its ranks are then asked for
+their stacks, and ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.launch.stacks import STACKS_SIGNAL
+from samestep.rankenv import child_environment
+from samestep.verification import journal
+
+__all__: list[str] = []
+
+STILL_S = 60.0  # seconds without a sign of life until a run counts as hung
+_LOOK_S = 0.2
+_STACKS_S = 2.0  # for the stacks to be written
+_END_S = 20.0  # for the launcher to end what it started
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What is to be run: a path or a module's name, and its arguments."""
+
+    program: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    def words(self) -> list[str]:
+        """Returns it as words of a command line."""
+        return [*(["-m"] if self.is_module else []), self.program, *self.arguments]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a run has ended.
+
+    Attributes:
+        code: of the launcher.
+        hung: whether it was ended because nothing moved any more.
+        failure: what the launcher blames, as in `samestep run --json`; None where nothing failed.
+        folder: of its journals, its output ("output.txt") and its ranks' logs ("run/").
+    """
+
+    code: int
+    hung: bool
+    failure: dict[str, Any] | None
+    folder: Path
+
+    def tail(self, lines: int = 8) -> str:
+        """Returns the last lines of its output."""
+        try:
+            text = (self.folder / "output.txt").read_bytes()[-20_000:].decode(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.strip().splitlines()[-lines:])
+
+
+def run(
+    script: Script,
+    ranks: int,
+    folder: Path,
+    observer: str,
+    order: dict[str, Any],
+    *,
+    still_s: float,
+    progress: Callable[[], None] = lambda: None,
+) -> Ended:
+    """Runs the script on so many ranks, each watched by `observer`, which finds `order` in SAMESTEP_VERIFY.
+
+    Args:
+        script: to run.
+        ranks: how many.
+        folder: for everything that it leaves; made here.
+        observer: "package.module:Name".
+        order: what the observer is told, beside the folder.
+        still_s: seconds without a sign of life until it counts as hung.
+        progress: called again and again while it runs.
+    """
+    folder.mkdir(parents=True)
+    command = [
+        *(sys.executable, "-P", "-m", "samestep", "run", "-n", str(ranks), "--start", "spawn", "--hash-seeds"),
+        *("--run-dir", str(folder / "run"), "--json", str(folder / "run.json"), "--grace", "5"),
+        *script.words(),
+    ]
+    told = json.dumps({**order, "folder": str(folder / "journals")})
+    variables = child_environment({"SAMESTEP_OBSERVERS": observer, "SAMESTEP_VERIFY": told})
+    with (folder / "output.txt").open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=variables
+        )
+        try:
+            hung = _wait(process, folder, still_s, progress)
+        except BaseException:
+            _end(process)
+            raise
+    return Ended(code=process.returncode, hung=hung, failure=_failure(folder), folder=folder)
+
+
+def _wait(process: subprocess.Popen[bytes], folder: Path, still_s: float, progress: Callable[[], None]) -> bool:
+    """Waits for the end; returns whether it had to be brought about."""
+    moved, seen = time.monotonic(), -1.0
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_LOOK_S)
+            return False
+        progress()
+        sign = _sign_of_life(folder)
+        if sign != seen:
+            moved, seen = time.monotonic(), sign
+        elif time.monotonic() - moved > still_s:
+            _ask_for_stacks(folder)
+            _end(process)
+            return True
+
+
+def _sign_of_life(folder: Path) -> float:
+    """What changes while a run moves: what it has written, and the time for which its ranks have computed."""
+    written = sum(_size(path) for path in (folder / "output.txt", *(folder / "journals").glob("*.jsonl")))
+    return written + sum(round(_computed(pid)) for pid in pids(folder))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _computed(pid: int) -> float:
+    """Seconds of processor time of a process; a rank that waits in a collective uses next to none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def pids(folder: Path) -> list[int]:
+    """Returns the processes that have a journal."""
+    ranks = [int(path.stem.removeprefix("rank")) for path in (folder / "journals").glob("rank*.jsonl")]
+    first = [event for rank in ranks for event in journal.read(folder / "journals", rank)[:1]]
+    return [int(event["pid"]) for event in first if event["kind"] == "begin"]
+
+
+def _ask_for_stacks(folder: Path) -> None:
+    for pid in pids(folder):
+        with contextlib.suppress(OSError):
+            os.kill(pid, STACKS_SIGNAL)
+    time.sleep(_STACKS_S)  # they tell nobody when they have written
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _failure(folder: Path) -> dict[str, Any] | None:
+    try:
+        told: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    failure: dict[str, Any] | None = told["failure"]
+    return failure

@@ -1,0 +1,22 @@
+"""Changes all of torch for one listener, before a script imports it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from samestep.launch.imports import when_imported
+from samestep.verification.watching import collectives, storage, training
+from samestep.verification.watching.listener import Listener
+from samestep.verification.watching.loaders import Loaders
+from samestep.verification.watching.plainly import without_chance
+
+__all__: list[str] = []
+
+
+def begin(listener: Listener) -> None:
+    """Tells `listener` of everything from now on. Imports no torch."""
+    without_chance()
+    training.watch(listener)
+    storage.watch(listener)
+    when_imported("torch.utils.data.dataloader", Loaders(listener).watch)
+    when_imported("torch.distributed", partial(collectives.watch, listener))

@@ -1,0 +1,101 @@
+"""Tells of collectives before a rank enters them, with what tells two apart: call site, shapes, type, operation.
+
+torch's own check (TORCH_DISTRIBUTED_DEBUG=DETAIL) knows no call site, so two collectives of one shape may be exchanged
+unnoticed; it adds communication; and in torch 2.13 it crashes DistributedDataParallel on the CPU (measured).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from types import ModuleType
+from typing import Any
+
+from samestep.launch.noting import NOTED, site
+from samestep.verification.watching.listener import Listener
+
+__all__: list[str] = []
+
+_BETWEEN_TWO = {"send", "recv", "send_object_list", "recv_object_list"}
+_inside = threading.local()
+
+
+def watch(listener: Listener, module: ModuleType) -> None:
+    """Changes the functions of torch.distributed."""
+    if not module.is_available():
+        return
+    places = (module, module.distributed_c10d)
+    for name in NOTED:
+        original = getattr(module, name, None)
+        if original is None:
+            continue
+        changed = _telling(listener, original, name, between_two=name in _BETWEEN_TWO)
+        for place in places:
+            setattr(place, name, changed)
+
+
+def _telling(listener: Listener, original: Any, name: str, *, between_two: bool) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if getattr(_inside, "one", False) or torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        told = _described(signature, name, args, kwargs)
+        told |= {"between_two": between_two, "where": site(sys._getframe(1))}  # noqa: SLF001
+        _inside.one = True
+        try:
+            listener.collective(told)
+            result = original(*args, **kwargs)
+        finally:
+            _inside.one = False
+        listener.told("collected", op=name, where=told["where"])
+        return result
+
+    return call
+
+
+def _described(signature: inspect.Signature, name: str, args: Any, kwargs: Any) -> dict[str, Any]:
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError:  # the original says what is wrong
+        given = {}
+    tensors = list(_tensors(value for key, value in given.items() if "list" not in key or "object" not in name))
+    group = given.get("group")
+    return {
+        "op": name,
+        "shapes": [list(tensor.shape) for tensor in tensors],
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+        "reduce": _reduction(given.get("op")),
+        "root": given.get("src", given.get("dst")),
+        "group": _group(group),
+    }
+
+
+def _tensors(values: Any) -> Any:
+    import torch
+
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _reduction(op: Any) -> str | None:
+    return None if op is None else str(op).rpartition(".")[2]
+
+
+def _group(group: Any) -> str:
+    import torch.distributed as dist
+
+    try:
+        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    except (ValueError, RuntimeError, KeyError, TypeError):
+        return "?"
+    name = "" if group is None else getattr(group, "group_name", "")
+    return f"{name}:{','.join(map(str, ranks))}" if len(ranks) < dist.get_world_size() or group is not None else "world"

@@ -1,0 +1,83 @@
+"""Whom the changed functions of torch tell what a script does; every method does nothing until it is overridden.
+
+What a method returns takes the place of what the script would have got, so one listener can record a training and
+another can let it train on something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One pass over a DataLoader.
+
+    Attributes:
+        loader: the DataLoader.
+        key: where it was made, and which one of those that were made there: the same in every process.
+        number: of the pass, from 0.
+        where: the line that began the pass.
+    """
+
+    loader: Any
+    key: str
+    number: int
+    where: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a DataLoader has yielded.
+
+    Attributes:
+        epoch: the pass.
+        index: in it, from 0.
+        indices: the samples, where the dataset has an index.
+        value: the batch.
+    """
+
+    epoch: Epoch
+    index: int
+    indices: list[Any] | None
+    value: Any
+
+
+class Listener:
+    """Is told what a script does."""
+
+    def batches(self, epoch: Epoch, own: Iterator[Batch]) -> Iterator[Any]:
+        """Yields what the script gets in this pass; `own` is what its DataLoader would yield."""
+        del epoch
+        for batch in own:
+            yield batch.value
+
+    def length(self, loader: Any, key: str, own: int) -> int:
+        """Returns what `len(loader)` says."""
+        del loader, key
+        return own
+
+    def before_step(self, optimizer: Any) -> None:
+        """An optimizer is about to step."""
+
+    def after_step(self, optimizer: Any) -> None:
+        """An optimizer has stepped."""
+
+    def optimizer_made(self, optimizer: Any, where: str) -> None:
+        """There is a new optimizer."""
+
+    def wrapped(self, kind: str, model: Any, where: str) -> None:
+        """A model is a "DistributedDataParallel" or a "DataParallel" now."""
+
+    def backward(self, root: Any, where: str) -> None:
+        """A backward pass is about to begin at the tensor `root`."""
+
+    def collective(self, call: dict[str, Any]) -> None:
+        """The rank is about to enter a collective; `call` says op, where, shapes, dtype, and the like."""
+
+    def told(self, kind: str, **fields: Any) -> None:
+        """Anything else: "scheduler", "clip", "scaler", "save", "load", "eval"."""

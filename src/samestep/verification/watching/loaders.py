@@ -1,0 +1,106 @@
+"""Tells of DataLoaders: which samples each pass yields, also where workers load them.
+
+A loader is named by the line that made it and its number among those made there. So the same loader bears the same
+name on every rank, and in a process of its own, though rank 0 may have one more.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from samestep.launch.noting import site
+from samestep.verification.watching.listener import Batch, Epoch, Listener
+
+__all__: list[str] = []
+
+_OURS = "samestep.data."  # shards' own loader is watched by what shards tell
+
+
+class Loaders:
+    """The DataLoaders of a process."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._made: Counter[str] = Counter()
+        self._passes: Counter[str] = Counter()
+
+    def watch(self, module: ModuleType) -> None:
+        """Changes torch.utils.data.dataloader."""
+        loader, iterator = module.DataLoader, module._BaseDataLoaderIter  # noqa: SLF001  (indices pass nowhere else)
+        loader.__init__ = self._making(loader.__init__)
+        loader.__iter__ = self._iterating(loader.__iter__)
+        loader.__len__ = self._measuring(loader.__len__)
+        iterator._next_index = _noting_indices(iterator._next_index)  # noqa: SLF001
+
+    def _making(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            frame = sys._getframe(1)  # noqa: SLF001
+            if not hasattr(loader, "samestep_key"):
+                loader.samestep_key = None if _is_ours(frame) else self._key(site(frame))
+            original(loader, *args, **kwargs)
+
+        return __init__
+
+    def _key(self, where: str) -> str:
+        self._made[where] += 1
+        return f"{where}#{self._made[where]}"
+
+    def _iterating(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def __iter__(loader: Any) -> Iterator[Any]:  # noqa: N807
+            key = getattr(loader, "samestep_key", None)
+            if key is None:
+                return original(loader)  # type: ignore[no-any-return]
+            epoch = Epoch(loader, key, self._passes[key], site(sys._getframe(1)))  # noqa: SLF001
+            self._passes[key] += 1
+            return self._listener.batches(epoch, _own_batches(original, epoch))
+
+        return __iter__
+
+    def _measuring(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def __len__(loader: Any) -> int:  # noqa: N807
+            own: int = original(loader)
+            key = getattr(loader, "samestep_key", None)
+            return own if key is None else self._listener.length(loader, key, own)
+
+        return __len__
+
+
+def _own_batches(original: Any, epoch: Epoch) -> Iterator[Batch]:
+    iterator = original(epoch.loader)
+    noted: deque[Any] = deque()
+    iterator.samestep_indices = noted
+    if (ahead := getattr(iterator, "samestep_early", None)) is not None:  # workers are given work at once
+        noted.extend(ahead)
+    for index, value in enumerate(iterator):
+        yield Batch(epoch, index, _listed(noted.popleft()) if noted else None, value)
+
+
+def _noting_indices(original: Any) -> Any:
+    @functools.wraps(original)
+    def _next_index(iterator: Any) -> Any:
+        index = original(iterator)
+        noted = getattr(iterator, "samestep_indices", None)
+        if noted is None:
+            noted = iterator.__dict__.setdefault("samestep_early", [])
+        noted.append(index)
+        return index
+
+    return _next_index
+
+
+def _listed(index: Any) -> list[Any] | None:
+    """The samples of a batch, or None where they have no number: an iterable dataset's."""
+    listed = list(index) if isinstance(index, list | tuple) else [index]
+    return None if any(one is None for one in listed) else [one if isinstance(one, str) else int(one) for one in listed]
+
+
+def _is_ours(frame: Any) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(_OURS)

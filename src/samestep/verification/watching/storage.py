@@ -1,0 +1,48 @@
+"""Tells of what a script saves and loads by `torch.save` and `torch.load`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import Any
+
+from samestep.launch.imports import when_imported
+from samestep.launch.noting import site
+from samestep.verification.watching.listener import Listener
+
+__all__: list[str] = []
+
+
+def save_unseen(value: Any, path: Any) -> None:
+    """Does what torch.save does, and tells nobody."""
+    import torch
+
+    getattr(torch.save, "__wrapped__", torch.save)(value, path)
+
+
+def watch(listener: Listener) -> None:
+    """Changes torch.save and torch.load as soon as they are imported."""
+    when_imported("torch", functools.partial(_watch, listener))
+
+
+def _watch(listener: Listener, module: Any) -> None:
+    save, load = module.save, module.load
+
+    @functools.wraps(save)
+    def saving(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        _tell(listener, "save", obj, f)
+        return save(obj, f, *args, **kwargs)
+
+    @functools.wraps(load)
+    def loading(f: Any, *args: Any, **kwargs: Any) -> Any:
+        obj = load(f, *args, **kwargs)
+        _tell(listener, "load", obj, f)
+        return obj
+
+    module.save, module.load = saving, loading
+
+
+def _tell(listener: Listener, kind: str, value: Any, file: Any) -> None:
+    if isinstance(file, str | os.PathLike):
+        listener.told(kind, value=value, path=os.path.abspath(file), where=site(sys._getframe(2)))  # noqa: SLF001, PTH100

@@ -1,0 +1,165 @@
+"""Tells of models, optimizers, schedules, clipping, scalers and backward passes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import ModuleType
+from typing import Any
+
+from samestep.launch.imports import when_imported
+from samestep.launch.noting import site
+from samestep.verification.watching.listener import Listener
+
+__all__: list[str] = []
+
+
+def watch(listener: Listener) -> None:
+    """Changes torch's classes as soon as they are imported."""
+    when_imported("torch.optim.optimizer", functools.partial(_watch_optimizers, listener))
+    when_imported("torch.optim.lr_scheduler", functools.partial(_watch_schedules, listener))
+    when_imported(
+        "torch.nn.parallel.distributed", functools.partial(_watch_wrapper, listener, "DistributedDataParallel")
+    )
+    when_imported("torch.nn.parallel.data_parallel", functools.partial(_watch_wrapper, listener, "DataParallel"))
+    when_imported("torch.amp.grad_scaler", functools.partial(_watch_scaler, listener))
+    when_imported("torch.nn.utils.clip_grad", functools.partial(_watch_clipping, listener))
+    when_imported("torch.autograd", functools.partial(_watch_backward, listener))
+
+
+def _watch_optimizers(listener: Listener, module: ModuleType) -> None:
+    module.register_optimizer_step_pre_hook(lambda optimizer, *_: listener.before_step(optimizer))
+    module.register_optimizer_step_post_hook(lambda optimizer, *_: listener.after_step(optimizer))
+    original = module.Optimizer.__init__
+
+    @functools.wraps(original)
+    def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(optimizer, *args, **kwargs)
+        listener.optimizer_made(optimizer, site(sys._getframe(1)))  # noqa: SLF001
+
+    module.Optimizer.__init__ = __init__
+
+
+def _watch_wrapper(listener: Listener, kind: str, module: ModuleType) -> None:
+    wrapper = getattr(module, kind)
+    original = wrapper.__init__
+
+    @functools.wraps(original)
+    def __init__(model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(model, *args, **kwargs)
+        listener.wrapped(kind, model, site(sys._getframe(1)))  # noqa: SLF001
+
+    wrapper.__init__ = __init__
+    if kind == "DistributedDataParallel":
+        _watch_forward(listener, wrapper)
+
+
+def _watch_forward(listener: Listener, wrapper: Any) -> None:
+    """A forward through the wrapper arms its reducer; one of the model inside, at the top, does not."""
+    original = wrapper.forward
+
+    @functools.wraps(original)
+    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if torch.compiler.is_compiling():
+            return original(model, *args, **kwargs)
+        if torch.is_grad_enabled():
+            where = site(sys._getframe(1))  # noqa: SLF001
+            listener.told("forward", where=where, synchronises=model.require_backward_grad_sync, bare=False)
+        model.samestep_inside = True
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            model.samestep_inside = False
+
+    wrapper.forward = forward
+
+
+def watch_bare_forward(listener: Listener, wrapped: Any) -> None:
+    """Tells when the model inside a wrapper is called by itself."""
+
+    def before(_: Any, __: Any) -> None:
+        import torch
+
+        if torch.compiler.is_compiling() or getattr(wrapped, "samestep_inside", False):
+            return
+        if torch.is_grad_enabled():
+            listener.told("forward", where=site(sys._getframe(1)), synchronises=False, bare=True)  # noqa: SLF001
+
+    wrapped.module.register_forward_pre_hook(before)
+
+
+def _watch_schedules(listener: Listener, module: ModuleType) -> None:
+    for name in ("LRScheduler", "ReduceLROnPlateau"):
+        schedule = getattr(module, name)
+        original = schedule.__init__
+
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, __original: Any = original, **kwargs: Any) -> None:  # noqa: N807
+            __original(self, *args, **kwargs)
+            if "samestep_step" in self.__dict__:
+                return
+            step = self.step  # torch counts the calls through an attribute of the object, so it is the object's here
+            self.samestep_step = True
+
+            @functools.wraps(step)
+            def stepping(*step_args: Any, **step_kwargs: Any) -> Any:
+                listener.told("scheduler", where=site(sys._getframe(1)))  # noqa: SLF001
+                return step(*step_args, **step_kwargs)
+
+            self.step = stepping
+
+        schedule.__init__ = __init__
+
+
+def _watch_scaler(listener: Listener, module: ModuleType) -> None:
+    scaler = module.GradScaler
+    original = scaler.step
+
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        steps = optimizer.__dict__.get("samestep_steps", 0)
+        result = original(self, optimizer, *args, **kwargs)
+        skipped = self.is_enabled() and optimizer.__dict__.get("samestep_steps", 0) == steps
+        scale = self.get_scale() if self.is_enabled() else 1.0
+        listener.told("scaler", scale=scale, skipped=skipped, where=site(sys._getframe(1)))  # noqa: SLF001
+        return result
+
+    scaler.step = step
+    scaled = scaler.scale
+
+    @functools.wraps(scaled)
+    def scale(self: Any, outputs: Any) -> Any:
+        listener.told("scaled", scaler=self)
+        return scaled(self, outputs)
+
+    scaler.scale = scale
+
+
+def _watch_clipping(listener: Listener, module: Any) -> None:
+    original = module.clip_grad_norm_
+
+    @functools.wraps(original)
+    def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(parameters, "grad"):
+            parameters = list(parameters)
+        listener.told("clipping", parameters=parameters, where=site(sys._getframe(1)))  # noqa: SLF001
+        norm = original(parameters, max_norm, *args, **kwargs)
+        listener.told("clip", norm=float(norm), most=float(max_norm), where=site(sys._getframe(1)))  # noqa: SLF001
+        return norm
+
+    module.clip_grad_norm_ = clip_grad_norm_
+    package: Any = sys.modules["torch.nn.utils"]  # is there, if only in part, for it holds the module
+    package.clip_grad_norm_ = clip_grad_norm_
+
+
+def _watch_backward(listener: Listener, module: Any) -> None:
+    original = module.backward
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        listener.backward(tensors, site(sys._getframe(1)))  # noqa: SLF001
+        return original(tensors, *args, **kwargs)
+
+    module.backward = backward  # Tensor.backward calls it by this name
