@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from samestep.verification import runs
 from samestep.verification.findings import Finding, Report
-from samestep.verification.judging import communication, control, samples, states
+from samestep.verification.judging import chance, communication, control, evaluation, samples, states, storage
 from samestep.verification.judging.record import Record, read
 from samestep.verification.judging.reference import Comparison, Run
 
@@ -17,6 +18,8 @@ __all__: list[str] = []
 
 _ALONE = "samestep.verification.reference.alone:Alone"
 _RECORDER = "samestep.verification.recording.recorder:Recorder"
+
+_AT_ONCE = 2  # runs of the script alone, side by side
 
 Say = Callable[[str], None]
 
@@ -54,6 +57,8 @@ def _verified(script: runs.Script, ranks: int, steps: int | None, still_s: float
     samples.judge(record, report)
     control.judge(record, report)
     communication.judge(record, report)
+    chance.judge(record, report)
+    storage.judge(record, report)
     if ended.hung:
         report.add([communication.stuck(record)])
     elif ended.code != 0:
@@ -73,10 +78,15 @@ def _compare(script: runs.Script, record: Record, folder: Path, report: Report, 
         ended = runs.run(script, 1, folder / name, _ALONE, order, still_s=still_s)
         return Run(ended, read(folder / name / "journals"))
 
-    whole = alone("whole", everybody)
-    again = alone("permuted", everybody, permuted=True)
-    comparison = Comparison(record, whole, again, lambda rank: alone(f"rank-{rank}", [rank]))
+    def of_ranks() -> list[Run]:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(lambda rank: alone(f"rank-{rank}", [rank]), everybody))
+
+    comparison = Comparison(
+        record, alone("whole", everybody), lambda: alone("permuted", everybody, permuted=True), of_ranks
+    )
     comparison.judge(report)
+    evaluation.judge(record, comparison.whole.record, report)
 
 
 def _crash(ended: runs.Ended) -> Finding:

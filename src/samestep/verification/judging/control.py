@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from samestep.verification.findings import PROVED, Finding, Report, unchecked
+from samestep.verification.journal import Event
 from samestep.verification.judging import causes
-from samestep.verification.judging.record import Record
+from samestep.verification.judging.record import Rank, Record
 
 __all__: list[str] = []
 
@@ -116,21 +117,49 @@ def _accumulated(record: Record) -> Iterator[Finding]:
         count = len(backwards)
         if count < 2 or len(lines) > 1 or len(batches) != count or len(rank.of("optimizer")) > 1:
             continue
-        means = all(event.get("loss") in _MEANS and event["mean"] for event in backwards)
-        if means and all(event["links"] == 0 for event in backwards):
+        if not all(event.get("loss") in _MEANS and event["mean"] for event in backwards):
+            continue
+        factor = _effective(rank, step, backwards)
+        if factor is not None and any(abs(factor / wrong - 1) < _NEAR for wrong in (count, 1 / count)):
+            does = "each with the gradient of its own mean" if factor > 1 else "and divided by their number twice"
             yield Finding(
                 code="gradient-scale",
                 property="gradients",
                 step=step["event"],
-                factor=float(count),
+                factor=round(factor, 4),
                 where=backwards[0]["where"],
-                cause=f"{count} micro-batches are added up in one step, each with the gradient of its own mean: "
-                f"together {count} times the gradient of the mean of all",
-                fix=f"(loss / {count}).backward()",
+                cause=f"{count} micro-batches are added up in one step, {does}: together {factor:.4g} times the "
+                "gradient of the mean of all",
+                fix=f"(loss / {count}).backward(), and no other division",
             )
             return
 
 
+def _effective(rank: Rank, step: Event, backwards: list[Event]) -> float | None:
+    """How often the step counts the mean gradient of its micro-batches: 1 where it is right, None where unknown.
+
+    What multiplies each loss is in autograd's graph; what multiplies the gradients between the last backward pass and
+    the step shows in their norm, but for what clipping and a scaler are known to do.
+    """
+    factors = {event["factor"] for event in backwards}
+    window = rank.by_window[step["window"]]
+    before = [event["norm"] for event in window if event["kind"] == "accumulated"]
+    clips = [event for event in window if event["kind"] == "clip"]
+    if (
+        len(factors) > 1
+        or not before
+        or not before[-1]
+        or not step["probe"]
+        or any(e["kind"] == "scaled" for e in window)
+    ):
+        return None
+    clipped = 1.0
+    for clip in clips:
+        clipped *= min(1.0, clip["most"] / (clip["norm"] + 1e-6))
+    return float(factors.pop() * len(backwards) * step["probe"] / before[-1] / clipped)
+
+
+_NEAR = 0.01
 _MEANS = {"MeanBackward0", "NllLossBackward0", "MseLossBackward0", "SmoothL1LossBackward0", "NllLoss2DBackward0"}
 
 

@@ -58,14 +58,14 @@ class Comparison:
     Attributes:
         record: of the ranks.
         whole: the script alone, with what all ranks used.
-        permuted: the same with the samples of each batch in another order.
-        of_rank: runs the script alone with what one rank used.
+        permuted: runs it again with the samples of each batch in another order.
+        of_ranks: runs it with what each rank used, for itself.
     """
 
     record: Record
     whole: Run
-    permuted: Run
-    of_rank: Callable[[int], Run]
+    permuted: Callable[[], Run]
+    of_ranks: Callable[[], list[Run]]
 
     def judge(self, report: Report) -> None:
         """Adds what the comparison tells."""
@@ -76,19 +76,36 @@ class Comparison:
             return
         if report.coverage.get("gradients") == "refuted":
             return
-        worst, floor = 0.0, 0.0
-        for event in common:
-            apart, noise, limit = self._apart(event)
-            worst, floor = max(worst, apart.worst), max(floor, noise)
-            if apart.worst > limit:
-                self._explain(event, apart, limit, report)
-                return
-        state = DECLARED if self._has_norms() else AGREES
-        if numerics.is_too_coarse(floor, self._recorded(common[0])):
-            report.cover("gradients", unchecked(f"rounding alone is {floor:.0e} of a gradient at this precision"))
+        apart = {event["event"]: self._apart(event) for event in common}
+        worst = max(one.worst for one in apart.values())
+        if (chance := self._chance()) is not None and worst > numerics.limit(0.0, self._recorded(common[0])):
+            report.cover("gradients", unchecked(chance))
             return
-        margin = f"worst error {worst:.1e}, rounding alone {floor:.1e}, {plural(len(common), 'step')}"
-        report.cover("gradients", state, margin)
+        if worst <= numerics.limit(0.0, self._recorded(common[0])):
+            margin = f"worst error {worst:.1e} of a tensor's norm, {plural(len(common), 'step')}"
+            report.cover("gradients", DECLARED if self._has_norms() else AGREES, margin)
+            return
+        again = self.permuted()
+        for event in common:
+            floor = self._floor(again, event)
+            limit = numerics.limit(floor, self._recorded(event))
+            if numerics.is_too_coarse(floor, self._recorded(event)) and apart[event["event"]].worst < 1:
+                why = f"rounding alone is {floor:.0e} of a gradient at this precision"
+                report.cover("gradients", unchecked(why))
+                return
+            if apart[event["event"]].worst > limit:
+                self._explain(event, apart[event["event"]], limit, report)
+                return
+        margin = f"worst error {worst:.1e} of a tensor's norm, rounding explains {limit:.1e}"
+        report.cover("gradients", DECLARED if self._has_norms() else AGREES, margin)
+
+    def _chance(self) -> str | None:
+        """Why the ranks' random numbers could not be handed to one process."""
+        events = self.whole.record.ranks[0].of("chance")
+        if not events:
+            return None
+        _, where, _ = events[0]["place"].split("|")
+        return f"each rank draws by itself at {where} ({events[0]['name']}), and one process cannot draw the same"
 
     def _why(self) -> str:
         if self.whole.unjoinable is not None:
@@ -103,13 +120,15 @@ class Comparison:
     def _recorded(self, event: Event) -> Any:
         return self.record.value(0, event["kept"])
 
-    def _apart(self, event: Event) -> tuple[numerics.Distance, float, float]:
+    def _apart(self, event: Event) -> numerics.Distance:
+        return numerics.distance(self._recorded(event), self.whole.gradients(event["event"]))
+
+    def _floor(self, again: Run, event: Event) -> float:
+        """How far rounding alone takes the gradients of a step apart."""
         number = event["event"]
-        recorded, alone = self._recorded(event), self.whole.gradients(number)
-        floor = 0.0
-        if number in self.permuted.steps:
-            floor = numerics.distance(self.permuted.gradients(number), alone).worst
-        return numerics.distance(recorded, alone), floor, numerics.limit(floor, alone)
+        if number not in again.steps:
+            return 0.0
+        return numerics.distance(again.gradients(number), self.whole.gradients(number)).worst
 
     def _has_norms(self) -> bool:
         return any(event["norms"] for event in self.record.ranks[0].of("wrap"))
@@ -128,7 +147,7 @@ class Comparison:
         if scaled.left < max(limit, _EXPLAINED * apart.whole):
             yield self._scaled(event, scaled.factors[0])
             return
-        runs = [self.of_rank(rank) for rank in range(self.record.size)]
+        runs = self.of_ranks()
         if not all(number in run.steps for run in runs):
             return
         parts = [numerics.flat(run.gradients(number), alone) for run in runs]

@@ -12,7 +12,7 @@ from samestep.verification.recording.naming import bare
 __all__: list[str] = []
 
 _MOST_LINKS = 8
-_SCALES = {"MulBackward0": 1, "DivBackward0": -1}
+_POWERS = {"MulBackward0": 1, "DivBackward0": -1}
 
 
 def described(loader: Any) -> dict[str, Any]:
@@ -48,14 +48,16 @@ def scale_of(root: Any) -> dict[str, Any]:
     if not isinstance(tensor, Tensor) or tensor.dim() or tensor.grad_fn is None:
         return {}
     node: Any = tensor.grad_fn
-    links = 0
-    while type(node).__name__ in _SCALES and links < _MOST_LINKS:
+    factor = 1.0
+    for _ in range(_MOST_LINKS):
         before = [one for one, _ in node.next_functions if one is not None]
-        if len(before) != 1:
+        number = getattr(node, "_saved_other", None)
+        if type(node).__name__ not in _POWERS or len(before) != 1 or number is None or number.numel() != 1:
             break
-        node, links = before[0], links + 1
+        factor *= float(number) ** _POWERS[type(node).__name__]
+        node = before[0]
     mean = getattr(node, "_saved_reduction", 1) == 1  # of a loss function; torch's number for "mean"
-    return {"loss": type(node).__name__, "links": links, "mean": mean, "value": float(tensor.detach())}
+    return {"loss": type(node).__name__, "factor": factor, "mean": mean, "value": float(tensor.detach())}
 
 
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -20,6 +20,8 @@ from samestep.launch.noting import site
 from samestep.launch.observers import Observer, Seat
 from samestep.rankenv import variable
 from samestep.verification.journal import Journal
+from samestep.verification.recording.chance import Draws, keep
+from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.watching.begin import begin
 from samestep.verification.watching.listener import Batch, Epoch, Listener
 from samestep.verification.watching.storage import save_unseen
@@ -28,6 +30,7 @@ __all__: list[str] = []
 
 SAMPLED = (0, 1, 4, 9, 16)  # windows whose values are kept, beside those at the end of the first passes
 MOST_SAMPLED = 8
+MOST_EVALUATED = 4  # and so many more in which an evaluation runs
 
 
 class EnoughError(SystemExit):
@@ -54,6 +57,10 @@ class Recorder(Observer, Listener):
         self._epochs_ended = 0
         self._micro = 0
         self._scaled: Any = None
+        self._loading = False
+        self._loaded: str | None = None
+        self._draws = Draws()
+        self.evaluations = Evaluations(self.journal, self._buffers)
         begin(self)
 
     def end(self, error: BaseException | None) -> None:
@@ -68,18 +75,34 @@ class Recorder(Observer, Listener):
         from samestep.verification.recording.passes import described
 
         self.journal.write("pass", key=epoch.key, number=epoch.number, where=epoch.where, **described(epoch.loader))
-        for batch in own:
+        count = 0
+        while (batch := self._next(own)) is not None:
             self._note_batch(batch)
+            count += 1
             yield batch.value
+        if self.evaluations.lasts:
+            self.evaluations.passed(epoch.key, epoch.number, count)
         self.journal.write("passed", key=epoch.key, number=epoch.number)
         self._epochs_ended += 1
+
+    def _next(self, own: Iterator[Batch]) -> Batch | None:
+        """What a dataset draws while it loads is in the batch; it is no draw of the training."""
+        self._loading = True
+        try:
+            return next(own, None)
+        finally:
+            self._loading = False
 
     def _note_batch(self, batch: Batch) -> None:
         import torch
 
         from samestep.verification.recording.rows import count, held, row_digests
 
-        training = torch.is_grad_enabled()
+        training = torch.is_grad_enabled() and not self.evaluations.lasts
+        if training:
+            self.evaluations.end()
+        else:
+            self.evaluations.batch(batch.epoch.key, batch.epoch.number, batch.index)
         self._begin_window(evaluating=not training)
         number = self.journal.keep(lambda path: save_unseen(held(batch.value), path)) if training else None
         self.journal.write(
@@ -102,7 +125,7 @@ class Recorder(Observer, Listener):
             return
         self._open = True
         wanted = self._window in SAMPLED or evaluating or self._epochs_ended > 0
-        self._sampled = wanted and self._kept < MOST_SAMPLED
+        self._sampled = wanted and self._kept < MOST_SAMPLED + (MOST_EVALUATED if evaluating else 0)
         self._kept += self._sampled
         kept = self._keep_parameters() if self._sampled and self.rank == 0 else None
         if self._window == 0:
@@ -111,21 +134,21 @@ class Recorder(Observer, Listener):
 
     def _state(self) -> dict[str, Any]:
         from samestep.runtime.digest import digest
-        from samestep.verification.recording.naming import buffers_of
 
         parameters = [parameter for optimizer in self._optimizers for parameter in self._parameters(optimizer).items()]
-        buffers = buffers_of(parameter for _, parameter in parameters)
         return {
             "parameters": {name: digest(parameter) for name, parameter in parameters},
-            "buffers": {name: digest(buffer) for name, buffer in buffers.items()},
+            "buffers": {name: digest(buffer) for name, buffer in self._buffers().items()},
         }
 
-    def _keep_parameters(self) -> int | None:
-        from samestep.verification.recording.naming import buffers_of
+    def _buffers(self) -> dict[str, Any]:
+        from samestep.verification.recording.naming import buffers_of, of_optimizer
 
+        return buffers_of(parameter for optimizer in self._optimizers for parameter in of_optimizer(optimizer))
+
+    def _keep_parameters(self) -> int | None:
         held = [self._parameters(optimizer) for optimizer in self._optimizers]
-        buffers = buffers_of(parameter for one in held for parameter in one.values())
-        values = {"parameters": [list(one.values()) for one in held], "buffers": buffers}
+        values = {"parameters": [list(one.values()) for one in held], "buffers": self._buffers()}
         return self.journal.keep(lambda path: save_unseen(values, path))
 
     def _parameters(self, optimizer: Any) -> dict[str, Any]:
@@ -184,9 +207,21 @@ class Recorder(Observer, Listener):
         """Counts the backward passes of a window."""
         from samestep.verification.recording.passes import scale_of
 
+        self.evaluations.end()
         self._begin_window(evaluating=False)
         self._micro += 1
         self.journal.write("backward", window=self._window, where=where, **scale_of(root))
+
+    def after_backward(self) -> None:
+        """Writes down how large one gradient is by now: whether somebody divides it before the step."""
+        self.journal.write("accumulated", window=self._window, norm=self._probe())
+
+    def _probe(self) -> float | None:
+        from samestep.verification.recording.naming import of_optimizer
+
+        parameters = (parameter for optimizer in self._optimizers for parameter in of_optimizer(optimizer))
+        gradient = next((one.grad for one in parameters if one.grad is not None), None)
+        return None if gradient is None else float(gradient.norm())
 
     def before_step(self, optimizer: Any) -> None:
         """Writes down the gradients that it will use."""
@@ -200,6 +235,10 @@ class Recorder(Observer, Listener):
         self._begin_window(evaluating=False)
         parameters = self._parameters(optimizer)
         gradients = {name: parameter.grad for name, parameter in parameters.items()}
+        if self._loaded is not None:
+            states = [one for one in self._optimizer_states() if one["number"] == optimizer.samestep_number]
+            self.journal.write("resumed", path=self._loaded, event=self._events, optimizers=states)
+            self._loaded = None
         kept = self._keep(list(gradients.values())) if self._sampled and self.rank == 0 else None
         self.journal.write(
             "step",
@@ -212,6 +251,7 @@ class Recorder(Observer, Listener):
             decays=[float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups],
             gradients={name: None if value is None else digest(value) for name, value in gradients.items()},
             parameters={name: digest(parameter) for name, parameter in parameters.items()},
+            probe=self._probe(),
             orphans=self._orphans() if self._window <= 1 else [],
             kept=kept,
         )
@@ -254,10 +294,13 @@ class Recorder(Observer, Listener):
 
     def told(self, kind: str, **fields: Any) -> None:
         """Writes down everything else."""
-        if kind == "collected":
+        if kind == "mode":
+            self._note_mode(training=fields["training"])
             return
         if kind == "scaled":
             self._scaled = fields["scaler"]
+            if self._scaled.is_enabled():
+                self.journal.write(kind, window=self._window)
             return
         if kind == "clipping":
             self._note_scaled_clipping(fields["where"])
@@ -266,8 +309,39 @@ class Recorder(Observer, Listener):
             fields["digests"] = _digests_in(fields.pop("value"))
             if kind == "save":
                 with contextlib.suppress(Exception):  # a state that is not there yet is none of the script's business
-                    fields["state"] = self._state()
+                    fields["state"] = self._state() | {"optimizers": self._optimizer_states()}
+            else:
+                self._loaded = fields["path"]
         self.journal.write(kind, window=self._window, event=self._events, **fields)
+
+    def _note_mode(self, *, training: bool) -> None:
+        """A model that is set to evaluate before it has trained is only being built."""
+        if training:
+            self.evaluations.end()
+        elif self._optimizers:
+            self.evaluations.begin()
+
+    def _optimizer_states(self) -> list[dict[str, Any]]:
+        """The rate and the state of every optimizer that has one: what a checkpoint must bring back."""
+        from samestep.runtime.digest import digest
+        from samestep.verification.recording.passes import tensors_in
+
+        told = []
+        for optimizer in self._optimizers:
+            kept = sorted(digest(tensor) for _, tensor in tensors_in(list(optimizer.state.values())))
+            rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            told.append({"number": optimizer.samestep_number, "state": kept, "rates": rates})
+        return told
+
+    def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
+        """Writes down what an evaluation's collectives bring."""
+        self.evaluations.collected(call, tensors, waits=waits)
+
+    def drawn(self, name: str, where: str, value: Any) -> Any:
+        """Writes down what the script draws while it trains."""
+        if self._open and not self._loading and not self.evaluations.lasts:
+            keep(self.journal, self._draws.place(self._window, where), name, value)
+        return value
 
     def _note_scaled_clipping(self, where: str) -> None:
         """Clipping sees gradients that a scaler has made larger, unless they were unscaled before."""

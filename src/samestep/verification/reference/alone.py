@@ -20,6 +20,8 @@ from samestep.rankenv import variable
 from samestep.verification.journal import Event, Journal
 from samestep.verification.judging.record import Record, read
 from samestep.verification.judging.samples import passes
+from samestep.verification.recording.chance import Draws
+from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.recorder import EnoughError
 from samestep.verification.watching.begin import begin
 from samestep.verification.watching.listener import Batch, Epoch, Listener
@@ -46,6 +48,10 @@ class Alone(Observer, Listener):
         self._replayed = self._training_passes()
         self._lengths = {event["key"]: event["length"] for event in self.record.ranks[0].of("pass")}
         self._windows = {event["number"]: event for event in self.record.ranks[0].of("window")}
+        self._loading = False
+        self._draws = Draws()
+        self._drawn = self._recorded_draws()
+        self.evaluations = Evaluations(self.journal, self._buffers)
         self.sizes: list[int] = []
         begin(self)
         self._slice_norms()
@@ -74,18 +80,34 @@ class Alone(Observer, Listener):
         """Yields what the ranks have used together, where they have trained on it."""
         parts = self._replayed.get((epoch.key, epoch.number))
         if parts is None:
-            for batch in own:
-                self._begin_window()
-                yield batch.value
+            yield from self._natively(epoch, own)
             return
+        self.evaluations.end()
         for index in range(max(map(len, parts))):
             self._begin_window()
             yield self._joined([theirs[index] for theirs in parts if index < len(theirs)])
         self.sizes = []
 
-    def _joined(self, events: list[Event]) -> Any:
+    def _natively(self, epoch: Epoch, own: Iterator[Batch]) -> Iterator[Any]:
+        """What no step is taken in, the script loads as it has it."""
         import torch
 
+        count = 0
+        while (batch := self._next(own)) is not None:
+            if self.evaluations.lasts or not torch.is_grad_enabled():
+                self.evaluations.batch(epoch.key, epoch.number, batch.index)
+            self._begin_window()
+            count += 1
+            yield batch.value
+
+    def _next(self, own: Iterator[Batch]) -> Batch | None:
+        self._loading = True
+        try:
+            return next(own, None)
+        finally:
+            self._loading = False
+
+    def _joined(self, events: list[Event]) -> Any:
         from samestep.verification.reference.joining import UnjoinableError, joined, permuted
 
         ranks = self._ranks[: len(events)]
@@ -96,10 +118,16 @@ class Alone(Observer, Listener):
         except UnjoinableError as error:
             self.journal.write("unjoinable", why=str(error))
             raise EnoughError(0) from error
-        total = sum(self.sizes)
-        if self._permuted and total:
-            value = permuted(value, torch.randperm(total, generator=torch.Generator().manual_seed(self._window)))
-        return value
+        return permuted(value, self._order()) if self._permuted and any(self.sizes) else value
+
+    def _order(self) -> Any:
+        """Another order of the samples, within each rank's part: a part may have statistics of its own."""
+        import torch
+
+        generator = torch.Generator().manual_seed(self._window)
+        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        parts = zip(starts, self.sizes, strict=True)
+        return torch.cat([start + torch.randperm(size, generator=generator) for start, size in parts])
 
     # --- windows -----------------------------------------------------------------------------
 
@@ -114,18 +142,22 @@ class Alone(Observer, Listener):
     def _put_back(self, values: dict[str, Any]) -> None:
         import torch
 
-        from samestep.verification.recording.naming import buffers_of, of_optimizer
+        from samestep.verification.recording.naming import of_optimizer
 
         with torch.no_grad():
             for optimizer, theirs in zip(self._optimizers, values["parameters"], strict=False):
                 for parameter, value in zip(of_optimizer(optimizer), theirs, strict=False):
                     if parameter.shape == value.shape:
                         parameter.data.copy_(value)
-            own = buffers_of(parameter for optimizer in self._optimizers for parameter in of_optimizer(optimizer))
-            for name, buffer in own.items():
+            for name, buffer in self._buffers().items():
                 value = values["buffers"].get(name)
                 if value is not None and value.shape == buffer.shape:
                     buffer.data.copy_(value)
+
+    def _buffers(self) -> dict[str, Any]:
+        from samestep.verification.recording.naming import buffers_of, of_optimizer
+
+        return buffers_of(parameter for optimizer in self._optimizers for parameter in of_optimizer(optimizer))
 
     def optimizer_made(self, optimizer: Any, where: str) -> None:
         """Numbers it as the recorder does."""
@@ -137,6 +169,7 @@ class Alone(Observer, Listener):
     def backward(self, root: Any, where: str) -> None:
         """A window without a DataLoader begins here at the latest."""
         del root, where
+        self.evaluations.end()
         self._begin_window()
 
     def before_step(self, optimizer: Any) -> None:
@@ -168,6 +201,43 @@ class Alone(Observer, Listener):
         """Writes down what is compared: the norms that clipping has seen."""
         if kind == "clip":
             self.journal.write(kind, window=self._window, **fields)
+        elif kind == "mode" and fields["training"]:
+            self.evaluations.end()
+        elif kind == "mode" and self._optimizers:
+            self.evaluations.begin()
+
+    def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
+        """Writes down what an evaluation's collectives bring."""
+        self.evaluations.collected(call, tensors, waits=waits)
+
+    # --- chance ------------------------------------------------------------------------------
+
+    def _recorded_draws(self) -> dict[str, list[tuple[int, int | None]]]:
+        """Place of a draw -> rank and number of each chosen rank's."""
+        found: dict[str, list[tuple[int, int | None]]] = {}
+        for rank in self.record.ranks:
+            if rank.number in self._ranks:
+                for event in rank.of("draw"):
+                    found.setdefault(event["place"], []).append((rank.number, event["kept"]))
+        return found
+
+    def drawn(self, name: str, where: str, value: Any) -> Any:
+        """Hands out what the ranks have drawn."""
+        from samestep.verification.recording.chance import joined
+
+        if not self._open or self._loading or self.evaluations.lasts:
+            return value
+        place = self._draws.place(self._window, where)
+        held = self._drawn.get(place, [])
+        if len(held) != len(self._ranks) or any(number is None for _, number in held):
+            self.journal.write("chance", place=place, name=name)
+            return value
+        parts = [self.record.value(rank, number) for rank, number in held if number is not None]
+        whole = joined(name, value, parts)
+        if whole is None:
+            self.journal.write("chance", place=place, name=name)
+            return value
+        return whole
 
     # --- normalisation -----------------------------------------------------------------------
 

@@ -45,28 +45,28 @@ def _telling(listener: Listener, original: Any, name: str, *, between_two: bool)
 
         if getattr(_inside, "one", False) or torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        told = _described(signature, name, args, kwargs)
+        told, tensors = _described(signature, name, args, kwargs)
         told |= {"between_two": between_two, "where": site(sys._getframe(1))}  # noqa: SLF001
         _inside.one = True
         try:
             listener.collective(told)
             result = original(*args, **kwargs)
+            listener.collected(told, tensors, waits=hasattr(result, "wait"))
         finally:
             _inside.one = False
-        listener.told("collected", op=name, where=told["where"])
         return result
 
     return call
 
 
-def _described(signature: inspect.Signature, name: str, args: Any, kwargs: Any) -> dict[str, Any]:
+def _described(signature: inspect.Signature, name: str, args: Any, kwargs: Any) -> tuple[dict[str, Any], list[Any]]:
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError:  # the original says what is wrong
         given = {}
     tensors = list(_tensors(value for key, value in given.items() if "list" not in key or "object" not in name))
     group = given.get("group")
-    return {
+    told = {
         "op": name,
         "shapes": [list(tensor.shape) for tensor in tensors],
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
@@ -74,6 +74,7 @@ def _described(signature: inspect.Signature, name: str, args: Any, kwargs: Any) 
         "root": given.get("src", given.get("dst")),
         "group": _group(group),
     }
+    return told, tensors
 
 
 def _tensors(values: Any) -> Any:

@@ -76,8 +76,19 @@ class Listener:
     def backward(self, root: Any, where: str) -> None:
         """A backward pass is about to begin at the tensor `root`."""
 
+    def after_backward(self) -> None:
+        """It has ended."""
+
     def collective(self, call: dict[str, Any]) -> None:
         """The rank is about to enter a collective; `call` says op, where, shapes, dtype, and the like."""
+
+    def drawn(self, name: str, where: str, value: Any) -> Any:
+        """The script has drawn random numbers; returns those that it gets."""
+        del name, where
+        return value
+
+    def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
+        """The rank has left a collective; `waits` says that its tensors are not filled yet."""
 
     def told(self, kind: str, **fields: Any) -> None:
         """Anything else: "scheduler", "clip", "scaler", "save", "load", "eval"."""

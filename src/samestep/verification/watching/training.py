@@ -25,6 +25,7 @@ def watch(listener: Listener) -> None:
     when_imported("torch.amp.grad_scaler", functools.partial(_watch_scaler, listener))
     when_imported("torch.nn.utils.clip_grad", functools.partial(_watch_clipping, listener))
     when_imported("torch.autograd", functools.partial(_watch_backward, listener))
+    when_imported("torch.nn.modules.module", functools.partial(_watch_modes, listener))
 
 
 def _watch_optimizers(listener: Listener, module: ModuleType) -> None:
@@ -88,6 +89,24 @@ def watch_bare_forward(listener: Listener, wrapped: Any) -> None:
             listener.told("forward", where=site(sys._getframe(1)), synchronises=False, bare=True)  # noqa: SLF001
 
     wrapped.module.register_forward_pre_hook(before)
+
+
+def _watch_modes(listener: Listener, module: Any) -> None:
+    """Evaluation begins where a model is told to evaluate, and ends where it is told to train."""
+    original = module.Module.train
+    nested: list[bool] = []
+
+    @functools.wraps(original)
+    def train(self: Any, mode: bool = True) -> Any:
+        if not nested:
+            listener.told("mode", training=bool(mode))
+        nested.append(True)
+        try:
+            return original(self, mode)
+        finally:
+            nested.pop()
+
+    module.Module.train = train
 
 
 def _watch_schedules(listener: Listener, module: ModuleType) -> None:
@@ -160,6 +179,8 @@ def _watch_backward(listener: Listener, module: Any) -> None:
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         listener.backward(tensors, site(sys._getframe(1)))  # noqa: SLF001
-        return original(tensors, *args, **kwargs)
+        result = original(tensors, *args, **kwargs)
+        listener.after_backward()
+        return result
 
     module.backward = backward  # Tensor.backward calls it by this name

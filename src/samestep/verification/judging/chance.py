@@ -1,0 +1,50 @@
+"""Whether the ranks draw different noise: equal numbers on all of them make N ranks less than N times one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from samestep.verification.findings import PROVED, Finding, Report, unchecked
+from samestep.verification.judging.record import Record
+
+__all__: list[str] = []
+
+_NOISE = {f"torch.{name}" for name in ("rand", "randn", "normal", "bernoulli", "rand_like", "randn_like")}
+_NOISE |= {f"numpy.random.{name}" for name in ("rand", "randn", "normal", "random", "standard_normal", "uniform")}
+_FEWEST = 16  # numbers in a draw that cannot be equal by chance, and are no setting
+
+
+def judge(record: Record, report: Report) -> None:
+    """Adds what the draws tell."""
+    drawn = [{event["place"]: event for event in rank.of("draw")} for rank in record.ranks]
+    report.add(_alike(record, drawn))
+    seen = any(drawn)
+    report.cover("random", PROVED if seen else unchecked("the script draws nothing itself while it trains"))
+
+
+def _alike(record: Record, drawn: list[dict[str, dict[str, object]]]) -> Iterator[Finding]:
+    for rank, theirs in enumerate(drawn[1:], 1):
+        for place, event in theirs.items():
+            first = drawn[0].get(place)
+            if first is None or first["digest"] is None or event["name"] not in _NOISE or not _is_much(event["shape"]):
+                continue
+            if first["digest"] == event["digest"]:
+                window, where, _ = place.split("|")
+                yield Finding(
+                    code="random-streams",
+                    property="random",
+                    rank=record.ranks[rank].number,
+                    step=int(window),
+                    where=where,
+                    cause=f"rank {record.ranks[rank].number} draws the very numbers that rank 0 draws ({event['name']} "
+                    f"of {event['shape']}): all ranks were seeded alike",
+                    fix="torch.manual_seed(seed + rank)    # after the model is made, which all ranks seed alike",
+                )
+                return
+
+
+def _is_much(shape: object) -> bool:
+    count = 1
+    for length in shape if isinstance(shape, list) else [0]:
+        count *= int(length)
+    return count >= _FEWEST

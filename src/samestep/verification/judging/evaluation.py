@@ -1,0 +1,154 @@
+"""Whether an evaluation is that of one process: every sample once, buffers alike, and sums that come to the same.
+
+counts      all_reduce([correct, seen])           N ranks and one process have the same sums
+means       all_reduce(accuracy of a rank) ÷ N    their mean is the one-process value only where parts are alike
+gathered    all_gather(predictions)               as many rows as samples
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from samestep.verification.findings import AGREES, PROVED, Finding, Report, unchecked
+from samestep.verification.journal import Event
+from samestep.verification.judging.record import Record
+from samestep.verification.judging.samples import Pass, passes
+from samestep.verification.judging.states import differing
+from samestep.verification.judging.words import listed, plural
+
+__all__: list[str] = []
+
+_CLOSE = 1e-4  # of a sum; the parameters are the same, so this is rounding
+
+Values = dict[tuple[int, str, int], Event]
+
+
+def judge(record: Record, alone: Record | None, report: Report) -> None:
+    """Adds what evaluations tell; `alone` is the script run alone, if it ran."""
+    _judge_buffers(record, report)
+    if not any(rank.of("evaluated") for rank in record.ranks):
+        report.cover("evaluation", unchecked("none was reached in the steps that were recorded; see --steps"))
+        return
+    mine = _brought(record)
+    theirs = _brought(alone) if alone is not None and alone.ranks else {}
+    common = [place for place in mine if place in theirs]
+    found = list(_different(record, mine, theirs, common))
+    sampled = list(_samples(record))
+    if not found and sampled and not _is_right_all_the_same(mine, theirs, common):
+        found = sampled
+    report.add(found[:1])
+    report.cover("evaluation", AGREES if common else PROVED if not sampled else unchecked("its value was not seen"))
+
+
+def _judge_buffers(record: Record, report: Report) -> None:
+    told = [
+        {(event["key"], event["number"]): event["digests"] for event in rank.of("buffers")} for rank in record.ranks
+    ]
+    for rank, theirs in enumerate(told[1:], 1):
+        for place, digests in theirs.items():
+            if place in told[0] and (bad := differing(told[0][place], digests)):
+                report.add([_buffers(record, rank, place[0], bad)])
+                return
+    if any(told):
+        report.cover("buffers", PROVED)
+
+
+def _buffers(record: Record, rank: int, key: str, bad: list[str]) -> Finding:
+    return Finding(
+        code="buffers-diverged",
+        property="buffers",
+        rank=record.ranks[rank].number,
+        tensor=bad[0],
+        where=key.rpartition("#")[0],
+        cause=f"rank {record.ranks[rank].number} evaluates with other values than rank 0 in {listed(bad, 'buffer')}: "
+        "each rank has the statistics of its own batches",
+        fix="broadcast the buffers from rank 0 before an evaluation, evaluate through the wrapped model, or use "
+        "synchronised BatchNorm",
+    )
+
+
+def _brought(record: Record) -> Values:
+    """(phase, line, number there) -> what rank 0's collective brought."""
+    seen: Counter[tuple[int, str]] = Counter()
+    brought: Values = {}
+    for event in record.ranks[0].of("collected"):
+        place = (event["phase"], event["where"])
+        seen[place] += 1
+        brought[(*place, seen[place])] = event
+    return brought
+
+
+def _different(record: Record, mine: Values, theirs: Values, common: list[tuple[int, str, int]]) -> Iterator[Finding]:
+    for place in common:
+        here, there = mine[place], theirs[place]
+        if "values" in here and "values" in there:
+            pairs = list(zip(here["values"], there["values"], strict=False))
+            bad = next((pair for pair in pairs if not _agree(*pair, record.size, here["reduce"])), None)
+            if bad is not None:
+                yield _inexact(place[1], *bad, record.size)
+
+
+def _agree(mine: float, theirs: float, size: int, reduce: str | None) -> bool:
+    """Whether N ranks bring what one brings: the same, or N times as much where it is divided by N afterwards."""
+    if math.isnan(mine) and math.isnan(theirs):
+        return True
+    summed = reduce in {None, "SUM"}
+    return _close(mine, theirs) or (summed and _close(mine / size, theirs))
+
+
+def _close(mine: float, theirs: float) -> bool:
+    return abs(mine - theirs) <= _CLOSE * max(abs(mine), abs(theirs), 1e-12)
+
+
+def _inexact(where: str, mine: float, theirs: float, size: int) -> Finding:
+    whole = mine == round(mine) and theirs == round(theirs)
+    what = (
+        f"the ranks sum up {mine:g} where one process counts {theirs:g}"
+        if whole
+        else f"the ranks bring {mine / size:.6g} (or {mine:.6g} before a division by {size}), one process {theirs:.6g}"
+    )
+    return Finding(
+        code="evaluation-inexact",
+        property="evaluation",
+        where=where,
+        cause=f"with the same weights {what}: samples are counted twice or left out, or means of unlike parts are "
+        "averaged",
+        fix="all_reduce the sum and the count over an evaluation set without padding, and divide once; "
+        "samestep.evaluate(…) does",
+    )
+
+
+def _samples(record: Record) -> Iterator[Finding]:
+    """Passes of an evaluation that the ranks have split between them, with samples too many or too few."""
+    evaluated = {(event["key"], event["number"]) for rank in record.ranks for event in rank.of("evaluated")}
+    mine = [{(one.about["key"], one.about["number"]): one for one in passes(rank)} for rank in record.ranks]
+    for name in sorted(evaluated):
+        group = [theirs[name] for theirs in mine if name in theirs]
+        if len(group) == record.size and all(one.complete and one.indices is not None for one in group):
+            yield from _split(group)
+
+
+def _split(group: list[Pass]) -> Iterator[Finding]:
+    size = group[0].about["samples"]
+    parts = [set(one.indices or []) for one in group]
+    if size is None or all(len(part) == size for part in parts):
+        return  # every rank evaluates all of it
+    counts = Counter(index for one in group for index in one.indices or [])
+    extra, missing = sum(counts.values()) - len(counts), size - len(counts)
+    if extra or missing:
+        what = [f"{plural(extra, 'sample')} twice"] if extra else []
+        what += [f"{plural(missing, 'sample')} never"] if missing else []
+        yield Finding(
+            code="evaluation-inexact",
+            property="evaluation",
+            where=group[0].about["key"].rpartition("#")[0],
+            cause=f"the ranks together evaluate {' and '.join(what)}, of {size}",
+            fix="evaluate range(rank, len(dataset), world_size) without padding, or samestep.evaluate(…)",
+        )
+
+
+def _is_right_all_the_same(mine: Values, theirs: Values, common: list[tuple[int, str, int]]) -> bool:
+    """Whether counts were compared and agree: padding was taken out again."""
+    return any("values" in mine[place] and "values" in theirs[place] for place in common)

@@ -1,0 +1,89 @@
+"""Random numbers that a script draws while it trains: kept on the ranks, and handed out again when it runs alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from samestep.verification.journal import Journal
+from samestep.verification.watching.storage import save_unseen
+
+__all__: list[str] = []
+
+_MOST = 1 << 22  # numbers of one draw that are kept
+
+
+class Draws:
+    """The draws of one process, told apart by window, line and their number there."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str] = Counter()
+        self._window = -1
+
+    def place(self, window: int, where: str) -> str:
+        """Returns what a draw is called: the same on every rank, and alone."""
+        if window != self._window:
+            self._window = window
+            self._seen.clear()
+        self._seen[where] += 1
+        return f"{window}|{where}|{self._seen[where]}"
+
+
+def keep(journal: Journal, place: str, name: str, value: Any) -> None:
+    """Writes a draw down."""
+    import torch
+
+    from samestep.runtime.digest import digest
+
+    tensor = as_tensor(value)
+    if tensor is None or tensor.numel() > _MOST:
+        journal.write("draw", place=place, name=name, shape=None, digest=None, kept=None)
+        return
+    kept = journal.keep(lambda path: save_unseen(tensor.detach().cpu(), path))
+    shape = list(tensor.shape)
+    journal.write("draw", place=place, name=name, shape=shape, digest=digest(torch.as_tensor(tensor)), kept=kept)
+
+
+def as_tensor(value: Any) -> Any:
+    """Returns numbers as a tensor, None where they are none."""
+    import torch
+
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def joined(name: str, own: Any, parts: list[Any]) -> Any | None:
+    """Returns what the ranks have drawn, as one process would have drawn it; None where that cannot be.
+
+    Args:
+        name: of the function.
+        own: what the script alone has drawn in its place.
+        parts: what each rank has drawn.
+    """
+    import torch
+
+    mine = as_tensor(own)
+    if mine is None or any(part.dtype != mine.dtype for part in parts):
+        return None
+    if len(parts) > 1 and name == "torch.randperm":  # of positions in each rank's part
+        starts = [sum(len(part) for part in parts[:i]) for i in range(len(parts))]
+        parts = [part + start for part, start in zip(parts, starts, strict=True)]
+    if all(torch.equal(part, parts[0]) for part in parts) and parts[0].shape == mine.shape:
+        whole = parts[0]
+    elif parts[0].dim() and sum(len(part) for part in parts) == (len(mine) if mine.dim() else -1):
+        whole = torch.cat(parts)
+    else:
+        return None
+    return _in_the_form_of(own, whole) if whole.shape == mine.shape else None
+
+
+def _in_the_form_of(own: Any, whole: Any) -> Any:
+    import torch
+
+    if isinstance(own, torch.Tensor):
+        return whole.to(own.device).requires_grad_(own.requires_grad)
+    if hasattr(own, "dtype") and hasattr(own, "shape"):
+        return whole.numpy().astype(own.dtype).reshape(own.shape)
+    return type(own)(whole.item()) if whole.dim() == 0 else type(own)(whole.tolist())

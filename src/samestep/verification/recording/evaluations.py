@@ -1,0 +1,78 @@
+"""What one process writes down of its evaluations, whether it is one of the ranks or the script alone.
+
+phase       from `model.eval()`, or the first batch without gradients, to the next training batch or `model.train()`
+collected   what the collectives in it bring: sums of counts, gathered predictions
+buffers     digests, once the first batch has gone through the model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from samestep.verification.journal import Journal
+
+__all__: list[str] = []
+
+_MOST_VALUES = 64
+_SUMS = {"all_reduce", "reduce"}
+_GATHERS = {"all_gather", "gather", "all_gather_into_tensor", "all_gather_object", "gather_object"}
+
+
+class Evaluations:
+    """Counts and describes them; a training that has not begun has none."""
+
+    def __init__(self, journal: Journal, buffers: Callable[[], dict[str, Any]]) -> None:
+        self._journal = journal
+        self._buffers = buffers
+        self._count = 0
+        self._pass: tuple[str, int] | None = None
+        self.lasts = False
+
+    def begin(self) -> None:
+        """An evaluation begins, unless one lasts."""
+        if not self.lasts:
+            self.lasts = True
+            self._count += 1
+
+    def end(self) -> None:
+        """Training goes on."""
+        self.lasts = False
+
+    def batch(self, key: str, number: int, index: int) -> None:
+        """A batch is about to be evaluated; those before it have been."""
+        self.begin()
+        self._journal.write("evaluated", phase=self._count, key=key, number=number, index=index)
+        if index == 1:
+            self._tell_buffers(key, number)
+
+    def passed(self, key: str, number: int, batches: int) -> None:
+        """A pass of an evaluation has ended."""
+        if batches == 1:
+            self._tell_buffers(key, number)
+
+    def _tell_buffers(self, key: str, number: int) -> None:
+        from samestep.runtime.digest import digest
+
+        digests = {name: digest(buffer) for name, buffer in self._buffers().items()}
+        if digests:
+            self._journal.write("buffers", phase=self._count, key=key, number=number, digests=digests)
+
+    def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
+        """Writes down what a collective has brought."""
+        if not self.lasts or waits or call["between_two"]:
+            return
+        told: dict[str, Any] = {"op": call["op"], "where": call["where"], "reduce": call["reduce"]}
+        if call["op"] in _SUMS and len(tensors) == 1 and tensors[0].numel() <= _MOST_VALUES:
+            told["values"] = tensors[0].detach().double().flatten().tolist()
+        elif call["op"] in _GATHERS:
+            told["rows"] = _rows(tensors)
+        else:
+            return
+        self._journal.write("collected", phase=self._count, **told)
+
+
+def _rows(tensors: list[Any]) -> int | None:
+    """How many rows all of them have together; what was sent counts among them, and is the first of its kind."""
+    outputs = tensors[:-1] if len(tensors) > 1 else tensors
+    return sum(int(tensor.shape[0]) if tensor.dim() else 1 for tensor in outputs) if outputs else None
