@@ -90,7 +90,12 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("-n", dest="ranks", metavar="N", type=_ranks, default=2, help="ranks to compare with one process (default: 2)")
     add("-m", dest="module", action="store_true", help="what follows is a module's name, as with python -m")
-    add("--steps", metavar="K", type=_steps, help="optimizer steps to record (default: 20, or until an epoch is over)")
+    add(
+        "--steps",
+        metavar="K",
+        type=_steps,
+        help="optimizer steps to record (default: to the end of the script, or what 10 s allow, at least 20)",
+    )
     add("--json", metavar="FILE", type=Path, help="write verdict, findings and coverage to this file")
     add(
         "--timeout",

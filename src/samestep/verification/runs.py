@@ -78,7 +78,7 @@ def run(
     order: dict[str, Any],
     *,
     still_s: float,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[Path], None] = lambda _: None,
 ) -> Ended:
     """Runs the script on so many ranks, each watched by `observer`, which finds `order` in SAMESTEP_VERIFY.
 
@@ -89,7 +89,7 @@ def run(
         observer: "package.module:Name".
         order: what the observer is told, beside the folder.
         still_s: seconds without a sign of life until it counts as hung.
-        progress: called again and again while it runs.
+        progress: called with the folder again and again while it runs.
     """
     folder.mkdir(parents=True)
     command = [
@@ -111,14 +111,14 @@ def run(
     return Ended(code=process.returncode, hung=hung, failure=_failure(folder), folder=folder)
 
 
-def _wait(process: subprocess.Popen[bytes], folder: Path, still_s: float, progress: Callable[[], None]) -> bool:
+def _wait(process: subprocess.Popen[bytes], folder: Path, still_s: float, progress: Callable[[Path], None]) -> bool:
     """Waits for the end; returns whether it had to be brought about."""
     moved, seen = time.monotonic(), -1.0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_LOOK_S)
             return False
-        progress()
+        progress(folder)
         sign = _sign_of_life(folder)
         if sign != seen:
             moved, seen = time.monotonic(), sign

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from samestep.verification import runs
+from samestep.verification import journal, runs
 from samestep.verification.findings import Finding, Report
 from samestep.verification.judging import chance, communication, control, evaluation, samples, states, storage
 from samestep.verification.judging.record import Record, read
 from samestep.verification.judging.reference import Comparison, Run
+from samestep.verification.recording.recorder import FEWEST
 
 __all__: list[str] = []
 
 _ALONE = "samestep.verification.reference.alone:Alone"
 _RECORDER = "samestep.verification.recording.recorder:Recorder"
 
+LONG_ENOUGH_S = 10.0  # of steps, if a script does not end before
+_LEAD = 4  # steps
+_TAIL = 1 << 18  # bytes of a journal in which its last step is looked for
 _AT_ONCE = 2  # runs of the script alone, side by side
 
 Say = Callable[[str], None]
@@ -50,7 +56,9 @@ def verify(
 
 def _verified(script: runs.Script, ranks: int, steps: int | None, still_s: float, folder: Path, say: Say) -> Report:
     say(f"recording {ranks} ranks")
-    ended = runs.run(script, ranks, folder / "recorded", _RECORDER, {"steps": steps or 20}, still_s=still_s)
+    ended = runs.run(
+        script, ranks, folder / "recorded", _RECORDER, {"steps": steps}, still_s=still_s, progress=Patience().look
+    )
     record = read(folder / "recorded" / "journals")
     report = Report(ranks=ranks, steps=record.steps)
     states.judge(record, report)
@@ -66,6 +74,36 @@ def _verified(script: runs.Script, ranks: int, steps: int | None, still_s: float
     if record.steps:
         _compare(script, record, folder, report, still_s, say)
     return report
+
+
+class Patience:
+    """Lets a script that is not asked for a number of steps come to its end, for a while."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._before = 0
+
+    def look(self, folder: Path) -> None:
+        """Names the step to end at, once the ranks have taken steps for long enough."""
+        stop = folder / "journals" / journal.STOP
+        steps = max((_steps(path) for path in (folder / "journals").glob("rank*.jsonl")), default=0)
+        now = time.monotonic()
+        if steps and self._began is None:
+            self._began = now
+        if self._began is not None and now - self._began > LONG_ENOUGH_S and steps >= FEWEST and not stop.exists():
+            lead = max(_LEAD, 2 * (steps - self._before))  # ahead of every rank, also while this is being written
+            draft = stop.with_suffix(".tmp")
+            draft.write_text(str(steps + lead), encoding="ascii")
+            draft.rename(stop)
+        self._before = steps
+
+
+def _steps(path: Path) -> int:
+    """How many steps a rank's journal tells of; the last one names its number."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        found = re.findall(rb'"kind":"stepped","event":(\d+)', file.read())
+    return int(found[-1]) + 1 if found else 0
 
 
 def _compare(script: runs.Script, record: Record, folder: Path, report: Report, still_s: float, say: Say) -> None:

@@ -20,7 +20,7 @@ from samestep.verification.judging.words import plural
 
 __all__: list[str] = []
 
-_SHARED_ROWS = 0.5  # of what a rank sees; so many samples of one content are no coincidence
+_BY_CHANCE = 0.02  # of the samples of a dataset may be alike without being one
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def judge(record: Record, report: Report) -> None:
     for group in training:
         report.add(_lengths(group))
         report.add(_same_data(group, record))
-        report.add(_once(group))
+        report.add(_once(group, record))
     report.add(_orders(training))
     report.add(_dropped(record, training))
     whole = [group for group in training if all(one.complete for one in group)]
@@ -134,9 +134,10 @@ def _fingerprint(rank: Rank, key: str) -> dict[str, str] | None:
     return told[0]["samples"] if told else None
 
 
-def _once(group: Sequence[Pass]) -> Iterator[Finding]:
+def _once(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
     """Whether each sample is used once: over all ranks, as far as the pass went on all of them."""
-    identities = _identities(group)
+    by_index = _mean_the_same(group, record)
+    identities = _identities(group, by_index=by_index)
     if identities is None or any(one.about["replacement"] for one in group):
         yield from _alike(group)
         return
@@ -155,18 +156,23 @@ def _once(group: Sequence[Pass]) -> Iterator[Finding]:
             "DistributedSampler pads",
             fix="DistributedSampler(…, drop_last=True), or samestep.shards, which cuts exactly",
         )
-    elif extra:
+    elif extra > (0 if by_index else _BY_CHANCE * sum(counts.values())):
         yield _repeated(group, identities, extra, len(repeated), where)
-    elif size is not None and all(one.complete for one in group) and not group[0].about["drop_last"]:
+    elif by_index and size is not None and all(one.complete for one in group) and not group[0].about["drop_last"]:
         missing = size - len(counts)
         if missing > 0 and _is_split(group):
             yield _missing(group, missing, size, where)
 
 
-def _identities(group: Sequence[Pass]) -> list[list[Any]] | None:
-    indices = [one.indices for one in group]
-    if all(theirs is not None for theirs in indices):
-        return [theirs or [] for theirs in indices]
+def _mean_the_same(group: Sequence[Pass], record: Record) -> bool:
+    """Whether one index means one sample on every rank; a rank may have a dataset of its own."""
+    prints = [_fingerprint(record.ranks[i], one.about["key"]) for i, one in enumerate(group)]
+    return all(one.indices is not None for one in group) and all(told == prints[0] for told in prints)
+
+
+def _identities(group: Sequence[Pass], *, by_index: bool) -> list[list[Any]] | None:
+    if by_index:
+        return [one.indices or [] for one in group]
     rows = [one.rows for one in group]
     return rows if all(rows) else None
 

@@ -19,7 +19,7 @@ from typing import Any
 from samestep.launch.noting import site
 from samestep.launch.observers import Observer, Seat
 from samestep.rankenv import variable
-from samestep.verification.journal import Journal
+from samestep.verification.journal import STOP, Journal
 from samestep.verification.recording.chance import Draws, keep
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.watching.begin import begin
@@ -28,9 +28,10 @@ from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
 
-SAMPLED = (0, 1, 4, 9, 16)  # windows whose values are kept, beside those at the end of the first passes
-MOST_SAMPLED = 8
-MOST_EVALUATED = 4  # and so many more in which an evaluation runs
+SAMPLED = (0, 1, 4, 16, 64)  # windows whose values are kept
+MOST_ENDS = 2  # and so many that end a pass over the data, which may be shorter
+MOST_EVALUATED = 4  # and so many in which an evaluation runs
+FEWEST = 20  # steps, before anybody may say that it is enough
 
 
 class EnoughError(SystemExit):
@@ -53,10 +54,13 @@ class Recorder(Observer, Listener):
         self._window = 0
         self._open = False  # a batch of this window has been seen
         self._sampled = False
-        self._kept = 0
-        self._epochs_ended = 0
+        self._ends = 0
+        self._evaluated = 0
+        self._last_micro = 1
+        self._stop = Path(order["folder"]) / STOP
         self._micro = 0
         self._scaled: Any = None
+        self._datasets: dict[str, Any] = {}
         self._loading = False
         self._loaded: str | None = None
         self._draws = Draws()
@@ -65,8 +69,17 @@ class Recorder(Observer, Listener):
 
     def end(self, error: BaseException | None) -> None:
         """Notes how the script has ended."""
+        if error is None or isinstance(error, SystemExit):
+            self._tell_datasets()
         name = None if error is None or isinstance(error, SystemExit) else type(error).__name__
         self.journal.write("end", error=name, message=str(error)[:500], enough=isinstance(error, EnoughError))
+
+    def _tell_datasets(self) -> None:
+        if self._datasets:
+            from samestep.verification.recording.fingerprints import fingerprint
+
+            for key, dataset in self._datasets.items():
+                self.journal.write("fingerprint", key=key, samples=fingerprint(dataset))
 
     # --- data --------------------------------------------------------------------------------
 
@@ -74,7 +87,10 @@ class Recorder(Observer, Listener):
         """Writes down what a pass yields."""
         from samestep.verification.recording.passes import described
 
-        self.journal.write("pass", key=epoch.key, number=epoch.number, where=epoch.where, **described(epoch.loader))
+        about = described(epoch.loader)
+        self.journal.write("pass", key=epoch.key, number=epoch.number, where=epoch.where, **about)
+        epoch.loader.samestep_length = about["length"]
+        self._datasets[epoch.key] = epoch.loader.dataset
         count = 0
         while (batch := self._next(own)) is not None:
             self._note_batch(batch)
@@ -83,7 +99,6 @@ class Recorder(Observer, Listener):
         if self.evaluations.lasts:
             self.evaluations.passed(epoch.key, epoch.number, count)
         self.journal.write("passed", key=epoch.key, number=epoch.number)
-        self._epochs_ended += 1
 
     def _next(self, own: Iterator[Batch]) -> Batch | None:
         """What a dataset draws while it loads is in the batch; it is no draw of the training."""
@@ -103,7 +118,7 @@ class Recorder(Observer, Listener):
             self.evaluations.end()
         else:
             self.evaluations.batch(batch.epoch.key, batch.epoch.number, batch.index)
-        self._begin_window(evaluating=not training)
+        self._begin_window(evaluating=not training, ends=training and self._ends_pass(batch))
         number = self.journal.keep(lambda path: save_unseen(held(batch.value), path)) if training else None
         self.journal.write(
             "batch",
@@ -120,13 +135,19 @@ class Recorder(Observer, Listener):
 
     # --- windows -----------------------------------------------------------------------------
 
-    def _begin_window(self, *, evaluating: bool) -> None:
+    def _ends_pass(self, batch: Batch) -> bool:
+        """Whether the window that begins with this batch will, as far as the last one tells, be the pass's last."""
+        length = getattr(batch.epoch.loader, "samestep_length", None)
+        return length is not None and batch.index + self._last_micro >= length
+
+    def _begin_window(self, *, evaluating: bool, ends: bool = False) -> None:
         if self._open or not self._optimizers:
             return
         self._open = True
-        wanted = self._window in SAMPLED or evaluating or self._epochs_ended > 0
-        self._sampled = wanted and self._kept < MOST_SAMPLED + (MOST_EVALUATED if evaluating else 0)
-        self._kept += self._sampled
+        self._ends += ends
+        self._evaluated += evaluating
+        late = (ends and self._ends <= MOST_ENDS) or (evaluating and self._evaluated <= MOST_EVALUATED)
+        self._sampled = self._window in SAMPLED or late
         kept = self._keep_parameters() if self._sampled and self.rank == 0 else None
         if self._window == 0:
             self.journal.write("start", **self._state())
@@ -282,9 +303,16 @@ class Recorder(Observer, Listener):
         self.journal.write("stepped", event=self._events, optimizer=optimizer.samestep_number, parameters=digests)
         self._events += 1
         self._window += 1
+        self._last_micro = self._micro or 1
         self._open, self._sampled, self._micro, self._scaled = False, False, 0, None
-        if self._most is not None and optimizer.samestep_steps >= self._most:
+        if self._is_enough(optimizer.samestep_steps):
             raise EnoughError(0)
+
+    def _is_enough(self, steps: int) -> bool:
+        """Whether to end here: at the step that was asked for, or at one that somebody has named meanwhile."""
+        if self._most is None and steps >= FEWEST and self._stop.exists():
+            self._most = int(self._stop.read_text(encoding="ascii"))
+        return self._most is not None and steps >= self._most
 
     # --- the rest ----------------------------------------------------------------------------
 
