@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.launch.stacks import STACKS_SIGNAL
+from samestep.launch.stacks import STACKS_SIGNAL, place_in
 from samestep.rankenv import child_environment
 from samestep.verification import journal
 
@@ -162,6 +162,17 @@ def _ask_for_stacks(folder: Path) -> None:
         with contextlib.suppress(OSError):
             os.kill(pid, STACKS_SIGNAL)
     time.sleep(_STACKS_S)  # they tell nobody when they have written
+
+
+def standing(folder: Path) -> dict[int, str]:
+    """Returns rank -> the line of the script at which it stood when it was asked for its stacks."""
+    places = {}
+    for suffix in ("err", "stacks"):
+        for path in (folder / "run").glob(f"*/*/rank*.{suffix}"):
+            where, source = place_in(path.read_text(encoding="utf-8", errors="replace"))
+            if where is not None:
+                places[int(path.stem.removeprefix("rank"))] = f"{where}  {source or ''}".rstrip()
+    return places
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

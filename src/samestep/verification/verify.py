@@ -61,19 +61,50 @@ def _verified(script: runs.Script, ranks: int, steps: int | None, still_s: float
     )
     record = read(folder / "recorded" / "journals")
     report = Report(ranks=ranks, steps=record.steps)
-    states.judge(record, report)
-    samples.judge(record, report)
-    control.judge(record, report)
-    communication.judge(record, report)
-    chance.judge(record, report)
-    storage.judge(record, report)
-    if ended.hung:
-        report.add([communication.stuck(record)])
-    elif ended.code != 0:
-        report.add([_crash(ended)])
-    if record.steps:
-        _compare(script, record, folder, report, still_s, say)
+    if record.ranks:
+        for room in (states, samples, control, communication, chance, storage):
+            room.judge(record, report)
+    whole = _compare(script, record, folder, report, still_s, say)
+    if ended.hung or ended.code != 0:
+        _blame(ended, whole, record, report)
+    report.remarks += _remarks(ended, report)
     return report
+
+
+def _blame(ended: runs.Ended, whole: Run, record: Record, report: Report) -> None:
+    """Says what a run that did not end well was: a difference, unless the script ends so alone too."""
+    alone = whole.ended
+    if alone.hung or alone.code != 0:
+        report.inconclusive = f"the script fails alone too: {_reason(alone)}"
+        return
+    report.add([communication.stuck(record) if ended.hung else _crash(ended)])
+
+
+def _reason(ended: runs.Ended) -> str:
+    if ended.hung:
+        return "nothing moves any more"
+    failure = ended.failure
+    return ended.tail(1) if failure is None else f"{failure['exception']}: {failure['message'][:300]}"
+
+
+def _crash(ended: runs.Ended) -> Finding:
+    failure = ended.failure or {}
+    return Finding(
+        code="crash",
+        property="control",
+        rank=failure.get("rank"),
+        where=failure.get("where"),
+        cause=f"{_reason(ended)}; alone, the script ends well",
+    )
+
+
+def _remarks(ended: runs.Ended, report: Report) -> list[str]:
+    remarks = ["dropout and autocast were off in all runs"]
+    if ended.hung:
+        remarks += [f"rank {rank} stands at {place}" for rank, place in sorted(runs.standing(ended.folder).items())]
+    if report.steps == 0 and not ended.hung and ended.code == 0:
+        remarks.append("no optimizer of torch.optim has stepped: there is no training to compare")
+    return remarks
 
 
 class Patience:
@@ -106,34 +137,22 @@ def _steps(path: Path) -> int:
     return int(found[-1]) + 1 if found else 0
 
 
-def _compare(script: runs.Script, record: Record, folder: Path, report: Report, still_s: float, say: Say) -> None:
-    """Runs the script alone and adds what comes of it."""
-    everybody = list(range(record.size))
+def _compare(script: runs.Script, record: Record, folder: Path, report: Report, still_s: float, say: Say) -> Run:
+    """Runs the script alone, adds what comes of it, and returns it."""
+    everybody = [rank.number for rank in record.ranks]
 
     def alone(name: str, ranks: list[int], *, permuted: bool = False) -> Run:
         order = {"recorded": str(record.folder), "ranks": ranks, "permuted": permuted}
         say(f"running the script alone: {name}")
-        ended = runs.run(script, 1, folder / name, _ALONE, order, still_s=still_s)
-        return Run(ended, read(folder / name / "journals"))
+        ended = runs.run(script, 1, folder / name.replace(" ", "-"), _ALONE, order, still_s=still_s)
+        return Run(ended, read(folder / name.replace(" ", "-") / "journals"))
 
     def of_ranks() -> list[Run]:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return list(pool.map(lambda rank: alone(f"rank-{rank}", [rank]), everybody))
+            return list(pool.map(lambda rank: alone(f"samples of rank {rank}", [rank]), everybody))
 
-    comparison = Comparison(
-        record, alone("whole", everybody), lambda: alone("permuted", everybody, permuted=True), of_ranks
-    )
-    comparison.judge(report)
-    evaluation.judge(record, comparison.whole.record, report)
-
-
-def _crash(ended: runs.Ended) -> Finding:
-    failure = ended.failure or {"exception": f"exit code {ended.code}", "message": ended.tail(1)}
-    return Finding(
-        code="crash",
-        property="control",
-        rank=failure.get("rank"),
-        where=failure.get("where"),
-        cause=f"{failure['exception']}: {failure['message']}",
-        fix=None,
-    )
+    whole = alone("all samples", everybody)
+    if record.steps:
+        Comparison(record, whole, lambda: alone("another order", everybody, permuted=True), of_ranks).judge(report)
+        evaluation.judge(record, whole.record, report)
+    return whole

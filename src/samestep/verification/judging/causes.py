@@ -71,10 +71,14 @@ def of_parameters(record: Record, index: int, rank: int, bad: list[str]) -> Find
     number = record.ranks[rank].number
     if before is not None and theirs is not None and before["rates"] != theirs["rates"]:
         return rates(record, index - 1, rank)
+    where = None if before is None else before["where"]
+    loads = [event for event in record.ranks[rank].of("weights") if event["event"] == index]
     if before is not None and theirs is not None and before["decays"] != theirs["decays"]:
         cause = f"rank {number} has weight decay {theirs['decays']}, rank 0 {before['decays']}"
     elif before is not None and differing_after(before, theirs):
         cause = "gradients and rates agree, so the optimizers' own state or options differ"
+    elif loads:
+        cause, where = "they were loaded, and the ranks have loaded different ones", loads[-1]["where"]
     else:
         cause = "something changes them outside the optimizer, on some ranks only"
     return Finding(
@@ -83,7 +87,7 @@ def of_parameters(record: Record, index: int, rank: int, bad: list[str]) -> Find
         rank=number,
         step=max(index - 1, 0),
         tensor=bad[0],
-        where=None if before is None else before["where"],
+        where=where,
         cause=f"after step {max(index - 1, 0)} rank {number} has other values than rank 0 in {listed(bad)}: {cause}",
         fix="do the same to the parameters on every rank, or broadcast them from rank 0 afterwards",
     )

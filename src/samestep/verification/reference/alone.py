@@ -18,7 +18,7 @@ from typing import Any
 from samestep.launch.observers import Observer, Seat
 from samestep.rankenv import variable
 from samestep.verification.journal import Event, Journal
-from samestep.verification.judging.record import Record, read
+from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import passes
 from samestep.verification.recording.chance import Draws
 from samestep.verification.recording.evaluations import Evaluations
@@ -46,8 +46,10 @@ class Alone(Observer, Listener):
         self._event = 0
         self._open = False
         self._replayed = self._training_passes()
-        self._lengths = {event["key"]: event["length"] for event in self.record.ranks[0].of("pass")}
-        self._windows = {event["number"]: event for event in self.record.ranks[0].of("window")}
+        first = self.record.ranks[0] if self.record.ranks else Rank(0, [])
+        self._steps, self._ends = first.steps, first.is_complete or not first.steps
+        self._lengths = {event["key"]: event["length"] for event in first.of("pass")}
+        self._windows = {event["number"]: event for event in first.of("window")}
         self._loading = False
         self._draws = Draws()
         self._drawn = self._recorded_draws()
@@ -176,8 +178,7 @@ class Alone(Observer, Listener):
         """Keeps the gradients where the ranks' are kept."""
         from samestep.verification.recording.naming import of_optimizer
 
-        steps = self.record.ranks[0].steps
-        if self._event < len(steps) and steps[self._event]["kept"] is not None:
+        if self._event < len(self._steps) and self._steps[self._event]["kept"] is not None:
             gradients = [parameter.grad for parameter in of_optimizer(optimizer)]
             kept = self.journal.keep(lambda path: save_unseen(gradients, path))
             rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
@@ -191,8 +192,7 @@ class Alone(Observer, Listener):
         self._event += 1
         self._window += 1
         self._open = False
-        rank = self.record.ranks[0]
-        if self._event >= len(rank.steps) and not rank.is_complete:
+        if self._event >= len(self._steps) and not self._ends:
             raise EnoughError(0)
         if not self._replayed:
             self._begin_window()

@@ -107,6 +107,14 @@ def _watch_modes(listener: Listener, module: Any) -> None:
             nested.pop()
 
     module.Module.train = train
+    loading = module.Module.load_state_dict
+
+    @functools.wraps(loading)
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        listener.told("weights", where=site(sys._getframe(1)))  # noqa: SLF001
+        return loading(self, *args, **kwargs)
+
+    module.Module.load_state_dict = load_state_dict
 
 
 def _watch_schedules(listener: Listener, module: ModuleType) -> None:
