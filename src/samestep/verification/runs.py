@@ -130,7 +130,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, still_s: float, progre
 
 def _sign_of_life(folder: Path) -> float:
     """What changes while a run moves: what it has written, and the time for which its ranks have computed."""
-    written = sum(_size(path) for path in (folder / "output.txt", *(folder / "journals").glob("*.jsonl")))
+    written = sum(_size(path) for path in (folder / "output.txt", *(folder / "journals").rglob("*.jsonl")))
     return written + sum(round(_computed(pid)) for pid in pids(folder))
 
 
@@ -152,8 +152,8 @@ def _computed(pid: int) -> float:
 
 def pids(folder: Path) -> list[int]:
     """Returns the processes that have a journal."""
-    ranks = [int(path.stem.removeprefix("rank")) for path in (folder / "journals").glob("rank*.jsonl")]
-    first = [event for rank in ranks for event in journal.read(folder / "journals", rank)[:1]]
+    paths = (folder / "journals").rglob("rank*.jsonl")
+    first = [event for path in paths for event in journal.read(path.parent, int(path.stem.removeprefix("rank")))[:1]]
     return [int(event["pid"]) for event in first if event["kind"] == "begin"]
 
 

@@ -60,7 +60,7 @@ def _verified(script: runs.Script, ranks: int, steps: int | None, still_s: float
         script, ranks, folder / "recorded", _RECORDER, {"steps": steps}, still_s=still_s, progress=Patience().look
     )
     record = read(folder / "recorded" / "journals")
-    report = Report(ranks=ranks, steps=record.steps)
+    report = Report(ranks=record.size or ranks, steps=record.steps)
     if record.ranks:
         for room in (states, samples, control, communication, chance, storage):
             room.judge(record, report)
@@ -117,7 +117,7 @@ class Patience:
     def look(self, folder: Path) -> None:
         """Names the step to end at, once the ranks have taken steps for long enough."""
         stop = folder / "journals" / journal.STOP
-        steps = max((_steps(path) for path in (folder / "journals").glob("rank*.jsonl")), default=0)
+        steps = max((_steps(path) for path in (folder / "journals").rglob("rank*.jsonl")), default=0)
         now = time.monotonic()
         if steps and self._began is None:
             self._began = now

@@ -80,7 +80,9 @@ class Record:
 
 
 def read(folder: Path) -> Record:
-    """Returns what lies in a folder of journals; ranks that only started others are left out."""
+    """Returns what lies in a folder of journals; of a script that starts its ranks by itself, those."""
+    if (folder / journal.SPAWNED).is_dir():
+        folder /= journal.SPAWNED
     numbers = sorted(int(path.stem.removeprefix("rank")) for path in folder.glob("rank*.jsonl"))
     ranks = [Rank(number, journal.read(folder, number)) for number in numbers]
     return Record(folder, ranks)

@@ -19,7 +19,7 @@ from typing import Any
 from samestep.launch.noting import site
 from samestep.launch.observers import Observer, Seat
 from samestep.rankenv import variable
-from samestep.verification.journal import STOP, Journal
+from samestep.verification.journal import SPAWNED, STOP, Journal
 from samestep.verification.recording.chance import Draws, keep
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.watching.begin import begin
@@ -45,7 +45,8 @@ class Recorder(Observer, Listener):
         """Watches everything from now on."""
         order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
         self.rank = seat.rank
-        self.journal = Journal(Path(order["folder"]), seat.rank)
+        folder = Path(order["folder"])
+        self.journal = Journal(folder / SPAWNED if seat.spawned else folder, seat.rank)
         self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
         self._most: int | None = order["steps"]
         self._optimizers: list[Any] = []
@@ -313,6 +314,13 @@ class Recorder(Observer, Listener):
         if self._most is None and steps >= FEWEST and self._stop.exists():
             self._most = int(self._stop.read_text(encoding="ascii"))
         return self._most is not None and steps >= self._most
+
+    def spawning(self, start: Any, arguments: Any, processes: int) -> bool:
+        """Of several processes that each start all ranks, the first is enough."""
+        del start, arguments, processes
+        if self.rank > 0:
+            raise EnoughError(0)
+        return False
 
     # --- the rest ----------------------------------------------------------------------------
 

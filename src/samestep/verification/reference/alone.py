@@ -9,6 +9,7 @@ that no step was taken in (evaluations) run as the script has them.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterator
@@ -69,6 +70,21 @@ class Alone(Observer, Listener):
         mine = [{(one.about["key"], one.about["number"]): one for one in passes(rank)} for rank in chosen]
         names = {name for theirs in mine for name, one in theirs.items() if one.is_training}
         return {name: [theirs[name].batches for theirs in mine if name in theirs] for name in names}
+
+    def spawning(self, start: Any, arguments: Any, processes: int) -> bool:
+        """Is the one rank that a script starts by itself, in this process."""
+        del processes
+        import torch.distributed as dist
+
+        original = dist.init_process_group
+
+        @functools.wraps(original)
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            original(*args, **{**kwargs, "rank": 0, "world_size": 1})
+
+        dist.init_process_group = init_process_group
+        start(0, *arguments)
+        return True
 
     # --- data --------------------------------------------------------------------------------
 

@@ -90,5 +90,10 @@ class Listener:
     def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
         """The rank has left a collective; `waits` says that its tensors are not filled yet."""
 
+    def spawning(self, start: Any, arguments: Any, processes: int) -> bool:
+        """The script is about to start ranks by itself; returns whether that has been done for it."""
+        del start, arguments, processes
+        return False
+
     def told(self, kind: str, **fields: Any) -> None:
         """Anything else: "scheduler", "clip", "scaler", "save", "load", "eval"."""
