@@ -103,7 +103,7 @@ class NonFiniteError(SamestepError):
     On a rank that only received it from others, `secondary` is true.
 
     Attributes:
-        ranks: those whose own gradients were bad before they were averaged; empty where they are not known.
+        ranks: those that it came from, as far as can be told; empty where they are not known.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = (), mine: int = 0) -> None:

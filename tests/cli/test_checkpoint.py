@@ -13,7 +13,7 @@ import pytest
 from samestep.cli import main
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "running" / "checkpoints"))
-from saved import train, with_places
+from saved import a_model, train, with_places
 
 STEPS = ["step-00000001", "step-00000002", "step-00000003"]
 
@@ -189,6 +189,26 @@ def test_a_checkpoint_of_an_older_schema_is_still_read(run, capsys, schema, unkn
     flip(run / STEPS[2] / "tensors.safetensors")
     assert main(["checkpoint", "verify", str(run / STEPS[2])]) == 1
     assert "damaged: tensors.safetensors has SHA-256" in capsys.readouterr().out
+
+
+def test_show_tells_virtual_ranks_and_where_nothing_says_how_many_ranks_there_were(run, tmp_path, capsys):
+    from dataclasses import replace
+
+    import samestep
+    from samestep.running.checkpoints.format import MANIFEST, to_text
+    from samestep.running.checkpoints.integrity import read_manifest
+
+    with samestep.world(device="cpu", virtual_ranks=2) as world:
+        model = samestep.replicate(a_model(), world, batchnorm="local")
+        samestep.checkpoint(tmp_path / "virtual", world, model=model).save()
+    for path, told in ((run, "1 rank"), (tmp_path / "virtual", "1 rank, virtual ranks: 2")):
+        assert main(["checkpoint", "show", str(path), "--json", str(tmp_path / "told")]) == 0
+        assert capsys.readouterr().out.splitlines()[1].endswith(f" finished, {told}")
+        assert json.loads((tmp_path / "told").read_text())["virtual_ranks"] == (2 if "virtual" in told else None)
+    manifest = read_manifest(run / STEPS[2])
+    (run / STEPS[2] / MANIFEST).write_text(to_text(replace(manifest, world_size=0)))
+    assert main(["checkpoint", "show", str(run)]) == 0
+    assert "ranks unknown" in capsys.readouterr().out.splitlines()[1]
 
 
 def test_names_from_a_file_do_not_steer_the_terminal(run, capsys):

@@ -154,7 +154,7 @@ def infinities_of_both_signs():
 def test_several_ranks_are_named_where_several_brought_it(two_ranks):
     # Inf + -Inf is NaN on all; each rank's own was Inf
     for text, ranks, secondary in two_ranks(infinities_of_both_signs):
-        assert text.startswith("rank 0's (and of ranks 1) gradient of 0.weight holds 32 Inf among 32 elements")
+        assert text.startswith("rank 0's (and rank 1's) gradient of 0.weight holds 32 Inf among 32 elements")
         assert (ranks, secondary) == ((0, 1), False)
 
 
@@ -210,8 +210,53 @@ def on_virtual_ranks():
 def test_on_virtual_ranks_the_process_is_named_that_computed_the_slice(two_ranks):
     for text, ranks, _ in two_ranks(on_virtual_ranks):
         assert text.startswith("rank 1's gradient of 2.")
-        assert "holds NaN or Inf among" in text
+        assert "holds NaN or Inf among 3 elements, in the slice of virtual rank 2" in text
         assert (ranks, "AdamW's step 3" in text) == ((1,), True)
+
+
+def test_alone_the_virtual_rank_is_named_too():
+    text, _, _ = on_virtual_ranks()
+    assert text.startswith(
+        "the gradient of 2.bias holds 3 NaN among 3 elements, in the slice of virtual rank 2, and 3 "
+    )
+
+
+def spread_by_batchnorm(poison):
+    """On rank 1 the data, or the loss, are not finite; synchronised BatchNorm carries it to all."""
+    with samestep.world() as world:
+        torch.manual_seed(1)
+        layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        model = samestep.replicate(layers, world)
+        optimizer = adam(model.parameters())
+        batches = samestep.shards(samples(None), world, batch_size=8, shuffle=False)
+        x, y = next(iter(batches))
+        if world.rank == 1 and poison != "loss":
+            x[0, 0] = NAN
+        losses = F.cross_entropy(model(x.clone() if poison == "a copy" else x), y, reduction="none")
+        batches.mean(losses * NAN if world.rank == 1 and poison == "loss" else losses).backward()
+        try:
+            optimizer.step()
+        except NonFiniteError as error:
+            return str(error), error.ranks, error.secondary
+        return None
+
+
+@pytest.mark.parametrize(
+    ("poison", "ranks", "told"),
+    [
+        (
+            "data",
+            (1,),
+            "Its input holds 1 NaN among 16 elements, which synchronised BatchNorm carried to the other ranks",
+        ),
+        ("a copy", (0, 1), "Synchronised BatchNorm carries it from one rank to all, so where it began is not known"),
+        ("loss", (1,), "Synchronised BatchNorm carried it to the other ranks"),
+    ],
+)
+def test_what_synchronised_batchnorm_has_spread_is_blamed_on_whom_it_began_with(two_ranks, poison, ranks, told):
+    for rank, (text, blamed, secondary) in enumerate(two_ranks(spread_by_batchnorm, poison)):
+        assert told in text, text
+        assert (blamed, secondary) == (ranks, rank not in ranks)
 
 
 def large(policy, place):
@@ -414,7 +459,7 @@ def test_a_warning_goes_on_and_shows_the_script_s_line(two_ranks):
 def test_without_a_guard_nothing_is_looked_at():
     with samestep.world() as world:
         model = samestep.replicate(net(), world, nonfinite="off")
-        assert model.nonfinite is None
+        assert (model.nonfinite.policy, model.nonfinite.local) == ("off", None)
         assert caught(world, model, adam(model.parameters()), samples()) is None
 
 
@@ -676,9 +721,9 @@ def test_lbfgs_skips_what_it_begins_with_and_stops_at_what_it_went_to():
 
 
 def test_counts_go_through_a_checkpoint(tmp_path):
-    def train(value):
+    def train(value, policy="skip"):
         with samestep.world() as world, redirect_stderr(io.StringIO()):
-            model = samestep.replicate(net(), world, nonfinite="skip")
+            model = samestep.replicate(net(), world, nonfinite=policy)
             optimizer = adam(model.parameters())
             batches = samestep.shards(samples(), world, batch_size=8, shuffle=False)
             state = samestep.checkpoint(
@@ -699,6 +744,7 @@ def test_counts_go_through_a_checkpoint(tmp_path):
             return resumed, model.nonfinite.skipped
 
     assert train(4) == (0, 1)
+    assert train(8, "off")[0] == 1
     assert train(8)[0] == 1
 
 
@@ -762,3 +808,11 @@ def test_the_launcher_blames_the_rank_that_brought_it(tmp_path):
     assert (failure["rank"], failure["exception"], failure["where"]) == (0, "NonFiniteError", "train.py:15")
     assert failure["message"].startswith("rank 0's gradient of ")
     assert "2 other ranks (1, 2) merely lost it" in done.stderr
+    assert done.stderr.count("rank 0's gradient of ") == 1
+    assert (
+        "[3 ranks] samestep: stops at train.py:15 with NonFiniteError; the rank's log has the traceback" in done.stderr
+    )
+    for log in tmp_path.glob("runs/*/0/*/rank?.err"):
+        text = log.read_text()
+        assert text.count("Traceback (most recent call last)") == 1
+        assert text.rstrip().splitlines()[-1].startswith("samestep.errors.NonFiniteError: rank 0's gradient of ")

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.data.order import Order
-from samestep.errors import DeviceError, EmptyBatchError, ModelError, StepError
+from samestep.errors import DataError, DeviceError, EmptyBatchError, ModelError, StepError
 from samestep.testing import assert_same_bits
 
 TOLERANCE = 1e-12  # float64, values of order 1, sums of at most 12 terms over 6 steps
@@ -485,6 +485,32 @@ def step_in_mid_step():
             return str(error)
 
 
+def one_sample_each(virtual, micro=None, size=6):
+    with samestep.world(virtual_ranks=virtual) as world:
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        model = samestep.replicate(model, world, batchnorm="local")
+        data = TensorDataset(torch.ones(size + 2, 2))
+        batches = samestep.shards(data, world, batch_size=size, micro_batch_size=micro)
+        try:
+            for (x,) in batches:
+                batches.mean(model(x).square().sum(1)).backward()
+        except DataError as error:
+            return str(error)
+        return None
+
+
+def test_one_sample_for_batchnorm_is_told_with_the_step_and_what_to_do(two_ranks):
+    begin = "input of torch.Size([1, 3]): step 1 of epoch 0 has 2 samples for 2"
+    end = "the last and short one: samestep.shards(…, drop_last=True) leaves it out, or take a batch_size that leaves"
+    for kind, virtual in [("rank", None), ("virtual rank", 2)]:
+        texts = two_ranks(one_sample_each, virtual)
+        assert texts[0] == texts[1]
+        assert f"the statistics of each {kind} by itself" in texts[0]
+        assert f"{begin} {kind}s, {end} none, or at least 4 samples" in texts[0]
+    assert "for 2 ranks: take a batch_size of at least 4" in two_ranks(one_sample_each, None, None, 2)[0]
+    assert "in micro-batches of at most 1: take a larger micro_batch_size" in two_ranks(one_sample_each, None, 1)[0]
+
+
 def test_an_optimizer_step_in_mid_step_is_refused(two_ranks):
     assert all("put optimizer.step() and zero_grad() under" in said for said in two_ranks(step_in_mid_step))
 
@@ -496,13 +522,14 @@ def loss_of_ones_own():
         batches = samestep.shards(TensorDataset(torch.ones(9, 1)), world, batch_size=3)
         for (x,) in batches:
             model(x).mean().backward()
-        return [str(warning.message) for warning in caught]
+        return [(str(warning.message), warning.filename) for warning in caught]
 
 
 def test_a_loss_that_did_not_come_from_mean_is_warned_of_once(two_ranks):
     for messages in two_ranks(loss_of_ones_own):
-        assert len(messages) == 1
-        assert "did not come from batches.mean" in messages[0]
+        ((message, file),) = messages
+        assert "did not come from batches.mean" in message
+        assert file == __file__  # its own `for`
 
 
 def unused():

@@ -112,7 +112,7 @@ def _list(options: argparse.Namespace) -> int:
 def _numbers(manifest: Manifest | None) -> tuple[str, str, str]:
     if manifest is None:
         return ("?", "?", "?")
-    return (f"{manifest.step:,}", str(manifest.epoch), str(manifest.world_size))
+    return (f"{manifest.step:,}", str(manifest.epoch), str(manifest.world_size or "?"))
 
 
 def _intact(one: Seen) -> str:
@@ -140,9 +140,7 @@ def _show(options: argparse.Namespace) -> int:
         raise CheckpointError(why)
     manifest, console = one.manifest, _console()
     console.print(f"{one.folder}, {human(one.size)}, saved {_clock(one.saved)}")
-    console.print(
-        f"step {manifest.step:,}, {_some(manifest.epoch, 'epoch')} finished, {_some(manifest.world_size, 'rank')}"
-    )
+    console.print(f"step {manifest.step:,}, {_some(manifest.epoch, 'epoch')} finished, {_ranks(manifest)}")
     console.print(f"written by samestep {printable(manifest.samestep)}, torch {printable(manifest.torch)}")
     if one.problem is not None:
         console.print(f"not intact: {printable(str(one.problem))}")
@@ -152,6 +150,14 @@ def _show(options: argparse.Namespace) -> int:
     _show_tensors(console, manifest, whole=options.all)
     _write(options.json, {**_as_json(one), "objects": [vars(part) for part in parts(manifest)], **_rest(manifest)})
     return 0 if one.problem is None else 1
+
+
+def _ranks(manifest: Manifest) -> str:
+    from samestep.running.checkpoints.contents import virtual_ranks
+
+    virtual = virtual_ranks(manifest)
+    told = _some(manifest.world_size, "rank") if manifest.world_size else "ranks unknown"  # a converted file tells none
+    return told if virtual is None else f"{told}, virtual ranks: {virtual}"
 
 
 def _show_parts(console: Console, manifest: Manifest) -> None:
@@ -179,10 +185,17 @@ def _show_tensors(console: Console, manifest: Manifest, *, whole: bool) -> None:
 
     from samestep.running.checkpoints.outline import outline
 
-    tree = Tree(f"{len(manifest.tensors)} tensors")
+    tree = Tree(f"{len(manifest.tensors)} tensors{_in_files(manifest)}")
     for branch in outline(manifest, whole=whole):
         _grow(tree, branch)
     console.print(tree)
+
+
+def _in_files(manifest: Manifest) -> str:
+    """In how many files they lie, where these are several."""
+    cut = sum(len(grid["ranks"]) > 1 for grid in manifest.parts.values())
+    parts = f", {cut} of them in parts" if cut else ""
+    return f"{parts} in {len(manifest.files)} files" if len(manifest.files) > 1 else ""
 
 
 def _grow(tree: Tree, branch: Branch) -> None:
@@ -193,13 +206,16 @@ def _grow(tree: Tree, branch: Branch) -> None:
 
 
 def _rest(manifest: Manifest) -> dict[str, Any]:
-    from samestep.running.checkpoints.contents import positions
+    from samestep.running.checkpoints.contents import positions, virtual_ranks
 
     return {
+        "virtual_ranks": virtual_ranks(manifest),
         "samestep": manifest.samestep,
         "torch": manifest.torch,
         "data": dict(positions(manifest)),
         "tensors": manifest.tensors,
+        "files": list(manifest.files),
+        "parts": manifest.parts,
     }
 
 
@@ -289,7 +305,7 @@ def _as_json(one: Seen) -> dict[str, Any]:
         "name": one.folder.name,
         "step": None if manifest is None else manifest.step,
         "epoch": None if manifest is None else manifest.epoch,
-        "world_size": None if manifest is None else manifest.world_size,
+        "world_size": None if manifest is None else manifest.world_size or None,
         "bytes": one.size,
         "saved": one.saved,
         "intact": problem is None,

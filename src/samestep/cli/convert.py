@@ -18,6 +18,10 @@ SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 def convert(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code."""
     source, destination = options.path, options.destination
+    if not source.exists() and destination.exists():
+        raise UsageError(f"{source} is not there, and {destination} is: give what is converted first, then a new name")
+    if (file := _file_in_the_way(destination)) is not None:
+        raise UsageError(f"{destination} cannot be written: {file} is a file, not a directory; give another name")
     given = format_of(source)
     wanted = options.to or (TORCH if destination.suffix in SUFFIXES else DCP if given == OURS else OURS)
     if destination.exists() or destination.is_symlink():
@@ -38,6 +42,10 @@ def convert(options: argparse.Namespace) -> int:
     return 0
 
 
+def _file_in_the_way(destination: Path) -> Path | None:
+    return next((folder for folder in destination.parents if folder.exists() and not folder.is_dir()), None)
+
+
 def format_of(path: Path) -> str:
     """Returns the format of what lies at `path`.
 
@@ -46,6 +54,8 @@ def format_of(path: Path) -> str:
     """
     if path.is_file():
         return TORCH
+    if not path.exists():
+        raise UsageError(f"{path} is not there")
     if (path / ".metadata").exists():
         return DCP
     from samestep.running.checkpoints.contents import found

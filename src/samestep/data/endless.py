@@ -150,6 +150,7 @@ class OwnShards(_Unbounded):
             cursor = steps = 0
         self._committed = steps
         self._go_to(epoch, cursor)
+        self._report.resume(state.get("loss"))
 
 
 def begin_anew(world: World, epoch: int, saved_by: str) -> None:

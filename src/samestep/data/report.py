@@ -10,10 +10,10 @@ every rank adds up its share while the step computes and hands it over when the 
 from __future__ import annotations
 
 import math
-import warnings
 
 import torch
 
+from samestep.launch.warning import warn
 from samestep.runtime.sums import PendingSum, Tag, start_device_sum, start_sum
 from samestep.runtime.world import World
 from samestep.topology import tree_sum
@@ -38,6 +38,7 @@ class StepReport:
         self._loss: PendingSum | None = None
         self._wishes: PendingSum | None = None
         self._warned = False
+        self._earlier = math.nan
 
     def add(self, value: torch.Tensor, place: int = 0) -> None:
         """Adds one micro-batch's share of the loss, a scalar, to that of the slice at `place` among those held here."""
@@ -59,8 +60,9 @@ class StepReport:
         self._shares.clear()
         if share is None and self._state.averaged and not self._warned:
             self._warned = True
-            warnings.warn(_WITHOUT_MEAN, stacklevel=4)
+            warn(_WITHOUT_MEAN)
         self._state.averaged = False
+        self._earlier = math.nan
         self._loss = self._wishes = None
         wishes = (self._state.take_wishes(),) if self._state.listens else ()
         if self._device.type == "cpu":
@@ -74,4 +76,8 @@ class StepReport:
 
     def read(self) -> float:
         """Returns the last finished step's loss over all ranks; waits if it is still on its way."""
-        return math.nan if self._loss is None else self._loss.wait()[0]
+        return self._earlier if self._loss is None else self._loss.wait()[0]
+
+    def resume(self, loss: float | None) -> None:
+        """Goes on behind a step of an earlier run, which had this loss."""
+        self._loss, self._earlier = None, math.nan if loss is None else float(loss)

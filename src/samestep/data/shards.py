@@ -13,6 +13,7 @@ step, so that the gradients which DistributedDataParallel averages over N ranks 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,6 +132,8 @@ class Shards:
     def loss(self) -> float:
         """The loss of the last finished step, over all ranks; nan before the first, or if `mean` was not used.
 
+        After a resume it is that of the last step before the checkpoint, until another is finished.
+
         All ranks reduced it when the step ended, so reading it only waits, and one rank may read it alone.
         """
         return self._report.read()
@@ -177,7 +180,7 @@ class Shards:
             for number, batch in enumerate(batches):
                 current.micro = number
                 self.step_ends = current.step_ends
-                self._world.step.enter(self._number, ends=self.step_ends)
+                self._world.step.enter(self._number, ends=self.step_ends, few=partial(self._why_few, current))
                 if self._world.virtual is not None:
                     self._world.virtual.enter(self._number, current.place, self._epoch, current.step.start)
                 yield batch
@@ -190,6 +193,20 @@ class Shards:
     def _was_taken_over(self, step: OpenStep, *, over: bool) -> bool:
         """Whether another step is open, or none though this one is not over."""
         return self._open is not step if self._open is not None else not over
+
+    def _why_few(self, current: OpenStep) -> str:
+        step, parts = current.step, self._cut.ranks
+        kind = "ranks" if self._world.virtual is None else "virtual ranks"
+        number = step.start // self.batch_size
+        said = f"step {number} of epoch {self._epoch} has {step.size} samples for {parts} {kind}"
+        if len(step.micro) > step.held:
+            return f"{said}, in micro-batches of at most {self._cut.micro_batch_size}: take a larger micro_batch_size"
+        if step.size == self.batch_size:
+            return f"{said}: take a batch_size of at least {2 * parts}"
+        return (
+            f"{said}, the last and short one: samestep.shards(…, drop_last=True) leaves it out, or take a batch_size "
+            f"that leaves none, or at least {2 * parts} samples"
+        )
 
     def finish_step(self) -> None:
         """Ends the step whose last micro-batch was yielded: the loss is reduced, and `world.step.agreed` refreshed.
@@ -306,4 +323,5 @@ class Shards:
         check_position(cursor, state.get("bucket"), self._buckets)
         ledger = Ledger.of(state["ledger"]) if "ledger" in state else Ledger(begins=(epoch, cursor))
         self._go_to(epoch, cursor)
+        self._report.resume(state.get("loss"))
         self._ledger = ledger

@@ -101,6 +101,7 @@ class LoaderShards(OwnShards):
         self._first = None if cursor else self._state
         self._epoch, self._cursor, self._committed = epoch, cursor, steps
         self._go_to(epoch, cursor)
+        self._report.resume(state.get("loss"))
 
 
 def micro_batches_of(loader: Any, batch_size: int, ranks: int) -> int:

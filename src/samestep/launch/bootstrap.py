@@ -28,7 +28,7 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NoReturn, cast
 
 from samestep import progress
@@ -36,18 +36,12 @@ from samestep.errors import Preempted
 from samestep.launch import observers
 from samestep.launch.address import serve_store, use_store
 from samestep.launch.control import Control
-from samestep.launch.failure import (
-    Failure,
-    below_the_launcher,
-    brief,
-    format_traceback,
-    show_from_here,
-    text_in,
-)
+from samestep.launch.failure import format_traceback, show_from_here, text_in
 from samestep.launch.process import follow_parent
 from samestep.launch.script import run_module, run_script
 from samestep.launch.spawned import describe_with_spawned
 from samestep.launch.stacks import STACKS_SIGNAL
+from samestep.launch.telling import says_it_all, show, write
 from samestep.launch.watched import note_watched
 from samestep.rankenv import variable
 
@@ -131,7 +125,7 @@ def _end_observers(error: BaseException) -> None:
     try:
         observers.end(error)
     except Exception as other:  # noqa: BLE001  (the script's own exception is what ends this rank)
-        _write(format_traceback(other))
+        write(format_traceback(other))
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -164,51 +158,15 @@ def _run(assignment: Assignment, rank: int, size: int) -> None:
 def _report(error: BaseException, rank: int, control: Control | None) -> int:
     """Tells the launcher of an uncaught exception, prints what python would, and returns the exit code."""
     failure = describe_with_spawned(error, rank)
+    if control is not None and says_it_all(error, failure):
+        failure = replace(failure, in_short=True)
     if isinstance(error, Preempted):
         if control is not None:
             control.tell("preempted", step=error.step, path=str(error.path))
     elif control is not None and failure.exit_code != 0:
         control.tell("failed", failure=asdict(failure))
-    _print(error, failure, launched=control is not None)
+    show(error, failure, launched=control is not None)
     return failure.exit_code
-
-
-def _print(error: BaseException, failure: Failure, *, launched: bool) -> None:
-    if isinstance(error, SystemExit):
-        if error.code is not None and not isinstance(error.code, int):
-            _write(f"{text_in(error)}\n")
-    elif launched and failure.lost_peer and not failure.usage:
-        _write(_in_one_line(failure))
-    elif not (launched and failure.usage) and not isinstance(error, KeyboardInterrupt):
-        _print_traceback(error)  # a usage error is the launcher's to show, once for all ranks
-
-
-def _in_one_line(failure: Failure) -> str:
-    """A victim's traceback is kept, but must not bury the culprit's."""
-    kept = f"traceback in rank{failure.rank}.error.json"
-    return f"lost its peers at {failure.where}: {brief(failure.message)} ({kept})\n"
-
-
-def _print_traceback(error: BaseException) -> None:
-    hook = sys.excepthook
-    if hook is sys.__excepthook__ or str(getattr(hook, "__module__", "")).startswith("torch."):
-        _write(format_traceback(error))  # in one piece, so that the ranks' lines do not mix; torch's adds the rank
-        return
-    try:  # the script has installed its own
-        hook(type(error), error, below_the_launcher(error.__traceback__))
-    except BaseException as other:  # noqa: BLE001  (what it was to show must be seen)
-        theirs = "" if isinstance(other, SystemExit) else f"Error in sys.excepthook:\n{format_traceback(other)}\n"
-        _write(f"{theirs}Original exception was:\n{format_traceback(error)}")
-
-
-def _write(text: str) -> None:
-    """Writes to standard error, past whatever the script has put there if that fails."""
-    try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    except Exception:  # noqa: BLE001
-        with suppress(OSError):
-            os.write(2, text.encode(errors="backslashreplace"))
 
 
 def leave(code: int) -> NoReturn:
@@ -217,7 +175,7 @@ def leave(code: int) -> NoReturn:
         try:
             last()  # joins and calls what python does, for which there is no other way
         except BaseException as error:  # noqa: BLE001  (a second Ctrl-C, say)
-            _write(f"Exception ignored in: {last!r}\n{format_traceback(error)}")
+            write(f"Exception ignored in: {last!r}\n{format_traceback(error)}")
     writing = threading.Thread(target=_write_out, daemon=True)
     writing.start()
     writing.join(WRITING_S)
@@ -260,7 +218,7 @@ def _flush() -> bool:
         except Exception as error:  # noqa: BLE001  (the reader is gone, or it is something of the script's own)
             good = False
             if name == "stdout":
-                _write(f"Exception ignored in: {name}\n{type(error).__name__}: {text_in(error)}\n")
+                write(f"Exception ignored in: {name}\n{type(error).__name__}: {text_in(error)}\n")
     for own in (sys.__stdout__, sys.__stderr__):  # below what the script may have put in their place
         with suppress(Exception):
             own.flush()  # type: ignore[union-attr]

@@ -61,7 +61,8 @@ class Failure:
     """Why one rank failed.
 
     `where` is "file:line" of the user's own innermost frame and `source` the text of that line; `lost_peer` says
-    that the exception tells only of a peer that is gone; `usage` that its message alone says how to mend it.
+    that the exception tells only of a peer that is gone; `usage` that its message alone says how to mend it;
+    `in_short` that its rank has left the traceback to its log.
     """
 
     rank: int
@@ -77,6 +78,7 @@ class Failure:
     signal: int | None = None
     lost_peer: bool = False
     usage: bool = False
+    in_short: bool = False
 
     def write(self, path: Path) -> None:
         """Writes the record beside the rank's logs; it is there whole or not at all."""
@@ -373,9 +375,7 @@ def culprit(failures: list[Failure], finished: Mapping[int, int], size: int) -> 
     if own:
         return min(own, key=lambda failure: (_aborted(failure), failure.time))
     first = min(failures, key=lambda failure: failure.time)
-    if finished and len(finished) < size:
-        return _early_exit(*next(iter(finished.items())), first)
-    return first
+    return _early_exit(*next(iter(finished.items())), first) if finished and len(finished) < size else first
 
 
 def _early_exit(rank: int, pid: int, victim: Failure) -> Failure:

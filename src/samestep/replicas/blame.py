@@ -3,6 +3,10 @@
 Only a rank that has found something asks, and all find the same, since averaged gradients are alike. One that finds
 something alone would wait for ever: its gradients were changed after the average, and on it alone. So it waits for a
 while, and then says just that.
+
+Synchronised BatchNorm takes its statistics over all ranks, so what is not finite on one is in the forward of all behind
+it, and in the backward of all before it. There the rank is named whose backward met it first; where several did, the
+one whose input was bad; and where no input is left to look at, that the rank is not known.
 """
 
 from __future__ import annotations
@@ -43,7 +47,9 @@ class Blame:
     ranks: tuple[int, ...]
 
 
-def find_blame(bad: Sequence[Bad], local: LocalGradients | None, axis: Axis, subject: str) -> Blame:
+def find_blame(
+    bad: Sequence[Bad], local: LocalGradients | None, axis: Axis, subject: str, *, spreads: bool = False
+) -> Blame:
     """Returns who brought these averaged gradients, in the order of a backward. Collective over the ranks they are of.
 
     Args:
@@ -51,10 +57,12 @@ def find_blame(bad: Sequence[Bad], local: LocalGradients | None, axis: Axis, sub
         local: what this rank brought; None where there is nobody else.
         axis: the ranks that averaged.
         subject: what the ranks talk about: of which model, and for the how many-th time.
+        spreads: the model has BatchNorm that is synchronised over the ranks.
     """
     here = axis.ranks[axis.rank]
     if local is None or axis.control is None:
-        return Blame(f"the gradient of {bad[0]}{_and_more(bad)}", (here,))
+        slices = "" if local is None else _in_slices(local.bad_slices())
+        return Blame(f"the gradient of {bad[0]}{slices}{_and_more(bad)}", (here,))
     try:
         told = _exchange(axis, subject, _findings(local))
     except RuntimeError:  # the store's, for a rank that is silent or gone
@@ -63,10 +71,11 @@ def find_blame(bad: Sequence[Bad], local: LocalGradients | None, axis: Axis, sub
             "the same: it was changed on this rank alone, after it was averaged"
         )
         return Blame(text, (here,))
-    return _judged(bad, dict(zip(axis.ranks, told, strict=True)), seen=local.is_thorough or not bad[0].is_large)
+    seen = local.is_thorough or not bad[0].is_large
+    return _judged(bad, dict(zip(axis.ranks, told, strict=True)), seen=seen, spreads=spreads)
 
 
-def _judged(bad: Sequence[Bad], told: dict[int, dict[str, Any]], *, seen: bool) -> Blame:
+def _judged(bad: Sequence[Bad], told: dict[int, dict[str, Any]], *, seen: bool, spreads: bool) -> Blame:
     own = {rank: one for rank, one in told.items() if one["bad"] is not None}
     if not own:
         why = (
@@ -77,12 +86,33 @@ def _judged(bad: Sequence[Bad], told: dict[int, dict[str, Any]], *, seen: bool) 
         return Blame(f"the gradient of {bad[0]}{_and_more(bad)} on all ranks; {why}", ())
     sure = min(one["doubt"] for one in own.values())
     ranks = tuple(rank for rank, one in own.items() if one["doubt"] == sure)
+    spread = ""
+    if spreads and len(ranks) > 1:
+        ranks, spread = _before_batchnorm(ranks, told)
     first = own[ranks[0]]
-    others = f" (and of ranks {', '.join(map(str, ranks[1:]))})" if len(ranks) > 1 else ""
-    since = _SINCE[first["arrived"]]
+    others = " (and rank " + "'s, rank ".join(map(str, ranks[1:])) + "'s)" if len(ranks) > 1 else ""
+    what = f"{first['bad']}{_in_slices(first['slices'])}{_SINCE[first['arrived']]}"
     count = f"{len(bad)} tensor{'s' if len(bad) > 1 else ''}"
-    text = f"rank {ranks[0]}'s{others} gradient of {first['bad']}{since}. Averaged, {count} had it on all ranks"
-    return Blame(text, ranks)
+    return Blame(f"rank {ranks[0]}'s{others} gradient of {what}. {spread}Averaged, {count} had it on all ranks", ranks)
+
+
+def _before_batchnorm(ranks: tuple[int, ...], told: dict[int, dict[str, Any]]) -> tuple[tuple[int, ...], str]:
+    """Returns where among `ranks` it began before synchronised BatchNorm spread it, as far as can be told, and why."""
+    earliest = min(told[rank]["place"] for rank in ranks)
+    first = tuple(rank for rank in ranks if told[rank]["place"] == earliest)
+    if len(first) == 1:  # the others have it from a layer below: their backwards came to it later
+        return first, "Synchronised BatchNorm carried it to the other ranks. "
+    if inputs := [rank for rank in first if told[rank]["input"] is not None]:
+        said = f"Its input {told[inputs[0]]['input']}, which synchronised BatchNorm carried to the other ranks. "
+        return tuple(inputs), said
+    return first, "Synchronised BatchNorm carries it from one rank to all, so where it began is not known. "
+
+
+def _in_slices(slices: Sequence[int]) -> str:
+    """Says which virtual ranks' samples it came with, where there are any."""
+    if not slices:
+        return ""
+    return f", in the slice{'s' if len(slices) > 1 else ''} of virtual rank {', '.join(map(str, slices))}"
 
 
 def _and_more(bad: Sequence[Bad]) -> str:
@@ -90,9 +120,17 @@ def _and_more(bad: Sequence[Bad]) -> str:
 
 
 def _findings(local: LocalGradients) -> dict[str, Any]:
-    bad, doubt = local.first_bad()
-    text = None if bad is None else f"{bad.name[:_MOST_NAME]} {bad.state}"
-    return {"bad": text, "doubt": doubt, "arrived": local.arrived_bad()}
+    first = local.first_bad()
+    if first is None:
+        return {"bad": None}
+    return {
+        "bad": f"{first.bad.name[:_MOST_NAME]} {first.bad.state}",
+        "doubt": first.doubt,
+        "place": first.place,
+        "arrived": local.arrived_bad(),
+        "slices": local.bad_slices(),
+        "input": local.bad_input(),
+    }
 
 
 def _exchange(axis: Axis, subject: str, mine: dict[str, Any]) -> list[dict[str, Any]]:

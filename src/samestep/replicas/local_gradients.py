@@ -19,12 +19,16 @@ The column, 60 ns an element, is left out where a bias adds up what came back.
 
 A second backward in one step adds to gradients that are averaged already, and so may hold another rank's NaN: what is
 noted there counts only where nothing was found before.
+
+On virtual ranks every slice is noted by itself. Of the inputs of a step's forwards only references are kept that hold
+nothing alive: what is left of them tells, afterwards, whether the data were bad already.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.runtime.step import StepState
+from samestep.runtime.virtual import VirtualRanks
 
 __all__: list[str] = []
 
@@ -41,6 +46,7 @@ Look = Callable[[Tensor], Tensor]
 
 HELD_MOST = 256 << 20  # bytes of gradients that are kept whole
 SUMMED_MOST = 1 << 20  # elements of an output whose gradient is added up
+INPUTS_MOST = 256  # tensors of a step that went into forwards
 
 
 @dataclass(frozen=True)
@@ -131,11 +137,27 @@ class _Noted:
     size: int
     whole: bool
     mixed: bool  # it was added to a gradient that is averaged already
+    slice: int | None = None  # the virtual rank that it came with
 
     def bad(self, name: str) -> Bad | None:
         if self.whole:
             return examined(name, self.gradient)
         return None if bool(torch.isfinite(self.gradient)) else Bad(name, -1, -1, self.size)
+
+
+@dataclass(frozen=True)
+class First:
+    """The first bad tensor of a rank.
+
+    Attributes:
+        bad: it.
+        doubt: 0 is this rank's own for sure; n was found when the n-th backward of the step added to averaged ones.
+        place: how many tensors the backward had come to before it.
+    """
+
+    bad: Bad
+    doubt: int
+    place: int
 
 
 class LocalGradients:
@@ -145,17 +167,21 @@ class LocalGradients:
         module: the bare model.
         state: the step of the world; micro-batches before the one that ends it are left to that one.
         thorough: every element of large gradients is looked at, too.
-        slices: virtual ranks take each slice's gradients off, so every backward counts.
+        virtual: take each slice's gradients off, so every backward counts; None without virtual ranks.
     """
 
-    def __init__(self, module: nn.Module, state: StepState, *, thorough: bool, slices: bool) -> None:
+    def __init__(
+        self, module: nn.Module, state: StepState, *, thorough: bool, virtual: VirtualRanks | None = None
+    ) -> None:
         self._state = state
         self.is_thorough = thorough
-        self._slices = slices
+        self._virtual = virtual
+        self._slices = virtual is not None
         self._step = state.steps
         self._noted: dict[str, list[_Noted]] = {}  # in the order in which the backward reached them
         self._averaged: dict[str, int] = {}  # where the views into the buckets lie
         self._arrived: list[Tensor] = []
+        self._inputs: deque[weakref.ref[Tensor]] = deque(maxlen=INPUTS_MOST)
         self._watched: dict[str, weakref.ref[Tensor]] = {}
         self._whole = False
         self.watch(module)
@@ -186,8 +212,12 @@ class LocalGradients:
             self._noted.pop(name, None)
             self._noted[name] = [_Noted(gradient, gradient.numel(), whole=True, mixed=False)]
         else:  # [2], [3]
-            noted = _Noted(summed(gradient), gradient.numel(), whole=False, mixed=mixed)
+            noted = _Noted(summed(gradient), gradient.numel(), whole=False, mixed=mixed, slice=self._slice())
             self._noted.setdefault(name, []).append(noted)
+
+    def _slice(self) -> int | None:
+        virtual = self._virtual
+        return None if virtual is None or virtual.place is None else virtual.first + virtual.place
 
     def begin_backward(self) -> None:
         """A backward comes after which the optimizer has not stepped: its gradients will be added to averaged ones."""
@@ -199,6 +229,17 @@ class LocalGradients:
     def _find_view(self, name: str, gradient: Tensor | None) -> None:
         if gradient is not None and gradient.layout == torch.strided:
             self._averaged[name] = gradient.data_ptr()
+
+    def note_inputs(self, tensors: Iterable[Tensor]) -> None:
+        """Notes what goes into a forward, for as long as somebody else holds it."""
+        self._begin()
+        real = (tensor for tensor in tensors if tensor.is_floating_point() and tensor.itemsize > 1)
+        self._inputs.extend(map(weakref.ref, real))
+
+    def bad_input(self) -> str | None:
+        """Returns how the first input of the step is that is not finite; None where all that are left are."""
+        left = (tensor for reference in self._inputs if (tensor := reference()) is not None)
+        return next((bad.state for tensor in left if (bad := examined("", tensor.detach())) is not None), None)
 
     def note_arrival(self, gradient: Tensor) -> None:
         """Notes what the loss gave back to the model's output."""
@@ -215,6 +256,7 @@ class LocalGradients:
     def settle(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """The gradients of these parameters are finite: what was kept of them goes."""
         self._arrived.clear()
+        self._inputs.clear()
         for name, parameter in named:
             self._noted.pop(name, None)
             self._find_view(name, parameter.grad)
@@ -223,21 +265,24 @@ class LocalGradients:
         """Lets go of everything."""
         self._noted.clear()
         self._arrived.clear()
+        self._inputs.clear()
 
     def arrived_bad(self) -> bool | None:
         """Tells whether what the loss gave back was not finite already; None where it was not noted."""
         return None if not self._arrived else any(not bool(torch.isfinite(total)) for total in self._arrived)
 
-    def first_bad(self) -> tuple[Bad | None, int]:
-        """Returns the first bad tensor of this rank in the order of the backward, and a doubt: least is likeliest.
-
-        0 is this rank's own for sure; n was found when the n-th backward of the step added to averaged gradients.
-        """
-        found: list[tuple[int, Bad]] = []
-        for name, all_noted in self._noted.items():
+    def first_bad(self) -> First | None:
+        """Returns the first in the order of the backward, of the bad tensors that are likeliest this rank's own."""
+        found: list[First] = []
+        for place, (name, all_noted) in enumerate(self._noted.items()):
             for number, noted in enumerate(all_noted, start=1):
                 if (bad := noted.bad(name)) is not None:
-                    found.append((number if noted.mixed else 0, bad))
+                    found.append(First(bad, number if noted.mixed else 0, place))
                     break
-        doubt = min((doubt for doubt, _ in found), default=0)
-        return next((bad for its, bad in found if its == doubt), None), doubt
+        return min(found, key=lambda first: (first.doubt, first.place), default=None)
+
+    def bad_slices(self) -> list[int]:
+        """Returns the virtual ranks of this process that brought something bad."""
+        pairs = [(name, noted) for name, all_noted in self._noted.items() for noted in all_noted]
+        of_slices = {noted.slice for name, noted in pairs if noted.slice is not None and noted.bad(name) is not None}
+        return sorted(of_slices)

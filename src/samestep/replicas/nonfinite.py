@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -43,9 +42,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from samestep.data.batches import tensors_of
 from samestep.errors import NonFiniteError
+from samestep.launch.warning import warn
 from samestep.replicas.blame import find_blame
 from samestep.replicas.local_gradients import Bad, LocalGradients, Look, examined, look_for
+from samestep.replicas.norm import SyncBatchNorm
 from samestep.replicas.virtual import SliceEngine
 from samestep.runtime.world import World
 
@@ -66,17 +68,17 @@ class Guard:
     It can be given to `samestep.checkpoint(…, guard=model.nonfinite)`, and then counts on after a resume.
 
     Attributes:
-        policy: "stop", "skip" or "warn".
+        policy: "stop", "skip", "warn" or "off"; where it is off, nothing is looked at, and the counts stay.
         thorough: every element is looked at, not only what a glance sees.
         skipped: steps that were left out.
         in_a_row: how many of them immediately before now.
         found: steps whose gradients were not finite, whatever became of them.
-        local: what this rank's own backwards brought; None where there are no others.
+        local: what this rank's own backwards brought, by virtual ranks where it has them; else None without others.
     """
 
     def __init__(self, module: nn.Module, world: World, policy: Policy | None) -> None:
         self.policy = policy or "stop"
-        self.thorough = policy is not None
+        self.thorough = policy not in {None, "off"}
         self.skipped = self.in_a_row = self.found = 0
         self.number = 0  # of the replica
         self.slices: SliceEngine | None = None  # of virtual ranks
@@ -85,10 +87,11 @@ class Guard:
         if self.policy == "skip":
             self._keep_buffers()
         self._world = world
-        slices = world.virtual is not None
-        self.local = (
-            LocalGradients(module, world.step, thorough=self.thorough, slices=slices) if world.data.size > 1 else None
-        )
+        self.local: LocalGradients | None = None
+        if self.policy == "off":
+            return
+        if world.data.size > 1 or world.virtual is not None:
+            self.local = LocalGradients(module, world.step, thorough=self.thorough, virtual=world.virtual)
         _guards.add(self)
         _watch_optimizers()
 
@@ -96,6 +99,11 @@ class Guard:
         """Returns the names of the model's parameters, by their identity."""
         module = self._module()
         return {} if module is None else {id(tensor): name for name, tensor in module.named_parameters()}
+
+    def note_inputs(self, *inputs: Any) -> None:
+        """Notes what goes into a forward that is to be trained."""
+        if self.local is not None:
+            self.local.note_inputs(tensors_of(inputs))
 
     def settle(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """These parameters' gradients are finite: they may be used."""
@@ -109,11 +117,16 @@ class Guard:
         """Returns the error that says whose gradients are not finite, the same on every rank. Collective."""
         self.found += 1
         axis = self._world.data
-        blame = find_blame(bad, self.local, axis, f"{self.number}/{self.found}")
+        blame = find_blame(bad, self.local, axis, f"{self.number}/{self.found}", spreads=self._spreads())
         if self.local is not None:
             self.local.clear()
         text = f"{blame.text}; seen before {type(optimizer).__name__}'s step {steps}"
         return NonFiniteError(text, ranks=blame.ranks, mine=axis.ranks[axis.rank])
+
+    def _spreads(self) -> bool:
+        module = self._module()
+        kinds = (SyncBatchNorm, nn.SyncBatchNorm)
+        return module is not None and any(isinstance(layer, kinds) for layer in module.modules())
 
     def count_skip(self, error: NonFiniteError) -> None:
         """Counts a step that is left out, and tells it.
@@ -150,7 +163,7 @@ class Guard:
         """Warns on the first rank."""
         if self._world.is_first and self.found <= MOST_SAID:
             rest = "; more will only be counted" if self.found == MOST_SAID else ""
-            warnings.warn(f"{error}{rest}", stacklevel=6)
+            warn(f"{error}{rest}")
 
     def state_dict(self) -> dict[str, int]:
         """Returns the counts, the same on every rank."""

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.data.batches import tensors_of
-from samestep.errors import DeviceError, EmptyBatchError, ModelError, SamestepError, StepError, UsageError
+from samestep.errors import DataError, DeviceError, EmptyBatchError, ModelError, SamestepError, StepError, UsageError
 from samestep.launch.failure import lost_peer
 from samestep.replicas.buffers import equalise_buffers
 from samestep.replicas.nonfinite import POLICIES, Guard, Policy
@@ -37,6 +37,8 @@ from samestep.runtime.world import World
 __all__ = ["Replica", "replicate"]
 
 BatchNormMode = Literal["synchronised", "local"]
+
+_ONE_VALUE = "Expected more than 1 value per channel when training"  # how torch's batch_norm says it
 
 
 class Replica(nn.Module):
@@ -50,7 +52,7 @@ class Replica(nn.Module):
         world: the world that it is replicated over.
         batchnorm: "synchronised" or "local".
         number: the same on every rank; models are numbered as they are replicated.
-        nonfinite: watches its gradients for NaN and Inf, and counts the steps that it leaves out; None if nothing does.
+        nonfinite: watches its gradients for NaN and Inf, and counts the steps that it leaves out; None for a copy.
     """
 
     module: nn.Module
@@ -76,16 +78,29 @@ class Replica(nn.Module):
         Raises:
             StepError: gradients are wanted after the world was closed, or of a deep copy.
             EmptyBatchError: the model cannot take the empty batch of a rank without samples.
+            DataError: BatchNorm's own statistics of one rank, or virtual rank, would be of a single value.
         """
         try:
             if not torch.is_grad_enabled() or not _needs_engine(self.world):
                 return self.module(*args, **kwargs)
-            return self._synchronised()(*args, **kwargs)
+            synchronised = self._synchronised()
+            if self.nonfinite is not None:
+                self.nonfinite.note_inputs(args, kwargs)
+            return synchronised(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError) as error:
             empty = any(tensor.dim() and not len(tensor) for tensor in tensors_of([args, kwargs]))
             if empty and not isinstance(error, SamestepError) and not lost_peer(error):
                 raise EmptyBatchError(_empty_batch(self.module, self.world.rank, error)) from error
+            if isinstance(error, ValueError) and _ONE_VALUE in str(error) and not isinstance(error, SamestepError):
+                raise DataError(self._too_few(str(error).rpartition("input size ")[2])) from error
             raise
+
+    def _too_few(self, shape: str) -> str:
+        few, each = self.world.step.few, "rank" if self.world.virtual is None else "virtual rank"
+        return (  # without a rank, so that all say the same
+            f"BatchNorm takes the statistics of each {each} by itself, of more than one value per channel, and got an "
+            f"input of {shape}: {'take larger batches' if few is None else few()}"
+        )
 
     def _synchronised(self) -> Synchroniser | SliceEngine:
         self.world.check_open()
@@ -196,7 +211,7 @@ def replicate(
         raise UsageError(f"nonfinite={nonfinite!r} is unknown: use 'stop', 'skip', 'warn' or 'off'")
     if mode == "synchronised":
         model = synchronise_batchnorm(model, world.data, world.device)
-    guard = None if nonfinite == "off" else Guard(model, world, nonfinite)
+    guard = Guard(model, world, nonfinite)
     synchroniser: Synchroniser | SliceEngine | None = None
     if world.virtual is not None:
         synchroniser = SliceEngine(model, world, world.virtual)
@@ -207,13 +222,12 @@ def replicate(
             world,
             buckets=buckets,
             find_unused_parameters=find_unused_parameters,
-            local=None if guard is None else guard.local,
+            local=guard.local,
         )
     world.set_streams_apart()
     replica = Replica(model, world, mode, synchroniser)
     replica.nonfinite = guard
-    if guard is not None:
-        guard.number, guard.slices = replica.number, replica.slices
+    guard.number, guard.slices = replica.number, replica.slices
     return replica
 
 

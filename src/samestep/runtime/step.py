@@ -12,6 +12,7 @@ same order everywhere, and all ranks act on its result at the end of the same st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 __all__: list[str] = []
@@ -29,6 +30,7 @@ class StepState:
         listens: whether wishes travel; until somebody listens, a step's report is half as long.
         averaged: a backward has averaged gradients since a step ended last.
         steps: how many steps have ended or were abandoned.
+        few: says why the micro-batch handed out last has so few samples, and what to do; None outside of steps.
     """
 
     agreed: frozenset[str] = frozenset()
@@ -36,6 +38,7 @@ class StepState:
     _wishes: set[str] = field(default_factory=set)
     averaged: bool = False
     steps: int = 0
+    few: Callable[[], str] | None = None
     _open: dict[int, bool] = field(default_factory=dict)  # loaders in a step; whether its last micro-batch is out
 
     @property
@@ -47,13 +50,16 @@ class StepState:
         """
         return not self._open or any(self._open.values())
 
-    def enter(self, loader: int, *, ends: bool) -> None:
+    def enter(self, loader: int, *, ends: bool, few: Callable[[], str] | None = None) -> None:
         """A loader hands out a micro-batch, which ends its step or does not."""
         self._open[loader] = ends
+        self.few = few
 
     def leave(self, loader: int) -> None:
         """A loader's step is over, or was abandoned."""
         self.steps += self._open.pop(loader, None) is not None
+        if not self._open:
+            self.few = None
 
     def listen(self) -> None:
         """Lets wishes travel from now on. Collective: every rank must call it, at the same step."""

@@ -10,10 +10,19 @@ import pytest
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 4 MiB, where this user may mount one."""
-    disk = tmp_path / "disk"
+    yield from mounted(tmp_path / "disk", "4m")
+
+
+@pytest.fixture
+def small_disk_of_five(tmp_path):
+    """A file system of 5 MiB, likewise."""
+    yield from mounted(tmp_path / "disk", "5m")
+
+
+def mounted(disk, size):
     disk.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "samestep-test", str(disk)],
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "samestep-test", str(disk)],
         check=False,
         capture_output=True,
         text=True,

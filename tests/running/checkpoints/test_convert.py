@@ -340,14 +340,15 @@ def test_reading_that_takes_too_long_is_ended(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["nowhere", "x.pt"], 2, "there is no such directory"),
+        (["nowhere", "x.pt"], 2, "nowhere is not there"),
+        (["nowhere", "exists.pt"], 2, "nowhere is not there, and exists.pt is: give what is converted first"),
         (["run", "exists.pt"], 2, "exists.pt exists; nothing is written over"),
         (["run", "x", "--to", "samestep"], 2, "has the format samestep already: give --to pt or --to dcp"),
         (["run", "x.pt", "--kind", "a=b"], 2, "--kind is for files that do not tell"),
         (["model.pt", "x", "--kind", "optimizer"], 2, "give NAME=CLASS"),
         (["model.pt", "x", "--step", "-1"], 2, "0 or more"),
         (["run", "x.pt", "--json", "f"], 2, "convert takes no --json"),
-        (["run", "model.pt/x.pt"], 1, "cannot write model.pt/x.pt: "),
+        (["run", "model.pt/x.pt"], 2, "model.pt/x.pt cannot be written: model.pt is a file, not a directory"),
         (["damaged", "x.pt"], 1, "tensors.safetensors has SHA-256"),
     ],
 )

@@ -157,7 +157,7 @@ def test_another_run_in_the_directory_is_told_by_what_differs(tmp_path):
         samestep.checkpoint(tmp_path / "run", world, model=a_model().double(), optimizer=torch_sgd(a_model()))
     lines = str(caught.value).splitlines()
     assert "does not fit, nothing was loaded" in lines[0]
-    assert "  data: in the checkpoint, not named here" in lines
+    assert "  data: in the checkpoint, not named here; name it, as in checkpoint(…, data=…)" in lines
     assert any("model.0.bias: float32 [40] in the checkpoint, float64 [40] in the model" in line for line in lines)
     assert len(lines) <= 8
     assert all(path.read_bytes() == data for path, data in before.items() if "step" in str(path))

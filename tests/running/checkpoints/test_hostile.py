@@ -15,6 +15,7 @@ from saved import train
 
 from samestep.errors import CheckpointError
 from samestep.running.checkpoints.format import MANIFEST, PAYLOAD, SCHEMA, Manifest, from_text, to_text
+from samestep.running.checkpoints.reader import read_tensors, verify
 
 SECONDS, MEMORY = 2.0, 256 * 2**20
 TENSORS = {"model/a": {"dtype": "float32", "shape": [4]}, "model/b": {"dtype": "int64", "shape": [2]}}
@@ -161,6 +162,121 @@ def million_tensors(folder):
     a_manifest(folder, tensors={}, state={})
 
 
+# --- tensors in parts ---------------------------------------------------------------------------
+
+SECOND = "tensors-00001.safetensors"
+HALVES = {"bounds": [[0, 2, 4]], "ranks": [0, 1]}
+
+
+def file_with(path, name, dtype, shape, data):
+    """One tensor in a file; returns where it lies, and what the manifest says of the file."""
+    header = json.dumps({name: {"dtype": dtype, "shape": shape, "data_offsets": [0, len(data)]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    begin = 8 + len(header)
+    whole = path.read_bytes()
+    return [begin, begin + len(data), 0], {"size": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
+
+
+def in_parts(shapes=([2], [2]), dtypes=("F32", "F32"), **changes):
+    """A tensor of four numbers, two in each of two files; `changes` are of the manifest's entries."""
+
+    def make(folder):
+        told = [
+            file_with(folder / name, "model/a", dtype, shape, bytes(8))
+            for name, dtype, shape in zip((PAYLOAD, SECOND), dtypes, shapes, strict=True)
+        ]
+        entries = {
+            "schema": 4,
+            "run": "",
+            "tensors": {"model/a": {"dtype": "float32", "shape": [4]}},
+            "state": {"model": {"tensor": "model/a"}},
+            "parts": {"model/a": HALVES},
+            "places": {"model/a": [place for place, _ in told]},
+            "files": {PAYLOAD: told[0][1], SECOND: told[1][1]},
+        }
+        a_manifest(folder, **{**entries, **changes})
+
+    return make
+
+
+def with_grid(bounds=HALVES["bounds"], ranks=HALVES["ranks"], **further):
+    return in_parts(parts={"model/a": {"bounds": bounds, "ranks": ranks, **further}})
+
+
+def many_cells(folder):
+    """As many cells as the limits leave room for, of a tensor with as many dims."""
+    ranks, count, dims = 9_000, 12, 60
+    places = [[8, 12, 0]] * ranks
+    grid = {"bounds": [[0, 1]] * dims + [list(range(ranks + 1))], "ranks": list(range(ranks))}
+    names = [f"model/{number}" for number in range(count)]
+    in_parts(
+        tensors={name: {"dtype": "float32", "shape": [1] * dims + [ranks]} for name in names},
+        state={},
+        parts=dict.fromkeys(names, grid),
+        places=dict.fromkeys(names, places),
+        files={
+            file: {"size": 0, "sha256": "0" * 64}
+            for file in [PAYLOAD, *(f"tensors-{rank:05d}.safetensors" for rank in range(1, ranks))]
+        },
+    )(folder)
+
+
+def many_bounds(folder):
+    """Cuts that nobody could count, were they multiplied out."""
+    bounds = [[0, *range(1, 1000), 1000]] * 60
+    in_parts(
+        tensors={"model/a": {"dtype": "float32", "shape": [1000] * 60}},
+        parts={"model/a": {"bounds": bounds, "ranks": [0, 1]}},
+    )(folder)
+
+
+PARTS = {
+    "a gap between parts": with_grid(bounds=[[0, 2], [3, 4]]),
+    "parts that end early": with_grid(bounds=[[0, 2, 3]]),
+    "parts that begin late": with_grid(bounds=[[1, 2, 4]]),
+    "parts that overlap": with_grid(bounds=[[0, 3, 2, 4]], ranks=[0, 1, 2]),
+    "parts outside the whole": with_grid(bounds=[[0, 2, 4, 6]], ranks=[0, 1, 2]),
+    "negative bounds": with_grid(bounds=[[0, -2, 4]]),
+    "bounds that are no numbers": with_grid(bounds=[[0, 2.0, 4]]),
+    "a part of nothing": with_grid(bounds=[[0, 2, 2, 4]], ranks=[0, 1, 2]),
+    "bounds of too many dims": with_grid(bounds=[[0, 2, 4], [0, 1]]),
+    "more ranks than parts": with_grid(ranks=[0, 1, 2]),
+    "two parts on one rank": with_grid(ranks=[1, 1]),
+    "a negative rank": with_grid(ranks=[0, -1]),
+    "a rank that is a name": with_grid(ranks=[0, "../../etc/passwd"]),
+    "a rank of a million digits": in_parts(
+        raw={"parts": '{"model/a": {"bounds": [[0, 2, 4]], "ranks": [0, %s]}}' % ("1" * 4000)}
+    ),
+    "a part in a file that is not listed": with_grid(ranks=[0, 7]),
+    "a part of more kinds": with_grid(file="/etc/passwd"),
+    "parts of a tensor that is not there": in_parts(parts={"model/a": HALVES, "model/b": HALVES}),
+    "parts without places": in_parts(places={}),
+    "one place for two parts": in_parts(places={"model/a": [8, 16, 0]}),
+    "places that are not the parts'": in_parts(places={"model/a": [[8, 12, 0], [8, 20, 0]]}),
+    "a list for the parts": in_parts(parts=[]),
+    "a part of another shape": in_parts(shapes=([2], [1, 2])),
+    "a part of another type": in_parts(dtypes=("F32", "I32")),
+    "a part that holds all": in_parts(shapes=([2], [4])),
+    "parts in schema 3": in_parts(schema=3),
+    "twenty thousand files": in_parts(
+        files={
+            PAYLOAD: {"size": 0, "sha256": "0" * 64},
+            **{f"f{n}": {"size": 0, "sha256": "0" * 64} for n in range(20_000)},
+        }
+    ),
+    "a hundred thousand parts": many_cells,
+    "10^180 parts": many_bounds,
+}
+
+
+def test_what_the_cases_of_parts_alter_is_right_before(tmp_path):
+    folder = tmp_path / "step-00000009"
+    folder.mkdir()
+    in_parts()(folder)
+    manifest = verify(folder)
+    assert read_tensors(folder, manifest)["model/a"].tolist() == [0.0] * 4
+
+
 GIANT = {**TENSORS, "model/a": {"dtype": "float32", "shape": [2**40, 2**40]}}
 TWICE = json.dumps(HEADER).encode()[:-1] + b', "model/a": {"dtype": "F32", "shape": [4], "data_offsets": [16, 32]}}'
 LIST = {"dtype": "float32", "shape": [4, -1]}
@@ -219,6 +335,7 @@ CASES = {
     "a state of an unknown kind": with_manifest(state={"model": {"object": "os.system"}}),
     "a tensor that is not there": with_manifest(state={"model": {"tensor": "model/c"}}),
     "a place that is not the tensor's": with_manifest(places={"model/a": [0, 4, 0], "model/b": [0, 16, 0]}),
+    **PARTS,
 }
 
 

@@ -82,7 +82,40 @@ def test_names_shapes_and_types_of_parameters_are_compared():
 
 def test_objects_that_were_not_saved_or_not_named_are_listed():
     lines = differences({"model": state_of(a_net())}, {"net": state_of(a_net())})
-    assert lines == ["model: in the checkpoint, not named here", "net: named here, not in the checkpoint"]
+    assert lines == [
+        "model: in the checkpoint, not named here; name it, as in checkpoint(…, model=…)",
+        "net: named here, not in the checkpoint",
+    ]
+
+
+def layers(number, hidden=3, prefix=""):
+    net = nn.Sequential(*[nn.Linear(hidden, hidden) for _ in range(number)])
+    for piece in prefix.split(".")[:-1]:
+        net = nn.ModuleDict({piece: net})
+    return net
+
+
+RENAMED = ": the names of 8 tensors begin with "
+
+
+@pytest.mark.parametrize(
+    ("saved", "present", "told"),
+    [
+        (layers(4), layers(4, prefix="net."), f"{RENAMED}'net.' in the model, and do not in the checkpoint"),
+        (layers(4, prefix="b.a."), layers(4), f"{RENAMED}'a.b.' in the checkpoint, and do not in the model"),
+        (
+            layers(4, prefix="b.old."),
+            layers(4, prefix="b.new."),
+            f"{RENAMED}'old.' in the checkpoint, with 'new.' in the model",
+        ),
+        (layers(2), layers(5), ": 6 tensors in the model, not in the checkpoint: 2.bias, 2.weight, 3.bias, …"),
+        (layers(4), layers(4, hidden=5), ".0.bias: float32 [3] in the checkpoint, float32 [5] in the model"),
+    ],
+)
+def test_many_tensors_that_differ_alike_are_told_once(saved, present, told):
+    first, *rest = differences({"model": state_of(saved)}, {"model": state_of(present)})
+    assert first == f"model{told}"
+    assert rest == (["model: 7 more tensors have another shape or type"] if "float32" in told else [])
 
 
 def test_another_kind_of_optimizer_or_schedule_is_refused():
@@ -101,7 +134,8 @@ def test_an_optimizer_over_other_parameters_is_refused():
     backwards = torch.optim.Adam(reversed(list(net.parameters())))
     fewer = torch.optim.Adam([net[0].weight])
     lines = differences({"optimizer": state_of(forwards)}, {"optimizer": state_of(backwards)})
-    assert lines[0] == "optimizer: parameter 0 of group 0 has shape [3, 2] in the checkpoint, [1] here"
+    first = "parameter 0 of group 0 has shape [3, 2] in the checkpoint, [1] here"
+    assert lines == [f"optimizer: 4 of 4 parameters have another shape; {first}"]
     assert differences({"optimizer": state_of(forwards)}, {"optimizer": state_of(fewer)}) == [
         "optimizer: groups of [4] parameters in the checkpoint, of [1] here"
     ]

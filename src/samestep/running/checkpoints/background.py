@@ -1,4 +1,4 @@
-"""One write at a time beside the training, on a thread of rank 0.
+"""One write at a time beside the training, on a thread of each rank that writes.
 
     step k: due     copy the tensors into host buffers of our own ┐ the training waits for this alone
                     hand them to the thread ──────────────────────┘

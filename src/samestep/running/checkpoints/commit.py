@@ -17,9 +17,9 @@ no step is repeated, the evaluation is. At [3], after the body, it yields the ne
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,23 +33,20 @@ from samestep.errors import CheckpointError, Preempted, UsageError
 from samestep.progress import note_step, phase
 from samestep.running.checkpoints import streams, virtual
 from samestep.running.checkpoints.background import Outcome
-from samestep.running.checkpoints.directory import Keep
+from samestep.running.checkpoints.directory import Keep, what_is_left
 from samestep.running.checkpoints.due import Due
 from samestep.running.checkpoints.every import parse_every
+from samestep.running.checkpoints.forgetting import Habit
 from samestep.running.checkpoints.format import SCHEMA, Encoder, Manifest, decode
 from samestep.running.checkpoints.leaving import Leaving
 from samestep.running.checkpoints.named import State, check_names, differences, load, shortened, state_of
 from samestep.running.checkpoints.per_rank import gathered, own
-from samestep.running.checkpoints.sharded import dealt_out, whole
+from samestep.running.checkpoints.sharded import wanted
+from samestep.running.checkpoints.shares import Holding
 from samestep.running.checkpoints.store import Store
 from samestep.runtime.world import World
 
 __all__ = ["Checkpoint", "checkpoint"]
-
-_NEVER_COMMITTED = (
-    "an epoch is over and commit() was never called: nothing was saved in it, and a resume repeats it. Call "
-    "state.commit() after every optimizer.step()"
-)
 
 
 @runtime_checkable
@@ -109,8 +106,9 @@ def checkpoint(
             before follows from how long steps and saves take. ``float("inf")`` ignores what Slurm says.
         named: anything with ``state_dict`` and ``load_state_dict``: models (wrapped or not: names in the file are
             those of the bare module), optimizers, learning-rate schedules, a GradScaler, :class:`samestep.Shards`.
-            States may hold plain Python data and tensors, also those that are cut among the ranks (DTensor), which are
-            saved whole and cut as the object that loads them wants; no pickle is written or read.
+            States may hold plain Python data and tensors, also those that are cut among the ranks (DTensor): each rank
+            writes its own parts, and reads those that its objects want, cut in another way or not at all; no pickle is
+            written or read.
 
     Raises:
         UsageError: ``every``, ``keep`` or ``time_limit`` makes no sense, or a named object has no state.
@@ -169,6 +167,7 @@ class Checkpoint:
         self._data = {name: thing for name, thing in named.items() if isinstance(thing, _Data)}
         self._positions: dict[str, Any] = {}  # in the data, at the last commit or at the start of the epoch's body
         self._within = False
+        self._habit = Habit(self._every, named, has_data=bool(self._data))
         self._due = Due(self._every, world, reports=bool(self._data))
         self._leaving = Leaving(world, reports=bool(self._data), saves=path is not None, time_limit=time_limit)
         self._store = None if path is None else Store(path, world)
@@ -240,10 +239,10 @@ class Checkpoint:
         if self._store is None:
             return
         try:
-            manifest, tensors = self._store.together(self._snapshot)
+            manifest, tensors, holding = self._store.together(self._snapshot)
             drawn = streams.gather(self._world) | virtual.gather(self._world, self._named)
             random = Encoder(tensors).encode(drawn, "random")
-            self._report(self._store.begin(replace(manifest, random=random), tensors, self._keep))
+            self._report(self._store.begin(replace(manifest, random=random), holding, self._keep))
         finally:
             self._due.note_save()
 
@@ -267,12 +266,12 @@ class Checkpoint:
             self._say(f"{finished} finished in {self.path}: ask for more, or delete it to start again")
         while self.epoch < n:
             self._within = True
+            self._habit.begin_epoch(self.step)
             self._note_positions()
             yield self.epoch
             self._within = False
             self.epoch += 1
-            if self.step == 0 and (self._every.steps is not None or self._every.seconds is not None):
-                warnings.warn(_NEVER_COMMITTED, stacklevel=2)
+            self._habit.end_epoch(self.step)
             if self.epoch == n:
                 self.save()
             elif self.epoch % self._every.epochs == 0:
@@ -285,7 +284,9 @@ class Checkpoint:
             CheckpointError: on rank 0, if that save has failed, unless another exception is on its way.
         """
         self._leaving.close()
-        outcome = None if self._store is None else self._store.close()
+        outcome = None if self._store is None else self._store.close(hurry=sys.exc_info()[1] is not None)
+        if self.path is not None and isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            self._say(f"interrupted after step {self.step}; {what_is_left(self.path)}")
         if outcome is None or outcome.error is None:
             return
         if sys.exc_info()[1] is None:
@@ -300,16 +301,13 @@ class Checkpoint:
         if self._world.is_first:
             sys.stderr.write(f"samestep: {line}\n")
 
-    def _snapshot(self) -> tuple[Manifest, dict[str, Tensor]]:
+    def _snapshot(self) -> tuple[Manifest, dict[str, Tensor], Holding]:
         """Every rank encodes: a state dict may be collective, and one that cannot be saved must fail everywhere."""
         for thing in self._named.values():
             if isinstance(thing, _Equalisable):
                 thing.equalise_buffers()
         encoder = Encoder()
-        found = {
-            name: whole(gathered(thing, self._state_of(name), self._world), self._world)
-            for name, thing in self._named.items()
-        }
+        found = {name: gathered(thing, self._state_of(name), self._world) for name, thing in self._named.items()}
         manifest = Manifest(
             schema=SCHEMA,
             step=self.step,
@@ -321,7 +319,7 @@ class Checkpoint:
             state={name: encoder.encode(state.content, name) for name, state in found.items()},
             random=None,
         )
-        return manifest, encoder.tensors
+        return manifest, encoder.tensors, Holding(encoder)
 
     def _state_of(self, name: str) -> State:
         """The state to save: of data, within the body of an epoch, the position at the last commit.
@@ -329,9 +327,12 @@ class Checkpoint:
         When its loop ends, the data turn to the next epoch while the body goes on. Saved like that, a resumed run
         would train that epoch's samples in the rest of this body. A run that never commits has only the data's word.
         """
-        state = state_of(self._named[name])
+        thing = self._named[name]
+        state = state_of(thing)
         if self._within and self.step > 0 and name in self._positions:
-            return replace(state, content=self._positions[name])
+            state = replace(state, content=self._positions[name])
+        if name in self._data and not math.isnan(loss := getattr(thing, "loss", math.nan)):  # all wait now anyway
+            return replace(state, content={**state.content, "loss": loss})
         return state
 
     def _note_positions(self) -> None:
@@ -344,7 +345,7 @@ class Checkpoint:
         name = None if store is None else store.newest()
         if store is None or name is None:
             return False
-        manifest, tensors = store.read(name)
+        manifest, tensors = store.read(name, lambda saved: wanted(saved, self._named))
         saved, random = store.together(lambda: self._fitting(name, manifest, tensors))
         of_virtual_ranks = store.together(lambda: virtual.check(random, self._world))
         store.together(lambda: self._load(saved))
@@ -359,7 +360,7 @@ class Checkpoint:
     def _load(self, saved: dict[str, State]) -> None:
         # Data first: they refuse another dataset or seed, and then nothing must have been loaded.
         for name in sorted(self._named, key=lambda name: name not in self._data):
-            load(self._named[name], dealt_out(self._named[name], saved[name]))
+            load(self._named[name], saved[name])
 
     def _fitting(self, name: str, manifest: Manifest, tensors: dict[str, Tensor]) -> tuple[dict[str, State], Any]:
         """Returns the saved states and random streams, after checking that they fit what is named here."""

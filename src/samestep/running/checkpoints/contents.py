@@ -15,7 +15,7 @@ from samestep.errors import CheckpointError, UsageError
 from samestep.running.checkpoints import identity
 from samestep.running.checkpoints.directory import complete, is_complete, reason
 from samestep.running.checkpoints.integrity import DamageError, ForeignError, check, read_manifest
-from samestep.running.checkpoints.manifest import MANIFEST, PAYLOAD, Manifest, bytes_of
+from samestep.running.checkpoints.manifest import MANIFEST, Manifest, bytes_of
 from samestep.running.checkpoints.tree import decode
 
 __all__: list[str] = []
@@ -114,9 +114,18 @@ def look(folder: Path, *, digests: bool, progress: Callable[[int], None] | None 
 def size_of(folder: Path) -> int:
     """Returns how many bytes there may be to read in a checkpoint; 0 if nobody can say."""
     try:
-        return (folder / PAYLOAD).lstat().st_size
+        return sum(entry.lstat().st_size for entry in folder.iterdir() if entry.name != MANIFEST)
     except OSError:
         return 0
+
+
+def virtual_ranks(manifest: Manifest) -> int | None:
+    """Returns how many virtual ranks a checkpoint was saved with; None without any."""
+    here: Any = manifest.random
+    for name in ("virtual", "ranks"):
+        content = here.get("dict") if isinstance(here, dict) else None
+        here = content.get(name) if isinstance(content, dict) else None
+    return here if isinstance(here, int) else None
 
 
 def positions(manifest: Manifest) -> Iterator[tuple[str, dict[str, Any]]]:

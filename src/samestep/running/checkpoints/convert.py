@@ -97,7 +97,7 @@ def _content(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} holds an object named {OWN!r}, the name of what is added on converting")
     tensors = read_tensors(folder, manifest)
     states = {name: _plain(decode(tree, tensors)) for name, tree in manifest.state.items()}
-    text = to_text(replace(manifest, tensors={}, files={}, places={}))
+    text = to_text(replace(manifest, tensors={}, files={}, places={}, parts={}))
     return {**states, OWN: {"manifest": text, "random": _plain(decode(manifest.random, tensors))}}
 
 

@@ -20,6 +20,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,14 @@ def _step_of(name: str) -> int:
     return int(match[1])
 
 
+def what_is_left(path: Path) -> str:
+    """Says where a run that was interrupted goes on; nothing is saved for a Ctrl-C, since somebody waits."""
+    with suppress(OSError):
+        if names := complete(path):
+            return f"{path}/{names[-1]} is the newest checkpoint, from which the same command goes on"
+    return f"nothing was saved in {path} yet, the same command begins anew"
+
+
 class Directory:
     """A directory of checkpoints, owned by this process until :meth:`close`.
 
@@ -111,6 +120,10 @@ class Directory:
         folder = self._unfinished(name)
         folder.mkdir()
         return folder
+
+    def final_name(self, folder: Path) -> str:
+        """The name that a folder of :meth:`temporary` is to get."""
+        return folder.name.removeprefix(".").rpartition(".tmp-")[0]
 
     def belong_to(self, run: str) -> None:
         """Makes this the directory of the run of that name; to be called before anything of it is saved here."""

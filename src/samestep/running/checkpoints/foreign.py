@@ -99,7 +99,7 @@ def convert(source: Path, into: Path, request: Mapping[str, Any]) -> list[str]:
     random = states.pop(OWN, None)
     state = {name: encoder.encode(value, name) for name, value in states.items()}
     manifest = replace(manifest, schema=SCHEMA, state=state, random=encoder.encode(random, "random"))
-    size = sum(tensor.numel() * tensor.element_size() for tensor in encoder.tensors.values())
+    size = sum(tensor.numel() * tensor.element_size() for tensor in encoder.plain().values())
     if 0 < resource.getrlimit(resource.RLIMIT_AS)[0] < size:
         raise MemoryError  # a number that is stretched to terabytes takes memory only when it is written
     directory = Directory(into)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from samestep.errors import CheckpointError
 from samestep.running.checkpoints.manifest import MANIFEST, PAYLOAD, SCHEMA, Manifest, from_text, to_text
+from samestep.running.checkpoints.sharded import is_sharded, part_of
 from samestep.running.checkpoints.tree import MAPPINGS, decode
 
 __all__ = ["MANIFEST", "PAYLOAD", "SCHEMA", "Encoder", "Manifest", "decode", "from_text", "to_text"]
@@ -32,10 +33,15 @@ class Encoder:
     """Turns values into JSON trees and collects their tensors, each distinct one once.
 
     A tensor reached under two names (tied weights) is stored once and referred to twice.
+
+    Attributes:
+        tensors: name -> tensor, where it stands; added to in place.
+        sharded: place -> DTensor, of all places: one that this rank has no part of cannot show that it is tied.
     """
 
     def __init__(self, tensors: dict[str, Tensor] | None = None) -> None:
-        self.tensors = {} if tensors is None else tensors  # name -> tensor, where it stands; added to in place
+        self.tensors = {} if tensors is None else tensors
+        self.sharded: dict[str, Tensor] = {}
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, where: str) -> Any:
@@ -69,6 +75,16 @@ class Encoder:
             "state_dict() return its contents instead"
         )
 
+    def plain(self) -> dict[str, Tensor]:
+        """Returns the tensors, where none is cut among the ranks.
+
+        Raises:
+            CheckpointError: one is.
+        """
+        for name in self.sharded:
+            raise CheckpointError(f"cannot save {name}: a DTensor is cut among the ranks, and this is one rank's own")
+        return self.tensors
+
     def _entries(self, mapping: dict[Any, Any], where: str) -> Any:
         entries = []
         for key, value in mapping.items():
@@ -78,7 +94,9 @@ class Encoder:
         return dict(entries) if all(isinstance(key, str) for key in mapping) else entries
 
     def _tensor(self, tensor: Tensor, where: str) -> str:
-        if type(tensor) not in {Tensor, torch.nn.Parameter, torch.nn.Buffer} or tensor.layout != torch.strided:
+        sharded = is_sharded(tensor)
+        plain = type(tensor) in {Tensor, torch.nn.Parameter, torch.nn.Buffer}
+        if not (plain or sharded) or tensor.layout != torch.strided:
             raise CheckpointError(
                 f"cannot save {where}: a {type(tensor).__name__} ({tensor.layout}) is not a plain dense tensor"
             )
@@ -86,12 +104,15 @@ class Encoder:
             kind = "quantised" if tensor.is_quantized else "without storage (device meta)"
             raise CheckpointError(f"cannot save {where}: the tensor is {kind}")
         tensor = tensor.detach()
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
-        if tensor.numel() and place in self._names:
-            return self._names[place]
-        name = where
-        while name in self.tensors:  # the keys 0 and "0" of one dictionary
-            name += "~"
-        self.tensors[name] = tensor
-        self._names[place] = name
+        here = part_of(tensor) if sharded else tensor
+        place = (here.device, here.data_ptr(), here.dtype, tensor.shape, here.stride(), here.is_conj())
+        name = self._names.get(place) if here.numel() else None
+        if name is None:
+            name = where
+            while name in self.tensors:  # the keys 0 and "0" of one dictionary
+                name += "~"
+            self.tensors[name] = tensor
+            self._names[place] = name
+        if sharded:
+            self.sharded[where if where not in self.sharded else name] = tensor
         return name

@@ -3,6 +3,8 @@
     quick    manifest: its own SHA-256.   Files: all there, no others, their sizes.   Payload: its header
     whole    the same, and the SHA-256 of every byte
 
+There may be several payloads, one of each rank that held parts of tensors; each must hold what the manifest says of it.
+
 PyTorch's readers check no digests: one flipped bit, or 4 KiB of zeros where a disk lost power, loads without a
 word (measured on torch 2.13, for `torch.save` and for the distributed checkpoint).
 """
@@ -14,11 +16,12 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from samestep.errors import CheckpointError
 from samestep.running.checkpoints.directory import reason
-from samestep.running.checkpoints.manifest import LONGEST, MANIFEST, PAYLOAD, Manifest, from_text
+from samestep.running.checkpoints.layout import Payload, payloads
+from samestep.running.checkpoints.manifest import LONGEST, MANIFEST, Manifest, from_text
 from samestep.running.checkpoints.payload import check_header, damaged_tensors, open_plain, pieces
 from samestep.running.checkpoints.tree import decode
 
@@ -71,12 +74,14 @@ def check(
     if not folder.name.startswith(f"step-{manifest.step:08d}"):
         message = f"the folder is {folder.name}, its manifest is of step {manifest.step} ({MANIFEST})"
         raise DamageError(message, MANIFEST)
-    for name in manifest.files:
-        _in_file(name, partial(_check_size, folder, name, manifest))
+    held = payloads(manifest)
+    for name, expected in manifest.files.items():
+        _in_file(name, partial(_check_size, folder, name, expected["size"], held.get(name)))
         if digests:
-            _in_file(name, partial(_check_digest, folder, name, manifest, progress))
+            _in_file(name, partial(_check_digest, folder, name, expected, held.get(name), progress))
     _check_names(folder, manifest)
-    _in_file(PAYLOAD, partial(check_header, folder, manifest))
+    for name, payload in held.items():
+        _in_file(name, partial(check_header, folder, payload))
     _in_file(MANIFEST, partial(_check_trees, manifest))
 
 
@@ -133,17 +138,17 @@ def _check_trees(manifest: Manifest) -> None:
         decode(tree, tensors)
 
 
-def _check_size(folder: Path, name: str, manifest: Manifest) -> None:
+def _check_size(folder: Path, name: str, expected: int, payload: Payload | None) -> None:
     with open_plain(folder, name) as file:
         size = os.fstat(file.fileno()).st_size
-    if size != manifest.files[name]["size"]:
-        message = f"{name} has {size:,} bytes instead of {manifest.files[name]['size']:,}"
-        raise _with_tensors(message, folder, name, manifest)
+    if size != expected:
+        raise _with_tensors(f"{name} has {size:,} bytes instead of {expected:,}", folder, name, payload)
 
 
-def _check_digest(folder: Path, name: str, manifest: Manifest, progress: Callable[[int], None] | None) -> None:
+def _check_digest(
+    folder: Path, name: str, expected: dict[str, Any], payload: Payload | None, progress: Callable[[int], None] | None
+) -> None:
     whole = hashlib.sha256()
-    expected = manifest.files[name]
     with open_plain(folder, name) as file:
         for piece in pieces(file, expected["size"]):
             whole.update(piece)
@@ -151,16 +156,16 @@ def _check_digest(folder: Path, name: str, manifest: Manifest, progress: Callabl
                 progress(len(piece))
     if (found := whole.hexdigest()) != expected["sha256"]:
         message = f"{name} has SHA-256 {found[:12]}… instead of {expected['sha256'][:12]}…"
-        raise _with_tensors(message, folder, name, manifest)
+        raise _with_tensors(message, folder, name, payload)
 
 
-def _with_tensors(message: str, folder: Path, name: str, manifest: Manifest) -> DamageError:
-    if name != PAYLOAD or not manifest.places:
+def _with_tensors(message: str, folder: Path, name: str, payload: Payload | None) -> DamageError:
+    if payload is None or not any(payload.places()):
         return DamageError(message, name)
-    damaged = damaged_tensors(folder, manifest)
+    damaged = damaged_tensors(folder, payload)
     if not damaged:
         return DamageError(f"{message}; every tensor in it is whole", name)
-    if len(damaged) == len(manifest.places) > 1:
+    if len(damaged) == len(payload.held) > 1:
         return DamageError(f"{message}; none of its {len(damaged)} tensors is what was saved", name, damaged)
     more = f" and {len(damaged) - _MOST_NAMED} more" if len(damaged) > _MOST_NAMED else ""
     return DamageError(f"{message}; damaged: {', '.join(damaged[:_MOST_NAMED])}{more}", name, damaged)

@@ -2,7 +2,7 @@
 
     {
      "sha256": "…",      of the whole text, taken with 64 zeros in its own place
-     "schema": 3,        2 had no "run", 1 no "places" either
+     "schema": 4,        3 had no "parts", 2 no "run" either, 1 no "places" either
      …                   one entry of Manifest a line
     }
 
@@ -23,18 +23,19 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from samestep.errors import CheckpointError
+from samestep.running.checkpoints.grid import PAYLOAD, is_grid, volumes
 
 __all__ = ["MANIFEST", "PAYLOAD", "SCHEMA", "Manifest", "bytes_of", "from_text", "parsed", "to_text"]
 
-SCHEMA = 3
+SCHEMA = 4
 MANIFEST = "manifest.json"
-PAYLOAD = "tensors.safetensors"
 LONGEST = 40 * 2**20  # bytes of JSON, enough for 100,000 tensors
 
 # Parsed, a list or object takes up to 250 bytes and a value 60, so these keep a hostile text below 256 MiB.
 _MOST_CONTAINERS = 450_000
 _MOST_VALUES = 1_000_000
 _MOST_DIMS = 64
+_MOST_FILES = 10_000
 
 _UNSEALED = "0" * 64
 _SEAL = re.compile(r'\{\n "sha256": "([0-9a-f]{64})",\n')
@@ -64,11 +65,14 @@ class Manifest:
         about: name -> what tells whether a saved object fits another one.
         state: name -> tree of that object's state.
         random: tree of the ranks' random streams.
-        tensors: name -> {"dtype", "shape"}, in the order of the payload.
+        tensors: name -> {"dtype", "shape"} of the whole tensor.
         files: name -> {"size" in bytes, "sha256"}.
         places: name of a tensor -> [first byte in the payload, byte after the last, CRC-32]. The SHA-256 of the file
-            says whether it is damaged, the CRC-32 of each tensor which ones are. Empty in schema 1.
+            says whether it is damaged, the CRC-32 of each tensor which ones are. Empty in schema 1. Of a tensor in
+            parts a list of these, in the order of its ranks.
         run: the name of the run that saved, see :mod:`samestep.running.checkpoints.identity`. Empty where nobody knows.
+        parts: name of a tensor that lies in several files, or in that of another rank than the first -> {"bounds",
+            "ranks"}, see :mod:`samestep.running.checkpoints.grid`.
     """
 
     schema: int
@@ -84,9 +88,11 @@ class Manifest:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     places: dict[str, list[int]] = field(default_factory=dict)
     run: str = ""
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-_ENTRIES = {3: {entry.name for entry in fields(Manifest)}}
+_ENTRIES = {4: {entry.name for entry in fields(Manifest)}}
+_ENTRIES[3] = _ENTRIES[4] - {"parts"}
 _ENTRIES[2] = _ENTRIES[3] - {"run"}
 _ENTRIES[1] = _ENTRIES[2] - {"places"}
 
@@ -201,23 +207,43 @@ def _check(entries: dict[str, Any]) -> None:
     _expect("run", isinstance(run, str) and (not run or RUN_NAME.fullmatch(run) is not None))
     for name in ("about", "state", "tensors", "files"):
         _expect(name, isinstance(entries[name], dict))
-    _expect("places", isinstance(entries.setdefault("places", {}), dict))
+    for name in ("places", "parts"):
+        _expect(name, isinstance(entries.setdefault(name, {}), dict))
     for name in entries["state"]:
         entries["about"].setdefault(name, {"kind": "unknown"})
     _expect("about", all(isinstance(about, dict) and "kind" in about for about in entries["about"].values()))
     _expect("tensors", all(map(_is_tensor, entries["tensors"].values())))
+    _expect("files", len(entries["files"]) <= _MOST_FILES)
     for name, file in entries["files"].items():
         if not _PLAIN_NAME.fullmatch(name):
             raise CheckpointError(f"{MANIFEST} lists the file {name[:100]!r}, which is not a plain file name")
         _expect("files", _is_file(file))
-    _check_places(entries["places"], entries["tensors"])
+    _check_parts(entries)
+    _check_places(entries["places"], entries["tensors"], entries["parts"])
 
 
-def _check_places(places: dict[str, Any], tensors: dict[str, Any]) -> None:
+def _check_parts(entries: dict[str, Any]) -> None:
+    parts, tensors = entries["parts"], entries["tensors"]
+    _expect("parts", parts.keys() <= tensors.keys() and (not parts or bool(entries["places"])))
+    for name, grid in parts.items():
+        _expect("parts", is_grid(grid, tensors[name]["shape"], entries["files"]))
+
+
+def _check_places(places: dict[str, Any], tensors: dict[str, Any], parts: dict[str, Any]) -> None:
     _expect("places", not places or places.keys() == tensors.keys())
     for name, place in places.items():
-        _expect("places", isinstance(place, list) and len(place) == 3 and _are_counts(place))
-        _expect("places", place[1] - place[0] == bytes_of(tensors[name]))
+        if name not in parts:
+            _expect("places", _is_place(place, bytes_of(tensors[name])))
+            continue
+        _expect("places", isinstance(place, list) and len(place) == len(parts[name]["ranks"]))
+        item = ITEM_BYTES[tensors[name]["dtype"]]
+        _expect(
+            "places", all(_is_place(one, item * count) for one, count in zip(place, volumes(parts[name]), strict=True))
+        )
+
+
+def _is_place(place: Any, size: int) -> bool:
+    return isinstance(place, list) and len(place) == 3 and _are_counts(place) and place[1] - place[0] == size
 
 
 def _expect(what: str, fits: bool) -> None:

@@ -9,8 +9,9 @@ two are refused before anything is loaded, and the third is undone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,9 +21,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.errors import CheckpointError, UsageError
+from samestep.running.checkpoints.differences import of_modules, of_shapes
 
 __all__ = ["State", "Stateful", "check_names", "differences", "load", "shortened", "state_of"]
 
+OPTIONS = ("every", "keep", "keep_each", "time_limit")  # of samestep.checkpoint, beside the objects that it is given
 _LONGEST_LIST = 6
 
 
@@ -47,9 +50,10 @@ def check_names(named: dict[str, Any]) -> None:
         raise UsageError("nothing to save: name at least one object, as in checkpoint(path, world, model=model)")
     for name, thing in named.items():
         if isinstance(thing, type) or not isinstance(thing, Stateful):
-            raise UsageError(
-                f"{name}={type(thing).__name__} cannot be saved: it has no state_dict() and load_state_dict()"
-            )
+            kind = "None" if thing is None else type(thing).__name__
+            meant = get_close_matches(name, OPTIONS, 1)
+            asked = f"; is the option {meant[0]}= meant?" if meant else ""
+            raise UsageError(f"{name}={kind} cannot be saved: it has no state_dict() and load_state_dict(){asked}")
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,11 @@ def differences(saved: dict[str, State], present: dict[str, State]) -> list[str]
         saved: name -> result of :func:`state_of`, as read.
         present: name -> result of :func:`state_of` of the objects that are to be loaded.
     """
-    lines = [f"{name}: in the checkpoint, not named here" for name in saved if name not in present]
+    lines = [
+        f"{name}: in the checkpoint, not named here; name it, as in checkpoint(…, {name}=…)"
+        for name in saved
+        if name not in present
+    ]
     lines += [f"{name}: named here, not in the checkpoint" for name in present if name not in saved]
     for name, here in present.items():
         if name in saved:
@@ -126,43 +134,10 @@ def _differences_of_one(saved: State, present: State) -> list[str]:
     if was["kind"] != now["kind"]:
         return [f": was a {was['kind']}, is a {now['kind']}"]
     if now["kind"] == "module":
-        return list(_module_differences(saved.content, present.content))
+        return list(of_modules(saved.content, present.content))
     if "shapes" in now:
-        return [f": {line}" for line in _shape_differences(was.get("shapes"), now["shapes"])]
+        return [f": {line}" for line in of_shapes(was.get("shapes"), now["shapes"])]
     return []
-
-
-def _module_differences(saved: Any, present: dict[str, Any]) -> Iterable[str]:
-    if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
-        yield f": the checkpoint holds a {type(saved).__name__} for a module"
-        return
-    for key in sorted(saved.keys() | present.keys()):
-        if key not in present:
-            yield f".{key}: in the checkpoint, not in the model"
-        elif key not in saved:
-            yield f".{key}: in the model, not in the checkpoint"
-        elif (was := _form(saved[key])) != (now := _form(present[key])):
-            yield f".{key}: {was} in the checkpoint, {now} in the model"
-
-
-def _shape_differences(saved: Any, present: list[Any]) -> Iterable[str]:
-    if not isinstance(saved, list) or not all(isinstance(group, list) for group in saved):
-        yield "the checkpoint does not say which parameters it had"
-        return
-    was, now = [len(group) for group in saved], [len(group) for group in present]
-    if was != now:
-        yield f"groups of {was} parameters in the checkpoint, of {now} here"
-        return
-    for i, (old, new) in enumerate(zip(saved, present, strict=True)):
-        for j, (old_shape, new_shape) in enumerate(zip(old, new, strict=True)):
-            if old_shape != new_shape:
-                yield f"parameter {j} of group {i} has shape {old_shape} in the checkpoint, {new_shape} here"
-
-
-def _form(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return type(value).__name__
 
 
 def _bare_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The file with the tensors, as bytes: where each one lies, and which of them are damaged. No torch here.
+"""A file with tensors, as bytes: where each one lies, and which of them are damaged. No torch here.
 
     8 bytes   length of the header           safetensors: https://huggingface.co/docs/safetensors
     header    JSON, name -> dtype, shape, [begin, end)
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from samestep.errors import CheckpointError
-from samestep.running.checkpoints.manifest import LONGEST, PAYLOAD, Manifest, bytes_of, parsed
+from samestep.running.checkpoints.layout import Payload
+from samestep.running.checkpoints.manifest import LONGEST, bytes_of, parsed
 
 __all__: list[str] = []
 
@@ -84,60 +85,63 @@ def pieces(file: BinaryIO, count: int) -> Iterator[bytes]:
         yield piece
 
 
-def check_header(folder: Path, manifest: Manifest) -> dict[str, tuple[int, int]]:
-    """Returns name -> (first byte, byte after the last) of every tensor, after checking all of them.
+def check_header(folder: Path, payload: Payload) -> None:
+    """Checks every tensor in a file.
 
     Raises:
         CheckpointError: the header is no header, or describes other tensors than the manifest.
     """
-    with open_plain(folder, PAYLOAD) as file:
-        begin, header = _header(file)
+    with open_plain(folder, payload.name) as file:
+        begin, header = _header(file, payload.name)
         end = os.fstat(file.fileno()).st_size
     header.pop(_METADATA, None)
-    expected = {name: _stored(entry) for name, entry in manifest.tensors.items()}
-    if odd := sorted(header.keys() ^ expected.keys()):
-        where = "the manifest only" if odd[0] in expected else "the payload only"
-        raise CheckpointError(f"{PAYLOAD} cannot be read: {odd[0][:100]!r} is in {where}")
+    if odd := sorted(header.keys() ^ payload.held.keys()):
+        where = "the manifest only" if odd[0] in payload.held else "the payload only"
+        raise CheckpointError(f"{payload.name} cannot be read: {odd[0][:100]!r} is in {where}")
     spans = {}
     for name, entry in header.items():
-        spans[name] = _span(name, entry, expected[name], begin)
-    _check_tiling(spans, begin, end)
-    for name, place in manifest.places.items():
+        spans[name] = _span(payload.name, name, entry, _stored(payload.entry(name)), begin)
+    _check_tiling(payload.name, spans, begin, end)
+    for name, place in payload.places():
         if spans[name] != tuple(place[:2]):
-            raise CheckpointError(f"{PAYLOAD} has {name[:100]!r} at another place than the manifest")
-    return spans
+            raise CheckpointError(f"{payload.name} has {name[:100]!r} at another place than the manifest")
 
 
-def measure(folder: Path, progress: Callable[[int], None] | None = None) -> tuple[dict[str, Any], dict[str, list[int]]]:
-    """Reads the payload once, and returns its entries of `Manifest.files` and of `Manifest.places`.
+def measure(
+    folder: Path, name: str, progress: Callable[[int], None] | None = None
+) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """Reads a payload once, and returns its entry of `Manifest.files` and the places of all tensors in it.
 
     Args:
         folder: of a checkpoint, or of one that is being written.
+        name: of the file.
         progress: told the number of bytes read, again and again.
     """
-    with open_plain(folder, PAYLOAD) as file:
-        begin, header = _header(file)
+    with open_plain(folder, name) as file:
+        begin, header = _header(file, name)
         header.pop(_METADATA, None)
-        spans = sorted((begin + e["data_offsets"][0], begin + e["data_offsets"][1], name) for name, e in header.items())
+        spans = sorted(
+            (begin + e["data_offsets"][0], begin + e["data_offsets"][1], tensor) for tensor, e in header.items()
+        )
         file.seek(0)
         whole = hashlib.sha256(file.read(begin))
         places = {}
-        for first, last, name in spans:
+        for first, last, tensor in spans:
             checksum = 0
             for piece in pieces(file, last - first):
                 whole.update(piece)
                 checksum = zlib.crc32(piece, checksum)
                 if progress is not None:
                     progress(len(piece))
-            places[name] = [first, last, checksum]
+            places[tensor] = [first, last, checksum]
         size = file.tell()
-    return {PAYLOAD: {"size": size, "sha256": whole.hexdigest()}}, places
+    return {"size": size, "sha256": whole.hexdigest()}, places
 
 
-def damaged_tensors(folder: Path, manifest: Manifest) -> list[str]:
+def damaged_tensors(folder: Path, payload: Payload) -> list[str]:
     """Returns the names of the tensors whose bytes are not those that were saved; empty too where nobody can say."""
-    with open_plain(folder, PAYLOAD) as file:
-        return [name for name, place in manifest.places.items() if not _is_whole(file, *place)]
+    with open_plain(folder, payload.name) as file:
+        return [name for name, place in payload.places() if not _is_whole(file, *place)]
 
 
 def _is_whole(file: BinaryIO, begin: int, end: int, saved: int) -> bool:
@@ -148,19 +152,19 @@ def _is_whole(file: BinaryIO, begin: int, end: int, saved: int) -> bool:
     return (checksum, count) == (saved, end - begin)
 
 
-def _header(file: BinaryIO) -> tuple[int, dict[str, Any]]:
+def _header(file: BinaryIO, name: str) -> tuple[int, dict[str, Any]]:
     """Returns where the tensors begin, and the header."""
     length = int.from_bytes(file.read(8), "little")
     rest = os.fstat(file.fileno()).st_size - 8
     if not 2 <= length <= rest:
-        raise CheckpointError(f"{PAYLOAD} has a header of {length:,} bytes, which cannot be ({max(rest, 0):,} follow)")
+        raise CheckpointError(f"{name} has a header of {length:,} bytes, which cannot be ({max(rest, 0):,} follow)")
     if length > LONGEST:
-        raise CheckpointError(f"{PAYLOAD} has a header of {length:,} bytes; none has more than {LONGEST:,}")
+        raise CheckpointError(f"{name} has a header of {length:,} bytes; none has more than {LONGEST:,}")
     try:
         text = file.read(length).decode()
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{PAYLOAD} has a damaged header: {error}") from error
-    return 8 + length, parsed(text, f"the header of {PAYLOAD}")
+        raise CheckpointError(f"{name} has a damaged header: {error}") from error
+    return 8 + length, parsed(text, f"the header of {name}")
 
 
 def _stored(described: dict[str, Any]) -> tuple[str, list[int], int]:
@@ -170,18 +174,18 @@ def _stored(described: dict[str, Any]) -> tuple[str, list[int], int]:
     return _NAMES[described["dtype"]], described["shape"], bytes_of(described)
 
 
-def _span(name: str, entry: Any, expected: tuple[str, list[int], int], begin: int) -> tuple[int, int]:
+def _span(file: str, name: str, entry: Any, expected: tuple[str, list[int], int], begin: int) -> tuple[int, int]:
     dtype, shape, size = expected
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{PAYLOAD} does not describe {name[:100]!r}")
+        raise CheckpointError(f"{file} does not describe {name[:100]!r}")
     if entry["dtype"] != dtype or entry["shape"] != shape:
         found, listed = _form(entry["dtype"], entry["shape"]), _form(dtype, shape)
-        raise CheckpointError(f"{PAYLOAD} holds {name[:100]} as {found}, the manifest says {listed}")
+        raise CheckpointError(f"{file} holds {name[:100]} as {found}, the manifest says {listed}")
     offsets = entry["data_offsets"]
     if not (isinstance(offsets, list) and len(offsets) == 2 and all(type(offset) is int for offset in offsets)):
-        raise CheckpointError(f"{PAYLOAD} has no place for {name[:100]!r}")
+        raise CheckpointError(f"{file} has no place for {name[:100]!r}")
     if offsets[1] - offsets[0] != size:
-        raise CheckpointError(f"{PAYLOAD} gives {name[:100]!r} {str(offsets)[:60]}, which are not its {size:,} bytes")
+        raise CheckpointError(f"{file} gives {name[:100]!r} {str(offsets)[:60]}, which are not its {size:,} bytes")
     return begin + offsets[0], begin + offsets[1]
 
 
@@ -191,13 +195,13 @@ def _form(dtype: Any, shape: Any) -> str:
     return f"{names.get(str(dtype), str(dtype)[:20])} {str(shape)[:60]}"
 
 
-def _check_tiling(spans: dict[str, tuple[int, int]], begin: int, end: int) -> None:
+def _check_tiling(file: str, spans: dict[str, tuple[int, int]], begin: int, end: int) -> None:
     """Every byte belongs to one tensor: nothing overlaps, nothing hides between, nothing lies outside the file."""
     at = begin
     for name, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
         if first != at:
             what = "overlaps another tensor" if first < at else "leaves a gap before it"
-            raise CheckpointError(f"{PAYLOAD} is refused: {name[:100]!r} {what}")
+            raise CheckpointError(f"{file} is refused: {name[:100]!r} {what}")
         at = last
     if at != end:
-        raise CheckpointError(f"{PAYLOAD} is refused: its tensors end at byte {at:,}, the file at {end:,}")
+        raise CheckpointError(f"{file} is refused: its tensors end at byte {at:,}, the file at {end:,}")

@@ -38,6 +38,7 @@ def gathered(thing: Any, state: State, world: World) -> State:
     encoder, tree, problem = Encoder(), None, None
     try:
         tree = encoder.encode(state.content[key], key)
+        encoder.plain()
     except Exception as error:  # noqa: BLE001  (agree raises it, here and on every other rank)
         problem = error
     agree(world.everyone, problem)

@@ -11,13 +11,13 @@ On another number of ranks each takes the rows of the slices that it holds now.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from samestep.errors import CheckpointError
+from samestep.launch.warning import warn
 from samestep.replicas.replicate import Replica
 from samestep.replicas.virtual import SliceEngine
 from samestep.runtime.world import World
@@ -44,10 +44,9 @@ def check(random: Mapping[str, Any] | None, world: World) -> bool:
     if saved is None or mine is None:
         if (saved is None) != (mine is None) and random is not None:
             was = "none" if saved is None else saved["ranks"]
-            warnings.warn(
+            warn(
                 f"the run was saved with virtual_ranks {was} and goes on with {mine or 'none'}: from here on it is "
                 "another training in its last bits",
-                stacklevel=2,
             )
         return False
     if saved["ranks"] != mine:
@@ -57,10 +56,9 @@ def check(random: Mapping[str, Any] | None, world: World) -> bool:
             f"{saved['ranks']}), or start anew in another directory"
         )
     if saved["threads"] != torch.get_num_threads():
-        warnings.warn(
+        warn(
             f"the run was saved with {saved['threads']} CPU threads a rank, this one has {torch.get_num_threads()}: "
             "the last bits may differ from here on",
-            stacklevel=2,
         )
     return True
 

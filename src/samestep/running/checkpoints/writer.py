@@ -1,9 +1,11 @@
 """Writes a checkpoint so that it is either there, whole, or not there at all.
 
-    [1] a fresh hidden folder      [2] payload, synced      [3] manifest with the payload's digest, synced
+    [1] a fresh hidden folder      [2] payloads, synced     [3] manifest with the payloads' digests, synced
     [4] the folder, synced         [5] one rename: from here on the checkpoint exists         [6] its name, synced
 
-Killed before [5], the next start sweeps the folder away; after [5] everything the name promises is on the disk.
+Each rank that holds parts of tensors writes a payload of its own; all else is done by the first alone, when all have
+told it what they wrote. Killed before [5], the next start sweeps the folder away; after [5] everything the name
+promises is on the disk.
 `torch.save` over the previous file loses both when it is killed, and reports a full disk as "unexpected pos 704
 vs 598" (measured on torch 2.13).
 """
@@ -13,7 +15,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from torch import Tensor
 from samestep.errors import CheckpointError
 from samestep.running.checkpoints.directory import Directory, reason, sync_folder
 from samestep.running.checkpoints.format import MANIFEST, PAYLOAD, Manifest, to_text
+from samestep.running.checkpoints.grid import file_of
 from samestep.running.checkpoints.payload import measure
 
 __all__ = ["write"]
@@ -32,46 +36,112 @@ __all__ = ["write"]
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
-def write(directory: Directory, manifest: Manifest, tensors: dict[str, Tensor]) -> Path:
-    """Writes ``tensors`` and ``manifest`` (its tables of tensors and files are filled in here) into ``directory``.
+@dataclass(frozen=True)
+class Others:
+    """The ranks that write files of their own into a folder which the first has made.
+
+    Attributes:
+        folder: the unfinished checkpoint.
+        letters: waits for what :func:`write_share` returns on each of them, and returns it by rank.
+    """
+
+    folder: Path
+    letters: Callable[[], dict[int, dict[str, Any]]]
+
+
+def write(
+    directory: Directory, manifest: Manifest, tensors: Mapping[str, Tensor], others: Others | None = None
+) -> Path:
+    """Writes ``tensors`` and ``manifest`` (its tables of files and places are filled in here) into ``directory``.
+
+    Args:
+        directory: of the run.
+        manifest: its table of tensors may be empty where nobody else writes.
+        tensors: what this rank writes of them.
+        others: who writes the rest; nobody by default.
 
     Returns:
         The folder of the new checkpoint.
 
     Raises:
-        CheckpointError: the disk is full or refuses; what was there before is untouched.
+        CheckpointError: the disk is full or refuses, here or on another rank; what was there before is untouched.
     """
+    manifest = replace(manifest, tensors=manifest.tensors or {key: describe(one) for key, one in tensors.items()})
+    others = others or Others(start(directory, manifest, tensors), dict)
+    final = directory.path / directory.final_name(others.folder)
+    try:
+        return _write_folder(final, manifest, tensors, others)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot save {final}: {_why(error, directory.path, _bytes_of(tensors))}") from error
+
+
+def start(directory: Directory, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Path:
+    """Makes the folder in which a checkpoint is put together, if there is room for it and for what the first writes."""
     name = directory.fresh_name(manifest.step)
-    manifest = replace(manifest, tensors={key: describe(tensor) for key, tensor in tensors.items()})
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + 2 * len(to_text(manifest))
+    needed = _bytes_of(tensors) + 2 * len(to_text(manifest))
     try:
         _require_space(directory.path, needed)
-        return _write_folder(directory, name, manifest, tensors)
-    except (OSError, SafetensorError) as error:
+        directory.belong_to(manifest.run)
+        return directory.temporary(name)  # [1]
+    except OSError as error:
         raise CheckpointError(f"cannot save {directory.path / name}: {_why(error, directory.path, needed)}") from error
 
 
-def _write_folder(directory: Directory, name: str, manifest: Manifest, tensors: dict[str, Tensor]) -> Path:
-    directory.belong_to(manifest.run)
-    folder = directory.temporary(name)  # [1]
-    final = directory.path / name
+def write_share(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Writes what another rank than the first has of a checkpoint; returns what the first is told of it."""
+    needed = _bytes_of(tensors)
     try:
-        _write_payload(folder / PAYLOAD, tensors)
-        files, places = measure(folder)
-        _write_text(folder / MANIFEST, to_text(replace(manifest, files=files, places=places)))
+        if not folder.is_dir():
+            return {"error": f"{folder} is not visible here; all ranks need one and the same directory"}
+        _require_space(folder.parent, needed)
+        file, places = _write_payload(folder, file_of(rank), tensors)
+    except Exception as error:  # noqa: BLE001  (told to the first rank, which raises it)
+        return {"error": _why(error, folder.parent, needed)}
+    return {"file": file, "places": places}
+
+
+def _write_folder(final: Path, manifest: Manifest, tensors: Mapping[str, Tensor], others: Others) -> Path:
+    folder = others.folder
+    told: dict[int, dict[str, Any]] = {}
+    try:
+        try:
+            _require_space(final.parent, _bytes_of(tensors))
+            file, places = _write_payload(folder, PAYLOAD, tensors)
+        finally:
+            told = others.letters()  # in any case: nobody writes any more into a folder that is removed
+        complete = _complete(manifest, {0: {"file": file, "places": places}, **told}, final)
+        _write_text(folder / MANIFEST, to_text(complete))
         sync_folder(folder)  # [4]
         folder.rename(final)  # [5]
-        sync_folder(directory.path)  # [6]
+        sync_folder(final.parent)  # [6]
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # the error on its way says more than one of the clean-up
         raise
     return final
 
 
-def _write_payload(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: flat(tensor) for name, tensor in tensors.items()}, path)
-    with path.open("rb") as file:
+def _complete(manifest: Manifest, told: Mapping[int, dict[str, Any]], final: Path) -> Manifest:
+    """The manifest with what all ranks tell of their files."""
+    for rank, letter in told.items():
+        if "error" in letter:
+            raise CheckpointError(f"cannot save {final}: rank {rank}: {letter['error']}")
+    places = {
+        name: [told[rank]["places"][name] for rank in manifest.parts[name]["ranks"]]
+        if name in manifest.parts
+        else told[0]["places"][name]
+        for name in manifest.tensors
+    }
+    return replace(manifest, files={file_of(rank): letter["file"] for rank, letter in told.items()}, places=places)
+
+
+def _write_payload(
+    folder: Path, name: str, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """Writes one file, and returns what :func:`measure` finds in it."""
+    save_file({key: flat(tensor) for key, tensor in tensors.items()}, folder / name)
+    with (folder / name).open("rb") as file:
         os.fsync(file.fileno())  # [2]
+    return measure(folder, name)
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -96,6 +166,10 @@ def describe(tensor: Tensor) -> dict[str, Any]:
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
+def _bytes_of(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
 def _require_space(path: Path, needed: int) -> None:
     if shutil.disk_usage(path).free < needed:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -106,7 +180,10 @@ def _why(error: Exception, path: Path, needed: int) -> str:
     if getattr(error, "errno", None) in _FULL or any(f"os error {code}" in str(error) for code in _FULL):
         free = shutil.disk_usage(path).free
         return f"disk full at {path}: needs {_megabytes(needed)}, free {_megabytes(free)}"
-    return reason(error) if isinstance(error, OSError) else str(error)
+    if isinstance(error, OSError):
+        return reason(error)
+    known = isinstance(error, SafetensorError | CheckpointError)
+    return str(error) if known else f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def _megabytes(count: int) -> str:

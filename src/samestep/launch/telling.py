@@ -1,0 +1,92 @@
+"""What a rank prints of the exception that ends it: as much as helps, and on all ranks alike where that can be.
+
+Python prints every frame. Under `samestep run` the last lines on standard error name the cause, its rank and the
+user's own line, so a rank prints
+
+    an exception of the script's               its traceback, as python would
+    one that all ranks may raise (usage)       nothing: the launcher says it once
+    a peer that is gone                        one line: the culprit's traceback shall not be buried
+    samestep's own, with its cause in words    one line, the same on all ranks: the frames below the user's line are
+                                               samestep's and torch's, and stand in the rank's log
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from traceback import walk_tb
+
+from samestep.errors import PeerError, RankFailure, SamestepError
+from samestep.launch.failure import Failure, below_the_launcher, brief, format_traceback, is_users, text_in, tried
+
+__all__: list[str] = []
+
+
+def show(error: BaseException, failure: Failure, *, launched: bool) -> None:
+    """Prints what is to be seen of an exception that nobody caught; `launched`: by somebody who sums it up."""
+    if isinstance(error, SystemExit):
+        if error.code is not None and not isinstance(error.code, int):
+            write(f"{text_in(error)}\n")
+    elif failure.in_short:
+        write(f"samestep: stops at {failure.where} with {failure.exception}; the rank's log has the traceback\n")
+    elif launched and failure.lost_peer and not failure.usage:
+        write(_in_one_line(failure))
+    elif not (launched and failure.usage) and not isinstance(error, KeyboardInterrupt):
+        _print_traceback(error)  # a usage error is the launcher's to show, once for all ranks
+
+
+def says_it_all(error: BaseException, failure: Failure) -> bool:
+    """Tells whether an exception's message and the user's own line are all that helps.
+
+    They are not where something of the user's own was raised first, in the model say, or shows exceptions its own way.
+    """
+    if not isinstance(error, SamestepError) or isinstance(error, PeerError | RankFailure) or failure.usage:
+        return False
+    frames = (frame for cause in _causes(error) for frame, _ in walk_tb(cause.__traceback__))
+    own = tried(lambda: any(is_users(frame.f_code.co_filename) for frame in frames), True)
+    return _is_pythons_hook() and failure.where is not None and not own
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen = {id(error)}
+    cause: BaseException | None = error
+    while cause is not None:
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+        if cause is None or id(cause) in seen:
+            return
+        seen.add(id(cause))
+        yield cause
+
+
+def _in_one_line(failure: Failure) -> str:
+    """A victim's traceback is kept, but must not bury the culprit's."""
+    kept = f"traceback in rank{failure.rank}.error.json"
+    return f"lost its peers at {failure.where}: {brief(failure.message)} ({kept})\n"
+
+
+def _is_pythons_hook() -> bool:
+    hook = sys.excepthook
+    return hook is sys.__excepthook__ or str(getattr(hook, "__module__", "")).startswith("torch.")
+
+
+def _print_traceback(error: BaseException) -> None:
+    if _is_pythons_hook():
+        write(format_traceback(error))  # in one piece, so that the ranks' lines do not mix; torch's adds the rank
+        return
+    try:  # the script has installed its own
+        sys.excepthook(type(error), error, below_the_launcher(error.__traceback__))
+    except BaseException as other:  # noqa: BLE001  (what it was to show must be seen)
+        theirs = "" if isinstance(other, SystemExit) else f"Error in sys.excepthook:\n{format_traceback(other)}\n"
+        write(f"{theirs}Original exception was:\n{format_traceback(error)}")
+
+
+def write(text: str) -> None:
+    """Writes to standard error, past whatever the script has put there if that fails."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except Exception:  # noqa: BLE001
+        with suppress(OSError):
+            os.write(2, text.encode(errors="backslashreplace"))
