@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from samestep.verification import journal, runs
-from samestep.verification.findings import Finding, Report
+from samestep.verification.findings import AGREES, DECLARED, Finding, Report
 from samestep.verification.judging import chance, communication, control, evaluation, samples, states, storage
 from samestep.verification.judging.record import Record, read
 from samestep.verification.judging.reference import Comparison, Run
@@ -69,6 +69,13 @@ def _verified(script: runs.Script, ranks: int, steps: int | None, still_s: float
         _blame(ended, whole, record, report)
     report.remarks += _remarks(ended, report)
     return report
+
+
+def _conclude_on_data(record: Record, report: Report) -> None:
+    """Data that no DataLoader yields are right if the gradients of all ranks are those of all samples."""
+    compared = report.coverage.get("gradients") in {AGREES, DECLARED}
+    if compared and not any(samples.passes(rank) for rank in record.ranks):
+        report.cover("data", AGREES, "the gradients of the compared steps are those of one process's batches")
 
 
 def _blame(ended: runs.Ended, whole: Run, record: Record, report: Report) -> None:
@@ -155,4 +162,5 @@ def _compare(script: runs.Script, record: Record, folder: Path, report: Report, 
     if record.steps:
         Comparison(record, whole, lambda: alone("another order", everybody, permuted=True), of_ranks).judge(report)
         evaluation.judge(record, whole.record, report)
+        _conclude_on_data(record, report)
     return whole

@@ -28,7 +28,12 @@ Values = dict[tuple[int, str, int], Event]
 def judge(record: Record, alone: Record | None, report: Report) -> None:
     """Adds what evaluations tell; `alone` is the script run alone, if it ran."""
     _judge_buffers(record, report)
+    exact = list(_metrics(record, alone))
+    report.add(exact[:1])
     if not any(rank.of("evaluated") for rank in record.ranks):
+        if any(rank.of("metrics") for rank in record.ranks):
+            report.cover("evaluation", AGREES if alone is not None else unchecked("the script did not run alone"))
+            return
         report.cover("evaluation", unchecked("none was reached in the steps that were recorded; see --steps"))
         return
     mine = _brought(record)
@@ -40,6 +45,16 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
         found = sampled
     report.add(found[:1])
     report.cover("evaluation", AGREES if common else PROVED if not sampled else unchecked("its value was not seen"))
+
+
+def _metrics(record: Record, alone: Record | None) -> Iterator[Finding]:
+    """What samestep.evaluate has returned, on the ranks and alone, from the same weights."""
+    if alone is None or not alone.ranks:
+        return
+    for here, there in zip(record.ranks[0].of("metrics"), alone.ranks[0].of("metrics"), strict=False):
+        for name, value in here["metrics"].items():
+            if name in there["metrics"] and not _close(value, there["metrics"][name]):
+                yield _inexact(here["where"], value, there["metrics"][name], 1)
 
 
 def _judge_buffers(record: Record, report: Report) -> None:

@@ -215,7 +215,7 @@ class Alone(Observer, Listener):
 
     def told(self, kind: str, **fields: Any) -> None:
         """Writes down what is compared: the norms that clipping has seen."""
-        if kind == "clip":
+        if kind in {"clip", "metrics"}:
             self.journal.write(kind, window=self._window, **fields)
         elif kind == "mode" and fields["training"]:
             self.evaluations.end()
