@@ -169,7 +169,9 @@ def test_numbers_that_no_run_has_written_are_not_right_and_cost_no_time(run, cap
     assert "1 checkpoint: 1 not right" in shown.out
 
 
-@pytest.mark.parametrize(("schema", "unknown"), [(1, ("places", "run")), (2, ("run",))])
+@pytest.mark.parametrize(
+    ("schema", "unknown"), [(1, ("places", "run", "parts")), (2, ("run", "parts")), (3, ("parts",))]
+)
 def test_a_checkpoint_of_an_older_schema_is_still_read(run, capsys, schema, unknown):
     from dataclasses import replace
 

@@ -69,6 +69,7 @@ class Comparison:
 
     def judge(self, report: Report) -> None:
         """Adds what the comparison tells."""
+        report.add(self._out_of_step())
         mine = [event for event in self.record.ranks[0].steps if event["kept"] is not None]
         common = [event for event in mine if event["event"] in self.whole.steps]
         if not common:
@@ -98,6 +99,24 @@ class Comparison:
                 return
         margin = f"worst error {worst:.1e} of a tensor's norm, rounding explains {limit:.1e}"
         report.cover("gradients", DECLARED if self._has_norms() else AGREES, margin)
+
+    def _out_of_step(self) -> Iterator[Finding]:
+        """Whether the script alone takes its steps at the same batches."""
+        events = self.whole.record.ranks[0].of("out_of_step") if self.whole.record.ranks else []
+        if events:
+            window = min(events[0]["window"], events[0]["own"])
+            steps = [step for step in self.record.ranks[0].steps if step["window"] >= window]
+            does = (
+                "takes a step that the ranks do not take" if events[0]["own"] > window else "skips a step of the ranks"
+            )
+            yield Finding(
+                code="steps-differ",
+                property="control",
+                step=window,
+                where=steps[0]["where"] if steps else None,
+                cause=f"given all samples of step {window}, one process {does}",
+                fix="let the decision to skip depend on what all ranks know: reduce it",
+            )
 
     def _chance(self) -> str | None:
         """Why the ranks' random numbers could not be handed to one process."""

@@ -69,7 +69,7 @@ class Alone(Observer, Listener):
         chosen = [rank for rank in self.record.ranks if rank.number in self._ranks]
         mine = [{(one.about["key"], one.about["number"]): one for one in passes(rank)} for rank in chosen]
         names = {name for theirs in mine for name, one in theirs.items() if one.is_training}
-        return {name: [theirs[name].batches for theirs in mine if name in theirs] for name in names}
+        return {name: [theirs[name].batches if name in theirs else [] for theirs in mine] for name in names}
 
     def spawning(self, start: Any, arguments: Any, processes: int) -> bool:
         """Is the one rank that a script starts by itself, in this process."""
@@ -102,9 +102,21 @@ class Alone(Observer, Listener):
             return
         self.evaluations.end()
         for index in range(max(map(len, parts))):
+            events = {
+                rank: theirs[index] for rank, theirs in zip(self._ranks, parts, strict=True) if index < len(theirs)
+            }
+            self._keep_pace(next(iter(events.values()))["window"])
             self._begin_window()
-            yield self._joined([theirs[index] for theirs in parts if index < len(theirs)])
+            yield self._joined(events)
         self.sizes = []
+
+    def _keep_pace(self, window: int) -> None:
+        """Counts on from the recorded window, where the script alone has taken a step more or less than the ranks."""
+        if window != self._window:
+            self.journal.write("out_of_step", window=window, own=self._window)
+            self._window = window
+            self._event = next((step["event"] for step in self._steps if step["window"] >= window), len(self._steps))
+            self._open = False
 
     def _natively(self, epoch: Epoch, own: Iterator[Batch]) -> Iterator[Any]:
         """What no step is taken in, the script loads as it has it."""
@@ -125,12 +137,11 @@ class Alone(Observer, Listener):
         finally:
             self._loading = False
 
-    def _joined(self, events: list[Event]) -> Any:
+    def _joined(self, events: dict[int, Event]) -> Any:
         from samestep.verification.reference.joining import UnjoinableError, joined, permuted
 
-        ranks = self._ranks[: len(events)]
-        values = [self.record.value(rank, event["kept"]) for rank, event in zip(ranks, events, strict=True)]
-        self.sizes = [event["size"] for event in events]
+        values = [self.record.value(rank, event["kept"]) for rank, event in events.items()]
+        self.sizes = [event["size"] for event in events.values()]
         try:
             value = joined(values)
         except UnjoinableError as error:

@@ -1,0 +1,95 @@
+"""Records as ranks would have written them, for judges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from samestep.verification.judging.record import Rank, Record
+
+Event = dict[str, Any]
+
+
+def record(*ranks: list[Event]) -> Record:
+    """Returns a record of so many ranks."""
+    return Record(Path("/nowhere"), [Rank(number, events) for number, events in enumerate(ranks)])
+
+
+def step(event: int, gradient: str, parameter: str = "p", **more: Any) -> Event:
+    """One optimizer step of one tensor."""
+    return {
+        "kind": "step",
+        "event": event,
+        "optimizer": 0,
+        "window": event,
+        "micro": 1,
+        "where": "train.py:30",
+        "rates": [0.1],
+        "decays": [0.0],
+        "gradients": {"w": gradient},
+        "parameters": {"w": f"{parameter}{event}"},
+        "orphans": [],
+        "probe": 1.0,
+        "kept": None,
+        **more,
+    }
+
+
+def stepped(event: int, parameter: str = "p") -> Event:
+    """What is behind it."""
+    return {"kind": "stepped", "event": event, "optimizer": 0, "parameters": {"w": f"{parameter}{event + 1}"}}
+
+
+def ended() -> Event:
+    """A script that came to its end."""
+    return {"kind": "end", "error": None, "message": "", "enough": False}
+
+
+def call(where: str, op: str = "all_reduce", shape: tuple[int, ...] = (4,), **more: Any) -> Event:
+    """A collective."""
+    return {
+        "kind": "collective",
+        "op": op,
+        "shapes": [list(shape)],
+        "dtypes": ["float32"],
+        "reduce": "SUM",
+        "root": None,
+        "group": "world",
+        "between_two": False,
+        "where": where,
+        "window": 0,
+        **more,
+    }
+
+
+def passed(indices: list[int], *, samples: int, number: int = 0, window: int = 0, **more: Any) -> list[Event]:
+    """A whole pass over a DataLoader, in one batch, in a window that a step ends."""
+    about = {
+        "kind": "pass",
+        "key": "train.py:10#1",
+        "number": number,
+        "where": "train.py:20",
+        "length": 1,
+        "samples": samples,
+        "dataset": "Data",
+        "sampler": "DistributedSampler",
+        "replacement": False,
+        "epoch": number,
+        "drop_last": False,
+        "batch_size": 4,
+        "workers": 0,
+        **more,
+    }
+    batch = {
+        "kind": "batch",
+        "key": about["key"],
+        "number": number,
+        "index": 0,
+        "indices": indices,
+        "rows": [f"row {index}" for index in indices],
+        "size": len(indices),
+        "kept": None,
+        "training": True,
+        "window": window,
+    }
+    return [about, batch, step(window, "g"), stepped(window), {"kind": "passed", "key": about["key"], "number": number}]

@@ -1,0 +1,116 @@
+"""Judges on records of two ranks: what differs is found, at the first place; what does not is no finding."""
+
+from __future__ import annotations
+
+from journals import call, ended, passed, record, step, stepped
+
+from samestep.verification.findings import Finding, Report
+from samestep.verification.judging import communication, control, samples, states
+from samestep.verification.judging.record import Record
+
+
+def found(room: object, ranks: Record) -> list[Finding]:
+    report = Report(ranks=ranks.size, steps=ranks.steps)
+    room.judge(ranks, report)  # type: ignore[attr-defined]
+    return report.findings
+
+
+def codes(room: object, ranks: Record) -> list[tuple[str, str]]:
+    return [(finding.code, finding.severity) for finding in found(room, ranks)]
+
+
+def test_replicas_that_stay_alike_are_no_finding() -> None:
+    rank = [step(0, "g"), stepped(0), step(1, "h"), stepped(1), ended()]
+    assert codes(states, record(rank, rank)) == []
+
+
+def test_other_gradients_are_found_where_they_begin() -> None:
+    first = [step(0, "g"), stepped(0), step(1, "h"), stepped(1)]
+    other = [step(0, "g"), stepped(0), step(1, "x"), stepped(1, "q")]
+    (finding,) = found(states, record(first, other))
+    assert (finding.code, finding.rank, finding.step, finding.tensor) == ("gradients-not-synchronised", 1, 1, "w")
+
+
+def test_other_parameters_after_equal_gradients_are_another_finding() -> None:
+    first = [step(0, "g"), stepped(0), step(1, "h"), stepped(1)]
+    other = [step(0, "g"), stepped(0, "q"), step(1, "h", "q"), stepped(1, "q")]
+    assert codes(states, record(first, other)) == [("parameters-diverged", "error")]
+
+
+def test_local_steps_whose_parameters_are_averaged_are_no_finding() -> None:
+    first = [step(0, "g"), stepped(0), step(1, "h"), stepped(1), step(2, "i"), stepped(2)]
+    other = [step(0, "x"), stepped(0), step(1, "y"), stepped(1), step(2, "i"), stepped(2)]
+    assert codes(states, record(first, other)) == []
+
+
+def test_another_rate_is_found_with_its_ratio() -> None:
+    (finding,) = found(control, record([step(0, "g")], [step(0, "g", rates=[0.2])]))
+    assert (finding.code, finding.rank, finding.factor) == ("learning-rate-differs", 1, 2.0)
+
+
+def test_another_number_of_steps_counts_where_both_came_to_their_end() -> None:
+    two, one = [step(0, "g"), step(1, "g"), ended()], [step(0, "g"), ended()]
+    assert codes(control, record(two, one)) == [("steps-differ", "error")]
+    assert codes(control, record(two, one[:1])) == []
+
+
+def test_every_sample_once_is_no_finding() -> None:
+    assert codes(samples, record(passed([0, 2], samples=4), passed([1, 3], samples=4))) == []
+
+
+def test_padding_in_training_is_a_note() -> None:
+    assert codes(samples, record(passed([0, 2], samples=3), passed([1, 0], samples=3))) == [
+        ("samples-repeated", "note")
+    ]
+
+
+def test_all_data_on_all_ranks_is_an_error() -> None:
+    shuffled = {"sampler": "RandomSampler"}
+    ranks = record(passed([0, 2, 1, 3], samples=4, **shuffled), passed([3, 1, 0, 2], samples=4, **shuffled))
+    assert codes(samples, ranks) == [("samples-repeated", "error")]
+
+
+def test_left_out_samples_are_an_error_unless_that_was_asked_for() -> None:
+    assert codes(samples, record(passed([0, 2], samples=6), passed([1, 3], samples=6))) == [
+        ("samples-missing", "error")
+    ]
+    dropped = {"drop_last": True}
+    assert codes(samples, record(passed([0, 2], samples=6, **dropped), passed([1, 3], samples=6, **dropped))) == []
+
+
+def test_the_same_shuffle_in_two_epochs_is_an_error() -> None:
+    first = passed([2, 0], samples=4) + passed([2, 0], samples=4, number=1, window=1)
+    other = passed([3, 1], samples=4) + passed([3, 1], samples=4, number=1, window=1)
+    assert codes(samples, record(first, other)) == [("same-order-every-epoch", "error")]
+
+
+def test_an_order_that_nobody_drew_may_repeat() -> None:
+    first = passed([0, 2], samples=4) + passed([0, 2], samples=4, number=1, window=1)
+    other = passed([1, 3], samples=4) + passed([1, 3], samples=4, number=1, window=1)
+    assert codes(samples, record(first, other)) == []
+
+
+def test_exchanged_collectives_are_found_by_their_lines() -> None:
+    ranks = record([call("a.py:1"), call("a.py:2")], [call("a.py:2"), call("a.py:1")])
+    assert codes(communication, ranks) == [("collective-order", "error")]
+
+
+def test_one_collective_from_two_branches_is_none() -> None:
+    ranks = record([call("a.py:1", "broadcast", root=0)], [call("a.py:5", "broadcast", root=0)])
+    assert codes(communication, ranks) == []
+
+
+def test_another_shape_is_a_mismatch() -> None:
+    ranks = record([call("a.py:1", shape=(4,))], [call("a.py:1", shape=(2, 2))])
+    assert codes(communication, ranks) == [("collective-mismatch", "error")]
+
+
+def test_gathers_may_differ_in_shape() -> None:
+    ranks = record([call("a.py:1", "all_gather", (4,))], [call("a.py:1", "all_gather", (3,))])
+    assert codes(communication, ranks) == []
+
+
+def test_a_hang_names_who_is_missing() -> None:
+    ranks = record([call("a.py:1"), call("a.py:9", "barrier")], [call("a.py:1")])
+    finding = communication.stuck(ranks)
+    assert (finding.code, finding.rank, finding.where) == ("hang", 1, "a.py:9")

@@ -1,0 +1,65 @@
+"""Rounding is told from mistakes, and a mistake's factor is found."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from samestep.verification.numerics import distance, fit, flat, is_too_coarse, limit
+
+
+def gradients(seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(16, 8, generator=generator), torch.randn(16, generator=generator)]
+
+
+def test_equal_gradients_have_no_distance() -> None:
+    assert distance(gradients(), gradients()).worst == 0.0
+
+
+def test_the_worst_tensor_is_named() -> None:
+    mine = gradients()
+    mine[1] = mine[1] * 1.5
+    apart = distance(mine, gradients())
+    assert apart.tensor == 1
+    assert apart.worst == pytest.approx(0.5)
+
+
+def test_a_tensor_of_rounding_errors_is_held_against_the_whole_gradient() -> None:
+    mine, other = [*gradients(), torch.full((4,), 1e-9)], [*gradients(), torch.full((4,), -1e-9)]
+    assert distance(mine, other).worst < limit(0.0, mine)
+
+
+def test_a_missing_gradient_counts_as_zeros() -> None:
+    first = gradients()
+    assert distance([first[0], None], first).worst == pytest.approx(1.0)
+    assert distance([None, None], [None, None]).worst == 0.0
+
+
+def test_what_is_not_finite_is_infinitely_far() -> None:
+    mine = gradients()
+    mine[0][0, 0] = math.nan
+    assert distance(mine, gradients()).worst == math.inf
+
+
+def test_a_factor_is_fitted() -> None:
+    reference = gradients()
+    found = fit(flat([one * 0.5 for one in reference], reference), [flat(reference, reference)])
+    assert found.factors == (pytest.approx(0.5),)
+    assert found.left < 1e-12
+
+
+def test_weights_of_several_parts_are_fitted() -> None:
+    parts = [flat(gradients(seed), gradients()) for seed in (1, 2, 3)]
+    target = 0.25 * parts[0] + 0.5 * parts[1] + 0.25 * parts[2]
+    found = fit(target, parts)
+    assert found.factors == pytest.approx((0.25, 0.5, 0.25))
+    assert found.left < 1e-12
+
+
+def test_reduced_precision_says_that_it_cannot_tell() -> None:
+    coarse = [one.bfloat16() for one in gradients()]
+    assert is_too_coarse(0.0, coarse)
+    assert not is_too_coarse(1e-6, gradients())
