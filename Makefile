@@ -10,13 +10,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo test prove check format bench clean
+.PHONY: help demo test prove zoo check format bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train the digits recipe on 2 processes, then show the equality with 1"
 	@echo "make test    every test (about 20 minutes on 2 cores)"
 	@echo "make prove   the long sweeps as well"
+	@echo "make zoo     samestep verify on every script of zoo/, and its score"
 	@echo "make check   formatting, lint and types"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make bench   the benchmarks, ours and theirs in alternation"
@@ -48,6 +49,9 @@ test: $(VENV)/tested
 prove: $(VENV)/tested
 	@scripts/install-test-tools
 	@$(BIN)/python -m pytest -q
+
+zoo: $(VENV)/tested
+	@$(BIN)/python scripts/zoo.py
 
 check: $(VENV)/tested
 	@$(BIN)/ruff format --check .

@@ -95,7 +95,7 @@ def _clipped_scaled(record: Record) -> Iterator[Finding]:
             yield Finding(
                 code="gradient-scale",
                 property="gradients",
-                step=event["event"],
+                step=event["window"],
                 factor=event["scale"],
                 where=event["where"],
                 cause=f"gradients are clipped while the scaler still has them multiplied by {event['scale']:g}, so the "

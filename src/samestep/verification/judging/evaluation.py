@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from samestep.verification.findings import AGREES, PROVED, Finding, Report, unchecked
 from samestep.verification.journal import Event
+from samestep.verification.judging.printed import Difference, metrics_alike
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.samples import Pass, passes
 from samestep.verification.judging.states import differing
@@ -40,11 +41,52 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
     theirs = _brought(alone) if alone is not None and alone.ranks else {}
     common = [place for place in mine if place in theirs]
     found = list(_different(record, mine, theirs, common))
+    printed = None if alone is None or not alone.ranks else metrics_alike(record.ranks[0], alone.ranks[0])
     sampled = list(_samples(record))
-    if not found and sampled and not _is_right_all_the_same(mine, theirs, common):
+    if not found and printed is not None and printed.different is not None and common:
+        found = [_printed(printed.different)]
+    confirmed = _is_right_all_the_same(mine, theirs, common) or (printed is not None and printed.alike)
+    if not found and sampled and not confirmed:
         found = sampled
     report.add(found[:1])
-    report.cover("evaluation", AGREES if common else PROVED if not sampled else unchecked("its value was not seen"))
+    report.add(_tails(record) if not found else [])
+    report.cover("evaluation", AGREES if confirmed else PROVED if not sampled else unchecked("its value was not seen"))
+
+
+def _printed(difference: Difference) -> Finding:
+    return Finding(
+        code="evaluation-inexact",
+        property="evaluation",
+        where=difference.where,
+        cause=f"with the same weights the ranks come to {difference.name} {difference.mine}, one process to "
+        f"{difference.theirs}",
+        fix="bring predictions and labels of all ranks into one order, every sample once; samestep.evaluate(…) does",
+    )
+
+
+def _tails(record: Record) -> Iterator[Finding]:
+    """Evaluations whose loader leaves the last samples out."""
+    evaluated = {(event["key"], event["number"]) for rank in record.ranks for event in rank.of("evaluated")}
+    for one in passes(record.ranks[0]):
+        size, batch = one.about["samples"], one.about["batch_size"]
+        named = (one.about["key"], one.about["number"]) in evaluated
+        if (
+            named
+            and one.complete
+            and not one.is_training
+            and one.about["drop_last"]
+            and size
+            and batch
+            and size % batch
+        ):
+            yield Finding(
+                code="evaluation-inexact",
+                property="evaluation",
+                where=one.about["key"].rpartition("#")[0],
+                cause=f"{size % batch} of the {size} samples that a rank evaluates are in no batch: drop_last",
+                fix="drop_last=False for evaluation",
+            )
+            return
 
 
 def _metrics(record: Record, alone: Record | None) -> Iterator[Finding]:

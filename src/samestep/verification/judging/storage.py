@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from samestep.verification.findings import PROVED, Finding, Report, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.states import differing
+from samestep.verification.judging.words import listed
 
 __all__: list[str] = []
 
@@ -16,8 +18,10 @@ def judge(record: Record, report: Report) -> None:
     saves = [event for rank in record.ranks for event in rank.of("save")]
     resumed = [(rank, event) for rank in record.ranks for event in rank.of("resumed")]
     compared = False
+    report.add(_without_buffers(record))
     for rank, event in resumed:
-        before = [save for save in saves if save["path"] == event["path"] and "state" in save]
+        mine = [save for save in saves if save["path"] == event["path"] and "state" in save]
+        before = [save for save in mine if save["event"] <= event["event"]]
         if before:
             compared = True
             report.add(_compared(rank, event, before[-1]))
@@ -28,6 +32,26 @@ def judge(record: Record, report: Report) -> None:
         report.cover("checkpoint", unchecked(why))
 
 
+def _without_buffers(record: Record) -> Iterator[Finding]:
+    """Whether a file holds all parameters of a model and none of its buffers."""
+    for rank in record.ranks:
+        for save in rank.of("save"):
+            held, state = set(save["digests"].values()), save.get("state")
+            if not state or not state["buffers"] or not set(state["parameters"].values()) <= held:
+                continue
+            if not set(state["buffers"].values()) & held:
+                yield Finding(
+                    code="checkpoint-inexact",
+                    property="checkpoint",
+                    rank=rank.number,
+                    where=save["where"],
+                    cause=f"all parameters are saved, and no buffer ({listed(list(state['buffers']), 'buffer')})"
+                    ": whoever loads this normalises with other statistics",
+                    fix="torch.save(model.state_dict(), …), which has both",
+                )
+                return
+
+
 def _compared(rank: Rank, event: Event, save: Event) -> Iterator[Finding]:
     step = rank.steps[event["event"]] if event["event"] < len(rank.steps) else None
     if step is None:
@@ -36,6 +60,11 @@ def _compared(rank: Rank, event: Event, save: Event) -> Iterator[Finding]:
     saved = {"state": save["state"], "where": save["where"]}
     if sorted(step["parameters"].values()) != sorted(_of_names(saved["state"]["parameters"], step["parameters"])):
         yield _lost(rank, event, where, "the parameters", "load the model's state before the first step")
+        return
+    if lost := differing(saved["state"]["buffers"], event["buffers"]):
+        yield _lost(
+            rank, event, where, f"{listed(lost, 'buffer')}", "save model.state_dict(), which has the buffers too"
+        )
         return
     was, now = save["state"]["optimizers"], event["optimizers"]
     pairs = zip(was[-len(now) :], now, strict=False)

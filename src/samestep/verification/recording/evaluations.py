@@ -58,6 +58,11 @@ class Evaluations:
         if digests:
             self._journal.write("buffers", phase=self._count, key=key, number=number, digests=digests)
 
+    def printed(self, text: Callable[[], str], where: str) -> None:
+        """Writes down what is printed of an evaluation."""
+        if self.lasts:
+            self._journal.write("printed", phase=self._count, text=text(), where=where)
+
     def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
         """Writes down what a collective has brought."""
         if not self.lasts or waits or call["between_two"]:

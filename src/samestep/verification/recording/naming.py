@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,8 +50,16 @@ def buffers_of(parameters: Iterable[Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for number, root in enumerate([one for one in roots() if _holds(one, wanted)]):
         prefix = f"model {number + 1}: " if number else ""
-        found |= {prefix + bare(name): buffer for name, buffer in root.named_buffers()}
+        found |= {prefix + bare(name): buffer for name, buffer in _persistent(root)}
     return found
+
+
+def _persistent(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that belong to a model's state; the others are made anew."""
+    for place, module in root.named_modules():
+        for name, buffer in module.named_buffers(place, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:  # noqa: SLF001  (nowhere else told)
+                yield name, buffer
 
 
 def of_optimizer(optimizer: Any) -> list[Tensor]:

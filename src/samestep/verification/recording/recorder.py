@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from samestep.rankenv import variable
 from samestep.verification.journal import SPAWNED, STOP, Journal
 from samestep.verification.recording.chance import Draws, keep
 from samestep.verification.recording.evaluations import Evaluations
+from samestep.verification.recording.optimizers import Optimizers
 from samestep.verification.watching.begin import begin
 from samestep.verification.watching.listener import Batch, Epoch, Listener
 from samestep.verification.watching.storage import save_unseen
@@ -49,8 +50,7 @@ class Recorder(Observer, Listener):
         self.journal = Journal(folder / SPAWNED if seat.spawned else folder, seat.rank)
         self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
         self._most: int | None = order["steps"]
-        self._optimizers: list[Any] = []
-        self._named: dict[int, list[str]] = {}
+        self._optimizers = Optimizers(self.journal)
         self._events = 0
         self._window = 0
         self._open = False  # a batch of this window has been seen
@@ -64,8 +64,9 @@ class Recorder(Observer, Listener):
         self._datasets: dict[str, Any] = {}
         self._loading = False
         self._loaded: str | None = None
+        self._loaded_buffers: dict[str, str] = {}
         self._draws = Draws()
-        self.evaluations = Evaluations(self.journal, self._buffers)
+        self.evaluations = Evaluations(self.journal, self._optimizers.buffers)
         begin(self)
 
     def end(self, error: BaseException | None) -> None:
@@ -142,71 +143,25 @@ class Recorder(Observer, Listener):
         return length is not None and batch.index + self._last_micro >= length
 
     def _begin_window(self, *, evaluating: bool, ends: bool = False) -> None:
-        if self._open or not self._optimizers:
+        if self._open or not self._optimizers.all:
             return
         self._open = True
         self._ends += ends
         self._evaluated += evaluating
         late = (ends and self._ends <= MOST_ENDS) or (evaluating and self._evaluated <= MOST_EVALUATED)
         self._sampled = self._window in SAMPLED or late
-        kept = self._keep_parameters() if self._sampled and self.rank == 0 else None
+        kept = self._keep(self._optimizers.values()) if self._sampled and self.rank == 0 else None
+        if self._loaded is not None:
+            self._loaded_buffers = self._optimizers.digests()["buffers"]  # the forward will change them
         if self._window == 0:
-            self.journal.write("start", **self._state())
+            self.journal.write("start", **self._optimizers.digests())
         self.journal.write("window", number=self._window, sampled=self._sampled, kept=kept)
-
-    def _state(self) -> dict[str, Any]:
-        from samestep.runtime.digest import digest
-
-        parameters = [parameter for optimizer in self._optimizers for parameter in self._parameters(optimizer).items()]
-        return {
-            "parameters": {name: digest(parameter) for name, parameter in parameters},
-            "buffers": {name: digest(buffer) for name, buffer in self._buffers().items()},
-        }
-
-    def _buffers(self) -> dict[str, Any]:
-        from samestep.verification.recording.naming import buffers_of, of_optimizer
-
-        return buffers_of(parameter for optimizer in self._optimizers for parameter in of_optimizer(optimizer))
-
-    def _keep_parameters(self) -> int | None:
-        held = [self._parameters(optimizer) for optimizer in self._optimizers]
-        values = {"parameters": [list(one.values()) for one in held], "buffers": self._buffers()}
-        return self.journal.keep(lambda path: save_unseen(values, path))
-
-    def _parameters(self, optimizer: Any) -> dict[str, Any]:
-        """Name -> parameter, in the optimizer's order; named when they are first asked for."""
-        from samestep.verification.recording.naming import names_of, of_optimizer
-
-        parameters = of_optimizer(optimizer)
-        number = optimizer.samestep_number
-        names = self._named.get(number)
-        if names is None or len(names) != len(parameters):
-            known = names_of(parameters)
-            names = [known.get(id(parameter), f"parameter {i}") for i, parameter in enumerate(parameters)]
-            self._named[number] = names
-            self._tell_names(number, parameters, names, known)
-        return dict(zip(names, parameters, strict=True))
-
-    def _tell_names(self, number: int, parameters: list[Any], names: list[str], known: dict[int, str]) -> None:
-        self.journal.write(
-            "names",
-            optimizer=number,
-            names=names,
-            shapes=[list(parameter.shape) for parameter in parameters],
-            dtypes=[str(parameter.dtype).removeprefix("torch.") for parameter in parameters],
-            stray=[i for i, parameter in enumerate(parameters) if id(parameter) not in known],
-        )
 
     # --- training ----------------------------------------------------------------------------
 
     def optimizer_made(self, optimizer: Any, where: str) -> None:
         """Numbers it."""
-        if "samestep_number" not in optimizer.__dict__:
-            optimizer.samestep_number = len(self._optimizers)
-            optimizer.samestep_steps = 0
-            self._optimizers.append(optimizer)
-            name = type(optimizer).__name__
-            self.journal.write("optimizer", number=optimizer.samestep_number, name=name, where=where)
+        self._optimizers.add(optimizer, where)
 
     def wrapped(self, kind: str, model: Any, where: str) -> None:
         """Writes down the order in which a model's parameters are registered, which DistributedDataParallel trusts."""
@@ -236,14 +191,7 @@ class Recorder(Observer, Listener):
 
     def after_backward(self) -> None:
         """Writes down how large one gradient is by now: whether somebody divides it before the step."""
-        self.journal.write("accumulated", window=self._window, norm=self._probe())
-
-    def _probe(self) -> float | None:
-        from samestep.verification.recording.naming import of_optimizer
-
-        parameters = (parameter for optimizer in self._optimizers for parameter in of_optimizer(optimizer))
-        gradient = next((one.grad for one in parameters if one.grad is not None), None)
-        return None if gradient is None else float(gradient.norm())
+        self.journal.write("accumulated", window=self._window, norm=self._optimizers.probe())
 
     def before_step(self, optimizer: Any) -> None:
         """Writes down the gradients that it will use."""
@@ -255,11 +203,13 @@ class Recorder(Observer, Listener):
             return
         self.optimizer_made(optimizer, "")
         self._begin_window(evaluating=False)
-        parameters = self._parameters(optimizer)
+        parameters = self._optimizers.parameters(optimizer)
         gradients = {name: parameter.grad for name, parameter in parameters.items()}
         if self._loaded is not None:
-            states = [one for one in self._optimizer_states() if one["number"] == optimizer.samestep_number]
-            self.journal.write("resumed", path=self._loaded, event=self._events, optimizers=states)
+            states = [one for one in self._optimizers.states() if one["number"] == optimizer.samestep_number]
+            self.journal.write(
+                "resumed", path=self._loaded, event=self._events, optimizers=states, buffers=self._loaded_buffers
+            )
             self._loaded = None
         kept = self._keep(list(gradients.values())) if self._sampled and self.rank == 0 else None
         self.journal.write(
@@ -273,20 +223,10 @@ class Recorder(Observer, Listener):
             decays=[float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups],
             gradients={name: None if value is None else digest(value) for name, value in gradients.items()},
             parameters={name: digest(parameter) for name, parameter in parameters.items()},
-            probe=self._probe(),
-            orphans=self._orphans() if self._window <= 1 else [],
+            probe=self._optimizers.probe(),
+            orphans=self._optimizers.orphans() if self._window <= 1 else [],
             kept=kept,
         )
-
-    def _orphans(self) -> list[str]:
-        """Parameters of living models that have a gradient, and no optimizer."""
-        from samestep.verification.recording.naming import bare, of_optimizer, roots
-
-        held = {id(parameter) for optimizer in self._optimizers for parameter in of_optimizer(optimizer)}
-        everything = [pair for root in roots() for pair in root.named_parameters()]
-        return [
-            bare(name) for name, parameter in everything if parameter.grad is not None and id(parameter) not in held
-        ]
 
     def _keep(self, value: Any) -> int | None:
         return self.journal.keep(lambda path: save_unseen(value, path))
@@ -300,7 +240,7 @@ class Recorder(Observer, Listener):
         if torch.compiler.is_compiling():
             return
         optimizer.samestep_steps += 1
-        digests = {name: digest(parameter) for name, parameter in self._parameters(optimizer).items()}
+        digests = {name: digest(parameter) for name, parameter in self._optimizers.parameters(optimizer).items()}
         self.journal.write("stepped", event=self._events, optimizer=optimizer.samestep_number, parameters=digests)
         self._events += 1
         self._window += 1
@@ -345,7 +285,7 @@ class Recorder(Observer, Listener):
             fields["digests"] = _digests_in(fields.pop("value"))
             if kind == "save":
                 with contextlib.suppress(Exception):  # a state that is not there yet is none of the script's business
-                    fields["state"] = self._state() | {"optimizers": self._optimizer_states()}
+                    fields["state"] = self._optimizers.digests() | {"optimizers": self._optimizers.states()}
             else:
                 self._loaded = fields["path"]
         self.journal.write(kind, window=self._window, event=self._events, **fields)
@@ -354,24 +294,20 @@ class Recorder(Observer, Listener):
         """A model that is set to evaluate before it has trained is only being built."""
         if training:
             self.evaluations.end()
-        elif self._optimizers:
+        elif self._optimizers.all:
             self.evaluations.begin()
 
-    def _optimizer_states(self) -> list[dict[str, Any]]:
-        """The rate and the state of every optimizer that has one: what a checkpoint must bring back."""
-        from samestep.runtime.digest import digest
-        from samestep.verification.recording.passes import tensors_in
-
-        told = []
-        for optimizer in self._optimizers:
-            kept = sorted(digest(tensor) for _, tensor in tensors_in(list(optimizer.state.values())))
-            rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-            told.append({"number": optimizer.samestep_number, "state": kept, "rates": rates})
-        return told
-
     def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
-        """Writes down what an evaluation's collectives bring."""
+        """Writes down what an evaluation's collectives bring; one without gradients may be its first sign."""
+        import torch
+
+        if self._window and not self._micro and not torch.is_grad_enabled():
+            self.evaluations.begin()
         self.evaluations.collected(call, tensors, waits=waits)
+
+    def printed(self, text: Callable[[], str], where: str) -> None:
+        """Writes down what is printed of an evaluation."""
+        self.evaluations.printed(text, where)
 
     def drawn(self, name: str, where: str, value: Any) -> Any:
         """Writes down what the script draws while it trains."""

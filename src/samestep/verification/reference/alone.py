@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import passes
 from samestep.verification.recording.chance import Draws
 from samestep.verification.recording.evaluations import Evaluations
+from samestep.verification.recording.optimizers import Optimizers
 from samestep.verification.recording.recorder import EnoughError
 from samestep.verification.watching.begin import begin
 from samestep.verification.watching.listener import Batch, Epoch, Listener
@@ -42,10 +43,11 @@ class Alone(Observer, Listener):
         self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
         self._ranks: list[int] = order["ranks"]
         self._permuted: bool = order["permuted"]
-        self._optimizers: list[Any] = []
+        self._optimizers = Optimizers(self.journal)
         self._window = 0
         self._event = 0
         self._open = False
+        self._micro = 0
         self._replayed = self._training_passes()
         first = self.record.ranks[0] if self.record.ranks else Rank(0, [])
         self._steps, self._ends = first.steps, first.is_complete or not first.steps
@@ -54,7 +56,7 @@ class Alone(Observer, Listener):
         self._loading = False
         self._draws = Draws()
         self._drawn = self._recorded_draws()
-        self.evaluations = Evaluations(self.journal, self._buffers)
+        self.evaluations = Evaluations(self.journal, self._optimizers.buffers)
         self.sizes: list[int] = []
         begin(self)
         self._slice_norms()
@@ -161,7 +163,7 @@ class Alone(Observer, Listener):
     # --- windows -----------------------------------------------------------------------------
 
     def _begin_window(self) -> None:
-        if self._open or not self._optimizers:
+        if self._open or not self._optimizers.all:
             return
         self._open = True
         told = self._windows.get(self._window)
@@ -174,32 +176,26 @@ class Alone(Observer, Listener):
         from samestep.verification.recording.naming import of_optimizer
 
         with torch.no_grad():
-            for optimizer, theirs in zip(self._optimizers, values["parameters"], strict=False):
+            for optimizer in self._optimizers.all:
+                theirs = values["parameters"].get(optimizer.samestep_number, [])
                 for parameter, value in zip(of_optimizer(optimizer), theirs, strict=False):
                     if parameter.shape == value.shape:
                         parameter.data.copy_(value)
-            for name, buffer in self._buffers().items():
+            for name, buffer in self._optimizers.buffers().items():
                 value = values["buffers"].get(name)
                 if value is not None and value.shape == buffer.shape:
                     buffer.data.copy_(value)
 
-    def _buffers(self) -> dict[str, Any]:
-        from samestep.verification.recording.naming import buffers_of, of_optimizer
-
-        return buffers_of(parameter for optimizer in self._optimizers for parameter in of_optimizer(optimizer))
-
     def optimizer_made(self, optimizer: Any, where: str) -> None:
         """Numbers it as the recorder does."""
-        del where
-        if "samestep_number" not in optimizer.__dict__:
-            optimizer.samestep_number = len(self._optimizers)
-            self._optimizers.append(optimizer)
+        self._optimizers.add(optimizer, where)
 
     def backward(self, root: Any, where: str) -> None:
         """A window without a DataLoader begins here at the latest."""
         del root, where
         self.evaluations.end()
         self._begin_window()
+        self._micro += 1
 
     def before_step(self, optimizer: Any) -> None:
         """Keeps the gradients where the ranks' are kept."""
@@ -218,7 +214,7 @@ class Alone(Observer, Listener):
         del optimizer
         self._event += 1
         self._window += 1
-        self._open = False
+        self._open, self._micro = False, 0
         if self._event >= len(self._steps) and not self._ends:
             raise EnoughError(0)
         if not self._replayed:
@@ -230,11 +226,15 @@ class Alone(Observer, Listener):
             self.journal.write(kind, window=self._window, **fields)
         elif kind == "mode" and fields["training"]:
             self.evaluations.end()
-        elif kind == "mode" and self._optimizers:
+        elif kind == "mode" and self._optimizers.all:
             self.evaluations.begin()
 
     def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
-        """Writes down what an evaluation's collectives bring."""
+        """Writes down what an evaluation's collectives bring; see the recorder."""
+        import torch
+
+        if self._window and not self._micro and not torch.is_grad_enabled():
+            self.evaluations.begin()
         self.evaluations.collected(call, tensors, waits=waits)
 
     # --- chance ------------------------------------------------------------------------------
@@ -247,6 +247,10 @@ class Alone(Observer, Listener):
                 for event in rank.of("draw"):
                     found.setdefault(event["place"], []).append((rank.number, event["kept"]))
         return found
+
+    def printed(self, text: Callable[[], str], where: str) -> None:
+        """Writes down what is printed of an evaluation."""
+        self.evaluations.printed(text, where)
 
     def drawn(self, name: str, where: str, value: Any) -> Any:
         """Hands out what the ranks have drawn."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from samestep.launch.imports import when_imported
-from samestep.verification.watching import collectives, draws, ours, spawning, storage, training
+from samestep.verification.watching import collectives, draws, ours, printing, spawning, storage, training
 from samestep.verification.watching.listener import Listener
 from samestep.verification.watching.loaders import Loaders
 from samestep.verification.watching.plainly import without_chance
@@ -20,6 +20,7 @@ def begin(listener: Listener) -> None:
     storage.watch(listener)
     draws.watch(listener)
     ours.watch(listener)
+    printing.watch(listener)
     spawning.watch(listener)
     when_imported("torch.utils.data.dataloader", Loaders(listener).watch)
     when_imported("torch.distributed", partial(collectives.watch, listener))

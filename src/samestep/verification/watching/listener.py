@@ -6,7 +6,7 @@ another can let it train on something else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,9 @@ class Listener:
         """The script is about to start ranks by itself; returns whether that has been done for it."""
         del start, arguments, processes
         return False
+
+    def printed(self, text: Callable[[], str], where: str) -> None:
+        """The script has printed a text, which is made when it is asked for."""
 
     def told(self, kind: str, **fields: Any) -> None:
         """Anything else: "scheduler", "clip", "scaler", "save", "load", "eval"."""

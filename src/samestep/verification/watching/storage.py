@@ -44,5 +44,5 @@ def _watch(listener: Listener, module: Any) -> None:
 
 
 def _tell(listener: Listener, kind: str, value: Any, file: Any) -> None:
-    if isinstance(file, str | os.PathLike):
-        listener.told(kind, value=value, path=os.path.abspath(file), where=site(sys._getframe(2)))  # noqa: SLF001, PTH100
+    path = os.path.abspath(file) if isinstance(file, str | os.PathLike) else f"memory {id(file)}"  # noqa: PTH100
+    listener.told(kind, value=value, path=path, where=site(sys._getframe(2)))  # noqa: SLF001

@@ -1,0 +1,101 @@
+"""The optimizers of a process, numbered as they are made, and what they hold: parameters, buffers, state."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from samestep.verification.journal import Journal
+
+__all__: list[str] = []
+
+
+class Optimizers:
+    """All of them; torch is imported when the first one is there."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._named: dict[int, list[str]] = {}
+        self._made: list[weakref.ref[Any]] = []  # a script that lets one go shall have its memory back
+
+    @property
+    def all(self) -> list[Any]:
+        """Those that are alive, in the order in which they were made."""
+        return [optimizer for made in self._made if (optimizer := made()) is not None]
+
+    def add(self, optimizer: Any, where: str) -> None:
+        """Numbers an optimizer, unless it has its number."""
+        if "samestep_number" not in optimizer.__dict__:
+            optimizer.samestep_number = len(self._made)
+            optimizer.samestep_steps = 0
+            self._made.append(weakref.ref(optimizer))
+            name = type(optimizer).__name__
+            self._journal.write("optimizer", number=optimizer.samestep_number, name=name, where=where)
+
+    def parameters(self, optimizer: Any) -> dict[str, Any]:
+        """Returns name -> parameter, in the optimizer's order; named when they are first asked for."""
+        from samestep.verification.recording.naming import names_of, of_optimizer
+
+        parameters = of_optimizer(optimizer)
+        number = optimizer.samestep_number
+        names = self._named.get(number)
+        if names is None or len(names) != len(parameters):
+            known = names_of(parameters)
+            names = [known.get(id(parameter), f"parameter {i}") for i, parameter in enumerate(parameters)]
+            self._named[number] = names
+            shapes = [list(parameter.shape) for parameter in parameters]
+            self._journal.write("names", optimizer=number, names=names, shapes=shapes)
+        return dict(zip(names, parameters, strict=True))
+
+    def buffers(self) -> dict[str, Any]:
+        """Returns the buffers of the models whose parameters they hold."""
+        from samestep.verification.recording.naming import buffers_of
+
+        return buffers_of(self._every_parameter())
+
+    def _every_parameter(self) -> list[Any]:
+        from samestep.verification.recording.naming import of_optimizer
+
+        return [parameter for optimizer in self.all for parameter in of_optimizer(optimizer)]
+
+    def values(self) -> dict[str, Any]:
+        """Returns all parameters, by the number of their optimizer, and all buffers."""
+        held = {optimizer.samestep_number: list(self.parameters(optimizer).values()) for optimizer in self.all}
+        return {"parameters": held, "buffers": self.buffers()}
+
+    def digests(self) -> dict[str, dict[str, str]]:
+        """Returns what tells all parameters and buffers from others."""
+        from samestep.runtime.digest import digest
+
+        parameters = [pair for optimizer in self.all for pair in self.parameters(optimizer).items()]
+        return {
+            "parameters": {name: digest(parameter) for name, parameter in parameters},
+            "buffers": {name: digest(buffer) for name, buffer in self.buffers().items()},
+        }
+
+    def states(self) -> list[dict[str, Any]]:
+        """Returns the rate and the state of every optimizer: what a checkpoint must bring back."""
+        from samestep.runtime.digest import digest
+        from samestep.verification.recording.passes import tensors_in
+
+        told = []
+        for optimizer in self.all:
+            kept = sorted(digest(tensor) for _, tensor in tensors_in(list(optimizer.state.values())))
+            rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            told.append({"number": optimizer.samestep_number, "state": kept, "rates": rates})
+        return told
+
+    def orphans(self) -> list[str]:
+        """Returns the parameters of living models that have a gradient, and no optimizer."""
+        from samestep.verification.recording.naming import bare, roots
+
+        held = {id(parameter) for parameter in self._every_parameter()}
+        everything = [pair for root in roots() for pair in root.named_parameters()]
+        return [
+            bare(name) for name, parameter in everything if parameter.grad is not None and id(parameter) not in held
+        ]
+
+    def probe(self) -> float | None:
+        """Returns the norm of one gradient, always of the same parameter."""
+        gradient = next((one.grad for one in self._every_parameter() if one.grad is not None), None)
+        return None if gradient is None else float(gradient.norm())

@@ -1,0 +1,184 @@
+"""The zoo is complete and well-formed, and its referee counts what it should; no process is started here."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ZOO = ROOT / "zoo"
+PAIRS = sorted(path for path in ZOO.iterdir() if path.is_dir() and path.name not in {"healthy", "__pycache__"})
+HEALTHY = sorted((ZOO / "healthy").glob("*.py"))
+KEYS = {"id", "title", "why", "codes", "rank", "tensor", "factor", "where", "notes", "args", "ranks"}
+GIVE_AWAYS = ("bug", "wrong", "forgot", "oops", "should be", "fixme")
+
+
+def load_referee():
+    spec = importlib.util.spec_from_file_location("zoo_referee", ROOT / "scripts" / "zoo.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+referee = load_referee()
+
+
+def changed_lines(buggy: str, fixed: str) -> int:
+    matcher = difflib.SequenceMatcher(None, buggy.splitlines(), fixed.splitlines(), autojunk=False)
+    return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal")
+
+
+def name(path: Path) -> str:
+    return path.stem if path.suffix else path.name
+
+
+def test_there_are_enough_animals():
+    assert len(PAIRS) >= 45
+    assert len(HEALTHY) >= 15
+
+
+@pytest.mark.parametrize("folder", PAIRS, ids=name)
+def test_a_directory_is_complete(folder):
+    kept = {path.name for path in folder.iterdir()} - {"__pycache__"}
+    assert kept == {"buggy.py", "fixed.py", "expected.toml"}
+
+
+@pytest.mark.parametrize("folder", PAIRS, ids=name)
+def test_what_is_expected_is_valid(folder):
+    expected = tomllib.loads((folder / "expected.toml").read_text())
+    assert {"id", "title", "why", "codes"} <= set(expected) <= KEYS
+    assert expected["codes"]
+    assert set(expected["codes"]) | set(expected.get("notes", [])) <= referee.CODES
+    assert isinstance(expected.get("factor", 1.0), float)
+    assert isinstance(expected.get("rank", 0), int)
+
+
+@pytest.mark.parametrize("folder", PAIRS, ids=name)
+def test_a_culprit_line_stands_in_the_buggy_script(folder):
+    expected = tomllib.loads((folder / "expected.toml").read_text())
+    source = (folder / "buggy.py").read_text()
+    if wanted := referee.texts(expected.get("where", [])):
+        assert any(text in source for text in wanted)
+
+
+@pytest.mark.parametrize("folder", PAIRS, ids=name)
+def test_buggy_and_fixed_differ_in_few_lines(folder):
+    changed = changed_lines((folder / "buggy.py").read_text(), (folder / "fixed.py").read_text())
+    assert 1 <= changed <= 6
+
+
+@pytest.mark.parametrize("script", [*(p / f"{k}.py" for p in PAIRS for k in ("buggy", "fixed")), *HEALTHY], ids=str)
+def test_a_script_compiles_and_begins_with_one_line_on_what_it_trains(script):
+    tree = ast.parse(script.read_text())
+    compile(tree, str(script), "exec")
+    said = ast.get_docstring(tree)
+    assert said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("script", [p / "buggy.py" for p in PAIRS], ids=lambda path: path.parent.name)
+def test_a_buggy_script_does_not_give_itself_away(script):
+    source = script.read_text().lower()
+    assert not [word for word in GIVE_AWAYS if word in source]
+
+
+def test_no_script_knows_of_verify():
+    for script in ZOO.glob("*/*.py"):
+        imported = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.ImportFrom)]
+        assert not [node for node in imported if (node.module or "").startswith("samestep")], script
+
+
+@pytest.mark.parametrize("beside", sorted((ZOO / "healthy").glob("*.toml")), ids=name)
+def test_a_healthy_scripts_options_are_valid(beside):
+    expected = tomllib.loads(beside.read_text())
+    assert set(expected) <= {"notes", "args", "ranks"}
+    assert set(expected.get("notes", [])) <= referee.CODES
+    assert beside.with_suffix(".py").exists()
+
+
+# --- the referee -------------------------------------------------------------------------------------------------
+
+
+def case(tmp_path, kind="buggy", **expected):
+    script = tmp_path / f"{kind}.py"
+    script.write_text("import torch\nloss = loss * 2\n")
+    return referee.Case("sample", kind, script, {"codes": ["gradient-scale", "gradient-differs"], **expected})
+
+
+def finding(code="gradient-scale", severity="error", **traits):
+    return {"code": code, "severity": severity, "rank": None, "tensor": None, "factor": None, "where": None, **traits}
+
+
+def judged(made, *findings, verdict="different"):
+    return referee.judge(made, {"verdict": verdict, "findings": list(findings)}, 1, 2.0)
+
+
+def test_an_error_with_an_acceptable_code_is_a_detection(tmp_path):
+    assert judged(case(tmp_path), finding("gradient-differs")).detected
+    assert not judged(case(tmp_path), finding("hang")).detected
+    assert not judged(case(tmp_path), finding(severity="note")).detected
+
+
+def test_a_missing_report_is_a_miss_and_counts_as_inconclusive(tmp_path):
+    result = referee.judge(case(tmp_path), None, None, 180.0)
+    assert result.detected is False
+    assert referee.score([result])["inconclusive"] == 1
+
+
+def test_a_culprit_is_named_when_every_given_trait_is_told(tmp_path):
+    made = case(tmp_path, factor=2.0, where=["loss * 2"], rank=1, tensor="head")
+    told = finding(factor=1.999, where=f"{made.script}:2", rank=1, tensor="module.head.weight")
+    assert judged(made, told).named
+    for trait, other in [
+        ("factor", 4.0),
+        ("where", f"{made.script}:1"),
+        ("rank", 0),
+        ("tensor", "body"),
+        ("rank", None),
+    ]:
+        assert not judged(made, told | {trait: other}).named
+    assert judged(case(tmp_path), finding()).named is None
+
+
+def test_traits_of_a_finding_with_another_code_do_not_count(tmp_path):
+    made = case(tmp_path, factor=2.0)
+    assert not judged(made, finding(), finding("hang", factor=2.0)).named
+
+
+def test_a_line_of_another_file_names_nobody(tmp_path):
+    made = case(tmp_path, where="loss * 2")
+    assert not judged(made, finding(where="/elsewhere/other.py:2")).named
+    assert not judged(made, finding(where=f"{made.script}:99")).named
+
+
+def test_an_error_on_a_clean_script_is_a_false_alarm_and_an_allowed_note_is_not(tmp_path):
+    made = case(tmp_path, "fixed", notes=["buffers-diverged"])
+    assert judged(made, finding(), verdict="different").false_alarm
+    assert judged(made, verdict="different").false_alarm
+    quiet = judged(made, finding("buffers-diverged", "note"), verdict="same")
+    assert not quiet.false_alarm
+    assert not quiet.surprise
+    assert "hang" in judged(made, finding("hang", "note"), verdict="same").surprise
+
+
+def test_the_targets_are_95_and_90_per_cent_and_no_false_alarm():
+    right = {"buggy": 20, "detected": 19, "with_culprit": 10, "named": 9, "clean": 5, "false_alarms": 0}
+    assert referee.passed(right)
+    for key, value in [("detected", 18), ("named", 8), ("false_alarms", 1)]:
+        assert not referee.passed(right | {key: value})
+
+
+def test_results_survive_a_restart_and_fill_the_page(tmp_path):
+    made = case(tmp_path, id="B3", title="summed")
+    results = [judged(made, finding()), judged(case(tmp_path, "fixed"), verdict="same")]
+    referee.write(tmp_path / "zoo.json", results)
+    assert list(referee.read(tmp_path / "zoo.json").values()) == results
+    page = referee.markdown([made], results)
+    assert "| `sample` | B3 | summed | `gradient-scale` | - | same |" in page
