@@ -14,6 +14,7 @@ PUBLIC = [
     "Checkpoint",
     "RankFailure",
     "Replica",
+    "Report",
     "SamestepError",
     "Shards",
     "UsageError",
@@ -26,6 +27,7 @@ PUBLIC = [
     "replicate",
     "shards",
     "spawn",
+    "verify",
     "world",
 ]
 
@@ -38,6 +40,7 @@ SIGNATURES = {
     "shards": "(dataset, world, *, batch_size, micro_batch_size, weight, workers, seed, shuffle, drop_last, "
     "collate_fn, sample_streams, on_bad_sample, cost, bucket, splits_itself)",
     "spawn": "(fn, n, *args, timeout, progress)",
+    "verify": "(script, *arguments, ranks, steps, timeout)",
     "world": "(*, backend, init_method, rank, size, device, pipeline, virtual_ranks, seed, deterministic, timeout, "
     "join_timeout, run_dir)",
 }

@@ -38,11 +38,14 @@ if TYPE_CHECKING:
     from samestep.runtime.world import Axis as Axis
     from samestep.runtime.world import World as World
     from samestep.runtime.world import world as world
+    from samestep.verification.report import Report as Report
+    from samestep.verification.verify import verify as verify
 
 _HOMES = {
     "Axis": "samestep.runtime.world",
     "Checkpoint": "samestep.running.checkpoints.commit",
     "RankFailure": "samestep.errors",
+    "Report": "samestep.verification.report",
     "Replica": "samestep.replicas.replicate",
     "SamestepError": "samestep.errors",
     "Shards": "samestep.data.shards",
@@ -55,6 +58,7 @@ _HOMES = {
     "replicate": "samestep.replicas.replicate",
     "shards": "samestep.data.sharing",
     "spawn": "samestep.launch.spawn",
+    "verify": "samestep.verification.verify",
     "world": "samestep.runtime.world",
 }
 

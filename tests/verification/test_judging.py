@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from journals import call, ended, passed, record, step, stepped
 
-from samestep.verification.findings import Finding, Report
+from samestep.verification.findings import Finding
 from samestep.verification.judging import communication, control, samples, states
 from samestep.verification.judging.record import Record
+from samestep.verification.report import Report
 
 
 def found(room: object, ranks: Record) -> list[Finding]:

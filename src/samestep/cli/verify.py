@@ -12,8 +12,9 @@ from pathlib import Path
 from samestep.cli.options import Parser
 from samestep.cli.run import check_json, check_program
 from samestep.errors import UsageError
-from samestep.verification.findings import EXIT_CODES, Report
+from samestep.verification.findings import EXIT_CODES
 from samestep.verification.pages import PAGES
+from samestep.verification.report import Report
 from samestep.verification.runs import STILL_S, Script
 
 __all__ = ["main"]
@@ -53,11 +54,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def _verify(options: argparse.Namespace, script: Script) -> int:
     from samestep.verification.text import Progress, shown
-    from samestep.verification.verify import verify
+    from samestep.verification.verify import examine
 
     with Progress() as progress:
-        report = verify(script, options.ranks, steps=options.steps, still_s=options.timeout, say=progress.say)
-    print(shown(report, script.words()), end="")
+        report = examine(script, options.ranks, steps=options.steps, still_s=options.timeout, say=progress.say)
+    print(shown(report), end="")
     if options.json is not None:
         _write(options.json, report)
     return EXIT_CODES[report.verdict]

@@ -6,12 +6,11 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
-from samestep.verification.findings import PROPERTIES, Finding, Report, unchecked
+from samestep.verification.findings import PROPERTIES, Finding, Verdict, unchecked
 
 __all__: list[str] = []
 
@@ -27,6 +26,27 @@ _STATES = {
     "agrees as declared": "agrees as declared",
     "refuted": "refuted",
 }
+
+
+class Told(Protocol):
+    """What there is to say of a script; :class:`samestep.Report` is it."""
+
+    ranks: int
+    steps: int
+    script: tuple[str, ...]
+    findings: list[Finding]
+    coverage: dict[str, str]
+    margins: dict[str, str]
+    remarks: list[str]
+    inconclusive: str | None
+
+    @property
+    def verdict(self) -> Verdict:
+        """What all of it comes to."""
+
+    @property
+    def undecided(self) -> list[str]:
+        """What would have decided."""
 
 
 class Progress:
@@ -53,9 +73,9 @@ class Progress:
         sys.stderr.flush()
 
 
-def shown(report: Report, words: Sequence[str]) -> str:
+def shown(report: Told) -> str:
     """Returns the whole report, with a line feed at its end."""
-    lines = [_headline(report, words), ""]
+    lines = [_headline(report), ""]
     for finding in report.findings:
         lines += [*_finding(finding), ""]
     lines += _coverage(report)
@@ -63,8 +83,8 @@ def shown(report: Report, words: Sequence[str]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _headline(report: Report, words: Sequence[str]) -> str:
-    script = " ".join(_short(word) for word in words)
+def _headline(report: Told) -> str:
+    script = " ".join(map(_short, report.script))
     steps = "1 step" if report.steps == 1 else f"{report.steps} steps"
     text = f"{script} on {report.ranks} ranks: {_VERDICTS[report.verdict]} ({steps} recorded)"
     if report.verdict == "inconclusive":
@@ -85,7 +105,7 @@ def _finding(finding: Finding) -> list[str]:
     return lines
 
 
-def _coverage(report: Report) -> list[str]:
+def _coverage(report: Told) -> list[str]:
     width = max(map(len, PROPERTIES))
     lines = []
     for name in PROPERTIES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
@@ -10,14 +11,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from samestep.errors import UsageError
 from samestep.verification import journal, runs
-from samestep.verification.findings import AGREES, DECLARED, Finding, Report
+from samestep.verification.findings import AGREES, DECLARED, Finding
 from samestep.verification.judging import chance, communication, control, evaluation, samples, states, storage
 from samestep.verification.judging.record import Record, read
 from samestep.verification.judging.reference import Comparison, Run
 from samestep.verification.recording.recorder import FEWEST
+from samestep.verification.report import Report
 
-__all__: list[str] = []
+__all__ = ["verify"]
 
 _ALONE = "samestep.verification.reference.alone:Alone"
 _RECORDER = "samestep.verification.recording.recorder:Recorder"
@@ -31,6 +34,45 @@ Say = Callable[[str], None]
 
 
 def verify(
+    script: str | os.PathLike[str],
+    *arguments: str,
+    ranks: int = 2,
+    steps: int | None = None,
+    timeout: float = runs.STILL_S,
+) -> Report:
+    """Runs a script on several ranks and alone, and returns whether it is the same training.
+
+    The script runs unchanged, in processes of its own, two times or more; see docs/verify.md for what is compared.
+
+    Args:
+        script: path of a Python file that trains.
+        arguments: its command line.
+        ranks: how many processes are compared with one.
+        steps: how many optimizer steps are recorded; by default all, or what about 10 s allow, but at least 20.
+        timeout: seconds without a sign of life until a run counts as hung.
+
+    Returns:
+        The report: `report.verdict` is "same", "different" or "inconclusive"; `str(report)` is what the command line
+        shows; `report.require_same()` raises AssertionError with that text otherwise, which suits a test.
+
+    Raises:
+        UsageError: there is no such script.
+
+    Example:
+        >>> import samestep, tempfile, pathlib
+        >>> script = pathlib.Path(tempfile.mkdtemp()) / "train.py"
+        >>> _ = script.write_text("print('nothing is trained here')")
+        >>> samestep.verify(script).verdict
+        'inconclusive'
+    """
+    if not Path(script).exists():
+        raise UsageError(f"there is no script {script}: check the path")
+    if ranks < 2:
+        raise UsageError(f"ranks={ranks}: at least 2 are compared with one process")
+    return examine(runs.Script(program=str(script), arguments=arguments), ranks, steps=steps, still_s=timeout)
+
+
+def examine(
     script: runs.Script,
     ranks: int,
     *,
@@ -38,20 +80,14 @@ def verify(
     still_s: float = runs.STILL_S,
     say: Say = lambda _: None,
 ) -> Report:
-    """Returns what is found of a script when it trains on `ranks` processes.
-
-    Args:
-        script: to be verified; run several times.
-        ranks: how many processes.
-        steps: how many optimizer steps; by default enough to see a second epoch begin, where epochs are short.
-        still_s: seconds without a sign of life until a run counts as hung.
-        say: is told what goes on.
-    """
+    """Does what :func:`verify` does, and tells `say` what goes on."""
     folder = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     try:
-        return _verified(script, ranks, steps, still_s, folder, say)
+        report = _verified(script, ranks, steps, still_s, folder, say)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    report.script = tuple(script.words())
+    return report
 
 
 def _verified(script: runs.Script, ranks: int, steps: int | None, still_s: float, folder: Path, say: Say) -> Report:

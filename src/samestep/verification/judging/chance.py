@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from samestep.verification.findings import PROVED, Finding, Report, unchecked
+from samestep.verification.findings import PROVED, Finding, unchecked
 from samestep.verification.judging.record import Record
+from samestep.verification.report import Report
 
 __all__: list[str] = []
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from samestep.verification.findings import PROVED, Finding, Report, unchecked
+from samestep.verification.findings import PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
+from samestep.verification.report import Report
 
 __all__: list[str] = []
 

@@ -11,13 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from samestep.verification.findings import AGREES, PROVED, Finding, Report, unchecked
+from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.printed import Difference, metrics_alike
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.samples import Pass, passes
 from samestep.verification.judging.states import differing
 from samestep.verification.judging.words import listed, plural
+from samestep.verification.report import Report
 
 __all__: list[str] = []
 

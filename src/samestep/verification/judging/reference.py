@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from samestep.verification import numerics
-from samestep.verification.findings import AGREES, DECLARED, Finding, Report, unchecked
+from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.words import plural
+from samestep.verification.report import Report
 from samestep.verification.runs import Ended
 
 __all__: list[str] = []

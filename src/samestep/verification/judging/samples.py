@@ -13,10 +13,11 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from samestep.verification.findings import AGREES, DECLARED, PROVED, Finding, Report, unchecked
+from samestep.verification.findings import AGREES, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.words import plural
+from samestep.verification.report import Report
 
 __all__: list[str] = []
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from samestep.verification.findings import AGREES, PROVED, Finding, Report, unchecked
+from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.causes import of_gradients, of_parameters
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.words import listed, plural
+from samestep.verification.report import Report
 
 __all__: list[str] = []
 

@@ -1,0 +1,96 @@
+"""What was found of one script, and what it comes to. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from samestep.verification.findings import DECISIVE, PROPERTIES, REFUTED, Finding, Verdict, unchecked
+from samestep.verification.text import shown
+
+__all__ = ["Report"]
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What was found of one script.
+
+    Attributes:
+        ranks: how many were recorded.
+        steps: how many optimizer steps of them.
+        findings: errors first.
+        coverage: property -> "proved", "agrees", "agrees as declared", "refuted" or "not checked: why".
+        margins: property -> how well it agrees, in words.
+        remarks: what else a reader must know.
+        inconclusive: why nothing can be concluded, whatever else agrees; None where it can.
+        script: the script and its arguments.
+    """
+
+    ranks: int
+    steps: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    coverage: dict[str, str] = field(default_factory=dict)
+    margins: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+    inconclusive: str | None = None
+    script: tuple[str, ...] = ()
+
+    @property
+    def errors(self) -> list[Finding]:
+        """The findings that make a training different."""
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+    @property
+    def verdict(self) -> Verdict:
+        """What all of it comes to."""
+        if self.errors:
+            return "different"
+        if self.inconclusive is not None or self.undecided:
+            return "inconclusive"
+        return "same"
+
+    @property
+    def undecided(self) -> list[str]:
+        """The decisive properties that were not checked."""
+        return [name for name in DECISIVE if self.coverage.get(name, "not checked").startswith("not checked")]
+
+    def __str__(self) -> str:
+        """What a person reads."""
+        return shown(self)
+
+    def require_same(self) -> None:
+        """Does nothing where the training is the same.
+
+        Raises:
+            AssertionError: it is not, or that cannot be said; with the whole report.
+        """
+        if self.verdict != "same":
+            raise AssertionError(f"\n{self}")
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        """Takes findings in; what an error is about is refuted."""
+        for finding in findings:
+            if finding in self.findings:
+                continue
+            self.findings.append(finding)
+            if finding.severity == "error":
+                self.coverage[finding.property] = REFUTED
+        self.findings.sort(key=lambda finding: finding.severity != "error")
+
+    def cover(self, name: str, state: str, margin: str | None = None) -> None:
+        """Says how a property came out; what is refuted stays so."""
+        if self.coverage.get(name) != REFUTED:
+            self.coverage[name] = state
+            if margin is not None:
+                self.margins[name] = margin
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what `verify --json` writes."""
+        return {
+            "verdict": self.verdict,
+            "ranks": self.ranks,
+            "steps": self.steps,
+            "findings": [finding.as_json() for finding in self.findings],
+            "coverage": {name: self.coverage.get(name, unchecked("nothing of it was seen")) for name in PROPERTIES},
+        }
