@@ -10,7 +10,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo test prove zoo check format bench clean
+.PHONY: help demo test prove zoo check format bench readme clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make check   formatting, lint and types"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make bench   the benchmarks, ours and theirs in alternation"
+	@echo "make readme  what verify says of a broken script, brought into the README"
 	@echo "make clean   remove the environment and caches; runs/ stays"
 
 $(VENV)/torch: scripts/install-torch constraints.txt
@@ -64,6 +65,9 @@ format: $(VENV)/tested
 
 bench: $(VENV)/tested
 	@$(BIN)/samestep bench step
+
+readme: $(VENV)/installed
+	@$(BIN)/python scripts/readme.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

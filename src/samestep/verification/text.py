@@ -15,6 +15,7 @@ from samestep.verification.findings import PROPERTIES, Finding, Verdict, uncheck
 __all__: list[str] = []
 
 _WIDTH = 100
+_UNSEEN = unchecked("nothing of it was seen")
 _VERDICTS = {
     "same": "the same training",
     "different": "a different training",
@@ -109,11 +110,14 @@ def _coverage(report: Told) -> list[str]:
     width = max(map(len, PROPERTIES))
     lines = []
     for name in PROPERTIES:
-        state = report.coverage.get(name, unchecked("nothing of it was seen"))
+        state = report.coverage.get(name, _UNSEEN)
+        if state == _UNSEEN:
+            continue
         margin = f" ({report.margins[name]})" if name in report.margins else ""
         label = name.replace("_", " ")
         lines.append(f"  {label:<{width}}  {_STATES.get(state, state)}{margin}")
-    return lines
+    unseen = [name.replace("_", " ") for name in PROPERTIES if report.coverage.get(name, _UNSEEN) == _UNSEEN]
+    return [*lines, f"  not seen: {', '.join(unseen)}"] if unseen else lines
 
 
 def _source(where: str | None) -> str:
