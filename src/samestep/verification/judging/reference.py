@@ -25,6 +25,7 @@ from samestep.verification.runs import Ended
 
 __all__: list[str] = []
 
+_MOST_LOST = 0.05  # of the gradient's norm, by a hook that only rounds
 _EXPLAINED = 0.02  # a fit that leaves less than this share of a large error unexplained explains it
 
 
@@ -154,6 +155,11 @@ class Comparison:
         return any(event["norms"] for event in self.record.ranks[0].of("wrap"))
 
     def _explain(self, event: Event, apart: numerics.Distance, limit: float, report: Report) -> None:
+        hooks = self.record.ranks[0].of("hook")
+        if hooks:
+            report.add([self._hooked(event, apart, hooks[0])])
+            report.cover("gradients", DECLARED)
+            return
         found = next(self._explanations(event, apart, limit), None) or self._unexplained(event, apart)
         report.add([found])
         if found.severity == "note":
@@ -232,6 +238,20 @@ class Comparison:
             cause="the loss of the whole batch is no mean over its parts (it compares samples with each other, say), "
             "so N ranks and one process train on different losses; the ranks' average is right for what they compute",
             fix="gather what is compared from all ranks, with gradients, if the whole batch is meant",
+        )
+
+    def _hooked(self, event: Event, apart: numerics.Distance, hook: Event) -> Finding:
+        """What a communication hook loses is declared, unless it loses the gradient itself."""
+        lost = apart.whole > _MOST_LOST
+        return Finding(
+            code="gradient-differs",
+            severity="error" if lost else "note",
+            property="gradients",
+            step=event["event"],
+            where=hook["where"],
+            cause=f"{hook['name']} changes the gradients by {apart.whole:.1e} of their norm at step {event['event']}"
+            + (": more than rounding them could; they are too small, or too large, for its type" if lost else ""),
+            fix="scale the loss so that gradients fit the type, or reduce them as they are" if lost else None,
         )
 
     def _unexplained(self, event: Event, apart: numerics.Distance) -> Finding:

@@ -71,17 +71,25 @@ class Recorder(Observer, Listener):
 
     def end(self, error: BaseException | None) -> None:
         """Notes how the script has ended."""
-        if error is None or isinstance(error, SystemExit):
+        if self._datasets and (error is None or isinstance(error, SystemExit)):
             self._tell_datasets()
         name = None if error is None or isinstance(error, SystemExit) else type(error).__name__
         self.journal.write("end", error=name, message=str(error)[:500], enough=isinstance(error, EnoughError))
 
-    def _tell_datasets(self) -> None:
-        if self._datasets:
-            from samestep.verification.recording.fingerprints import fingerprint
+    def _note_dataset(self, epoch: Epoch) -> None:
+        """One that loads in this process is looked at now; one that workers load, when they are gone."""
+        from samestep.verification.recording.fingerprints import fingerprint
 
-            for key, dataset in self._datasets.items():
-                self.journal.write("fingerprint", key=key, samples=fingerprint(dataset))
+        if epoch.number == 0 and not epoch.loader.num_workers:
+            self.journal.write("fingerprint", key=epoch.key, samples=fingerprint(epoch.loader.dataset))
+        elif epoch.number == 0:
+            self._datasets[epoch.key] = epoch.loader.dataset
+
+    def _tell_datasets(self) -> None:
+        from samestep.verification.recording.fingerprints import fingerprint
+
+        for key, dataset in self._datasets.items():
+            self.journal.write("fingerprint", key=key, samples=fingerprint(dataset))
 
     # --- data --------------------------------------------------------------------------------
 
@@ -92,7 +100,7 @@ class Recorder(Observer, Listener):
         about = described(epoch.loader)
         self.journal.write("pass", key=epoch.key, number=epoch.number, where=epoch.where, **about)
         epoch.loader.samestep_length = about["length"]
-        self._datasets[epoch.key] = epoch.loader.dataset
+        self._note_dataset(epoch)
         count = 0
         while (batch := self._next(own)) is not None:
             self._note_batch(batch)
@@ -179,6 +187,11 @@ class Recorder(Observer, Listener):
             model=type(getattr(model, "module", model)).__name__,
             norms=sum("BatchNorm" in type(part).__name__ for part in model.modules()),
         )
+
+    def hooked(self, name: str, where: str) -> bool:
+        """Writes down how gradients are reduced, where it is not by a plain sum."""
+        self.journal.write("hook", name=name, where=where)
+        return False
 
     def backward(self, root: Any, where: str) -> None:
         """Counts the backward passes of a window."""

@@ -73,6 +73,11 @@ class Listener:
     def wrapped(self, kind: str, model: Any, where: str) -> None:
         """A model is a "DistributedDataParallel" or a "DataParallel" now."""
 
+    def hooked(self, name: str, where: str) -> bool:
+        """A model is about to reduce its gradients by a hook; returns whether it shall not."""
+        del name, where
+        return False
+
     def backward(self, root: Any, where: str) -> None:
         """A backward pass is about to begin at the tensor `root`."""
 

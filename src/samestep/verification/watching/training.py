@@ -75,6 +75,15 @@ def _watch_forward(listener: Listener, wrapper: Any) -> None:
             model.samestep_inside = False
 
     wrapper.forward = forward
+    registering = wrapper.register_comm_hook
+
+    @functools.wraps(registering)
+    def register_comm_hook(model: Any, state: Any, hook: Any) -> None:
+        name = getattr(hook, "__name__", type(hook).__name__)
+        if not listener.hooked(name, site(sys._getframe(1))):  # noqa: SLF001
+            registering(model, state, hook)
+
+    wrapper.register_comm_hook = register_comm_hook
 
 
 def watch_bare_forward(listener: Listener, wrapped: Any) -> None:
