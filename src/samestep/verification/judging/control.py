@@ -107,33 +107,47 @@ def _clipped_scaled(record: Record) -> Iterator[Finding]:
 
 
 def _accumulated(record: Record) -> Iterator[Finding]:
-    """A mean loss of each of k micro-batches, added up and not divided by k, is k times the mean of all."""
+    """The gradients of k micro-batches, each of its own mean, make the mean of all if each is divided by k."""
     rank = record.ranks[0]
+    counts: list[int] = []
     for step in rank.steps:
-        backwards = [event for event in rank.by_window.get(step["window"], []) if event["kind"] == "backward"]
-        batches = [
-            event for event in rank.by_window.get(step["window"], []) if event["kind"] == "batch" and event["training"]
-        ]
-        lines = {event["where"] for event in backwards}
-        count = len(backwards)
-        if count < 2 or len(lines) > 1 or len(batches) != count or len(rank.of("optimizer")) > 1:
+        backwards = _micro_batches(rank, step)
+        factor = _effective(rank, step, backwards) if backwards else None
+        if factor is None:
             continue
-        if not all(event.get("loss") in _MEANS and event["mean"] for event in backwards):
-            continue
-        factor = _effective(rank, step, backwards)
-        if factor is not None and any(abs(factor / wrong - 1) < _NEAR for wrong in (count, 1 / count)):
-            does = "each with the gradient of its own mean" if factor > 1 else "and divided by their number twice"
-            yield Finding(
-                code="gradient-scale",
-                property="gradients",
-                step=step["event"],
-                factor=round(factor, 4),
-                where=backwards[0]["where"],
-                cause=f"{count} micro-batches are added up in one step, {does}: together {factor:.4g} times the "
-                "gradient of the mean of all",
-                fix=f"(loss / {count}).backward(), and no other division",
-            )
+        count, usual = len(backwards), max(counts, default=0)
+        counts.append(count)
+        if count > 1 and any(abs(factor / wrong - 1) < _NEAR for wrong in (count, 1 / count)):
+            does = "each with the gradient of its own mean" if factor > 1 else "and divided too often, or by too much"
+            yield _summed(step, backwards, factor, f"{does}: together")
             return
+        if count < usual and abs(factor * usual / count - 1) < _NEAR:
+            yield _summed(step, backwards, factor, f"divided by {usual} as in other steps: together")
+            return
+
+
+def _micro_batches(rank: Rank, step: Event) -> list[Event]:
+    """The backward passes of a step, where each is of one batch and its mean; else none."""
+    window = rank.by_window.get(step["window"], [])
+    backwards = [event for event in window if event["kind"] == "backward"]
+    batches = [event for event in window if event["kind"] == "batch" and event["training"]]
+    alike = len({event["where"] for event in backwards}) == 1 and len(batches) == len(backwards)
+    means = all(event.get("loss") in _MEANS and event["mean"] for event in backwards)
+    return backwards if alike and means and len(rank.of("optimizer")) == 1 else []
+
+
+def _summed(step: Event, backwards: list[Event], factor: float, how: str) -> Finding:
+    count = len(backwards)
+    return Finding(
+        code="gradient-scale",
+        property="gradients",
+        step=step["event"],
+        factor=round(factor, 4),
+        where=backwards[0]["where"],
+        cause=f"{'1 micro-batch is' if count == 1 else f'{count} micro-batches are'} added up in this step, {how} "
+        f"{factor:.4g} times the gradient of the mean of all",
+        fix=f"divide by the number of micro-batches in the step, here {count}, and only once",
+    )
 
 
 def _effective(rank: Rank, step: Event, backwards: list[Event]) -> float | None:

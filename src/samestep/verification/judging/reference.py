@@ -25,6 +25,7 @@ from samestep.verification.runs import Ended
 
 __all__: list[str] = []
 
+_SAME_RATE = 1e-3  # of a rate
 _MOST_LOST = 0.05  # of the gradient's norm, by a hook that only rounds
 _EXPLAINED = 0.02  # a fit that leaves less than this share of a large error unexplained explains it
 
@@ -72,6 +73,7 @@ class Comparison:
     def judge(self, report: Report) -> None:
         """Adds what the comparison tells."""
         report.add(self._out_of_step())
+        report.add(self._rates())
         mine = [event for event in self.record.ranks[0].steps if event["kept"] is not None]
         common = [event for event in mine if event["event"] in self.whole.steps]
         if not common:
@@ -119,6 +121,30 @@ class Comparison:
                 cause=f"given all samples of step {window}, one process {does}",
                 fix="let the decision to skip depend on what all ranks know: reduce it",
             )
+
+    def _rates(self) -> Iterator[Finding]:
+        """Whether one process has the ranks' learning rate; N times as much, for N times the batch, is declared."""
+        size, alone = self.record.size, self.whole.steps
+        for event in self.record.ranks[0].steps:
+            mine, theirs = event["rates"], alone.get(event["event"], {}).get("rates", [])
+            ratios = [one / other for one, other in zip(mine, theirs, strict=False) if other]
+            wrong = next((ratio for ratio in ratios if abs(ratio - 1) > _SAME_RATE), None)
+            if wrong is None:
+                continue
+            declared = any(abs(wrong / rule - 1) < _SAME_RATE for rule in (size, size**0.5))
+            made = self.record.ranks[0].of("optimizer")
+            yield Finding(
+                code="learning-rate-differs",
+                severity="note" if declared else "error",
+                property="control",
+                step=event["event"],
+                factor=round(wrong, 6),
+                where=made[0]["where"] if made else None,
+                cause=f"{size} ranks step with {wrong:.4g} times the rate of one process: "
+                + ("scaled with the number of ranks" if declared else "no rule for a batch so many times as large"),
+                fix=None if declared else "scale the rate once, by the factor by which the whole batch grows",
+            )
+            return
 
     def _chance(self) -> str | None:
         """Why the ranks' random numbers could not be handed to one process."""

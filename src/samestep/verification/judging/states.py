@@ -138,23 +138,31 @@ def differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 def _stale(record: Record, report: Report) -> None:
     """Whether the optimizer holds the parameters that the loss depends on."""
-    for index in range(min(record.steps, 2)):
-        event = record.ranks[0].steps[index]
-        idle = [name for name, digest in event["gradients"].items() if digest is None]
-        if event["orphans"] and idle and index == min(record.steps, 2) - 1:
-            made = [one for one in record.ranks[0].of("optimizer") if one["number"] == event["optimizer"]]
-            report.add(
-                [
-                    Finding(
-                        code="optimizer-misses-parameters",
-                        property="parameters",
-                        step=index,
-                        tensor=event["orphans"][0],
-                        where=made[0]["where"] if made and made[0]["where"] else event["where"],
-                        cause=f"{plural(len(idle), 'parameter')} of the optimizer never get a gradient, and "
-                        f"{listed(event['orphans'], 'parameter')} of the model get one and are in no optimizer: it was "
-                        "made from parameters that the model no longer has",
-                        fix="make the optimizer after the model has its final parameters",
-                    )
-                ]
-            )
+    early = [event for event in record.ranks[0].steps if event["window"] <= 1]
+    if not early:
+        return
+    event = early[-1]  # where several optimizers take turns, all have been made by then
+    idle = [name for name, digest in event["gradients"].items() if digest is None]
+    if event["orphans"] and idle:
+        cause = (
+            f"{plural(len(idle), 'parameter')} of the optimizer never get a gradient, and "
+            f"{listed(event['orphans'], 'parameter')} of the model get one and are in no optimizer: it was made from "
+            "parameters that the model no longer has"
+        )
+        report.add([_missed(record, event, event["orphans"], cause)])
+    elif event["left_out"]:
+        cause = f"{listed(event['left_out'], 'parameter')} get gradients and are in no optimizer, unlike the rest"
+        report.add([_missed(record, event, event["left_out"], cause)])
+
+
+def _missed(record: Record, event: Event, names: list[str], cause: str) -> Finding:
+    made = [one for one in record.ranks[0].of("optimizer") if one["number"] == event["optimizer"]]
+    return Finding(
+        code="optimizer-misses-parameters",
+        property="parameters",
+        step=event["event"],
+        tensor=names[0],
+        where=made[0]["where"] if made and made[0]["where"] else event["where"],
+        cause=cause,
+        fix="make the optimizer last, from all parameters that train; requires_grad_(False) for those that do not",
+    )

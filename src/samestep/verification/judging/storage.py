@@ -59,6 +59,8 @@ def _compared(rank: Rank, event: Event, save: Event) -> Iterator[Finding]:
         return
     where = next((load["where"] for load in rank.of("load") if load["path"] == event["path"]), None)
     saved = {"state": save["state"], "where": save["where"]}
+    if not saved["state"]["parameters"]:
+        return  # saved before there was an optimizer
     if sorted(step["parameters"].values()) != sorted(_of_names(saved["state"]["parameters"], step["parameters"])):
         yield _lost(rank, event, where, "the parameters", "load the model's state before the first step")
         return

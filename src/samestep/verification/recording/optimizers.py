@@ -86,14 +86,23 @@ class Optimizers:
         return told
 
     def orphans(self) -> list[str]:
-        """Returns the parameters of living models that have a gradient, and no optimizer."""
+        """Returns the parameters that have a gradient, and no optimizer."""
+        return [name for name, _ in self._unheld()]
+
+    def left_out(self) -> list[str]:
+        """Returns those of them whose model is trained otherwise."""
+        return [name for name, trained in self._unheld() if trained]
+
+    def _unheld(self) -> list[tuple[str, bool]]:
         from samestep.verification.recording.naming import bare, roots
 
         held = {id(parameter) for parameter in self._every_parameter()}
-        everything = [pair for root in roots() for pair in root.named_parameters()]
-        return [
-            bare(name) for name, parameter in everything if parameter.grad is not None and id(parameter) not in held
-        ]
+        found = []
+        for root in roots():
+            trained = any(id(parameter) in held for parameter in root.parameters())
+            pairs = [(name, one) for name, one in root.named_parameters() if one.grad is not None]
+            found += [(bare(name), trained) for name, one in pairs if id(one) not in held]
+        return found
 
     def probe(self) -> float | None:
         """Returns the norm of one gradient, always of the same parameter."""

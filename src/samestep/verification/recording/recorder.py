@@ -238,6 +238,7 @@ class Recorder(Observer, Listener):
             parameters={name: digest(parameter) for name, parameter in parameters.items()},
             probe=self._optimizers.probe(),
             orphans=self._optimizers.orphans() if self._window <= 1 else [],
+            left_out=self._optimizers.left_out() if self._window <= 1 else [],
             kept=kept,
         )
 
