@@ -29,6 +29,7 @@ def step(event: int, gradient: str, parameter: str = "p", **more: Any) -> Event:
         "gradients": {"w": gradient},
         "parameters": {"w": f"{parameter}{event}"},
         "orphans": [],
+        "left_out": [],
         "probe": 1.0,
         "kept": None,
         **more,
@@ -92,4 +93,12 @@ def passed(indices: list[int], *, samples: int, number: int = 0, window: int = 0
         "training": True,
         "window": window,
     }
-    return [about, batch, step(window, "g"), stepped(window), {"kind": "passed", "key": about["key"], "number": number}]
+    backward = {"kind": "backward", "window": window, "where": "train.py:25"}
+    return [
+        about,
+        batch,
+        backward,
+        step(window, "g"),
+        stepped(window),
+        {"kind": "passed", "key": about["key"], "number": number},
+    ]

@@ -10,13 +10,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from samestep.errors import UsageError
 from samestep.verification import journal, runs
 from samestep.verification.findings import AGREES, DECLARED, Finding
 from samestep.verification.judging import chance, communication, control, evaluation, samples, states, storage
 from samestep.verification.judging.record import Record, read
-from samestep.verification.judging.reference import Comparison, Run
+from samestep.verification.judging.reference import Comparison, Others
+from samestep.verification.judging.single import Run
 from samestep.verification.recording.recorder import FEWEST
 from samestep.verification.report import Report
 
@@ -184,8 +186,8 @@ def _compare(script: runs.Script, record: Record, folder: Path, report: Report, 
     """Runs the script alone, adds what comes of it, and returns it."""
     everybody = [rank.number for rank in record.ranks]
 
-    def alone(name: str, ranks: list[int], *, permuted: bool = False) -> Run:
-        order = {"recorded": str(record.folder), "ranks": ranks, "permuted": permuted}
+    def alone(name: str, ranks: list[int], **more: Any) -> Run:
+        order = {"recorded": str(record.folder), "ranks": ranks, "permuted": False, **more}
         say(f"running the script alone: {name}")
         ended = runs.run(script, 1, folder / name.replace(" ", "-"), _ALONE, order, still_s=still_s)
         return Run(ended, read(folder / name.replace(" ", "-") / "journals"))
@@ -194,9 +196,14 @@ def _compare(script: runs.Script, record: Record, folder: Path, report: Report, 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(lambda rank: alone(f"samples of rank {rank}", [rank]), everybody))
 
+    def virtual_ranks() -> list[Run]:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(lambda rank: alone(f"as virtual rank {rank}", [], pretends=rank), everybody))
+
     whole = alone("all samples", everybody)
     if record.steps:
-        Comparison(record, whole, lambda: alone("another order", everybody, permuted=True), of_ranks).judge(report)
+        others = Others(lambda: alone("another order", everybody, permuted=True), of_ranks, virtual_ranks)
+        Comparison(record, whole, others).judge(report)
         evaluation.judge(record, whole.record, report)
         _conclude_on_data(record, report)
     return whole

@@ -19,7 +19,9 @@ def judge(record: Record, report: Report) -> None:
     """Adds what the draws tell."""
     drawn = [{event["place"]: event for event in rank.of("draw")} for rank in record.ranks]
     report.add(_alike(record, drawn))
-    seen = any(drawn)
+    report.add(_masks(record))
+    report.add(_workers(record))
+    seen = any(drawn) or any(rank.of("stream") for rank in record.ranks)
     report.cover("random", PROVED if seen else unchecked("the script draws nothing itself while it trains"))
 
 
@@ -42,6 +44,52 @@ def _alike(record: Record, drawn: list[dict[str, dict[str, object]]]) -> Iterato
                     fix="torch.manual_seed(seed + rank)    # after the model is made, which all ranks seed alike",
                 )
                 return
+
+
+def _workers(record: Record) -> Iterator[Finding]:
+    """Whether workers of one rank draw alike from a generator that they use."""
+    for rank in record.ranks:
+        first: dict[tuple[str, str, str], int] = {}
+        for event in rank.of("worker"):
+            for name in event["used"]:
+                place = (event["key"], name, event["states"][name])
+                if first.setdefault(place, event["worker"]) != event["worker"]:
+                    yield Finding(
+                        code="random-streams",
+                        property="random",
+                        rank=rank.number,
+                        where=event["key"].rpartition("#")[0],
+                        cause=f"workers {first[place]} and {event['worker']} of rank {rank.number} begin with the same "
+                        f"state of {name}'s generator, and draw the same numbers for different samples",
+                        fix="leave worker_init_fn out (torch seeds each worker), or seed with torch.initial_seed()",
+                    )
+                    return
+
+
+def _masks(record: Record) -> Iterator[Finding]:
+    """Dropout's states: alike on all ranks from the beginning is a habit, alike after they differed a mistake."""
+    states = [{event["window"]: event for event in rank.of("stream")} for rank in record.ranks]
+    for rank, theirs in enumerate(states[1:], 1):
+        common = [window for window in theirs if window in states[0]]
+        alike = [window for window in common if states[0][window]["state"] == theirs[window]["state"]]
+        if not alike:
+            continue
+        always = len(alike) == len(common)
+        where = theirs[alike[0]]["where"]
+        yield Finding(
+            code="random-streams",
+            severity="note" if always else "error",
+            property="random",
+            rank=record.ranks[rank].number,
+            step=alike[0],
+            where=where,
+            cause=f"rank {record.ranks[rank].number} drops the units that rank 0 drops"
+            + (": all ranks were seeded alike" if always else f" from step {alike[0]} on; before, it dropped others"),
+            fix="torch.manual_seed(seed + rank) once the model is made"
+            if always
+            else "save and restore each rank's own random state",
+        )
+        return
 
 
 def _is_much(shape: object) -> bool:

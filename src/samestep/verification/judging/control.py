@@ -22,6 +22,7 @@ def judge(record: Record, report: Report) -> None:
     report.add(_steps(record))
     report.add(_scalers(record))
     report.add(_schedules(record))
+    report.add(_schedules_of_micro_batches(record))
     report.add(_clipped_scaled(record))
     report.add(_accumulated(record))
     report.add(_data_parallel(record))
@@ -88,6 +89,26 @@ def _schedules(record: Record) -> Iterator[Finding]:
             cause=f"rank {record.ranks[rank].number} stepped its schedule {counts[rank]} times, rank 0 {counts[0]}",
             fix="step the schedule on every rank",
         )
+
+
+def _schedules_of_micro_batches(record: Record) -> Iterator[Finding]:
+    """Whether a schedule moves on between the backward passes of one step."""
+    rank = record.ranks[0]
+    for step in rank.steps:
+        window = rank.by_window.get(step["window"], [])
+        kinds = [event["kind"] for event in window if event["kind"] in {"backward", "scheduler"}]
+        moved = [event for event in window if event["kind"] == "scheduler"]
+        if any(kinds[i : i + 3] == ["backward", "scheduler", "backward"] for i in range(len(kinds))):
+            yield Finding(
+                code="learning-rate-differs",
+                property="control",
+                step=step["event"],
+                where=moved[0]["where"],
+                cause=f"the schedule steps after every micro-batch, {kinds.count('backward')} times for one step of "
+                "the optimizer: its rates are over too soon",
+                fix="step the schedule where the optimizer steps",
+            )
+            return
 
 
 def _clipped_scaled(record: Record) -> Iterator[Finding]:

@@ -44,7 +44,7 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
     found = list(_different(record, mine, theirs, common))
     printed = None if alone is None or not alone.ranks else metrics_alike(record.ranks[0], alone.ranks[0])
     sampled = list(_samples(record))
-    if not found and printed is not None and printed.different is not None and common:
+    if not found and printed is not None and printed.different is not None:
         found = [_printed(printed.different)]
     confirmed = _is_right_all_the_same(mine, theirs, common) or (printed is not None and printed.alike)
     if not found and sampled and not confirmed:

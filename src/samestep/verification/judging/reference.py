@@ -11,6 +11,7 @@ anything else              is told with its worst tensor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,11 @@ from typing import Any
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging.record import Record
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.single import Run
+from samestep.verification.judging.virtual_ranks import VirtualRanks
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
-from samestep.verification.runs import Ended
 
 __all__: list[str] = []
 
@@ -31,27 +33,18 @@ _EXPLAINED = 0.02  # a fit that leaves less than this share of a large error une
 
 
 @dataclass(frozen=True)
-class Run:
-    """The script alone: how it ended, and what it has written down."""
+class Others:
+    """Further runs of the script alone, made where they are needed.
 
-    ended: Ended
-    record: Record
+    Attributes:
+        permuted: with the samples of each batch in another order.
+        of_ranks: with what each rank used, for itself.
+        virtual_ranks: as each rank would run it, in a process group of its own.
+    """
 
-    @property
-    def steps(self) -> dict[int, Event]:
-        """Event -> the step, where gradients are kept."""
-        ranks = self.record.ranks
-        return {event["event"]: event for event in ranks[0].of("step")} if ranks else {}
-
-    def gradients(self, event: int) -> Any:
-        """Returns the gradients at a step."""
-        return self.record.value(0, self.steps[event]["kept"])
-
-    @property
-    def unjoinable(self) -> str | None:
-        """Why the ranks' batches could not be made one."""
-        events = self.record.ranks[0].of("unjoinable") if self.record.ranks else []
-        return events[0]["why"] if events else None
+    permuted: Callable[[], Run]
+    of_ranks: Callable[[], list[Run]]
+    virtual_ranks: Callable[[], list[Run]]
 
 
 @dataclass
@@ -61,14 +54,12 @@ class Comparison:
     Attributes:
         record: of the ranks.
         whole: the script alone, with what all ranks used.
-        permuted: runs it again with the samples of each batch in another order.
-        of_ranks: runs it with what each rank used, for itself.
+        others: further runs.
     """
 
     record: Record
     whole: Run
-    permuted: Callable[[], Run]
-    of_ranks: Callable[[], list[Run]]
+    others: Others
 
     def judge(self, report: Report) -> None:
         """Adds what the comparison tells."""
@@ -81,6 +72,9 @@ class Comparison:
             return
         if report.coverage.get("gradients") == "refuted":
             return
+        if self._has_other_samples(common):
+            VirtualRanks(self.record, self.others.virtual_ranks).judge(common, report)
+            return
         apart = {event["event"]: self._apart(event) for event in common}
         worst = max(one.worst for one in apart.values())
         if (chance := self._chance()) is not None and worst > numerics.limit(0.0, self._recorded(common[0])):
@@ -90,7 +84,7 @@ class Comparison:
             margin = f"worst error {worst:.1e} of a tensor's norm, {plural(len(common), 'step')}"
             report.cover("gradients", DECLARED if self._has_norms() else AGREES, margin)
             return
-        again = self.permuted()
+        again = self.others.permuted()
         for event in common:
             floor = self._floor(again, event)
             limit = numerics.limit(floor, self._recorded(event))
@@ -104,10 +98,17 @@ class Comparison:
         margin = f"worst error {worst:.1e} of a tensor's norm, rounding explains {limit:.1e}"
         report.cover("gradients", DECLARED if self._has_norms() else AGREES, margin)
 
+    def _has_other_samples(self, common: list[Event]) -> bool:
+        """Whether one process, which cuts the data by itself, trains on other samples than the ranks together."""
+        windows = {event["window"] for event in common}
+        alone = _samples(self.whole.record.ranks, windows)
+        return bool(alone) and alone != _samples(self.record.ranks, windows)
+
     def _out_of_step(self) -> Iterator[Finding]:
         """Whether the script alone takes its steps at the same batches."""
         events = self.whole.record.ranks[0].of("out_of_step") if self.whole.record.ranks else []
-        if events:
+        skips = any(event["skipped"] for event in self.record.ranks[0].of("scaler"))
+        if events and not skips:  # a scaler finds its scale, and one process another
             window = min(events[0]["window"], events[0]["own"])
             steps = [step for step in self.record.ranks[0].steps if step["window"] >= window]
             does = (
@@ -196,10 +197,10 @@ class Comparison:
         recorded, alone = self._recorded(event), self.whole.gradients(number)
         one, whole = numerics.flat(recorded, alone), numerics.flat(alone, recorded)
         scaled = numerics.fit(one, [whole])
-        if scaled.left < max(limit, _EXPLAINED * apart.whole):
+        if scaled.left < max(limit, _EXPLAINED * apart.whole) and abs(scaled.factors[0] - 1) > _SAME_RATE:
             yield self._scaled(event, scaled.factors[0])
             return
-        runs = self.of_ranks()
+        runs = self.others.of_ranks()
         if not all(number in run.steps for run in runs):
             return
         parts = [numerics.flat(run.gradients(number), alone) for run in runs]
@@ -297,6 +298,12 @@ class Comparison:
         window = self.record.ranks[0].by_window.get(event["window"], [])
         where: str = next((one["where"] for one in reversed(window) if one["kind"] == "backward"), event["where"])
         return where
+
+
+def _samples(ranks: list[Rank], windows: set[int]) -> Counter[tuple[int, str]]:
+    """What the models have seen in some windows: how often each sample."""
+    inputs = [event for rank in ranks for event in rank.of("input") if event["window"] in windows]
+    return Counter((event["window"], row) for event in inputs for row in event["rows"])
 
 
 def _meaning(factor: float, size: int, micro: int) -> tuple[str, str]:

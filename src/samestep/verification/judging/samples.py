@@ -32,7 +32,7 @@ class Pass:
     about: Event
     batches: list[Event]
     complete: bool
-    steps: int
+    backwards: int
 
     @cached_property
     def indices(self) -> list[int] | None:
@@ -49,7 +49,7 @@ class Pass:
     @property
     def is_training(self) -> bool:
         """Whether it was trained on."""
-        return self.steps > 0
+        return self.backwards > 0
 
 
 def passes(rank: Rank) -> list[Pass]:
@@ -58,14 +58,27 @@ def passes(rank: Rank) -> list[Pass]:
     for event in rank.of("batch"):
         batches.setdefault((event["key"], event["number"]), []).append(event)
     done = {(event["key"], event["number"]) for event in rank.of("passed")}
-    stepped = {event["window"] for event in rank.steps}
-    told = []
-    for event in rank.of("pass"):
-        name = (event["key"], event["number"])
-        mine = batches.get(name, [])
-        steps = len({batch["window"] for batch in mine if batch["training"]} & stepped)
-        told.append(Pass(rank.number, event, mine, name in done, steps))
-    return told
+    trained = _trained(rank)
+    return [
+        Pass(rank.number, event, batches.get(name, []), name in done, trained[name])
+        for event in rank.of("pass")
+        for name in [(event["key"], event["number"])]
+    ]
+
+
+def _trained(rank: Rank) -> Counter[tuple[str, int]]:
+    """How many backward passes began while each pass had yielded a batch and was not over."""
+    counts: Counter[tuple[str, int]] = Counter()
+    yielded: set[tuple[str, int]] = set()
+    for event in rank.of("batch", "passed", "backward"):
+        if event["kind"] == "backward":
+            counts.update(yielded)
+            yielded.clear()
+        elif event["kind"] == "passed":
+            yielded.discard((event["key"], event["number"]))
+        elif event["training"]:
+            yielded.add((event["key"], event["number"]))
+    return counts
 
 
 def together(record: Record) -> list[list[Pass]]:
@@ -139,7 +152,8 @@ def _once(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
     """Whether each sample is used once: over all ranks, as far as the pass went on all of them."""
     by_index = _mean_the_same(group, record)
     identities = _identities(group, by_index=by_index)
-    if identities is None or any(one.about["replacement"] for one in group):
+    drawn = by_index and all(len(set(one.indices or ())) < len(one.indices or ()) for one in group)
+    if identities is None or drawn or any(one.about["replacement"] for one in group):
         yield from _alike(group)
         return
     counts = Counter(identity for theirs in identities for identity in theirs)
@@ -240,7 +254,7 @@ def _orders(training: list[list[Pass]]) -> Iterator[Finding]:
         for earlier, later in pairwise(groups):
             first, second = _order(earlier), _order(later)
             common = min(len(first), len(second))
-            if common > 1 and first[:common] == second[:common] and _was_drawn(first, earlier[0]):
+            if common > 1 and first[:common] == second[:common] and _was_drawn(first, earlier[0], later[0]):
                 yield _same_order(key, earlier[0], common)
                 return
 
@@ -249,11 +263,11 @@ def _order(group: Sequence[Pass]) -> list[Any]:
     return group[0].indices if group[0].indices is not None else group[0].rows
 
 
-def _was_drawn(order: list[Any], about: Pass) -> bool:
-    """Whether somebody shuffled: an order that simply ascends was meant."""
-    if about.indices is None:
-        return False
-    return order != sorted(order)
+def _was_drawn(order: list[Any], earlier: Pass, later: Pass) -> bool:
+    """Whether somebody shuffled: an order that simply ascends was meant, and so is a stream's, unless it has epochs."""
+    if earlier.about.get("dataset_epoch") != later.about.get("dataset_epoch"):
+        return True
+    return earlier.indices is not None and order != sorted(order)
 
 
 def _same_order(key: str, one: Pass, common: int) -> Finding:
@@ -264,31 +278,36 @@ def _same_order(key: str, one: Pass, common: int) -> Finding:
         property="data",
         where=key.rpartition("#")[0],
         cause=f"epoch {one.about['number'] + 1} begins with the same {common} samples in the same order as epoch "
-        f"{one.about['number']}, and the order is a shuffled one ({sampler}, whose epoch stays {one.about['epoch']})",
+        f"{one.about['number']}, and the order is a shuffled one ({_whose(one, sampler)})",
         fix=fix or "draw the order anew in every epoch, from seed and epoch",
     )
+
+
+def _whose(one: Pass, sampler: str) -> str:
+    if one.about["workers"] and one.about.get("dataset_epoch") is not None:
+        return "the dataset knows its epoch, and its workers live on with a copy that does not"
+    return f"{sampler}, whose epoch stays {one.about['epoch']}"
 
 
 def _dropped(record: Record, training: list[list[Pass]]) -> Iterator[Finding]:
     """Batches at the end of a pass that no step used in it: thrown away, or left to the next epoch's first step."""
     rank = record.ranks[0]
     stepped = {event["window"]: event for event in rank.steps}
+    keys = {group[0].about["key"] for group in training}
     for group in training:
         one = group[0]
         if not one.complete or not one.batches:
             continue
         last = one.batches[-1]["window"]
         rest = [batch for batch in one.batches if batch["window"] == last]
-        shared = {
-            batch["key"] + str(batch["number"])
-            for batch in rank.of("batch")
-            if batch["window"] == last and batch["training"]
-        }
+        here = [batch for batch in rank.of("batch") if batch["window"] == last and batch["key"] in keys]
+        shared = {(batch["key"], batch["number"]) for batch in here}
         if last in stepped and len(shared) > 1 and one.about["number"] < _latest(training, one):
             backwards = [event for event in rank.by_window[last] if event["kind"] == "backward"]
             yield _leaked(one, rest, stepped[last], len(backwards))
             return
-        if last not in stepped and len(one.batches) > len(rest):
+        skipped = any(event["skipped"] for event in rank.of("scaler") if event["window"] == last)
+        if last not in stepped and len(one.batches) > len(rest) and not skipped:
             yield _unstepped(one, rest)
             return
 

@@ -67,12 +67,12 @@ def joined(name: str, own: Any, parts: list[Any]) -> Any | None:
     mine = as_tensor(own)
     if mine is None or any(part.dtype != mine.dtype for part in parts):
         return None
-    if len(parts) > 1 and name == "torch.randperm":  # of positions in each rank's part
-        starts = [sum(len(part) for part in parts[:i]) for i in range(len(parts))]
-        parts = [part + start for part, start in zip(parts, starts, strict=True)]
     if all(torch.equal(part, parts[0]) for part in parts) and parts[0].shape == mine.shape:
         whole = parts[0]
     elif parts[0].dim() and sum(len(part) for part in parts) == (len(mine) if mine.dim() else -1):
+        if name == "torch.randperm":  # of positions in each rank's part
+            starts = [sum(len(part) for part in parts[:i]) for i in range(len(parts))]
+            parts = [part + start for part, start in zip(parts, starts, strict=True)]
         whole = torch.cat(parts)
     else:
         return None

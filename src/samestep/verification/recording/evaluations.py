@@ -28,16 +28,21 @@ class Evaluations:
         self._count = 0
         self._pass: tuple[str, int] | None = None
         self.lasts = False
+        self._recent = False  # one has been since the last training batch: what is reduced or printed is of it
 
     def begin(self) -> None:
         """An evaluation begins, unless one lasts."""
         if not self.lasts:
-            self.lasts = True
+            self.lasts = self._recent = True
             self._count += 1
+
+    def leave(self) -> None:
+        """A model is set to train again; what was evaluated may still be summed up and printed."""
+        self.lasts = False
 
     def end(self) -> None:
         """Training goes on."""
-        self.lasts = False
+        self.lasts = self._recent = False
 
     def batch(self, key: str, number: int, index: int) -> None:
         """A batch is about to be evaluated; those before it have been."""
@@ -60,12 +65,12 @@ class Evaluations:
 
     def printed(self, text: Callable[[], str], where: str) -> None:
         """Writes down what is printed of an evaluation."""
-        if self.lasts:
+        if self._recent:
             self._journal.write("printed", phase=self._count, text=text(), where=where)
 
     def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
         """Writes down what a collective has brought."""
-        if not self.lasts or waits or call["between_two"]:
+        if not self._recent or waits or call["between_two"]:
             return
         told: dict[str, Any] = {"op": call["op"], "where": call["where"], "reduce": call["reduce"]}
         if call["op"] in _SUMS and len(tensors) == 1 and tensors[0].numel() <= _MOST_VALUES:

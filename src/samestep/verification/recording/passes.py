@@ -25,10 +25,15 @@ def described(loader: Any) -> dict[str, Any]:
         "sampler": type(sampler).__name__,
         "replacement": bool(getattr(sampler, "replacement", False)),
         "epoch": getattr(sampler, "epoch", None),
+        "dataset_epoch": _number(getattr(loader.dataset, "epoch", None)),
         "drop_last": bool(getattr(loader, "drop_last", False) or getattr(sampler, "drop_last", False)),
         "batch_size": loader.batch_size,
         "workers": loader.num_workers,
     }
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def _length(thing: Any) -> int | None:

@@ -22,6 +22,7 @@ from samestep.rankenv import variable
 from samestep.verification.journal import SPAWNED, STOP, Journal
 from samestep.verification.recording.chance import Draws, keep
 from samestep.verification.recording.evaluations import Evaluations
+from samestep.verification.recording.inputs import Inputs
 from samestep.verification.recording.optimizers import Optimizers
 from samestep.verification.watching.begin import begin
 from samestep.verification.watching.listener import Batch, Epoch, Listener
@@ -62,10 +63,13 @@ class Recorder(Observer, Listener):
         self._micro = 0
         self._scaled: Any = None
         self._datasets: dict[str, Any] = {}
+        self._dropped_in = -1
         self._loading = False
         self._loaded: str | None = None
         self._loaded_buffers: dict[str, str] = {}
         self._draws = Draws()
+        self._passes = 0
+        self._inputs = Inputs(self.journal, self._unseen_window)
         self.evaluations = Evaluations(self.journal, self._optimizers.buffers)
         begin(self)
 
@@ -97,6 +101,7 @@ class Recorder(Observer, Listener):
         """Writes down what a pass yields."""
         from samestep.verification.recording.passes import described
 
+        self._passes += 1
         about = described(epoch.loader)
         self.journal.write("pass", key=epoch.key, number=epoch.number, where=epoch.where, **about)
         epoch.loader.samestep_length = about["length"]
@@ -123,8 +128,8 @@ class Recorder(Observer, Listener):
 
         from samestep.verification.recording.rows import count, held, row_digests
 
-        training = torch.is_grad_enabled() and not self.evaluations.lasts
-        if training:
+        training = torch.is_grad_enabled()  # or an evaluation without no_grad: whether it trains will be seen
+        if training and not self.evaluations.lasts:
             self.evaluations.end()
         else:
             self.evaluations.batch(batch.epoch.key, batch.epoch.number, batch.index)
@@ -144,6 +149,10 @@ class Recorder(Observer, Listener):
         )
 
     # --- windows -----------------------------------------------------------------------------
+
+    def _unseen_window(self) -> int | None:
+        """The window at hand, if its values are kept and no DataLoader tells what it trains on."""
+        return self._window if self._window in SAMPLED and not self._passes else None
 
     def _ends_pass(self, batch: Batch) -> bool:
         """Whether the window that begins with this batch will, as far as the last one tells, be the pass's last."""
@@ -170,6 +179,7 @@ class Recorder(Observer, Listener):
     def optimizer_made(self, optimizer: Any, where: str) -> None:
         """Numbers it."""
         self._optimizers.add(optimizer, where)
+        self._inputs.watch(optimizer)
 
     def wrapped(self, kind: str, model: Any, where: str) -> None:
         """Writes down the order in which a model's parameters are registered, which DistributedDataParallel trusts."""
@@ -307,7 +317,7 @@ class Recorder(Observer, Listener):
     def _note_mode(self, *, training: bool) -> None:
         """A model that is set to evaluate before it has trained is only being built."""
         if training:
-            self.evaluations.end()
+            self.evaluations.leave()
         elif self._optimizers.all:
             self.evaluations.begin()
 
@@ -318,6 +328,17 @@ class Recorder(Observer, Listener):
         if self._window and not self._micro and not torch.is_grad_enabled():
             self.evaluations.begin()
         self.evaluations.collected(call, tensors, waits=waits)
+
+    def dropped(self) -> None:
+        """Writes down, once a window, from which state a mask would have been drawn."""
+        import torch
+
+        from samestep.runtime.digest import digest
+
+        if self._dropped_in != self._window:
+            self._dropped_in = self._window
+            where = site(_frame())
+            self.journal.write("stream", window=self._window, state=digest(torch.get_rng_state()), where=where)
 
     def printed(self, text: Callable[[], str], where: str) -> None:
         """Writes down what is printed of an evaluation."""

@@ -23,8 +23,10 @@ from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import passes
 from samestep.verification.recording.chance import Draws
 from samestep.verification.recording.evaluations import Evaluations
+from samestep.verification.recording.inputs import Inputs
 from samestep.verification.recording.optimizers import Optimizers
 from samestep.verification.recording.recorder import EnoughError
+from samestep.verification.reference.pretending import pretend
 from samestep.verification.watching.begin import begin
 from samestep.verification.watching.listener import Batch, Epoch, Listener
 from samestep.verification.watching.storage import save_unseen
@@ -42,6 +44,7 @@ class Alone(Observer, Listener):
         self.journal = Journal(Path(order["folder"]), seat.rank)
         self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
         self._ranks: list[int] = order["ranks"]
+        self._pretends: int | None = order.get("pretends")
         self._permuted: bool = order["permuted"]
         self._optimizers = Optimizers(self.journal)
         self._window = 0
@@ -56,10 +59,13 @@ class Alone(Observer, Listener):
         self._loading = False
         self._draws = Draws()
         self._drawn = self._recorded_draws()
+        self._inputs = Inputs(self.journal, lambda: None if self._replayed else self._window)
         self.evaluations = Evaluations(self.journal, self._optimizers.buffers)
         self.sizes: list[int] = []
         begin(self)
         self._slice_norms()
+        if self._pretends is not None:
+            pretend(self._pretends, self.record.size)
 
     def end(self, error: BaseException | None) -> None:
         """Notes how the script has ended."""
@@ -68,6 +74,8 @@ class Alone(Observer, Listener):
 
     def _training_passes(self) -> dict[tuple[str, int], list[list[Event]]]:
         """Key and number of a pass -> the chosen ranks' batches."""
+        if self._pretends is not None:
+            return {}  # it loads its own part
         chosen = [rank for rank in self.record.ranks if rank.number in self._ranks]
         mine = [{(one.about["key"], one.about["number"]): one for one in passes(rank)} for rank in chosen]
         names = {name for theirs in mine for name, one in theirs.items() if one.is_training}
@@ -189,6 +197,7 @@ class Alone(Observer, Listener):
     def optimizer_made(self, optimizer: Any, where: str) -> None:
         """Numbers it as the recorder does."""
         self._optimizers.add(optimizer, where)
+        self._inputs.watch(optimizer)
 
     def hooked(self, name: str, where: str) -> bool:
         """One process has nothing to send, so nothing is lost on the way."""
@@ -230,7 +239,7 @@ class Alone(Observer, Listener):
         if kind in {"clip", "metrics"}:
             self.journal.write(kind, window=self._window, **fields)
         elif kind == "mode" and fields["training"]:
-            self.evaluations.end()
+            self.evaluations.leave()
         elif kind == "mode" and self._optimizers.all:
             self.evaluations.begin()
 

@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 def begin(listener: Listener) -> None:
     """Tells `listener` of everything from now on. Imports no torch."""
-    without_chance()
+    without_chance(listener)
     training.watch(listener)
     storage.watch(listener)
     draws.watch(listener)

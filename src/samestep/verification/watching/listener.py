@@ -92,6 +92,9 @@ class Listener:
         del name, where
         return value
 
+    def dropped(self) -> None:
+        """The script would have drawn a mask for dropout."""
+
     def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
         """The rank has left a collective; `waits` says that its tensors are not filled yet."""
 

@@ -44,6 +44,9 @@ class Loaders:
             if not hasattr(loader, "samestep_key"):
                 loader.samestep_key = None if _is_ours(frame) else self._key(site(frame))
             original(loader, *args, **kwargs)
+            if loader.num_workers and loader.samestep_key is not None and loader.multiprocessing_context is None:
+                begun = functools.partial(_worker_begun, self._listener, loader.samestep_key, loader.worker_init_fn)
+                loader.worker_init_fn = begun
 
         return __init__
 
@@ -71,6 +74,37 @@ class Loaders:
             return own if key is None else self._listener.length(loader, key, own)
 
         return __len__
+
+
+def _worker_begun(listener: Listener, key: str, own: Any, worker: int) -> None:
+    """In a worker, which was forked: its generators when it begins, and whether they were used when it ends."""
+    from multiprocessing.util import Finalize
+
+    if own is not None:
+        own(worker)
+    before = generator_states()
+    Finalize(None, _worker_ended, args=(listener, key, worker, before), exitpriority=0)
+
+
+def _worker_ended(listener: Listener, key: str, worker: int, before: dict[str, str]) -> None:
+    used = [name for name, state in generator_states().items() if state != before[name]]
+    listener.told("worker", key=key, worker=worker, states=before, used=used)
+
+
+def generator_states() -> dict[str, str]:
+    """Returns digests of what the default generators will draw from."""
+    import random
+
+    import numpy as np
+    import torch
+
+    from samestep.runtime.digest import digest, digest_of_bytes
+
+    return {
+        "random": digest_of_bytes(repr(random.getstate()).encode()),
+        "numpy": digest_of_bytes(repr(np.random.get_state()).encode()),  # noqa: NPY002  (the script may use it)
+        "torch": digest(torch.get_rng_state()),
+    }
 
 
 def _own_batches(original: Any, epoch: Epoch) -> Iterator[Batch]:

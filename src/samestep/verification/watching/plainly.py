@@ -11,22 +11,23 @@ from types import ModuleType
 from typing import Any
 
 from samestep.launch.imports import when_imported
+from samestep.verification.watching.listener import Listener
 
 __all__: list[str] = []
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
-def without_chance() -> None:
-    """From now on, in this process."""
-    when_imported("torch.nn.functional", _without_dropout)
+def without_chance(listener: Listener) -> None:
+    """From now on, in this process; `listener` is told where something would have been dropped."""
+    when_imported("torch.nn.functional", functools.partial(_without_dropout, listener))
     when_imported("torch.nn.modules.rnn", _without_recurrent_dropout)
     when_imported("torch.amp.autocast_mode", _without_autocast)
 
 
-def _without_dropout(functional: ModuleType) -> None:
+def _without_dropout(listener: Listener, functional: ModuleType) -> None:
     for name in _DROPOUTS:
-        setattr(functional, name, _identity(getattr(functional, name)))
+        setattr(functional, name, _identity(listener, getattr(functional, name)))
     attention = functional.scaled_dot_product_attention
 
     @functools.wraps(attention)
@@ -39,9 +40,13 @@ def _without_dropout(functional: ModuleType) -> None:
     functional.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[attr-defined]
 
 
-def _identity(original: Any) -> Any:
+def _identity(listener: Listener, original: Any) -> Any:
     @functools.wraps(original)
-    def dropout(input: Any, *_: Any, **__: Any) -> Any:  # noqa: A002
+    def dropout(input: Any, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Any:  # noqa: A002
+        import torch
+
+        if p > 0 and training and not torch.compiler.is_compiling():
+            listener.dropped()
         return input
 
     return dropout

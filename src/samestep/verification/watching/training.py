@@ -120,33 +120,35 @@ def _watch_modes(listener: Listener, module: Any) -> None:
 
     @functools.wraps(loading)
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        listener.told("weights", where=site(sys._getframe(1)))  # noqa: SLF001
-        return loading(self, *args, **kwargs)
+        where = site(sys._getframe(1))  # noqa: SLF001
+        result = loading(self, *args, **kwargs)
+        missing, unexpected = len(result.missing_keys), len(result.unexpected_keys)
+        listener.told("weights", where=where, missing=missing, unexpected=unexpected, held=len(self.state_dict()))
+        return result
 
     module.Module.load_state_dict = load_state_dict
 
 
 def _watch_schedules(listener: Listener, module: ModuleType) -> None:
-    for name in ("LRScheduler", "ReduceLROnPlateau"):
-        schedule = getattr(module, name)
-        original = schedule.__init__
+    """Changes the classes: a schedule's attributes are its state dict. Of nested ones the outermost counts."""
+    nested: list[bool] = []
+    for schedule in [one for one in vars(module).values() if isinstance(one, type) and "step" in vars(one)]:
+        schedule.step = _telling_steps(listener, schedule.step, nested)  # type: ignore[attr-defined]
 
-        @functools.wraps(original)
-        def __init__(self: Any, *args: Any, __original: Any = original, **kwargs: Any) -> None:  # noqa: N807
-            __original(self, *args, **kwargs)
-            if "samestep_step" in self.__dict__:
-                return
-            step = self.step  # torch counts the calls through an attribute of the object, so it is the object's here
-            self.samestep_step = True
 
-            @functools.wraps(step)
-            def stepping(*step_args: Any, **step_kwargs: Any) -> Any:
-                listener.told("scheduler", where=site(sys._getframe(1)))  # noqa: SLF001
-                return step(*step_args, **step_kwargs)
+def _telling_steps(listener: Listener, original: Any, nested: list[bool]) -> Any:
+    @functools.wraps(original)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)  # noqa: SLF001
+        if not nested and frame.f_code.co_name not in {"__init__", "_initial_step"}:
+            listener.told("scheduler", where=site(frame))
+        nested.append(True)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            nested.pop()
 
-            self.step = stepping
-
-        schedule.__init__ = __init__
+    return step
 
 
 def _watch_scaler(listener: Listener, module: ModuleType) -> None:

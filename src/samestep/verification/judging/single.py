@@ -1,0 +1,36 @@
+"""A run of the script alone, as a judge sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from samestep.verification.journal import Event
+from samestep.verification.judging.record import Record
+from samestep.verification.runs import Ended
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Run:
+    """The script alone: how it ended, and what it has written down."""
+
+    ended: Ended
+    record: Record
+
+    @property
+    def steps(self) -> dict[int, Event]:
+        """Event -> the step, where gradients are kept."""
+        ranks = self.record.ranks
+        return {event["event"]: event for event in ranks[0].of("step")} if ranks else {}
+
+    def gradients(self, event: int) -> Any:
+        """Returns the gradients at a step."""
+        return self.record.value(0, self.steps[event]["kept"])
+
+    @property
+    def unjoinable(self) -> str | None:
+        """Why the ranks' batches could not be made one."""
+        events = self.record.ranks[0].of("unjoinable") if self.record.ranks else []
+        return events[0]["why"] if events else None

@@ -1,0 +1,44 @@
+"""What goes into a model, where no DataLoader tells what a step is taken on: digests of the samples, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from samestep.verification.journal import Journal
+
+__all__: list[str] = []
+
+
+class Inputs:
+    """Writes down what the models see in the windows that `wanted` names, for as long as it returns one.
+
+    Args:
+        journal: to write to.
+        wanted: returns the window at hand where its inputs are of interest, else None.
+    """
+
+    def __init__(self, journal: Journal, wanted: Callable[[], int | None]) -> None:
+        self._journal = journal
+        self._wanted = wanted
+        self._known: set[int] = set()
+
+    def watch(self, optimizer: Any) -> None:
+        """Looks at the models whose parameters an optimizer holds."""
+        from samestep.verification.recording.naming import of_optimizer, roots
+
+        held = {id(parameter) for parameter in of_optimizer(optimizer)}
+        for root in roots():
+            if id(root) not in self._known and any(id(parameter) in held for parameter in root.parameters()):
+                self._known.add(id(root))
+                root.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, _: Any, args: Any, kwargs: Any) -> None:
+        import torch
+
+        from samestep.verification.recording.rows import row_digests
+
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if (window := self._wanted()) is not None:
+            self._journal.write("input", window=window, rows=row_digests([*args, *kwargs.values()]))
