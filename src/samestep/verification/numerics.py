@@ -21,7 +21,7 @@ Gradients = Sequence[Tensor | None]
 
 ABOVE_FLOOR = 20.0  # an error so many times the measured floor is no rounding any more
 ROUNDINGS = 1e3  # nor is one of so many units in the last place, where the floor happens to be lower
-_SMALL = 1e-3  # of the whole gradient; a tensor with less is held against this
+_SMALL = 1e-2  # of the whole gradient's size a number; a tensor with less is held against this
 _TOO_COARSE = 1e-3  # a floor above it hides real mistakes
 
 

@@ -11,7 +11,6 @@ anything else              is told with its worst tensor
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -210,6 +209,8 @@ class Comparison:
             yield from self._of_some(event, one, parts, limit)
             return
         weights = numerics.fit(whole, parts)
+        if all(abs(weight * len(parts) - 1) < _SAME_RATE for weight in weights.factors):
+            return
         if weights.left < max(limit, _EXPLAINED * apart.whole):
             yield self._mean_of_means(event, weights.factors)
         else:
@@ -300,10 +301,10 @@ class Comparison:
         return where
 
 
-def _samples(ranks: list[Rank], windows: set[int]) -> Counter[tuple[int, str]]:
-    """What the models have seen in some windows: how often each sample."""
+def _samples(ranks: list[Rank], windows: set[int]) -> set[tuple[int, str]]:
+    """What the models have seen in some windows; a wrapper may see it once more."""
     inputs = [event for rank in ranks for event in rank.of("input") if event["window"] in windows]
-    return Counter((event["window"], row) for event in inputs for row in event["rows"])
+    return {(event["window"], row) for event in inputs for row in event["rows"]}
 
 
 def _meaning(factor: float, size: int, micro: int) -> tuple[str, str]:

@@ -128,7 +128,7 @@ def _compared(rank: Rank, event: Event, save: Event) -> Iterator[Finding]:
     saved = {"state": save["state"], "where": save["where"]}
     if not saved["state"]["parameters"]:
         return  # saved before there was an optimizer
-    if sorted(step["parameters"].values()) != sorted(_of_names(saved["state"]["parameters"], step["parameters"])):
+    if not _holds(saved["state"]["parameters"], step["parameters"]):
         yield _lost(rank, event, where, "the parameters", "load the model's state before the first step")
         return
     if lost := differing(saved["state"]["buffers"], event["buffers"]):
@@ -136,23 +136,28 @@ def _compared(rank: Rank, event: Event, save: Event) -> Iterator[Finding]:
             rank, event, where, f"{listed(lost, 'buffer')}", "save model.state_dict(), which has the buffers too"
         )
         return
-    was, now = save["state"]["optimizers"], event["optimizers"]
-    pairs = zip(was[-len(now) :], now, strict=False)
-    for old, new in pairs:
-        if old["state"] and old["state"] != new["state"]:
-            fix = 'save {"optimizer": optimizer.state_dict()} as well, and load it'
-            yield _lost(rank, event, where, "the optimizer's state", fix)
-            return
-        if old["rates"] != new["rates"]:
-            fix = 'save {"scheduler": scheduler.state_dict()} as well, and load it'
-            yield _lost(rank, event, where, f"the learning rate ({old['rates']} is now {new['rates']})", fix)
-            return
+    for new in event["optimizers"]:
+        yield from _optimizer(rank, event, where, save["state"]["optimizers"], new)
 
 
-def _of_names(saved: dict[str, str], wanted: dict[str, str]) -> list[str]:
-    """The saved digests; of several models only the one that steps."""
-    named = [saved[name] for name in wanted if name in saved]
-    return named if len(named) == len(wanted) else list(saved.values())
+def _optimizer(rank: Rank, event: Event, where: str | None, saved: list[Event], new: Event) -> Iterator[Finding]:
+    """Whether an optimizer goes on as one of those that were there at the save."""
+    trained = [old for old in saved if old["state"]]
+    if trained and not any(old["state"] == new["state"] for old in trained):
+        fix = 'save {"optimizer": optimizer.state_dict()} as well, and load it'
+        yield _lost(rank, event, where, "the optimizer's state", fix)
+    elif saved and not any(old["rates"] == new["rates"] for old in saved):
+        fix = 'save {"scheduler": scheduler.state_dict()} as well, and load it'
+        yield _lost(rank, event, where, f"the learning rate ({saved[-1]['rates']} is now {new['rates']})", fix)
+
+
+def _holds(saved: dict[str, str], now: dict[str, str]) -> bool:
+    """Whether the parameters of a step are among those that were there at the save, under their names."""
+    by_name: dict[str, set[str]] = {}
+    for name, digest in saved.items():
+        by_name.setdefault(name.rpartition(": ")[2], set()).add(digest)
+    known = [name for name in now if name.rpartition(": ")[2] in by_name]
+    return all(now[name] in by_name[name.rpartition(": ")[2]] for name in known)
 
 
 def _lost(rank: Rank, event: Event, where: str | None, what: str, fix: str) -> Finding:

@@ -64,10 +64,14 @@ class Optimizers:
         return {"parameters": held, "buffers": self.buffers()}
 
     def digests(self) -> dict[str, dict[str, str]]:
-        """Returns what tells all parameters and buffers from others."""
+        """Returns what tells all parameters and buffers from others; two optimizers may use a name for two."""
         from samestep.runtime.digest import digest
 
-        parameters = [pair for optimizer in self.all for pair in self.parameters(optimizer).items()]
+        parameters = [
+            (f"optimizer {optimizer.samestep_number}: {name}" if optimizer.samestep_number else name, parameter)
+            for optimizer in self.all
+            for name, parameter in self.parameters(optimizer).items()
+        ]
         return {
             "parameters": {name: digest(parameter) for name, parameter in parameters},
             "buffers": {name: digest(buffer) for name, buffer in self.buffers().items()},
