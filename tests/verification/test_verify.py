@@ -1,0 +1,164 @@
+"""`samestep verify` on whole scripts, with real ranks: a few of the zoo, which `make zoo` runs whole, and bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import samestep
+from samestep import Report, UsageError
+from samestep.verification.pages import PAGES
+
+ROOT = Path(__file__).parents[2]
+ZOO = ROOT / "zoo"
+
+BROKEN = {  # directory -> code, and a text of the culprit's line
+    "ddp-bypassed": ("gradients-not-synchronised", "model.module("),
+    "loss-summed": ("gradient-scale", "backward()"),
+    "iterable-not-split-by-worker": ("samples-repeated", "DataLoader("),
+    "modules-from-set": ("parameter-order-differs", ""),
+    "mean-of-rank-accuracies": ("evaluation-inexact", ""),
+}
+HEALTHY = ("accumulation_no_sync", "gan", "own_spawning", "batchnorm_local", "samestep_micro_batches")
+
+SCRIPTS = {
+    "trains nothing": "print('x' * 5_000_000)",
+    "fails alone too": "raise RuntimeError('no such file')",
+    "wants a terminal": "input('learning rate? ')",
+    "fails on one rank": """
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            raise RuntimeError("only here")
+        dist.barrier()
+    """,
+    "waits for ever": """
+        import datetime, time, torch, torch.distributed as dist
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))
+        if dist.get_rank() == 1:
+            time.sleep(600)
+        dist.barrier()
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    """Every script's report, two scripts at a time."""
+    folder = tmp_path_factory.mktemp("scripts")
+    scripts = {name: ZOO / name / "buggy.py" for name in BROKEN} | {n: ZOO / "healthy" / f"{n}.py" for n in HEALTHY}
+    for name, text in SCRIPTS.items():
+        scripts[name] = folder / f"{name.replace(' ', '_')}.py"
+        lines = text.strip("\n").splitlines()
+        indent = len(lines[0]) - len(lines[0].lstrip())
+        scripts[name].write_text("\n".join(line[indent:] for line in lines), encoding="utf-8")
+    with ThreadPoolExecutor(2) as pool:
+        waits = {"waits for ever": 12.0}
+        running: dict[str, Future[Report]] = {
+            name: pool.submit(samestep.verify, path, timeout=waits.get(name, 60.0)) for name, path in scripts.items()
+        }
+        return {name: future.result() for name, future in running.items()}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_script_is_found_and_its_line_named(reports: dict[str, Report], name: str) -> None:
+    code, text = BROKEN[name]
+    (found, *_) = [finding for finding in reports[name].errors if finding.code == code]
+    assert reports[name].verdict == "different"
+    path, _, line = (found.where or ":0").rpartition(":")
+    if text:
+        assert text in Path(path).read_text(encoding="utf-8").splitlines()[int(line) - 1]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_script_is_the_same_training(reports: dict[str, Report], name: str) -> None:
+    reports[name].require_same()
+    assert reports[name].steps > 0
+    assert reports[name].coverage["gradients"] in {"agrees", "agrees as declared"}
+
+
+@pytest.mark.timeout(400)
+def test_where_nothing_is_trained_nothing_can_be_said(reports: dict[str, Report]) -> None:
+    report = reports["trains nothing"]
+    assert (report.verdict, report.findings) == ("inconclusive", [])
+    assert "there is no training to compare" in str(report)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("name", "why"), [("fails alone too", "no such file"), ("wants a terminal", "EOF when reading a line")]
+)
+def test_what_fails_alone_too_is_no_difference(reports: dict[str, Report], name: str, why: str) -> None:
+    report = reports[name]
+    assert (report.verdict, report.errors) == ("inconclusive", [])
+    assert report.inconclusive is not None
+    assert why in report.inconclusive
+
+
+@pytest.mark.timeout(400)
+def test_a_crash_on_one_rank_is_a_difference(reports: dict[str, Report]) -> None:
+    (crash,) = reports["fails on one rank"].errors
+    assert (crash.code, crash.rank) == ("crash", 1)
+    assert "only here" in crash.cause
+
+
+@pytest.mark.timeout(400)
+def test_a_hang_names_who_is_missing_and_where_both_stand(reports: dict[str, Report]) -> None:
+    report = reports["waits for ever"]
+    (hang,) = report.errors
+    assert (hang.code, hang.rank) == ("hang", 1)
+    assert "rank 0 waits in barrier" in hang.cause
+    places = [remark for remark in report.remarks if "stands at" in remark]
+    assert any("dist.barrier()" in place for place in places)
+    assert any("time.sleep(600)" in place for place in places)
+
+
+@pytest.mark.timeout(400)
+def test_a_report_is_json_with_every_property(reports: dict[str, Report]) -> None:
+    told = json.loads(json.dumps(reports["loss-summed"].as_json()))
+    (finding,) = [one for one in told["findings"] if one["severity"] == "error"]
+    assert finding["factor"] == pytest.approx(0.5, rel=1e-3)
+    assert set(told["coverage"]) == {
+        *("initial_state", "parameter_order", "gradients", "parameters", "buffers", "data", "random", "control"),
+        *("communication", "evaluation", "checkpoint", "pipeline"),
+    }
+    with pytest.raises(AssertionError, match="gradient-scale"):
+        reports["loss-summed"].require_same()
+
+
+@pytest.mark.timeout(400)
+def test_the_readme_shows_what_the_command_says() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "readme.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_usage_errors_say_how_to_mend_them() -> None:
+    for arguments, text in (
+        (["-n", "1", "x.py"], "give 2 or more"),
+        (["--explain", "nothing"], "there is no finding"),
+        ([], "no script is given"),
+        (["nowhere.py"], "there is no script"),
+        (["--steps", "0", "x.py"], "give 1 or more"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "samestep", "verify", *arguments], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, text in done.stderr) == (2, True), done.stderr
+    with pytest.raises(UsageError, match="at least 2"):
+        samestep.verify(__file__, ranks=1)
+
+
+def test_every_kind_of_finding_has_a_page() -> None:
+    sources = (ROOT / "src" / "samestep" / "verification").rglob("*.py")
+    told = {code for path in sources for code in PAGES if f'code="{code}"' in path.read_text(encoding="utf-8")}
+    assert told <= set(PAGES)
+    assert len(told) >= 18
