@@ -24,6 +24,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -246,11 +247,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     known = read(asked.json) if asked.resume and asked.json else {}
     results: list[Result] = []
-    for case in listed:
-        result = known.get(case.key) or judge(case, *observe(case, asked.timeout))
-        results.append(result)
-        print(row(result), flush=True)
-        write(asked.json, results)
+
+    def result_of(case: Case) -> Result:
+        return known.get(case.key) or judge(case, *observe(case, asked.timeout))
+
+    with ThreadPoolExecutor(asked.at_once) as pool:
+        for result in pool.map(result_of, listed):
+            results.append(result)
+            print(row(result), flush=True)
+            write(asked.json, results)
     counts = score(results)
     print(f"\n{sentence(counts)}")
     if asked.markdown:
@@ -263,6 +268,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="zoo", description="Score `samestep verify` on the scripts of zoo/.")
     made.add_argument("--only", nargs="+", metavar="NAME", default=[], help="these directories or healthy scripts")
     made.add_argument("--timeout", type=float, default=180.0, metavar="S", help="seconds for one script")
+    made.add_argument("--at-once", type=int, default=1, metavar="N", help="so many scripts side by side (default: 1)")
     made.add_argument("--json", type=Path, metavar="OUT", help="write results here, after every script")
     made.add_argument("--resume", action="store_true", help="keep the results that --json OUT already holds")
     made.add_argument("--markdown", type=Path, metavar="OUT", help="write the documentation's tables here")

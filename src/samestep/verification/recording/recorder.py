@@ -307,6 +307,8 @@ class Recorder(Observer, Listener):
             return
         if kind in {"save", "load"}:
             fields["digests"] = _digests_in(fields.pop("value"))
+            if not fields["digests"]:
+                return  # a storage, which torch saves and loads by these functions when an object is sent
             if kind == "save":
                 with contextlib.suppress(Exception):  # a state that is not there yet is none of the script's business
                     fields["state"] = self._optimizers.digests() | {"optimizers": self._optimizers.states()}
