@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.launch.stacks import STACKS_SIGNAL, place_in
-from samestep.rankenv import child_environment
+from samestep.rankenv import child_environment, variable
 from samestep.verification import journal
 
 __all__: list[str] = []
@@ -78,6 +78,7 @@ def run(
     order: dict[str, Any],
     *,
     still_s: float,
+    threads: int = 1,
     progress: Callable[[Path], None] = lambda _: None,
 ) -> Ended:
     """Runs the script on so many ranks, each watched by `observer`, which finds `order` in SAMESTEP_VERIFY.
@@ -89,6 +90,7 @@ def run(
         observer: "package.module:Name".
         order: what the observer is told, beside the folder.
         still_s: seconds without a sign of life until it counts as hung.
+        threads: that each process may use.
         progress: called with the folder again and again while it runs.
     """
     folder.mkdir(parents=True)
@@ -98,7 +100,8 @@ def run(
         *script.words(),
     ]
     told = json.dumps({**order, "folder": str(folder / "journals")})
-    variables = child_environment({"SAMESTEP_OBSERVERS": observer, "SAMESTEP_VERIFY": told})
+    alike = {"OMP_NUM_THREADS": variable("OMP_NUM_THREADS") or str(threads)}  # sums depend on the number of threads
+    variables = child_environment({"SAMESTEP_OBSERVERS": observer, "SAMESTEP_VERIFY": told, **alike})
     with (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=variables

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
+from samestep.launch.variables import threads_per_rank
 from samestep.verification import journal, runs
 from samestep.verification.findings import AGREES, DECLARED, Finding
 from samestep.verification.judging import chance, communication, control, evaluation, samples, states, storage
@@ -95,7 +96,14 @@ def examine(
 def _verified(script: runs.Script, ranks: int, steps: int | None, still_s: float, folder: Path, say: Say) -> Report:
     say(f"recording {ranks} ranks")
     ended = runs.run(
-        script, ranks, folder / "recorded", _RECORDER, {"steps": steps}, still_s=still_s, progress=Patience().look
+        script,
+        ranks,
+        folder / "recorded",
+        _RECORDER,
+        {"steps": steps},
+        still_s=still_s,
+        threads=threads_per_rank(ranks),
+        progress=Patience().look,
     )
     record = read(folder / "recorded" / "journals")
     report = Report(ranks=record.size or ranks, steps=record.steps)
@@ -189,8 +197,10 @@ def _compare(script: runs.Script, record: Record, folder: Path, report: Report, 
     def alone(name: str, ranks: list[int], **more: Any) -> Run:
         order = {"recorded": str(record.folder), "ranks": ranks, "permuted": False, **more}
         say(f"running the script alone: {name}")
-        ended = runs.run(script, 1, folder / name.replace(" ", "-"), _ALONE, order, still_s=still_s)
-        return Run(ended, read(folder / name.replace(" ", "-") / "journals"))
+        place = folder / name.replace(" ", "-")
+        threads = threads_per_rank(report.ranks)
+        ended = runs.run(script, 1, place, _ALONE, order, still_s=still_s, threads=threads)
+        return Run(ended, read(place / "journals"))
 
     def of_ranks() -> list[Run]:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
