@@ -146,9 +146,15 @@ def _crash(ended: runs.Ended) -> Finding:
         code="crash",
         property="control",
         rank=failure.get("rank"),
-        where=failure.get("where"),
+        where=failure.get("where") or _where_others_waited(failure),
         cause=f"{_reason(ended)}; alone, the script ends well",
     )
+
+
+def _where_others_waited(failure: dict[str, Any]) -> str | None:
+    """The line at which the launcher saw another rank wait for the one that has gone."""
+    found = re.search(r"rank \d+ at (\S+:\d+)", str(failure.get("message", "")))
+    return found[1] if found else None
 
 
 def _remarks(ended: runs.Ended, report: Report) -> list[str]:

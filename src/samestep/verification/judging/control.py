@@ -24,6 +24,7 @@ def judge(record: Record, report: Report) -> None:
     report.add(_schedules(record))
     report.add(_schedules_of_micro_batches(record))
     report.add(_clipped_scaled(record))
+    report.add(_clipped_apart(record))
     report.add(_accumulated(record))
     report.add(_data_parallel(record))
     report.cover("control", PROVED)
@@ -127,6 +128,27 @@ def _clipped_scaled(record: Record) -> Iterator[Finding]:
             return
 
 
+def _clipped_apart(record: Record) -> Iterator[Finding]:
+    """Whether ranks clip by norms of their own: then each is scaled otherwise, before they are averaged."""
+    told = [[event for event in rank.of("clip") if event["window"] == 0] for rank in record.ranks]
+    for rank, theirs in enumerate(told[1:], 1):
+        for first, other in zip(told[0], theirs, strict=False):
+            clips = max(first["norm"], other["norm"]) > first["most"]
+            if clips and abs(first["norm"] - other["norm"]) > _SAME_NORM * max(first["norm"], other["norm"]):
+                yield Finding(
+                    code="gradient-differs",
+                    property="gradients",
+                    rank=record.ranks[rank].number,
+                    step=0,
+                    factor=other["norm"] / first["norm"] if first["norm"] else None,
+                    where=other["where"],
+                    cause=f"rank {record.ranks[rank].number} clips a norm of {other['norm']:.4g}, rank 0 one of "
+                    f"{first['norm']:.4g}: each clips its own gradient before it is averaged",
+                    fix="average the gradients first, then clip",
+                )
+                return
+
+
 def _accumulated(record: Record) -> Iterator[Finding]:
     """The gradients of k micro-batches, each of its own mean, make the mean of all if each is divided by k."""
     rank = record.ranks[0]
@@ -196,6 +218,7 @@ def _effective(rank: Rank, step: Event, backwards: list[Event]) -> float | None:
 
 
 _NEAR = 0.01
+_SAME_NORM = 1e-5  # of a norm; averaged gradients have one norm on all ranks
 _MEANS = {"MeanBackward0", "NllLossBackward0", "MseLossBackward0", "SmoothL1LossBackward0", "NllLoss2DBackward0"}
 
 

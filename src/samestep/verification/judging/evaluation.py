@@ -45,7 +45,7 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
     printed = None if alone is None or not alone.ranks else metrics_alike(record.ranks[0], alone.ranks[0])
     sampled = list(_samples(record))
     if not found and printed is not None and printed.different is not None:
-        found = [_printed(printed.different)]
+        found = [_printed(printed.different, record)]
     confirmed = _is_right_all_the_same(mine, theirs, common) or (printed is not None and printed.alike)
     if not found and sampled and not confirmed:
         found = sampled
@@ -54,11 +54,12 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
     report.cover("evaluation", AGREES if confirmed else PROVED if not sampled else unchecked("its value was not seen"))
 
 
-def _printed(difference: Difference) -> Finding:
+def _printed(difference: Difference, record: Record) -> Finding:
+    gathers = [event["where"] for event in record.ranks[0].of("collected") if "rows" in event]
     return Finding(
         code="evaluation-inexact",
         property="evaluation",
-        where=difference.where,
+        where=gathers[-1] if gathers else difference.where,
         cause=f"with the same weights the ranks come to {difference.name} {difference.mine}, one process to "
         f"{difference.theirs}",
         fix="bring predictions and labels of all ranks into one order, every sample once; samestep.evaluate(…) does",

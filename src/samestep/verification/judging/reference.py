@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from samestep.verification import numerics
-from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
+from samestep.verification.findings import AGREES, DECLARED, REFUTED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.single import Run
@@ -69,7 +69,10 @@ class Comparison:
         if not common:
             report.cover("gradients", unchecked(self._why()))
             return
-        if report.coverage.get("gradients") == "refuted":
+        if report.coverage.get("gradients") == REFUTED:
+            return
+        if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameter_order", "parameters")}:
+            report.cover("gradients", unchecked("the ranks train different models"))
             return
         if self._has_other_samples(common):
             VirtualRanks(self.record, self.others.virtual_ranks).judge(common, report)
