@@ -78,7 +78,8 @@ def _told_renamed(was: str, now: str, count: int) -> str:
 def _prefixes(gone: Sequence[str], fresh: Sequence[str]) -> tuple[str, str] | None:
     """Returns how the names in the checkpoint and in the model begin, where that alone is what differs.
 
-    >>> _prefixes(["0.bias", "0.weight"], ["net.0.bias", "net.0.weight"])
+    >>> names = ["0.bias", "0.weight", "2.bias", "2.weight", "4.bias"]
+    >>> _prefixes(names, [f"net.{name}" for name in names])
     ('', 'net.')
     """
     if len(gone) <= MOST or len(gone) != len(fresh):
