@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
-METRICS = {"squared", "absolute", "bias", "worst", "count", "target"}
+METRICS = {"squared", "absolute", "bias", "cubed", "count", "target"}
 
 
 def measure(net, loader):
@@ -19,7 +19,7 @@ def measure(net, loader):
             totals["squared"] += error.pow(2).sum()
             totals["absolute"] += error.abs().sum()
             totals["bias"] += error.sum()
-            totals["worst"] += error.abs().max()
+            totals["cubed"] += error.abs().pow(3).sum()
             totals["count"] += len(y)
             totals["target"] += y.sum()
     net.train()
