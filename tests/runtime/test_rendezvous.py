@@ -54,6 +54,24 @@ def test_a_file_of_the_users_own_is_gone_after_a_clean_run_and_takes_the_next(tm
         assert not (tmp_path / "meet").exists()
 
 
+HOLD = """
+    import pathlib, samestep
+    from samestep.runtime import rendezvous
+    held, made = [], rendezvous.FileStore
+    rendezvous.FileStore = lambda path, size: held.append(made(path, size)) or held[-1]
+    with samestep.world({arguments}) as world:
+        assert held and (world.rank or not pathlib.Path(held[0].path).exists())
+    print(world.size)
+"""
+
+
+def test_the_file_goes_though_torch_which_does_not_always_remove_it_still_holds_it(tmp_path):
+    where = f"init_method='file://{tmp_path}/meet', size=2, join_timeout=30"
+    ranks = [start(None, 2, f"{where}, rank={rank}", HOLD) for rank in range(2)]
+    assert [(code, out) for code, out, _ in finish(*ranks)] == [(0, "2")] * 2
+    assert not (tmp_path / "meet").exists()
+
+
 STAY = """
     import os, signal, samestep
     with samestep.world({arguments}) as world:

@@ -213,7 +213,11 @@ def _meet(place: Place, join_timeout_s: float) -> Store:
 
 
 def _meet_in(file: FileStore, place: Place, join_timeout_s: float) -> Store:
-    """Joins ranks that share a file; the last of them removes it."""
+    """Joins ranks that share a file; rank 0 removes it once all have signed in at the store they found through it.
+
+    torch's FileStore removes its file too, but not when the last two ranks leave it at the same time (1 time in 100):
+    each counts itself out before it looks whether it was the last.
+    """
     file.set_timeout(timedelta(seconds=join_timeout_s))
     signed = _signed(
         file,
@@ -223,6 +227,7 @@ def _meet_in(file: FileStore, place: Place, join_timeout_s: float) -> Store:
     )
     if place.serves:
         listener = _listen(one_host=all(entry["network"] == signed[0]["network"] for entry in signed))
+        _Joined.files.append(Path(file.path))
         file.set("samestep/store", json.dumps(_told(listener)))
         return _serve(listener, place, join_timeout_s)
     return _serve(json.loads(file.get("samestep/store")), place, join_timeout_s)
