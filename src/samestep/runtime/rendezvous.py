@@ -227,7 +227,7 @@ def _meet_in(file: FileStore, place: Place, join_timeout_s: float) -> Store:
     )
     if place.serves:
         listener = _listen(one_host=all(entry["network"] == signed[0]["network"] for entry in signed))
-        _Joined.files.append(Path(file.path))
+        _Joined.files.append(_file(place))
         file.set("samestep/store", json.dumps(_told(listener)))
         return _serve(listener, place, join_timeout_s)
     return _serve(json.loads(file.get("samestep/store")), place, join_timeout_s)
@@ -304,13 +304,17 @@ def _unreachable(place: Place, waited_s: float, error: Exception | None) -> str:
     )
 
 
+def _file(place: Place) -> Path:
+    """Returns the file of this world: a second one of the same processes must not read the first one's address."""
+    return Path(place.path + (f".{_Joined.worlds}" if _Joined.worlds else ""))
+
+
 def _file_store(place: Place) -> FileStore:
     folder = Path(place.path).parent
     if not folder.is_dir():
         raise RendezvousError(f"rank {place.rank} cannot meet at {place.address}: the folder {folder} does not exist")
     try:
-        # a second world of the same processes must not read the first one's addresses
-        return FileStore(place.path + (f".{_Joined.worlds}" if _Joined.worlds else ""), place.size)
+        return FileStore(str(_file(place)), place.size)
     except RuntimeError as error:
         raise RendezvousError(f"rank {place.rank} cannot meet at {place.address}: {_first_line(error)}") from error
 
