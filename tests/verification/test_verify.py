@@ -37,6 +37,7 @@ SCRIPTS = {
             raise RuntimeError("only here")
         dist.barrier()
     """,
+    # the sleep is the fault itself: a rank that never comes; the run is ended long before it is over
     "waits for ever": """
         import datetime, time, torch, torch.distributed as dist
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))

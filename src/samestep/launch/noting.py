@@ -128,13 +128,14 @@ def _is_compiling() -> bool:
 def site(frame: FrameType | None) -> str:
     """Returns "file:line" of the innermost frame that is the user's own, from `frame` outwards, or of `frame`."""
     own = frame
-    while own is not None and not _is_own(own.f_code.co_filename):
+    while own is not None and not is_own(own.f_code.co_filename):
         own = own.f_back
     standing = own or frame
     return "" if standing is None else f"{shown(standing.f_code.co_filename)}:{standing.f_lineno}"
 
 
-def _is_own(filename: str) -> bool:
+def is_own(filename: str) -> bool:
+    """Returns whether a file is the user's own; remembered, since it is asked at every call."""
     if filename not in _users:
         _users[filename] = is_users(filename)
     return _users[filename]

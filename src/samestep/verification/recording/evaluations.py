@@ -26,7 +26,6 @@ class Evaluations:
         self._journal = journal
         self._buffers = buffers
         self._count = 0
-        self._pass: tuple[str, int] | None = None
         self.lasts = False
         self._recent = False  # one has been since the last training batch: what is reduced or printed is of it
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from samestep.data.iterable import length_of
 from samestep.verification.recording.naming import bare
 
 __all__: list[str] = []
@@ -19,8 +20,8 @@ def described(loader: Any) -> dict[str, Any]:
     """Returns what a journal says of a DataLoader when a pass begins."""
     sampler = getattr(loader, "sampler", None)
     return {
-        "length": _length(loader),
-        "samples": _length(loader.dataset),
+        "length": length_of(loader),
+        "samples": length_of(loader.dataset),
         "dataset": type(loader.dataset).__name__,
         "sampler": type(sampler).__name__,
         "replacement": bool(getattr(sampler, "replacement", False)),
@@ -34,13 +35,6 @@ def described(loader: Any) -> dict[str, Any]:
 
 def _number(value: Any) -> int | None:
     return value if isinstance(value, int) else None
-
-
-def _length(thing: Any) -> int | None:
-    try:
-        return len(thing)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def scale_of(root: Any) -> dict[str, Any]:

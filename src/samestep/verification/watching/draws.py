@@ -10,9 +10,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from samestep.launch.failure import is_users
 from samestep.launch.imports import when_imported
-from samestep.launch.noting import site
+from samestep.launch.noting import is_own, site
 from samestep.verification.watching.listener import Listener
 
 __all__: list[str] = []
@@ -20,8 +19,6 @@ __all__: list[str] = []
 _TORCH = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "rand_like", "randn_like", "randint_like")
 _NUMPY = ("rand", "randn", "randint", "random", "uniform", "normal", "beta", "permutation", "choice", "standard_normal")
 _PYTHON = ("random", "uniform", "randint", "choice", "betavariate", "gauss", "sample", "randrange")
-
-_users: dict[str, bool] = {}
 
 
 def watch(listener: Listener) -> None:
@@ -41,17 +38,11 @@ def _telling(listener: Listener, original: Any, name: str) -> Any:
     def draw(*args: Any, **kwargs: Any) -> Any:
         value = original(*args, **kwargs)
         frame = sys._getframe(1)  # noqa: SLF001
-        if not _is_users(frame.f_code.co_filename) or _is_compiling():
+        if not is_own(frame.f_code.co_filename) or _is_compiling():
             return value
         return listener.drawn(name, site(frame), value)
 
     return draw
-
-
-def _is_users(filename: str) -> bool:
-    if filename not in _users:
-        _users[filename] = is_users(filename)
-    return _users[filename]
 
 
 def _is_compiling() -> bool:
