@@ -26,7 +26,47 @@ BROKEN = {  # directory -> code, and a text of the culprit's line
 }
 HEALTHY = ("accumulation_no_sync", "gan", "own_spawning", "batchnorm_local", "samestep_micro_batches")
 
+CUT = """
+        import torch, torch.distributed as dist
+        from torch import nn
+        from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+        {imports}
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        dataset = TensorDataset(torch.randn(64, 8), torch.randn(64, 3))
+        loader = DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset, shuffle=False))
+        model = nn.Sequential(nn.Linear(8, 17), nn.ReLU(), nn.Linear(17, 3))
+        {wrap}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for x, y in loader:
+            optimizer.zero_grad()
+            {loss}.backward()
+            {clip}
+            optimizer.step()
+        dist.destroy_process_group()
+"""
+SHARDED = {
+    "imports": "from torch.distributed.fsdp import fully_shard",
+    "wrap": "fully_shard(model[0]), fully_shard(model)",
+    "loss": "(model(x) - y).square().mean()",
+    "clip": "nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
+}
+SUMMED = SHARDED | {"loss": "(model(x) - y).square().sum()", "clip": ""}
+TENSOR_PARALLEL = SHARDED | {
+    "imports": "from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module",
+    "wrap": "parallelize_module(model[2], dist.init_device_mesh('cpu', (dist.get_world_size(),)), ColwiseParallel())",
+}
+FLAT = SHARDED | {
+    "imports": "from torch.distributed.fsdp import FullyShardedDataParallel",
+    "wrap": "model = FullyShardedDataParallel(model, device_id=torch.device('cpu'))",
+    "clip": "",
+}
+
 SCRIPTS = {
+    "cut by fully_shard": CUT.format(**SHARDED),
+    "cut by fully_shard, summed": CUT.format(**SUMMED),
+    "cut by tensor parallelism": CUT.format(**TENSOR_PARALLEL),
+    "cut by FSDP1": CUT.format(**FLAT),
     "trains nothing": "print('x' * 5_000_000)",
     "fails alone too": "raise RuntimeError('no such file')",
     "wants a terminal": "input('learning rate? ')",
@@ -122,6 +162,27 @@ def test_a_hang_names_who_is_missing_and_where_both_stand(reports: dict[str, Rep
 
 
 @pytest.mark.timeout(400)
+def test_parameters_that_fully_shard_cuts_are_put_together_and_compared(reports: dict[str, Report]) -> None:
+    reports["cut by fully_shard"].require_same()
+    assert reports["cut by fully_shard"].coverage["gradients"] == "agrees"
+    assert "there is one copy" in reports["cut by fully_shard"].margins["parameters"]
+    (summed,) = reports["cut by fully_shard, summed"].errors
+    assert (summed.code, summed.factor) == ("gradient-scale", pytest.approx(0.5, rel=1e-3))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("name", "why"), [("cut by tensor parallelism", "whose ranks share samples"), ("cut by FSDP1", "flat pieces")]
+)
+def test_parameters_cut_in_another_way_are_said_not_to_be_checked(
+    reports: dict[str, Report], name: str, why: str
+) -> None:
+    report = reports[name]
+    assert (report.verdict, report.findings) == ("inconclusive", [])
+    assert why in report.coverage["gradients"]
+
+
+@pytest.mark.timeout(400)
 def test_a_report_is_json_with_every_property(reports: dict[str, Report]) -> None:
     told = json.loads(json.dumps(reports["loss-summed"].as_json()))
     (finding,) = [one for one in told["findings"] if one["severity"] == "error"]
@@ -146,6 +207,7 @@ def test_usage_errors_say_how_to_mend_them() -> None:
     for arguments, text in (
         (["-n", "1", "x.py"], "give 2 or more"),
         (["--explain", "nothing"], "there is no finding"),
+        (["--explain", "gradient-sale"], "did you mean gradient-scale?"),
         ([], "no script is given"),
         (["nowhere.py"], "there is no script"),
         (["--steps", "0", "x.py"], "give 1 or more"),

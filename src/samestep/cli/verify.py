@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 import textwrap
@@ -74,7 +75,9 @@ def _write(file: Path, report: Report) -> None:
 def _explain(code: str) -> int:
     page = PAGES.get(code)
     if page is None:
-        raise UsageError(f"there is no finding {code!r}; they are {', '.join(PAGES)}")
+        close = difflib.get_close_matches(code, PAGES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(PAGES)}"
+        raise UsageError(f"there is no finding {code!r}; {hint}")
     print(f"{code}: {page.title}\n")
     for head, text in (("", page.why), ("mend it: ", page.fix), ("noticed by: ", page.seen)):
         print(textwrap.fill(head + text, 100) + "\n")

@@ -15,7 +15,7 @@ from typing import Any
 from samestep.errors import UsageError
 from samestep.launch.variables import threads_per_rank
 from samestep.verification import journal, runs
-from samestep.verification.findings import AGREES, DECLARED, Finding
+from samestep.verification.findings import AGREES, DECISIVE, DECLARED, Finding, unchecked
 from samestep.verification.judging import chance, communication, control, evaluation, samples, states, storage
 from samestep.verification.judging.record import Record, read
 from samestep.verification.judging.reference import Comparison, Others
@@ -107,8 +107,11 @@ def _verified(script: runs.Script, ranks: int, steps: int | None, still_s: float
     )
     record = read(folder / "recorded" / "journals")
     report = Report(ranks=record.size or ranks, steps=record.steps)
+    if (foreign := states.foreign_to(record)) is not None:
+        for name in DECISIVE:
+            report.cover(name, unchecked(foreign))
     if record.ranks:
-        for room in (states, samples, control, communication, chance, storage):
+        for room in (communication, storage) if foreign else (states, samples, control, communication, chance, storage):
             room.judge(record, report)
     whole = _compare(script, record, folder, report, still_s, say)
     if ended.hung or ended.code != 0:
@@ -217,7 +220,7 @@ def _compare(script: runs.Script, record: Record, folder: Path, report: Report, 
             return list(pool.map(lambda rank: alone(f"as virtual rank {rank}", [], pretends=rank), everybody))
 
     whole = alone("all samples", everybody)
-    if record.steps:
+    if record.steps and states.foreign_to(record) is None:
         others = Others(lambda: alone("another order", everybody, permuted=True), of_ranks, virtual_ranks)
         Comparison(record, whole, others).judge(report)
         evaluation.judge(record, whole.record, report)

@@ -72,6 +72,34 @@ class Record:
         """Returns the step of that number, of every rank."""
         return [rank.steps[index] for rank in self.ranks]
 
+    def gradients(self, step: Event) -> Any:
+        """Returns the gradients of a step whose values were kept; what is cut is put together from all ranks."""
+        return self._whole([rank.steps[step["event"]] for rank in self.ranks])
+
+    def state(self, window: int) -> Any:
+        """Returns the parameters and buffers with which a window began; None where they were not kept."""
+        told = [[event for event in rank.of("window") if event["number"] == window] for rank in self.ranks]
+        return self._whole([events[0] for events in told]) if all(told) and told[0][0]["kept"] is not None else None
+
+    def _whole(self, events: list[Event]) -> Any:
+        first = self.value(0, events[0]["kept"])
+        if all(event["kept"] is None for event in events[1:]):
+            return first
+        from samestep.verification.recording.parts import joined
+
+        return joined([self.value(rank.number, one["kept"]) for rank, one in zip(self.ranks, events, strict=True)])
+
+    @cached_property
+    def wrappers(self) -> set[str]:
+        """What models were wrapped in."""
+        return {event["wrapper"] for event in self.ranks[0].of("wrap")} if self.ranks else set()
+
+    @cached_property
+    def is_cut(self) -> bool:
+        """Whether ranks hold parts of parameters."""
+        starts = [event for rank in self.ranks for event in rank.of("start")]
+        return any(" " in digest for start in starts for digest in start["parameters"].values())
+
     def value(self, rank: int, number: int) -> Any:
         """Returns a big value. It was written by a process of ours, in a folder of ours."""
         import torch

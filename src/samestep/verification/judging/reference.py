@@ -64,7 +64,7 @@ class Comparison:
         """Adds what the comparison tells."""
         report.add(self._out_of_step())
         report.add(self._rates())
-        mine = [event for event in self.record.ranks[0].steps if event["kept"] is not None]
+        mine = [event for event in self.record.ranks[0].steps[: self.record.steps] if event["kept"] is not None]
         common = [event for event in mine if event["event"] in self.whole.steps]
         if not common:
             report.cover("gradients", unchecked(self._why()))
@@ -168,7 +168,7 @@ class Comparison:
         return "the script alone took other steps"
 
     def _recorded(self, event: Event) -> Any:
-        return self.record.value(0, event["kept"])
+        return self.record.gradients(event)
 
     def _apart(self, event: Event) -> numerics.Distance:
         return numerics.distance(self._recorded(event), self.whole.gradients(event["event"]))

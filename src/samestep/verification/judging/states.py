@@ -21,6 +21,8 @@ from samestep.verification.report import Report
 
 __all__: list[str] = []
 
+_ONE_COPY = "each rank holds parts, and of a part there is one copy"  # or copies that agree, with replicated groups
+
 
 def judge(record: Record, report: Report) -> None:
     """Adds what the states of the ranks tell."""
@@ -34,12 +36,22 @@ def judge(record: Record, report: Report) -> None:
     if any(finding.severity == "error" for finding in order):
         return
     report.add(_initial(record))
-    report.cover("initial_state", PROVED)
+    copies, margin = (AGREES, _ONE_COPY) if record.is_cut else (PROVED, None)
+    report.cover("initial_state", copies, margin)
     found = next(_first_difference(record), None)
     if found is not None and not report.errors:
         report.add([found])
-    report.cover("parameters", PROVED if record.steps > 1 or found is None else AGREES)
+    report.cover("parameters", copies if record.steps > 1 or found is None else AGREES, margin)
     _stale(record, report)
+
+
+def foreign_to(record: Record) -> str | None:
+    """Names the way in which parameters are cut, where it is one that no judge understands."""
+    if "FullyShardedDataParallel" in record.wrappers:
+        return "FullyShardedDataParallel keeps flat pieces of the parameters; with fully_shard (FSDP2) it is compared"
+    if record.is_cut and "fully_shard" not in record.wrappers:
+        return "parameters are cut by something else than fully_shard (tensor parallelism), whose ranks share samples"
+    return None
 
 
 def _orders(record: Record) -> Iterator[Finding]:
@@ -72,24 +84,21 @@ def _order(record: Record, kind: str, number: int, rank: int, first: list[str], 
 
 def _initial(record: Record) -> Iterator[Finding]:
     starts = [next(iter(rank.of("start")), None) for rank in record.ranks]
-    first = starts[0]
-    if first is None:
+    told = [(rank, start) for rank, start in zip(record.ranks, starts, strict=True) if start is not None]
+    bad = _differing_ranks([start for _, start in told], "parameters")
+    if starts[0] is None or bad is None:
         return
-    for rank, start in zip(record.ranks[1:], starts[1:], strict=True):
-        if start is None:
-            continue
-        if bad := differing(first["parameters"], start["parameters"]):
-            yield Finding(
-                code="initial-state-differs",
-                property="initial_state",
-                rank=rank.number,
-                step=0,
-                tensor=bad[0],
-                where=_made(rank.events),
-                cause=f"before the first step rank {rank.number} has other values than rank 0 in {listed(bad)}",
-                fix=_initial_fix(record),
-            )
-            return
+    rank, names = told[bad[0]][0], bad[1]
+    yield Finding(
+        code="initial-state-differs",
+        property="initial_state",
+        rank=rank.number,
+        step=0,
+        tensor=names[0],
+        where=_made(rank.events),
+        cause=f"before the first step rank {rank.number} has other values than rank 0 in {listed(names)}",
+        fix=_initial_fix(record),
+    )
 
 
 def _initial_fix(record: Record) -> str:
@@ -119,11 +128,18 @@ def _first_difference(record: Record) -> Iterator[Finding]:
 
 
 def _differing_ranks(events: list[Event], key: str) -> tuple[int, list[str]] | None:
-    """The first rank that differs from rank 0, and in which tensors."""
-    for rank, event in enumerate(events[1:], 1):
-        if bad := differing(events[0][key], event[key]):
+    """The first rank that differs from rank 0, and in which tensors; of parts, from the first that has the same."""
+    known: dict[tuple[str, str], str] = {}
+    for rank, event in enumerate(events):
+        told = {(name, _place(digest)): digest for name, digest in event[key].items()}
+        if bad := [name for (name, place), digest in told.items() if known.get((name, place), digest) != digest]:
             return rank, bad
+        known = told | known
     return None
+
+
+def _place(digest: str | None) -> str:
+    return "" if digest is None else digest.rpartition(" ")[0]
 
 
 def _healed(record: Record, index: int) -> bool:

@@ -44,7 +44,7 @@ class VirtualRanks:
         worst = 0.0
         for event in common:
             number = event["event"]
-            recorded = self._record.value(0, event["kept"])
+            recorded = self._record.gradients(event)
             parts = [numerics.flat(run.gradients(number), recorded) for run in runs]
             found = numerics.fit(numerics.flat(recorded, recorded), [sum(parts[1:], parts[0])])
             worst = max(worst, found.left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from samestep.verification.journal import Journal
@@ -59,23 +60,18 @@ class Optimizers:
         return [parameter for optimizer in self.all for parameter in of_optimizer(optimizer)]
 
     def values(self) -> dict[str, Any]:
-        """Returns all parameters, by the number of their optimizer, and all buffers."""
-        held = {optimizer.samestep_number: list(self.parameters(optimizer).values()) for optimizer in self.all}
-        return {"parameters": held, "buffers": self.buffers()}
+        """Returns all parameters, by the number of their optimizer, and all buffers; of cut ones this rank's parts."""
+        kept = {optimizer.samestep_number: held(self.parameters(optimizer).values()) for optimizer in self.all}
+        return {"parameters": kept, "buffers": self.buffers()}
 
     def digests(self) -> dict[str, dict[str, str]]:
         """Returns what tells all parameters and buffers from others; two optimizers may use a name for two."""
-        from samestep.runtime.digest import digest
-
-        parameters = [
-            (f"optimizer {optimizer.samestep_number}: {name}" if optimizer.samestep_number else name, parameter)
+        parameters = {
+            f"optimizer {optimizer.samestep_number}: {name}" if optimizer.samestep_number else name: parameter
             for optimizer in self.all
             for name, parameter in self.parameters(optimizer).items()
-        ]
-        return {
-            "parameters": {name: digest(parameter) for name, parameter in parameters},
-            "buffers": {name: digest(buffer) for name, buffer in self.buffers().items()},
         }
+        return {"parameters": digests(parameters), "buffers": digests(self.buffers())}
 
     def states(self) -> list[dict[str, Any]]:
         """Returns the rate and the state of every optimizer: what a checkpoint must bring back."""
@@ -109,6 +105,33 @@ class Optimizers:
         return found
 
     def probe(self) -> float | None:
-        """Returns the norm of one gradient, always of the same parameter."""
+        """Returns the norm of one gradient, always of the same parameter; of a cut one only all ranks know it."""
         gradient = next((one.grad for one in self._every_parameter() if one.grad is not None), None)
-        return None if gradient is None else float(gradient.norm())
+        return None if gradient is None or hasattr(gradient, "_local_tensor") else float(gradient.norm())
+
+    @property
+    def are_cut(self) -> bool:
+        """Whether the ranks hold different parts of any parameter."""
+        return any(hasattr(parameter, "_local_tensor") for parameter in self._every_parameter())
+
+
+def held(tensors: Iterable[Any]) -> list[Any]:
+    """Returns the tensors, and of those that are cut over the ranks this rank's parts."""
+    listed = list(tensors)
+    if not any(hasattr(tensor, "_local_tensor") for tensor in listed):
+        return listed
+    from samestep.verification.recording import parts
+
+    return parts.held(listed)
+
+
+def digests(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns name -> digest, or None where there is no tensor; that of a part begins with its place."""
+    from samestep.runtime.digest import digest
+
+    told = dict(zip(tensors, held(tensors.values()), strict=True))
+    if not any(hasattr(tensor, "place") for tensor in told.values()):
+        return {name: None if tensor is None else digest(tensor) for name, tensor in told.items()}
+    from samestep.verification.recording.parts import digest_of
+
+    return {name: None if tensor is None else digest_of(tensor) for name, tensor in told.items()}

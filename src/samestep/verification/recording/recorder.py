@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from samestep.launch.noting import site
-from samestep.launch.observers import Observer, Seat
+from samestep.launch.observers import Seat
 from samestep.rankenv import variable
-from samestep.verification.journal import SPAWNED, STOP, Journal
-from samestep.verification.recording.chance import Draws, keep
-from samestep.verification.recording.evaluations import Evaluations
-from samestep.verification.recording.inputs import Inputs
-from samestep.verification.recording.optimizers import Optimizers
+from samestep.verification.journal import SPAWNED, STOP
+from samestep.verification.recording.chance import keep
+from samestep.verification.recording.optimizers import digests, held
+from samestep.verification.recording.witness import EnoughError, Witness
 from samestep.verification.watching.begin import begin
-from samestep.verification.watching.listener import Batch, Epoch, Listener
+from samestep.verification.watching.listener import Batch, Epoch
 from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
@@ -36,11 +34,7 @@ MOST_EVALUATED = 4  # and so many in which an evaluation runs
 FEWEST = 20  # steps, before anybody may say that it is enough
 
 
-class EnoughError(SystemExit):
-    """Everything that was asked for has been recorded; no `except Exception` shall catch it."""
-
-
-class Recorder(Observer, Listener):
+class Recorder(Witness):
     """Records one rank into the folder that SAMESTEP_VERIFY names, as a JSON object with "folder" and "steps"."""
 
     def begin(self, seat: Seat) -> None:
@@ -48,37 +42,27 @@ class Recorder(Observer, Listener):
         order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
         self.rank = seat.rank
         folder = Path(order["folder"])
-        self.journal = Journal(folder / SPAWNED if seat.spawned else folder, seat.rank)
-        self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
+        self.attend(folder / SPAWNED if seat.spawned else folder, seat, self._unseen_window)
         self._most: int | None = order["steps"]
-        self._optimizers = Optimizers(self.journal)
         self._events = 0
-        self._window = 0
-        self._open = False  # a batch of this window has been seen
         self._sampled = False
         self._ends = 0
         self._evaluated = 0
         self._last_micro = 1
         self._stop = Path(order["folder"]) / STOP
-        self._micro = 0
         self._scaled: Any = None
         self._datasets: dict[str, Any] = {}
         self._dropped_in = -1
-        self._loading = False
         self._loaded: str | None = None
         self._loaded_buffers: dict[str, str] = {}
-        self._draws = Draws()
         self._passes = 0
-        self._inputs = Inputs(self.journal, self._unseen_window)
-        self.evaluations = Evaluations(self.journal, self._optimizers.buffers)
         begin(self)
 
     def end(self, error: BaseException | None) -> None:
         """Notes how the script has ended."""
         if self._datasets and (error is None or isinstance(error, SystemExit)):
             self._tell_datasets()
-        name = None if error is None or isinstance(error, SystemExit) else type(error).__name__
-        self.journal.write("end", error=name, message=str(error)[:500], enough=isinstance(error, EnoughError))
+        super().end(error)
 
     def _note_dataset(self, epoch: Epoch) -> None:
         """One that loads in this process is looked at now; one that workers load, when they are gone."""
@@ -107,7 +91,7 @@ class Recorder(Observer, Listener):
         epoch.loader.samestep_length = about["length"]
         self._note_dataset(epoch)
         count = 0
-        while (batch := self._next(own)) is not None:
+        while (batch := self.next_of(own)) is not None:
             self._note_batch(batch)
             count += 1
             yield batch.value
@@ -115,18 +99,10 @@ class Recorder(Observer, Listener):
             self.evaluations.passed(epoch.key, epoch.number, count)
         self.journal.write("passed", key=epoch.key, number=epoch.number)
 
-    def _next(self, own: Iterator[Batch]) -> Batch | None:
-        """What a dataset draws while it loads is in the batch; it is no draw of the training."""
-        self._loading = True
-        try:
-            return next(own, None)
-        finally:
-            self._loading = False
-
     def _note_batch(self, batch: Batch) -> None:
         import torch
 
-        from samestep.verification.recording.rows import count, held, row_digests
+        from samestep.verification.recording import rows
 
         training = torch.is_grad_enabled()  # or an evaluation without no_grad: whether it trains will be seen
         if training and not self.evaluations.lasts:
@@ -134,25 +110,25 @@ class Recorder(Observer, Listener):
         else:
             self.evaluations.batch(batch.epoch.key, batch.epoch.number, batch.index)
         self._begin_window(evaluating=not training, ends=training and self._ends_pass(batch))
-        number = self.journal.keep(lambda path: save_unseen(held(batch.value), path)) if training else None
+        number = self.journal.keep(lambda path: save_unseen(rows.held(batch.value), path)) if training else None
         self.journal.write(
             "batch",
             key=batch.epoch.key,
             number=batch.epoch.number,
             index=batch.index,
             indices=batch.indices,
-            rows=row_digests(batch.value),
-            size=count(batch.value),
+            rows=rows.row_digests(batch.value),
+            size=rows.count(batch.value),
             kept=number,
             training=training,
-            window=self._window,
+            window=self.window,
         )
 
     # --- windows -----------------------------------------------------------------------------
 
     def _unseen_window(self) -> int | None:
         """The window at hand, if its values are kept and no DataLoader tells what it trains on."""
-        return self._window if self._window in SAMPLED and not self._passes else None
+        return self.window if self.window in SAMPLED and not self._passes else None
 
     def _ends_pass(self, batch: Batch) -> bool:
         """Whether the window that begins with this batch will, as far as the last one tells, be the pass's last."""
@@ -160,26 +136,21 @@ class Recorder(Observer, Listener):
         return length is not None and batch.index + self._last_micro >= length
 
     def _begin_window(self, *, evaluating: bool, ends: bool = False) -> None:
-        if self._open or not self._optimizers.all:
+        if self.is_open or not self.optimizers.all:
             return
-        self._open = True
+        self.is_open = True
         self._ends += ends
         self._evaluated += evaluating
         late = (ends and self._ends <= MOST_ENDS) or (evaluating and self._evaluated <= MOST_EVALUATED)
-        self._sampled = self._window in SAMPLED or late
-        kept = self._keep(self._optimizers.values()) if self._sampled and self.rank == 0 else None
+        self._sampled = self.window in SAMPLED or late
+        kept = self._keep(self.optimizers.values) if self._sampled else None
         if self._loaded is not None:
-            self._loaded_buffers = self._optimizers.digests()["buffers"]  # the forward will change them
-        if self._window == 0:
-            self.journal.write("start", **self._optimizers.digests())
-        self.journal.write("window", number=self._window, sampled=self._sampled, kept=kept)
+            self._loaded_buffers = self.optimizers.digests()["buffers"]  # the forward will change them
+        if self.window == 0:
+            self.journal.write("start", **self.optimizers.digests())
+        self.journal.write("window", number=self.window, sampled=self._sampled, kept=kept)
 
     # --- training ----------------------------------------------------------------------------
-
-    def optimizer_made(self, optimizer: Any, where: str) -> None:
-        """Numbers it."""
-        self._optimizers.add(optimizer, where)
-        self._inputs.watch(optimizer)
 
     def wrapped(self, kind: str, model: Any, where: str) -> None:
         """Writes down the order in which a model's parameters are registered, which DistributedDataParallel trusts."""
@@ -209,67 +180,66 @@ class Recorder(Observer, Listener):
 
         self.evaluations.end()
         self._begin_window(evaluating=False)
-        self._micro += 1
-        self.journal.write("backward", window=self._window, where=where, **scale_of(root))
+        self.micro += 1
+        self.journal.write("backward", window=self.window, where=where, **scale_of(root))
 
     def after_backward(self) -> None:
         """Writes down how large one gradient is by now: whether somebody divides it before the step."""
-        self.journal.write("accumulated", window=self._window, norm=self._optimizers.probe())
+        self.journal.write("accumulated", window=self.window, norm=self.optimizers.probe())
 
     def before_step(self, optimizer: Any) -> None:
         """Writes down the gradients that it will use."""
         import torch
 
-        from samestep.runtime.digest import digest
-
         if torch.compiler.is_compiling():
             return
         self.optimizer_made(optimizer, "")
         self._begin_window(evaluating=False)
-        parameters = self._optimizers.parameters(optimizer)
+        parameters = self.optimizers.parameters(optimizer)
         gradients = {name: parameter.grad for name, parameter in parameters.items()}
         if self._loaded is not None:
-            states = [one for one in self._optimizers.states() if one["number"] == optimizer.samestep_number]
+            states = [one for one in self.optimizers.states() if one["number"] == optimizer.samestep_number]
             self.journal.write(
                 "resumed", path=self._loaded, event=self._events, optimizers=states, buffers=self._loaded_buffers
             )
             self._loaded = None
-        kept = self._keep(list(gradients.values())) if self._sampled and self.rank == 0 else None
+        kept = self._keep(lambda: held(gradients.values())) if self._sampled else None
         self.journal.write(
             "step",
             event=self._events,
             optimizer=optimizer.samestep_number,
-            window=self._window,
-            micro=self._micro,
+            window=self.window,
+            micro=self.micro,
             where=site(_frame()),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             decays=[float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups],
-            gradients={name: None if value is None else digest(value) for name, value in gradients.items()},
-            parameters={name: digest(parameter) for name, parameter in parameters.items()},
-            probe=self._optimizers.probe(),
-            orphans=self._optimizers.orphans() if self._window <= 1 else [],
-            left_out=self._optimizers.left_out() if self._window <= 1 else [],
+            gradients=digests(gradients),
+            parameters=digests(parameters),
+            probe=self.optimizers.probe(),
+            orphans=self.optimizers.orphans() if self.window <= 1 else [],
+            left_out=self.optimizers.left_out() if self.window <= 1 else [],
             kept=kept,
         )
 
-    def _keep(self, value: Any) -> int | None:
-        return self.journal.keep(lambda path: save_unseen(value, path))
+    def _keep(self, value: Callable[[], Any]) -> int | None:
+        """Of replicas the first rank's values are enough; of what is cut every rank keeps its parts."""
+        if self.rank and not self.optimizers.are_cut:
+            return None
+        return self.journal.keep(lambda path: save_unseen(value(), path))
 
     def after_step(self, optimizer: Any) -> None:
         """Writes down what has become of the parameters, and ends the rank when that was enough."""
         import torch
 
-        from samestep.runtime.digest import digest
-
         if torch.compiler.is_compiling():
             return
         optimizer.samestep_steps += 1
-        digests = {name: digest(parameter) for name, parameter in self._optimizers.parameters(optimizer).items()}
-        self.journal.write("stepped", event=self._events, optimizer=optimizer.samestep_number, parameters=digests)
+        after = digests(self.optimizers.parameters(optimizer))
+        self.journal.write("stepped", event=self._events, optimizer=optimizer.samestep_number, parameters=after)
         self._events += 1
-        self._window += 1
-        self._last_micro = self._micro or 1
-        self._open, self._sampled, self._micro, self._scaled = False, False, 0, None
+        self.window += 1
+        self._last_micro = self.micro or 1
+        self.is_open, self._sampled, self.micro, self._scaled = False, False, 0, None
         if self._is_enough(optimizer.samestep_steps):
             raise EnoughError(0)
 
@@ -290,17 +260,17 @@ class Recorder(Observer, Listener):
 
     def collective(self, call: dict[str, Any]) -> None:
         """Writes down a collective before it is entered."""
-        self.journal.write("collective", window=self._window, **call)
+        self.journal.write("collective", window=self.window, **call)
 
     def told(self, kind: str, **fields: Any) -> None:
         """Writes down everything else."""
         if kind == "mode":
-            self._note_mode(training=fields["training"])
+            self.note_mode(training=fields["training"])
             return
         if kind == "scaled":
             self._scaled = fields["scaler"]
             if self._scaled.is_enabled():
-                self.journal.write(kind, window=self._window)
+                self.journal.write(kind, window=self.window)
             return
         if kind == "clipping":
             self._note_scaled_clipping(fields["where"])
@@ -311,25 +281,10 @@ class Recorder(Observer, Listener):
                 return  # a storage, which torch saves and loads by these functions when an object is sent
             if kind == "save":
                 with contextlib.suppress(Exception):  # a state that is not there yet is none of the script's business
-                    fields["state"] = self._optimizers.digests() | {"optimizers": self._optimizers.states()}
+                    fields["state"] = self.optimizers.digests() | {"optimizers": self.optimizers.states()}
             else:
                 self._loaded = fields["path"]
-        self.journal.write(kind, window=self._window, event=self._events, **fields)
-
-    def _note_mode(self, *, training: bool) -> None:
-        """A model that is set to evaluate before it has trained is only being built."""
-        if training:
-            self.evaluations.leave()
-        elif self._optimizers.all:
-            self.evaluations.begin()
-
-    def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
-        """Writes down what an evaluation's collectives bring; one without gradients may be its first sign."""
-        import torch
-
-        if self._window and not self._micro and not torch.is_grad_enabled():
-            self.evaluations.begin()
-        self.evaluations.collected(call, tensors, waits=waits)
+        self.journal.write(kind, window=self.window, event=self._events, **fields)
 
     def dropped(self) -> None:
         """Writes down, once a window, from which state a mask would have been drawn."""
@@ -337,19 +292,15 @@ class Recorder(Observer, Listener):
 
         from samestep.runtime.digest import digest
 
-        if self._dropped_in != self._window:
-            self._dropped_in = self._window
+        if self._dropped_in != self.window:
+            self._dropped_in = self.window
             where = site(_frame())
-            self.journal.write("stream", window=self._window, state=digest(torch.get_rng_state()), where=where)
-
-    def printed(self, text: Callable[[], str], where: str) -> None:
-        """Writes down what is printed of an evaluation."""
-        self.evaluations.printed(text, where)
+            self.journal.write("stream", window=self.window, state=digest(torch.get_rng_state()), where=where)
 
     def drawn(self, name: str, where: str, value: Any) -> Any:
         """Writes down what the script draws while it trains."""
-        if self._open and not self._loading and not self.evaluations.lasts:
-            keep(self.journal, self._draws.place(self._window, where), name, value)
+        if self.is_training:
+            keep(self.journal, self.draws.place(self.window, where), name, value)
         return value
 
     def _note_scaled_clipping(self, where: str) -> None:
@@ -359,7 +310,7 @@ class Recorder(Observer, Listener):
             return
         stages = [state["stage"].name for state in scaler._per_optimizer_states.values()]  # noqa: SLF001
         if "UNSCALED" not in stages:
-            self.journal.write("clipped_scaled", window=self._window, where=where, scale=scaler.get_scale())
+            self.journal.write("clipped_scaled", window=self.window, where=where, scale=scaler.get_scale())
 
 
 def _digests_in(value: Any) -> dict[str, str]:

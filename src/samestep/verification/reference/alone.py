@@ -11,66 +11,46 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from samestep.launch.observers import Observer, Seat
+from samestep.launch.observers import Seat
 from samestep.rankenv import variable
-from samestep.verification.journal import Event, Journal
+from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import passes
-from samestep.verification.recording.chance import Draws
-from samestep.verification.recording.evaluations import Evaluations
-from samestep.verification.recording.inputs import Inputs
-from samestep.verification.recording.optimizers import Optimizers
-from samestep.verification.recording.recorder import EnoughError
+from samestep.verification.recording.witness import EnoughError, Witness
 from samestep.verification.reference.pretending import pretend
 from samestep.verification.watching.begin import begin
-from samestep.verification.watching.listener import Batch, Epoch, Listener
+from samestep.verification.watching.listener import Batch, Epoch
 from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
 
 
-class Alone(Observer, Listener):
+class Alone(Witness):
     """Replays what SAMESTEP_VERIFY names: {"folder", "recorded", "ranks": [0, 1], "permuted": false}."""
 
     def begin(self, seat: Seat) -> None:
         """Prepares the recorded windows; torch is not imported yet."""
         order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
         self.record: Record = read(Path(order["recorded"]))
-        self.journal = Journal(Path(order["folder"]), seat.rank)
-        self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
+        self.attend(Path(order["folder"]), seat, lambda: None if self._replayed else self.window)
         self._ranks: list[int] = order["ranks"]
         self._pretends: int | None = order.get("pretends")
         self._permuted: bool = order["permuted"]
-        self._optimizers = Optimizers(self.journal)
-        self._window = 0
         self._event = 0
-        self._open = False
-        self._micro = 0
         self._replayed = self._training_passes()
         first = self.record.ranks[0] if self.record.ranks else Rank(0, [])
         self._steps, self._ends = first.steps, first.is_complete or not first.steps
         self._lengths = {event["key"]: event["length"] for event in first.of("pass")}
-        self._windows = {event["number"]: event for event in first.of("window")}
-        self._loading = False
-        self._draws = Draws()
         self._drawn = self._recorded_draws()
-        self._inputs = Inputs(self.journal, lambda: None if self._replayed else self._window)
-        self.evaluations = Evaluations(self.journal, self._optimizers.buffers)
         self.sizes: list[int] = []
         begin(self)
         self._slice_norms()
         if self._pretends is not None:
             pretend(self._pretends, self.record.size)
-
-    def end(self, error: BaseException | None) -> None:
-        """Notes how the script has ended."""
-        name = None if error is None or isinstance(error, SystemExit) else type(error).__name__
-        self.journal.write("end", error=name, message=str(error)[:500], enough=isinstance(error, EnoughError))
 
     def _training_passes(self) -> dict[tuple[str, int], list[list[Event]]]:
         """Key and number of a pass -> the chosen ranks' batches."""
@@ -122,30 +102,23 @@ class Alone(Observer, Listener):
 
     def _keep_pace(self, window: int) -> None:
         """Counts on from the recorded window, where the script alone has taken a step more or less than the ranks."""
-        if window != self._window:
-            self.journal.write("out_of_step", window=window, own=self._window)
-            self._window = window
+        if window != self.window:
+            self.journal.write("out_of_step", window=window, own=self.window)
+            self.window = window
             self._event = next((step["event"] for step in self._steps if step["window"] >= window), len(self._steps))
-            self._open = False
+            self.is_open = False
 
     def _natively(self, epoch: Epoch, own: Iterator[Batch]) -> Iterator[Any]:
         """What no step is taken in, the script loads as it has it."""
         import torch
 
         count = 0
-        while (batch := self._next(own)) is not None:
+        while (batch := self.next_of(own)) is not None:
             if self.evaluations.lasts or not torch.is_grad_enabled():
                 self.evaluations.batch(epoch.key, epoch.number, batch.index)
             self._begin_window()
             count += 1
             yield batch.value
-
-    def _next(self, own: Iterator[Batch]) -> Batch | None:
-        self._loading = True
-        try:
-            return next(own, None)
-        finally:
-            self._loading = False
 
     def _joined(self, events: dict[int, Event]) -> Any:
         from samestep.verification.reference.joining import UnjoinableError, joined, permuted
@@ -163,7 +136,7 @@ class Alone(Observer, Listener):
         """Another order of the samples, within each rank's part: a part may have statistics of its own."""
         import torch
 
-        generator = torch.Generator().manual_seed(self._window)
+        generator = torch.Generator().manual_seed(self.window)
         starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
         parts = zip(starts, self.sizes, strict=True)
         return torch.cat([start + torch.randperm(size, generator=generator) for start, size in parts])
@@ -171,12 +144,11 @@ class Alone(Observer, Listener):
     # --- windows -----------------------------------------------------------------------------
 
     def _begin_window(self) -> None:
-        if self._open or not self._optimizers.all:
+        if self.is_open or not self.optimizers.all:
             return
-        self._open = True
-        told = self._windows.get(self._window)
-        if told is not None and told["kept"] is not None:
-            self._put_back(self.record.value(0, told["kept"]))
+        self.is_open = True
+        if (state := self.record.state(self.window)) is not None:
+            self._put_back(state)
 
     def _put_back(self, values: dict[str, Any]) -> None:
         import torch
@@ -184,20 +156,16 @@ class Alone(Observer, Listener):
         from samestep.verification.recording.naming import of_optimizer
 
         with torch.no_grad():
-            for optimizer in self._optimizers.all:
+            for optimizer in self.optimizers.all:
                 theirs = values["parameters"].get(optimizer.samestep_number, [])
                 for parameter, value in zip(of_optimizer(optimizer), theirs, strict=False):
-                    if parameter.shape == value.shape:
-                        parameter.data.copy_(value)
-            for name, buffer in self._optimizers.buffers().items():
+                    own = getattr(parameter, "_local_tensor", parameter.data)  # one process holds all of a cut one
+                    if own.shape == value.shape:
+                        own.copy_(value)
+            for name, buffer in self.optimizers.buffers().items():
                 value = values["buffers"].get(name)
                 if value is not None and value.shape == buffer.shape:
                     buffer.data.copy_(value)
-
-    def optimizer_made(self, optimizer: Any, where: str) -> None:
-        """Numbers it as the recorder does."""
-        self._optimizers.add(optimizer, where)
-        self._inputs.watch(optimizer)
 
     def hooked(self, name: str, where: str) -> bool:
         """One process has nothing to send, so nothing is lost on the way."""
@@ -209,14 +177,14 @@ class Alone(Observer, Listener):
         del root, where
         self.evaluations.end()
         self._begin_window()
-        self._micro += 1
+        self.micro += 1
 
     def before_step(self, optimizer: Any) -> None:
         """Keeps the gradients where the ranks' are kept."""
         from samestep.verification.recording.naming import of_optimizer
 
         if self._event < len(self._steps) and self._steps[self._event]["kept"] is not None:
-            gradients = [parameter.grad for parameter in of_optimizer(optimizer)]
+            gradients = [getattr(one.grad, "_local_tensor", one.grad) for one in of_optimizer(optimizer)]
             kept = self.journal.keep(lambda path: save_unseen(gradients, path))
             rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
             self.journal.write(
@@ -227,8 +195,8 @@ class Alone(Observer, Listener):
         """Counts, and ends where the recording has ended."""
         del optimizer
         self._event += 1
-        self._window += 1
-        self._open, self._micro = False, 0
+        self.window += 1
+        self.is_open, self.micro = False, 0
         if self._event >= len(self._steps) and not self._ends:
             raise EnoughError(0)
         if not self._replayed:
@@ -237,19 +205,9 @@ class Alone(Observer, Listener):
     def told(self, kind: str, **fields: Any) -> None:
         """Writes down what is compared: the norms that clipping has seen."""
         if kind in {"clip", "metrics"}:
-            self.journal.write(kind, window=self._window, **fields)
-        elif kind == "mode" and fields["training"]:
-            self.evaluations.leave()
-        elif kind == "mode" and self._optimizers.all:
-            self.evaluations.begin()
-
-    def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
-        """Writes down what an evaluation's collectives bring; see the recorder."""
-        import torch
-
-        if self._window and not self._micro and not torch.is_grad_enabled():
-            self.evaluations.begin()
-        self.evaluations.collected(call, tensors, waits=waits)
+            self.journal.write(kind, window=self.window, **fields)
+        elif kind == "mode":
+            self.note_mode(training=fields["training"])
 
     # --- chance ------------------------------------------------------------------------------
 
@@ -262,17 +220,13 @@ class Alone(Observer, Listener):
                     found.setdefault(event["place"], []).append((rank.number, event["kept"]))
         return found
 
-    def printed(self, text: Callable[[], str], where: str) -> None:
-        """Writes down what is printed of an evaluation."""
-        self.evaluations.printed(text, where)
-
     def drawn(self, name: str, where: str, value: Any) -> Any:
         """Hands out what the ranks have drawn."""
         from samestep.verification.recording.chance import joined
 
-        if not self._open or self._loading or self.evaluations.lasts:
+        if not self.is_training:
             return value
-        place = self._draws.place(self._window, where)
+        place = self.draws.place(self.window, where)
         held = self._drawn.get(place, [])
         if len(held) != len(self._ranks) or any(number is None for _, number in held):
             self.journal.write("chance", place=place, name=name)

@@ -22,6 +22,11 @@ def watch(listener: Listener) -> None:
         "torch.nn.parallel.distributed", functools.partial(_watch_wrapper, listener, "DistributedDataParallel")
     )
     when_imported("torch.nn.parallel.data_parallel", functools.partial(_watch_wrapper, listener, "DataParallel"))
+    when_imported(
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        functools.partial(_watch_wrapper, listener, "FullyShardedDataParallel"),
+    )
+    when_imported("torch.distributed.fsdp._fully_shard._fully_shard", functools.partial(_watch_sharding, listener))
     when_imported("torch.amp.grad_scaler", functools.partial(_watch_scaler, listener))
     when_imported("torch.nn.utils.clip_grad", functools.partial(_watch_clipping, listener))
     when_imported("torch.autograd", functools.partial(_watch_backward, listener))
@@ -53,6 +58,20 @@ def _watch_wrapper(listener: Listener, kind: str, module: ModuleType) -> None:
     wrapper.__init__ = __init__
     if kind == "DistributedDataParallel":
         _watch_forward(listener, wrapper)
+
+
+def _watch_sharding(listener: Listener, module: Any) -> None:
+    """Changes `fully_shard` before anybody has it from there."""
+    original = module.fully_shard
+
+    @functools.wraps(original)
+    def fully_shard(model: Any, *args: Any, **kwargs: Any) -> Any:
+        sharded = original(model, *args, **kwargs)
+        if not isinstance(model, list):
+            listener.wrapped("fully_shard", model, site(sys._getframe(1)))  # noqa: SLF001
+        return sharded
+
+    module.fully_shard = fully_shard
 
 
 def _watch_forward(listener: Listener, wrapper: Any) -> None:
@@ -184,7 +203,8 @@ def _watch_clipping(listener: Listener, module: Any) -> None:
             parameters = list(parameters)
         listener.told("clipping", parameters=parameters, where=site(sys._getframe(1)))  # noqa: SLF001
         norm = original(parameters, max_norm, *args, **kwargs)
-        listener.told("clip", norm=float(norm), most=float(max_norm), where=site(sys._getframe(1)))  # noqa: SLF001
+        if not hasattr(norm, "_local_tensor"):  # of cut gradients: its value would take a collective of ours
+            listener.told("clip", norm=float(norm), most=float(max_norm), where=site(sys._getframe(1)))  # noqa: SLF001
         return norm
 
     module.clip_grad_norm_ = clip_grad_norm_

@@ -1,0 +1,81 @@
+"""What an observer that records the ranks and one that runs the script alone have in common: the count of windows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from samestep.launch.observers import Observer, Seat
+from samestep.verification.journal import Journal
+from samestep.verification.recording.chance import Draws
+from samestep.verification.recording.evaluations import Evaluations
+from samestep.verification.recording.inputs import Inputs
+from samestep.verification.recording.optimizers import Optimizers
+from samestep.verification.watching.listener import Batch, Listener
+
+__all__: list[str] = []
+
+
+class EnoughError(SystemExit):
+    """Everything that was asked for has been seen; no `except Exception` shall catch it."""
+
+
+class Witness(Observer, Listener):
+    """Counts steps, and notes what evaluations bring, how the script ends, and when a dataset loads."""
+
+    def attend(self, folder: Path, seat: Seat, unseen: Callable[[], int | None]) -> None:
+        """Opens the journal; `unseen` names the window whose inputs no DataLoader tells, if there is one."""
+        self.journal = Journal(folder, seat.rank)
+        self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
+        self.optimizers = Optimizers(self.journal)
+        self.inputs = Inputs(self.journal, unseen)
+        self.evaluations = Evaluations(self.journal, self.optimizers.buffers)
+        self.draws = Draws()
+        self.window = 0
+        self.micro = 0  # backward passes of this window, so far
+        self.is_open = False  # something of this window has been seen
+        self.is_loading = False
+
+    def end(self, error: BaseException | None) -> None:
+        """Notes how the script has ended."""
+        name = None if error is None or isinstance(error, SystemExit) else type(error).__name__
+        self.journal.write("end", error=name, message=str(error)[:500], enough=isinstance(error, EnoughError))
+
+    @property
+    def is_training(self) -> bool:
+        """Whether what is drawn now is drawn by the training: not by an evaluation, nor by a dataset."""
+        return self.is_open and not self.is_loading and not self.evaluations.lasts
+
+    def next_of(self, own: Iterator[Batch]) -> Batch | None:
+        """What a dataset draws while it loads is in the batch; it is no draw of the training."""
+        self.is_loading = True
+        try:
+            return next(own, None)
+        finally:
+            self.is_loading = False
+
+    def optimizer_made(self, optimizer: Any, where: str) -> None:
+        """Numbers it."""
+        self.optimizers.add(optimizer, where)
+        self.inputs.watch(optimizer)
+
+    def note_mode(self, *, training: bool) -> None:
+        """A model that is set to evaluate before it has trained is only being built."""
+        if training:
+            self.evaluations.leave()
+        elif self.optimizers.all:
+            self.evaluations.begin()
+
+    def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
+        """Writes down what an evaluation's collectives bring; one without gradients may be its first sign."""
+        import torch
+
+        if self.window and not self.micro and not torch.is_grad_enabled():
+            self.evaluations.begin()
+        self.evaluations.collected(call, tensors, waits=waits)
+
+    def printed(self, text: Callable[[], str], where: str) -> None:
+        """Writes down what is printed of an evaluation."""
+        self.evaluations.printed(text, where)
