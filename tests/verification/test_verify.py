@@ -22,6 +22,7 @@ BROKEN = {  # directory -> code, and a text of the culprit's line
     "loss-summed": ("gradient-scale", "backward()"),
     "iterable-not-split-by-worker": ("samples-repeated", "DataLoader("),
     "modules-from-set": ("parameter-order-differs", ""),
+    "micro-batch-token-means": ("gradient-differs", "loss.backward()"),
     "mean-of-rank-accuracies": ("evaluation-inexact", ""),
 }
 HEALTHY = ("accumulation_no_sync", "gan", "own_spawning", "batchnorm_local", "samestep_micro_batches")

@@ -76,6 +76,7 @@ class Report:
             self.findings.append(finding)
             if finding.severity == "error":
                 self.coverage[finding.property] = REFUTED
+                self.margins.pop(finding.property, None)
         self.findings.sort(key=lambda finding: finding.severity != "error")
 
     def cover(self, name: str, state: str, margin: str | None = None) -> None:

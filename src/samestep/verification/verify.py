@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from samestep.errors import UsageError
 from samestep.launch.variables import threads_per_rank
 from samestep.verification import journal, runs
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, Finding, unchecked
+from samestep.verification.journal import Event
 from samestep.verification.judging import chance, communication, control, evaluation, samples, states, storage
 from samestep.verification.judging.record import Record, read
 from samestep.verification.judging.reference import Comparison, Others
@@ -204,7 +206,7 @@ def _compare(script: runs.Script, record: Record, folder: Path, report: Report, 
     everybody = [rank.number for rank in record.ranks]
 
     def alone(name: str, ranks: list[int], **more: Any) -> Run:
-        order = {"recorded": str(record.folder), "ranks": ranks, "permuted": False, **more}
+        order = {"recorded": str(record.folder), "ranks": ranks, **more}
         say(f"running the script alone: {name}")
         place = folder / name.replace(" ", "-")
         threads = threads_per_rank(report.ranks)
@@ -219,9 +221,16 @@ def _compare(script: runs.Script, record: Record, folder: Path, report: Report, 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(lambda rank: alone(f"as virtual rank {rank}", [], pretends=rank), everybody))
 
+    def merged(steps: list[Event]) -> Run:
+        return alone("whole steps at once", everybody, merged=[step["window"] for step in steps])
+
+    def apart(steps: list[Event]) -> Run:
+        return alone("micro-batches apart", everybody, apart=[[step["window"], step["optimizer"]] for step in steps])
+
     whole = alone("all samples", everybody)
     if record.steps and states.foreign_to(record) is None:
-        others = Others(lambda: alone("another order", everybody, permuted=True), of_ranks, virtual_ranks)
+        permuted = functools.partial(alone, "another order", everybody, permuted=True)
+        others = Others(permuted, of_ranks, virtual_ranks, merged, apart)
         Comparison(record, whole, others).judge(report)
         evaluation.judge(record, whole.record, report)
         _conclude_on_data(record, report)

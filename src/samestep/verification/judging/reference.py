@@ -21,6 +21,7 @@ from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.virtual_ranks import VirtualRanks
+from samestep.verification.judging.windows import Windows
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 
@@ -39,11 +40,15 @@ class Others:
         permuted: with the samples of each batch in another order.
         of_ranks: with what each rank used, for itself.
         virtual_ranks: as each rank would run it, in a process group of its own.
+        merged: with all samples of a step in place of each of its micro-batches, at these steps.
+        apart: as it is, keeping what adds up in these steps.
     """
 
     permuted: Callable[[], Run]
     of_ranks: Callable[[], list[Run]]
     virtual_ranks: Callable[[], list[Run]]
+    merged: Callable[[list[Event]], Run]
+    apart: Callable[[list[Event]], Run]
 
 
 @dataclass
@@ -77,6 +82,11 @@ class Comparison:
         if self._has_other_samples(common):
             VirtualRanks(self.record, self.others.virtual_ranks).judge(common, report)
             return
+        self._compare(common, report)
+        if report.coverage["gradients"] == AGREES:
+            Windows(self.record, self.others.merged, self.others.apart).judge(common, self.whole, report)
+
+    def _compare(self, common: list[Event], report: Report) -> None:
         apart = {event["event"]: self._apart(event) for event in common}
         worst = max(one.worst for one in apart.values())
         if (chance := self._chance()) is not None and worst > numerics.limit(0.0, self._recorded(common[0])):

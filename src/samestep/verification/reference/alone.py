@@ -30,7 +30,7 @@ __all__: list[str] = []
 
 
 class Alone(Witness):
-    """Replays what SAMESTEP_VERIFY names: {"folder", "recorded", "ranks": [0, 1], "permuted": false}."""
+    """Replays what SAMESTEP_VERIFY names: {"folder", "recorded", "ranks": [0, 1], …}."""
 
     def begin(self, seat: Seat) -> None:
         """Prepares the recorded windows; torch is not imported yet."""
@@ -39,7 +39,9 @@ class Alone(Witness):
         self.attend(Path(order["folder"]), seat, lambda: None if self._replayed else self.window)
         self._ranks: list[int] = order["ranks"]
         self._pretends: int | None = order.get("pretends")
-        self._permuted: bool = order["permuted"]
+        self._permuted: bool = order.get("permuted", False)
+        self._merged: set[int] = set(order.get("merged", []))  # windows whose micro-batches are all given at once
+        self._apart: dict[int, int] = dict(order.get("apart", []))  # window -> the optimizer whose gradients add up
         self._event = 0
         self._replayed = self._training_passes()
         first = self.record.ranks[0] if self.record.ranks else Rank(0, [])
@@ -97,8 +99,14 @@ class Alone(Witness):
             }
             self._keep_pace(next(iter(events.values()))["window"])
             self._begin_window()
-            yield self._joined(events)
+            yield self._joined(self._whole_window(parts, index) if self.window in self._merged else [*events.items()])
         self.sizes = []
+
+    def _whole_window(self, parts: list[list[Event]], index: int) -> list[tuple[int, Event]]:
+        """All batches of this pass, and of all ranks, that were used in the window of one of them."""
+        window = next(theirs[index]["window"] for theirs in parts if index < len(theirs))
+        pairs = zip(self._ranks, parts, strict=True)
+        return [(rank, event) for rank, theirs in pairs for event in theirs if event["window"] == window]
 
     def _keep_pace(self, window: int) -> None:
         """Counts on from the recorded window, where the script alone has taken a step more or less than the ranks."""
@@ -120,11 +128,11 @@ class Alone(Witness):
             count += 1
             yield batch.value
 
-    def _joined(self, events: dict[int, Event]) -> Any:
+    def _joined(self, events: list[tuple[int, Event]]) -> Any:
         from samestep.verification.reference.joining import UnjoinableError, joined, permuted
 
-        values = [self.record.value(rank, event["kept"]) for rank, event in events.items()]
-        self.sizes = [event["size"] for event in events.values()]
+        values = [self.record.value(rank, event["kept"]) for rank, event in events]
+        self.sizes = [event["size"] for _, event in events]
         try:
             value = joined(values)
         except UnjoinableError as error:
@@ -179,13 +187,23 @@ class Alone(Witness):
         self._begin_window()
         self.micro += 1
 
-    def before_step(self, optimizer: Any) -> None:
-        """Keeps the gradients where the ranks' are kept."""
+    def after_backward(self) -> None:
+        """Keeps what has added up so far, where that is asked for."""
+        wanted = self._apart.get(self.window)
+        for optimizer in self.optimizers.all:
+            if optimizer.samestep_number == wanted:
+                self.journal.write("micro", window=self.window, kept=self._keep_gradients(optimizer))
+
+    def _keep_gradients(self, optimizer: Any) -> int | None:
         from samestep.verification.recording.naming import of_optimizer
 
+        gradients = [getattr(one.grad, "_local_tensor", one.grad) for one in of_optimizer(optimizer)]
+        return self.journal.keep(lambda path: save_unseen(gradients, path))
+
+    def before_step(self, optimizer: Any) -> None:
+        """Keeps the gradients where the ranks' are kept."""
         if self._event < len(self._steps) and self._steps[self._event]["kept"] is not None:
-            gradients = [getattr(one.grad, "_local_tensor", one.grad) for one in of_optimizer(optimizer)]
-            kept = self.journal.keep(lambda path: save_unseen(gradients, path))
+            kept = self._keep_gradients(optimizer)
             rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
             self.journal.write(
                 "step", event=self._event, optimizer=getattr(optimizer, "samestep_number", 0), kept=kept, rates=rates
