@@ -78,7 +78,7 @@ def shown(report: Told) -> str:
     """Returns the whole report, with a line feed at its end."""
     lines = [_headline(report), ""]
     for finding in report.findings:
-        lines += [*_finding(finding), ""]
+        lines += [*finding_lines(finding), ""]
     lines += _coverage(report)
     lines += ["", *(_wrapped(remark, "  ") for remark in report.remarks)] if report.remarks else []
     return "\n".join(lines).rstrip() + "\n"
@@ -94,7 +94,8 @@ def _headline(report: Told) -> str:
     return text
 
 
-def _finding(finding: Finding) -> list[str]:
+def finding_lines(finding: Finding) -> list[str]:
+    """Returns how one finding is shown."""
     mark = "ERROR" if finding.severity == "error" else "note "
     lines = [f"{mark} {finding.code}" + (f"   {_short(finding.where)}" if finding.where else "")]
     source = _source(finding.where)

@@ -8,34 +8,28 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.launch.variables import threads_per_rank
-from samestep.verification import journal, runs
+from samestep.verification import equality, journal, runs
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import chance, communication, control, evaluation, samples, states, storage
-from samestep.verification.judging.record import Record, read
+from samestep.verification.judging.record import Record
 from samestep.verification.judging.reference import Comparison, Others
 from samestep.verification.judging.single import Run
 from samestep.verification.recording.recorder import FEWEST
 from samestep.verification.report import Report
+from samestep.verification.runner import Runner, Say
 
 __all__ = ["verify"]
-
-_ALONE = "samestep.verification.reference.alone:Alone"
-_RECORDER = "samestep.verification.recording.recorder:Recorder"
 
 LONG_ENOUGH_S = 10.0  # of steps, if a script does not end before
 _LEAD = 4  # steps
 _TAIL = 1 << 18  # bytes of a journal in which its last step is looked for
 _AT_ONCE = 2  # runs of the script alone, side by side
-
-Say = Callable[[str], None]
 
 
 def verify(
@@ -88,26 +82,17 @@ def examine(
     """Does what :func:`verify` does, and tells `say` what goes on."""
     folder = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     try:
-        report = _verified(script, ranks, steps, still_s, folder, say)
+        report = _verified(Runner(script=script, ranks=ranks, folder=folder, still_s=still_s, say=say), steps)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report.script = tuple(script.words())
     return report
 
 
-def _verified(script: runs.Script, ranks: int, steps: int | None, still_s: float, folder: Path, say: Say) -> Report:
-    say(f"recording {ranks} ranks")
-    ended = runs.run(
-        script,
-        ranks,
-        folder / "recorded",
-        _RECORDER,
-        {"steps": steps},
-        still_s=still_s,
-        threads=threads_per_rank(ranks),
-        progress=Patience().look,
-    )
-    record = read(folder / "recorded" / "journals")
+def _verified(runner: Runner, steps: int | None) -> Report:
+    ranks = runner.ranks
+    recorded = runner.recorded(f"recording {ranks} ranks", ranks, progress=Patience().look, steps=steps)
+    ended, record = recorded.ended, recorded.record
     report = Report(ranks=record.size or ranks, steps=record.steps)
     if (foreign := states.foreign_to(record)) is not None:
         for name in DECISIVE:
@@ -115,9 +100,10 @@ def _verified(script: runs.Script, ranks: int, steps: int | None, still_s: float
     if record.ranks:
         for room in (communication, storage) if foreign else (states, samples, control, communication, chance, storage):
             room.judge(record, report)
-    whole = _compare(script, record, folder, report, still_s, say)
+    whole = _compare(runner, record, report)
     if ended.hung or ended.code != 0:
         _blame(ended, whole, record, report)
+    equality.judge(runner, record, report)
     report.remarks += _remarks(ended, report)
     return report
 
@@ -201,37 +187,29 @@ def _steps(path: Path) -> int:
     return int(found[-1]) + 1 if found else 0
 
 
-def _compare(script: runs.Script, record: Record, folder: Path, report: Report, still_s: float, say: Say) -> Run:
+def _compare(runner: Runner, record: Record, report: Report) -> Run:
     """Runs the script alone, adds what comes of it, and returns it."""
     everybody = [rank.number for rank in record.ranks]
-
-    def alone(name: str, ranks: list[int], **more: Any) -> Run:
-        order = {"recorded": str(record.folder), "ranks": ranks, **more}
-        say(f"running the script alone: {name}")
-        place = folder / name.replace(" ", "-")
-        threads = threads_per_rank(report.ranks)
-        ended = runs.run(script, 1, place, _ALONE, order, still_s=still_s, threads=threads)
-        return Run(ended, read(place / "journals"))
+    alone = functools.partial(runner.alone, record=record)
 
     def of_ranks() -> list[Run]:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return list(pool.map(lambda rank: alone(f"samples of rank {rank}", [rank]), everybody))
+            return list(pool.map(lambda rank: alone(f"samples of rank {rank}", ranks=[rank]), everybody))
 
     def virtual_ranks() -> list[Run]:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return list(pool.map(lambda rank: alone(f"as virtual rank {rank}", [], pretends=rank), everybody))
+            return list(pool.map(lambda rank: alone(f"as virtual rank {rank}", ranks=[], pretends=rank), everybody))
 
     def merged(steps: list[Event]) -> Run:
-        return alone("whole steps at once", everybody, merged=[step["window"] for step in steps])
+        return alone("whole steps at once", merged=[step["window"] for step in steps])
 
     def apart(steps: list[Event]) -> Run:
-        return alone("micro-batches apart", everybody, apart=[[step["window"], step["optimizer"]] for step in steps])
+        return alone("micro-batches apart", apart=[[step["window"], step["optimizer"]] for step in steps])
 
-    whole = alone("all samples", everybody)
+    whole = alone("all samples")
     if record.steps and states.foreign_to(record) is None:
-        permuted = functools.partial(alone, "another order", everybody, permuted=True)
-        others = Others(permuted, of_ranks, virtual_ranks, merged, apart)
-        Comparison(record, whole, others).judge(report)
+        permuted = functools.partial(alone, "another order", permuted=True)
+        Comparison(record, whole, Others(permuted, of_ranks, virtual_ranks, merged, apart)).judge(report)
         evaluation.judge(record, whole.record, report)
         _conclude_on_data(record, report)
     return whole

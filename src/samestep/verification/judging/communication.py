@@ -24,10 +24,15 @@ def judge(record: Record, report: Report) -> None:
         report.cover("communication", unchecked("there is one rank"))
         return
     for other in record.ranks[1:]:
-        if found := next(_compared(record.ranks[0], other), None):
+        if found := first_difference(record.ranks[0], other):
             report.add([found])
             return
     report.cover("communication", PROVED)
+
+
+def first_difference(first: Rank, other: Rank) -> Finding | None:
+    """Returns what the first call that differs is, if there is one."""
+    return next(_compared(first, other), None)
 
 
 def calls(rank: Rank) -> list[Event]:

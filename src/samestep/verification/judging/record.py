@@ -9,6 +9,7 @@ from typing import Any
 
 from samestep.verification import journal
 from samestep.verification.journal import Event
+from samestep.verification.judging.ahead import settled
 
 __all__: list[str] = []
 
@@ -112,5 +113,5 @@ def read(folder: Path) -> Record:
     if (folder / journal.SPAWNED).is_dir():
         folder /= journal.SPAWNED
     numbers = sorted(int(path.stem.removeprefix("rank")) for path in folder.glob("rank*.jsonl"))
-    ranks = [Rank(number, journal.read(folder, number)) for number in numbers]
+    ranks = [Rank(number, settled(journal.read(folder, number))) for number in numbers]
     return Record(folder, ranks)

@@ -18,6 +18,7 @@ from typing import Any
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, Finding, unchecked
 from samestep.verification.journal import Event
+from samestep.verification.judging.rates import Rates, counted_in_parts, schedule_steps
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.virtual_ranks import VirtualRanks
@@ -47,8 +48,8 @@ class Others:
     permuted: Callable[[], Run]
     of_ranks: Callable[[], list[Run]]
     virtual_ranks: Callable[[], list[Run]]
-    merged: Callable[[list[Event]], Run]
-    apart: Callable[[list[Event]], Run]
+    merged: Callable[[list[Event]], Run] | None = None
+    apart: Callable[[list[Event]], Run] | None = None
 
 
 @dataclass
@@ -83,7 +84,7 @@ class Comparison:
             VirtualRanks(self.record, self.others.virtual_ranks).judge(common, report)
             return
         self._compare(common, report)
-        if report.coverage["gradients"] == AGREES:
+        if report.coverage["gradients"] == AGREES and self.others.merged is not None and self.others.apart is not None:
             Windows(self.record, self.others.merged, self.others.apart).judge(common, self.whole, report)
 
     def _compare(self, common: list[Event], report: Report) -> None:
@@ -137,9 +138,12 @@ class Comparison:
 
     def _rates(self) -> Iterator[Finding]:
         """Whether one process has the ranks' learning rate; N times as much, for N times the batch, is declared."""
-        size, alone = self.record.size, self.whole.steps
+        size, often = self.record.size, False
+        alone = Rates(self.whole.record.ranks[0] if self.whole.record.ranks else Rank(0, []))
+        scheduled = schedule_steps(self.record.ranks[0])
         for event in self.record.ranks[0].steps:
-            mine, theirs = event["rates"], alone.get(event["event"], {}).get("rates", [])
+            mine, theirs = event["rates"], alone.at(event["event"], scheduled[event["event"]], size)
+            often |= alone.scheduled.get(event["event"], 0) * size == scheduled[event["event"]] > 0
             ratios = [one / other for one, other in zip(mine, theirs, strict=False) if other]
             wrong = next((ratio for ratio in ratios if abs(ratio - 1) > _SAME_RATE), None)
             if wrong is None:
@@ -158,6 +162,8 @@ class Comparison:
                 fix=None if declared else "scale the rate once, by the factor by which the whole batch grows",
             )
             return
+        if often:
+            yield counted_in_parts(self.record)
 
     def _chance(self) -> str | None:
         """Why the ranks' random numbers could not be handed to one process."""

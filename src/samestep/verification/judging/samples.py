@@ -67,17 +67,20 @@ def passes(rank: Rank) -> list[Pass]:
 
 
 def _trained(rank: Rank) -> Counter[tuple[str, int]]:
-    """How many backward passes began while each pass had yielded a batch and was not over."""
+    """How many backward passes began while each pass had yielded a batch, and none had begun to load after it."""
     counts: Counter[tuple[str, int]] = Counter()
     yielded: set[tuple[str, int]] = set()
+    over: set[tuple[str, int]] = set()  # but for a batch that was loaded ahead
     for event in rank.of("batch", "passed", "backward"):
         if event["kind"] == "backward":
             counts.update(yielded)
             yielded.clear()
         elif event["kind"] == "passed":
-            yielded.discard((event["key"], event["number"]))
-        elif event["training"]:
-            yielded.add((event["key"], event["number"]))
+            over.add((event["key"], event["number"]))
+        else:
+            yielded -= over
+            over.clear()
+            yielded |= {(event["key"], event["number"])} if event["training"] else set()
     return counts
 
 
@@ -152,7 +155,8 @@ def _once(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
     """Whether each sample is used once: over all ranks, as far as the pass went on all of them."""
     by_index = _mean_the_same(group, record)
     identities = _identities(group, by_index=by_index)
-    drawn = by_index and all(len(set(one.indices or ())) < len(one.indices or ()) for one in group)
+    padded = by_index and _fills_up(group)
+    drawn = by_index and not padded and all(len(set(one.indices or ())) < len(one.indices or ()) for one in group)
     if identities is None or drawn or any(one.about["replacement"] for one in group):
         yield from _alike(group)
         return
@@ -161,15 +165,15 @@ def _once(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
     extra = sum(counts.values()) - len(counts)
     size = group[0].about["samples"]
     where = group[0].about["key"].rpartition("#")[0]
-    if extra and _is_padding(group, extra):
+    if extra and (padded or _is_padding(group, extra)):
         yield Finding(
             code="samples-repeated",
             severity="note",
             property="data",
             where=where,
             cause=f"{plural(extra, 'sample')} of {size} used twice in an epoch, so that every rank gets as many: "
-            "DistributedSampler pads",
-            fix="DistributedSampler(…, drop_last=True), or samestep.shards, which cuts exactly",
+            f"{group[0].about.get('cut_by') or group[0].about['sampler']} pads",
+            fix="leave the incomplete part out (drop_last=True), or samestep.shards, which cuts exactly",
         )
     elif extra > (0 if by_index else _BY_CHANCE * sum(counts.values())):
         yield _repeated(group, identities, extra, len(repeated), where)
@@ -194,6 +198,14 @@ def _identities(group: Sequence[Pass], *, by_index: bool) -> list[list[Any]] | N
 
 def _is_padding(group: Sequence[Pass], extra: int) -> bool:
     return group[0].about["sampler"] == "DistributedSampler" and extra < len(group)
+
+
+def _fills_up(group: Sequence[Pass]) -> bool:
+    """Whether every sample is used, and only the ranks' last batches repeat any: they are filled up."""
+    used = {index for one in group for index in one.indices or ()}
+    before = [index for one in group for batch in one.batches[:-1] for index in batch["indices"]]
+    whole = all(one.complete for one in group) and len(used) == group[0].about["samples"]
+    return whole and bool(before) and len(before) == len(set(before))
 
 
 def _repeated(group: Sequence[Pass], identities: list[list[Any]], extra: int, count: int, where: str) -> Finding:

@@ -2,7 +2,7 @@
 
 phase       from `model.eval()`, or the first batch without gradients, to the next training batch or `model.train()`
 collected   what the collectives in it bring: sums of counts, gathered predictions
-buffers     digests, once the first batch has gone through the model
+buffers     digests, once the first batch has gone through the model, and once all have
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Evaluations:
         self._buffers = buffers
         self._count = 0
         self.lasts = False
+        self._untold: tuple[str, int] | None = None  # the pass whose buffers, at its end, are still to be told
         self._recent = False  # one has been since the last training batch: what is reduced or printed is of it
 
     def begin(self) -> None:
@@ -37,23 +38,31 @@ class Evaluations:
 
     def leave(self) -> None:
         """A model is set to train again; what was evaluated may still be summed up and printed."""
+        self.settle()
         self.lasts = False
 
     def end(self) -> None:
         """Training goes on."""
+        self.settle()
         self.lasts = self._recent = False
 
     def batch(self, key: str, number: int, index: int) -> None:
-        """A batch is about to be evaluated; those before it have been."""
+        """A batch is about to be evaluated; those before it have been, unless somebody loads ahead."""
+        self.settle()
         self.begin()
         self._journal.write("evaluated", phase=self._count, key=key, number=number, index=index)
         if index == 1:
             self._tell_buffers(key, number)
 
-    def passed(self, key: str, number: int, batches: int) -> None:
-        """A pass of an evaluation has ended."""
-        if batches == 1:
-            self._tell_buffers(key, number)
+    def passed(self, key: str, number: int) -> None:
+        """A pass of an evaluation has ended; a batch that was loaded ahead may still be evaluated."""
+        self._untold = key, number
+
+    def settle(self) -> None:
+        """The last pass has been evaluated whole: what comes next has begun, or the script has ended."""
+        if self._untold is not None:
+            self._tell_buffers(*self._untold)
+            self._untold = None
 
     def _tell_buffers(self, key: str, number: int) -> None:
         from samestep.runtime.digest import digest

@@ -1,4 +1,4 @@
-"""What goes into a model, where no DataLoader tells what a step is taken on: digests of the samples, row by row."""
+"""What goes into a model that is trained: that it does, and, where no DataLoader tells, digests of the samples."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ class Inputs:
     Args:
         journal: to write to.
         wanted: returns the window at hand where its inputs are of interest, else None.
+        forwarding: called before every forward of a model in training mode.
     """
 
-    def __init__(self, journal: Journal, wanted: Callable[[], int | None]) -> None:
+    def __init__(
+        self, journal: Journal, wanted: Callable[[], int | None], forwarding: Callable[[], None] = lambda: None
+    ) -> None:
         self._journal = journal
+        self._forwarding = forwarding
         self._wanted = wanted
         self._known: set[int] = set()
 
@@ -33,12 +37,14 @@ class Inputs:
                 self._known.add(id(root))
                 root.register_forward_pre_hook(self._note, with_kwargs=True)
 
-    def _note(self, _: Any, args: Any, kwargs: Any) -> None:
+    def _note(self, model: Any, args: Any, kwargs: Any) -> None:
         import torch
 
         from samestep.verification.recording.rows import row_digests
 
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
+        if model.training:
+            self._forwarding()
         if (window := self._wanted()) is not None:
             self._journal.write("input", window=window, rows=row_digests([*args, *kwargs.values()]))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import BatchSampler
 
 from samestep.data.iterable import length_of
 from samestep.verification.recording.naming import bare
@@ -18,19 +19,30 @@ _POWERS = {"MulBackward0": 1, "DivBackward0": -1}
 
 def described(loader: Any) -> dict[str, Any]:
     """Returns what a journal says of a DataLoader when a pass begins."""
-    sampler = getattr(loader, "sampler", None)
+    sampler, *cutting = _samplers_of(loader)
     return {
         "length": length_of(loader),
         "samples": length_of(loader.dataset),
         "dataset": type(loader.dataset).__name__,
         "sampler": type(sampler).__name__,
+        "cut_by": next((type(one).__name__ for one in cutting if type(one) is not BatchSampler), None),
         "replacement": bool(getattr(sampler, "replacement", False)),
         "epoch": getattr(sampler, "epoch", None),
         "dataset_epoch": _number(getattr(loader.dataset, "epoch", None)),
-        "drop_last": bool(getattr(loader, "drop_last", False) or getattr(sampler, "drop_last", False)),
+        "drop_last": any(getattr(one, "drop_last", False) for one in (loader, sampler, *cutting)),
         "batch_size": loader.batch_size,
         "workers": loader.num_workers,
     }
+
+
+def _samplers_of(loader: Any) -> list[Any]:
+    """Who draws the order, and the samplers of batches that cut it, one in the other: the loader's own may be idle."""
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    cutting = []
+    while batches is not None:
+        cutting.append(batches)
+        sampler, batches = getattr(batches, "sampler", sampler), getattr(batches, "batch_sampler", None)
+    return [sampler, *cutting]
 
 
 def _number(value: Any) -> int | None:

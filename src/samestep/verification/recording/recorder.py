@@ -19,10 +19,10 @@ from samestep.launch.noting import site
 from samestep.launch.observers import Seat
 from samestep.rankenv import variable
 from samestep.verification.journal import SPAWNED, STOP
+from samestep.verification.recording.adjusting import kill_once_saved, reduce_in_rank_order
 from samestep.verification.recording.chance import keep
 from samestep.verification.recording.optimizers import digests, held
 from samestep.verification.recording.witness import EnoughError, Witness
-from samestep.verification.watching.begin import begin
 from samestep.verification.watching.listener import Batch, Epoch
 from samestep.verification.watching.storage import save_unseen
 
@@ -42,7 +42,7 @@ class Recorder(Witness):
         order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
         self.rank = seat.rank
         folder = Path(order["folder"])
-        self.attend(folder / SPAWNED if seat.spawned else folder, seat, self._unseen_window)
+        self.attend(order, folder / SPAWNED if seat.spawned else folder, seat, self._unseen_window)
         self._most: int | None = order["steps"]
         self._events = 0
         self._sampled = False
@@ -56,7 +56,8 @@ class Recorder(Witness):
         self._loaded: str | None = None
         self._loaded_buffers: dict[str, str] = {}
         self._passes = 0
-        begin(self)
+        self._is_over = False  # the pass at hand has yielded all it has, and its last batch may still be trained on
+        self.begin_watching()
 
     def end(self, error: BaseException | None) -> None:
         """Notes how the script has ended."""
@@ -90,13 +91,12 @@ class Recorder(Witness):
         self.journal.write("pass", key=epoch.key, number=epoch.number, where=epoch.where, **about)
         epoch.loader.samestep_length = about["length"]
         self._note_dataset(epoch)
-        count = 0
         while (batch := self.next_of(own)) is not None:
             self._note_batch(batch)
-            count += 1
             yield batch.value
+        self._is_over = True
         if self.evaluations.lasts:
-            self.evaluations.passed(epoch.key, epoch.number, count)
+            self.evaluations.passed(epoch.key, epoch.number)
         self.journal.write("passed", key=epoch.key, number=epoch.number)
 
     def _note_batch(self, batch: Batch) -> None:
@@ -109,7 +109,9 @@ class Recorder(Witness):
             self.evaluations.end()
         else:
             self.evaluations.batch(batch.epoch.key, batch.epoch.number, batch.index)
-        self._begin_window(evaluating=not training, ends=training and self._ends_pass(batch))
+        self._is_over = False
+        evaluating = self.evaluations.lasts  # gradients may be off only around the model
+        self._begin_window(evaluating=evaluating, ends=not evaluating and self._ends_pass(batch))
         number = self.journal.keep(lambda path: save_unseen(rows.held(batch.value), path)) if training else None
         self.journal.write(
             "batch",
@@ -135,6 +137,11 @@ class Recorder(Witness):
         length = getattr(batch.epoch.loader, "samestep_length", None)
         return length is not None and batch.index + self._last_micro >= length
 
+    def forwarding(self) -> None:
+        """A window begins here, at the latest, whose batch was loaded before the last step."""
+        if self._is_over:
+            self._begin_window(evaluating=False, ends=True)
+
     def _begin_window(self, *, evaluating: bool, ends: bool = False) -> None:
         if self.is_open or not self.optimizers.all:
             return
@@ -159,6 +166,8 @@ class Recorder(Witness):
 
         if kind == "DistributedDataParallel":
             watch_bare_forward(self, model)
+            if self.order.get("ordered"):
+                reduce_in_rank_order(model)
         self.journal.write(
             "wrap",
             wrapper=kind,
@@ -242,6 +251,8 @@ class Recorder(Witness):
         self.is_open, self._sampled, self.micro, self._scaled = False, False, 0, None
         if self._is_enough(optimizer.samestep_steps):
             raise EnoughError(0)
+        if self.rank == 0 and self.order.get("killed_at") == optimizer.samestep_steps:
+            kill_once_saved(Path(self.order["saves"]))
 
     def _is_enough(self, steps: int) -> bool:
         """Whether to end here: at the step that was asked for, or at one that somebody has named meanwhile."""

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from samestep.launch.imports import when_imported
 from samestep.launch.observers import Observer, Seat
 from samestep.verification.journal import Journal
+from samestep.verification.recording.adjusting import adjusted
 from samestep.verification.recording.chance import Draws
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs
 from samestep.verification.recording.optimizers import Optimizers
+from samestep.verification.watching.begin import begin
 from samestep.verification.watching.listener import Batch, Listener
 
 __all__: list[str] = []
@@ -25,12 +28,13 @@ class EnoughError(SystemExit):
 class Witness(Observer, Listener):
     """Counts steps, and notes what evaluations bring, how the script ends, and when a dataset loads."""
 
-    def attend(self, folder: Path, seat: Seat, unseen: Callable[[], int | None]) -> None:
+    def attend(self, order: dict[str, Any], folder: Path, seat: Seat, unseen: Callable[[], int | None]) -> None:
         """Opens the journal; `unseen` names the window whose inputs no DataLoader tells, if there is one."""
+        self.order = order
         self.journal = Journal(folder, seat.rank)
         self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
         self.optimizers = Optimizers(self.journal)
-        self.inputs = Inputs(self.journal, unseen)
+        self.inputs = Inputs(self.journal, unseen, self.forwarding)
         self.evaluations = Evaluations(self.journal, self.optimizers.buffers)
         self.draws = Draws()
         self.window = 0
@@ -40,6 +44,7 @@ class Witness(Observer, Listener):
 
     def end(self, error: BaseException | None) -> None:
         """Notes how the script has ended."""
+        self.evaluations.settle()
         name = None if error is None or isinstance(error, SystemExit) else type(error).__name__
         self.journal.write("end", error=name, message=str(error)[:500], enough=isinstance(error, EnoughError))
 
@@ -56,10 +61,26 @@ class Witness(Observer, Listener):
         finally:
             self.is_loading = False
 
+    def forwarding(self) -> None:
+        """A model is about to be called in training."""
+
     def optimizer_made(self, optimizer: Any, where: str) -> None:
         """Numbers it."""
         self.optimizers.add(optimizer, where)
         self.inputs.watch(optimizer)
+
+    def called(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Notes that the script uses samestep, and calls it as this run was ordered to."""
+        self.journal.write("called", name=name)
+        return adjusted(self.order, name, args, kwargs)
+
+    def begin_watching(self) -> None:
+        """Watches everything from now on; a run in float64 computes so from the first tensor on."""
+        if self.order.get("double"):
+            when_imported("torch", lambda torch: torch.set_default_dtype(torch.float64))
+        begin(self, chance=bool(self.order.get("chance")))
 
     def note_mode(self, *, training: bool) -> None:
         """A model that is set to evaluate before it has trained is only being built."""

@@ -22,11 +22,12 @@ from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import passes
 from samestep.verification.recording.witness import EnoughError, Witness
 from samestep.verification.reference.pretending import pretend
-from samestep.verification.watching.begin import begin
 from samestep.verification.watching.listener import Batch, Epoch
 from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
+
+_FURTHER = 20  # steps that a script alone takes beyond those after which a rank has failed
 
 
 class Alone(Witness):
@@ -36,7 +37,7 @@ class Alone(Witness):
         """Prepares the recorded windows; torch is not imported yet."""
         order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
         self.record: Record = read(Path(order["recorded"]))
-        self.attend(Path(order["folder"]), seat, lambda: None if self._replayed else self.window)
+        self.attend(order, Path(order["folder"]), seat, lambda: None if self._replayed else self.window)
         self._ranks: list[int] = order["ranks"]
         self._pretends: int | None = order.get("pretends")
         self._permuted: bool = order.get("permuted", False)
@@ -45,11 +46,14 @@ class Alone(Witness):
         self._event = 0
         self._replayed = self._training_passes()
         first = self.record.ranks[0] if self.record.ranks else Rank(0, [])
-        self._steps, self._ends = first.steps, first.is_complete or not first.steps
+        self._steps, self._last = first.steps, _last(self.record)
         self._lengths = {event["key"]: event["length"] for event in first.of("pass")}
         self._drawn = self._recorded_draws()
-        self.sizes: list[int] = []
-        begin(self)
+        self.sizes: list[int] = []  # of the parts of the batch that is trained on
+        self._loaded: list[list[int]] = []  # those of every batch of the pass
+        self._used = 0  # and how many of them have been trained on
+        self._is_over = False  # a pass has yielded all it has, and its last batch may still be trained on
+        self.begin_watching()
         self._slice_norms()
         if self._pretends is not None:
             pretend(self._pretends, self.record.size)
@@ -97,10 +101,28 @@ class Alone(Witness):
             events = {
                 rank: theirs[index] for rank, theirs in zip(self._ranks, parts, strict=True) if index < len(theirs)
             }
-            self._keep_pace(next(iter(events.values()))["window"])
+            self._is_over = False
+            first = next(iter(events.values()))
+            self._keep_pace(first["loaded"] if "loaded" in first else first["window"])
             self._begin_window()
-            yield self._joined(self._whole_window(parts, index) if self.window in self._merged else [*events.items()])
-        self.sizes = []
+            chosen = self._whole_window(parts, index) if first["window"] in self._merged else [*events.items()]
+            self._note_sizes([event["size"] for _, event in chosen], anew=not index or "loaded" not in first)
+            yield self._joined(chosen)
+        self._is_over = True
+        self._use_sizes()
+
+    def _note_sizes(self, sizes: list[int], *, anew: bool) -> None:
+        """The sizes of a batch's parts hold from the backward pass of the one before it: it may be loaded ahead."""
+        if anew:
+            self._loaded.clear()
+            self._used = 0
+        self._loaded.append(sizes)
+        self._use_sizes()
+
+    def _use_sizes(self) -> None:
+        if self._is_over and self._used >= len(self._loaded):
+            self._loaded.clear()
+        self.sizes = self._loaded[min(self._used, len(self._loaded) - 1)] if self._loaded else []
 
     def _whole_window(self, parts: list[list[Event]], index: int) -> list[tuple[int, Event]]:
         """All batches of this pass, and of all ranks, that were used in the window of one of them."""
@@ -132,21 +154,21 @@ class Alone(Witness):
         from samestep.verification.reference.joining import UnjoinableError, joined, permuted
 
         values = [self.record.value(rank, event["kept"]) for rank, event in events]
-        self.sizes = [event["size"] for _, event in events]
+        sizes = [event["size"] for _, event in events]
         try:
             value = joined(values)
         except UnjoinableError as error:
             self.journal.write("unjoinable", why=str(error))
             raise EnoughError(0) from error
-        return permuted(value, self._order()) if self._permuted and any(self.sizes) else value
+        return permuted(value, self._order(sizes)) if self._permuted and any(sizes) else value
 
-    def _order(self) -> Any:
+    def _order(self, sizes: list[int]) -> Any:
         """Another order of the samples, within each rank's part: a part may have statistics of its own."""
         import torch
 
         generator = torch.Generator().manual_seed(self.window)
-        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-        parts = zip(starts, self.sizes, strict=True)
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        parts = zip(starts, sizes, strict=True)
         return torch.cat([start + torch.randperm(size, generator=generator) for start, size in parts])
 
     # --- windows -----------------------------------------------------------------------------
@@ -157,6 +179,11 @@ class Alone(Witness):
         self.is_open = True
         if (state := self.record.state(self.window)) is not None:
             self._put_back(state)
+
+    def forwarding(self) -> None:
+        """A window begins here, at the latest, whose batch was loaded before the last step."""
+        if self._is_over:
+            self._begin_window()
 
     def _put_back(self, values: dict[str, Any]) -> None:
         import torch
@@ -189,6 +216,8 @@ class Alone(Witness):
 
     def after_backward(self) -> None:
         """Keeps what has added up so far, where that is asked for."""
+        self._used += 1
+        self._use_sizes()
         wanted = self._apart.get(self.window)
         for optimizer in self.optimizers.all:
             if optimizer.samestep_number == wanted:
@@ -202,12 +231,12 @@ class Alone(Witness):
 
     def before_step(self, optimizer: Any) -> None:
         """Keeps the gradients where the ranks' are kept."""
+        number = getattr(optimizer, "samestep_number", 0)
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        self.journal.write("rates", event=self._event, optimizer=number, rates=rates)
         if self._event < len(self._steps) and self._steps[self._event]["kept"] is not None:
             kept = self._keep_gradients(optimizer)
-            rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-            self.journal.write(
-                "step", event=self._event, optimizer=getattr(optimizer, "samestep_number", 0), kept=kept, rates=rates
-            )
+            self.journal.write("step", event=self._event, optimizer=number, kept=kept)
 
     def after_step(self, optimizer: Any) -> None:
         """Counts, and ends where the recording has ended."""
@@ -215,14 +244,14 @@ class Alone(Witness):
         self._event += 1
         self.window += 1
         self.is_open, self.micro = False, 0
-        if self._event >= len(self._steps) and not self._ends:
+        if self._last is not None and self._event >= self._last:
             raise EnoughError(0)
         if not self._replayed:
             self._begin_window()
 
     def told(self, kind: str, **fields: Any) -> None:
-        """Writes down what is compared: the norms that clipping has seen."""
-        if kind in {"clip", "metrics"}:
+        """Writes down what is compared: the norms that clipping has seen, say."""
+        if kind in {"clip", "metrics", "scheduler"}:
             self.journal.write(kind, window=self.window, **fields)
         elif kind == "mode":
             self.note_mode(training=fields["training"])
@@ -263,3 +292,11 @@ class Alone(Witness):
         from samestep.verification.reference.norms import slice_norms
 
         when_imported("torch.nn.modules.batchnorm", lambda module: slice_norms(module, self))
+
+
+def _last(record: Record) -> int | None:
+    """Returns the step to end at; None where the ranks came to the end. Where one failed, whether one process does."""
+    if not record.ranks or record.ranks[0].is_complete or not record.ranks[0].steps:
+        return None
+    enough = all(rank.ended is not None and rank.ended["enough"] for rank in record.ranks)
+    return len(record.ranks[0].steps) + (0 if enough else _FURTHER)

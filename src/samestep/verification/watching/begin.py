@@ -13,9 +13,10 @@ from samestep.verification.watching.plainly import without_chance
 __all__: list[str] = []
 
 
-def begin(listener: Listener) -> None:
-    """Tells `listener` of everything from now on. Imports no torch."""
-    without_chance(listener)
+def begin(listener: Listener, *, chance: bool = False) -> None:
+    """Tells `listener` of everything from now on, without dropout and autocast, or with `chance`. Imports no torch."""
+    if not chance:
+        without_chance(listener)
     training.watch(listener)
     storage.watch(listener)
     draws.watch(listener)

@@ -106,5 +106,12 @@ class Listener:
     def printed(self, text: Callable[[], str], where: str) -> None:
         """The script has printed a text, which is made when it is asked for."""
 
+    def called(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The script calls `samestep.name`; returns with what."""
+        del name
+        return args, kwargs
+
     def told(self, kind: str, **fields: Any) -> None:
         """Anything else: "scheduler", "clip", "scaler", "save", "load", "eval"."""

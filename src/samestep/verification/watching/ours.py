@@ -1,4 +1,4 @@
-"""Tells of what a script does by samestep's own functions, where torch's do not show it: evaluations."""
+"""Tells of what a script does by samestep's own functions, where torch's do not show it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ from samestep.verification.watching.listener import Listener
 
 __all__: list[str] = []
 
+_CALLED = {
+    "world": "samestep.runtime.world",
+    "shards": "samestep.data.sharing",
+    "replicate": "samestep.replicas.replicate",
+    "checkpoint": "samestep.running.checkpoints.commit",
+}
+
 
 def watch(listener: Listener) -> None:
-    """Changes samestep.evaluate as soon as it is imported."""
-    when_imported("samestep.running.evaluation", functools.partial(_watch, listener))
+    """Changes the functions as soon as they are imported."""
+    when_imported("samestep.running.evaluation", functools.partial(_watch_evaluations, listener))
+    for name, home in _CALLED.items():
+        when_imported(home, functools.partial(_watch_calls, listener, name))
 
 
-def _watch(listener: Listener, module: Any) -> None:
+def _watch_evaluations(listener: Listener, module: Any) -> None:
     original = module.evaluate
 
     @functools.wraps(original)
@@ -29,3 +38,14 @@ def _watch(listener: Listener, module: Any) -> None:
         return metrics
 
     module.evaluate = evaluate
+
+
+def _watch_calls(listener: Listener, name: str, module: Any) -> None:
+    original = getattr(module, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = listener.called(name, args, kwargs)
+        return original(*args, **kwargs)
+
+    setattr(module, name, call)

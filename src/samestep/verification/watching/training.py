@@ -14,8 +14,14 @@ from samestep.verification.watching.listener import Listener
 __all__: list[str] = []
 
 
-def watch(listener: Listener) -> None:
-    """Changes torch's classes as soon as they are imported."""
+def watch(listener: Listener, *, sparing: bool = False) -> None:
+    """Changes torch's classes as soon as they are imported.
+
+    Args:
+        listener: is told.
+        sparing: leave out what takes time (backward passes, clipping, whose norm would be waited for) and what asks a
+            model for its state, which is a collective where it is cut.
+    """
     when_imported("torch.optim.optimizer", functools.partial(_watch_optimizers, listener))
     when_imported("torch.optim.lr_scheduler", functools.partial(_watch_schedules, listener))
     when_imported(
@@ -28,9 +34,11 @@ def watch(listener: Listener) -> None:
     )
     when_imported("torch.distributed.fsdp._fully_shard._fully_shard", functools.partial(_watch_sharding, listener))
     when_imported("torch.amp.grad_scaler", functools.partial(_watch_scaler, listener))
-    when_imported("torch.nn.utils.clip_grad", functools.partial(_watch_clipping, listener))
-    when_imported("torch.autograd", functools.partial(_watch_backward, listener))
     when_imported("torch.nn.modules.module", functools.partial(_watch_modes, listener))
+    if not sparing:
+        when_imported("torch.nn.utils.clip_grad", functools.partial(_watch_clipping, listener))
+        when_imported("torch.autograd", functools.partial(_watch_backward, listener))
+        when_imported("torch.nn.modules.module", functools.partial(_watch_loading, listener))
 
 
 def _watch_optimizers(listener: Listener, module: ModuleType) -> None:
@@ -135,6 +143,9 @@ def _watch_modes(listener: Listener, module: Any) -> None:
             nested.pop()
 
     module.Module.train = train
+
+
+def _watch_loading(listener: Listener, module: Any) -> None:
     loading = module.Module.load_state_dict
 
     @functools.wraps(loading)

@@ -1,0 +1,120 @@
+"""What a run of verify changes in how a script calls samestep's own functions.
+
+checkpoint     every run saves into a folder of its own: the second shall not resume from what the first has saved
+world          with virtual ranks, where a run is ordered to have them
+replicate      in float64, likewise; virtual ranks have statistics of BatchNorm of their own
+shards         in float64; one process takes the micro-batches of all ranks together, as BatchNorm does
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from samestep.runtime.digest import digest_of_bytes
+
+__all__: list[str] = []
+
+_PATIENCE = 1000  # looks for a checkpoint: 20 s
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def adjusted(order: dict[str, Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Returns the arguments with which `samestep.name` is to be called in a run of this order."""
+    if name == "checkpoint":
+        return _elsewhere(order, args, kwargs)
+    if name == "world" and order.get("virtual_ranks") and kwargs.get("virtual_ranks") is None:
+        return args, kwargs | {"virtual_ranks": order["virtual_ranks"]}
+    if name == "replicate":
+        return _replicated(order, args, kwargs)
+    return (args, kwargs | _sharded(order, kwargs)) if name == "shards" else (args, kwargs)
+
+
+def _replicated(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    if order.get("double"):
+        (kwargs["model"] if "model" in kwargs else args[0]).double().register_forward_pre_hook(_cast, with_kwargs=True)
+    return args, kwargs | ({"batchnorm": "local"} if order.get("virtual_ranks") else {})
+
+
+def _sharded(order: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    if order.get("double"):
+        from torch.utils.data import default_collate
+
+        changed["collate_fn"] = functools.partial(_collated, kwargs.get("collate_fn") or default_collate)
+    if kwargs.get("micro_batch_size"):
+        changed["micro_batch_size"] = kwargs["micro_batch_size"] * order.get("together", 1)
+    return changed
+
+
+def _elsewhere(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    path = kwargs["path"] if "path" in kwargs else args[0]
+    if path is None:
+        return args, kwargs
+    place = Path(order["saves"]) / digest_of_bytes(str(path).encode())[:8]
+    place.parent.mkdir(parents=True, exist_ok=True)
+    often = {"every": order["every"]} if order.get("every") else {}
+    return (place, *args[1:]), {name: value for name, value in kwargs.items() if name != "path"} | often
+
+
+def reduce_in_rank_order(model: Any) -> None:
+    """Lets a DistributedDataParallel add the ranks' gradients in the order of ranks, whatever bucket they lie in.
+
+    gloo and NCCL add three or more in an order that depends on the place in the bucket, and the first step of a run
+    has other buckets than the next ones: a run that goes on cannot have the bits of one that never stopped.
+    """
+
+    def hook(group, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  (torch refuses texts)
+        return _in_rank_order(group, bucket)
+
+    model.register_comm_hook(model.process_group, hook)
+
+
+def _in_rank_order(group: Any, bucket: Any) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    mine = bucket.buffer()
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    work: Any = dist.all_gather(parts, mine, group=group, async_op=True)
+
+    def added(_: Any) -> torch.Tensor:
+        for part in parts[1:]:
+            parts[0].add_(part)
+        return parts[0].div_(len(parts))
+
+    return work.get_future().then(added)
+
+
+def kill_once_saved(saves: Path) -> None:
+    """Kills this process, as kill -9 does, when a checkpoint is there; waits a while for one that is being saved."""
+    for _ in range(_PATIENCE):
+        if any(saves.glob("*/step-*")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _cast(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    return doubled(args), doubled(kwargs)
+
+
+def _collated(collate: Any, samples: list[Any]) -> Any:
+    return doubled(collate(samples))
+
+
+def doubled(value: Any) -> Any:
+    """Returns a batch whose float32 tensors are float64."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.dtype == torch.float32 else value
+    if isinstance(value, dict):
+        return {key: doubled(one) for key, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(doubled, value))
+    return type(value)(map(doubled, value)) if isinstance(value, list | tuple) else value
