@@ -157,12 +157,12 @@ def matches(case: Case, key: str, told: Any) -> bool:
     if key == "factor":
         return abs(told - wanted) <= 0.01 * abs(wanted)
     if key == "tensor":
-        return wanted in told
+        return any(text in told for text in texts(wanted))
     return any(text in source_line(case.script, told) for text in texts(wanted))
 
 
 def texts(wanted: str | list[str]) -> list[str]:
-    """`where` may name several lines, each of which is a good answer."""
+    """`where` and `tensor` may name several, each of which is a good answer."""
     return [wanted] if isinstance(wanted, str) else wanted
 
 

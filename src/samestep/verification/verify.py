@@ -121,7 +121,7 @@ def _blame(ended: runs.Ended, whole: Run, record: Record, report: Report) -> Non
     if alone.hung or alone.code != 0:
         report.inconclusive = f"the script fails alone too: {_reason(alone)}"
         return
-    report.add([communication.stuck(record) if ended.hung else _crash(ended)])
+    report.add([communication.stuck(record) if ended.hung else _crash(ended, record)])
 
 
 def _reason(ended: runs.Ended) -> str:
@@ -131,14 +131,15 @@ def _reason(ended: runs.Ended) -> str:
     return ended.tail(1) if failure is None else f"{failure['exception']}: {failure['message'][:300]}"
 
 
-def _crash(ended: runs.Ended) -> Finding:
+def _crash(ended: runs.Ended, record: Record) -> Finding:
     failure = ended.failure or {}
+    busy = communication.waited_for(record, failure.get("rank"), failure.get("where"))
     return Finding(
         code="crash",
         property="control",
         rank=failure.get("rank"),
-        where=failure.get("where") or _where_others_waited(failure),
-        cause=f"{_reason(ended)}; alone, the script ends well",
+        where=busy[0] if busy else failure.get("where") or _where_others_waited(failure),
+        cause=f"{_reason(ended)}{busy[1] if busy else ''}; alone, the script ends well",
     )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.words import listed
+from samestep.verification.judging.words import listed, plural
 
 __all__: list[str] = []
+
+_REDUCING = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor"}
 
 
 def of_gradients(record: Record, index: int, rank: int, bad: list[str]) -> Finding:
@@ -32,7 +34,7 @@ def _of_gradients(rank: Rank, step: Event, bad: list[str]) -> tuple[str, str, st
     window = rank.by_window.get(step["window"], [])
     forwards = [event for event in window if event["kind"] == "forward"]
     if not wraps:
-        return _by_hand(window, step, bad)
+        return _by_hand(rank, window, step, bad)
     wrapped = {name for wrap in wraps for name in wrap["names"]}
     trained = {name for wrap in wraps for name in wrap["trained"]}
     plain = [name.partition(": ")[2] or name for name in bad]
@@ -45,22 +47,30 @@ def _of_gradients(rank: Rank, step: Event, bad: list[str]) -> tuple[str, str, st
     if bare and all(event["bare"] for event in forwards):
         cause = "the model inside the wrapper was called, which leaves its reducer out"
         return cause, "call the DistributedDataParallel model itself: model(x), not model.module(x)", bare[0]["where"]
-    if forwards and not any(event["synchronises"] for event in forwards):
-        cause = "every micro-batch of the step ran under no_sync(), so none was reduced"
-        return cause, "leave the last micro-batch of a step outside no_sync(), its forward too", forwards[-1]["where"]
+    if forwards and not forwards[-1]["synchronises"]:
+        some = any(event["synchronises"] for event in forwards)
+        cause = "the last micro-batch of the step ran under no_sync(), so what it added was not reduced"
+        cause = cause if some else "every micro-batch of the step ran under no_sync(), so none was reduced"
+        where = _where(window, "backward") if some else _where(window, "no_sync") or forwards[-1]["where"]
+        return cause, "leave the last micro-batch of a step outside no_sync(), its forward too", where
     if step["micro"] and not forwards:
         cause = "no forward went through the wrapper"
         return cause, "call the DistributedDataParallel model itself", _where(window, "backward")
     return "the reducer did not reach them", "see `samestep verify --explain gradients-not-synchronised`", None
 
 
-def _by_hand(window: list[Event], step: Event, bad: list[str]) -> tuple[str, str, str | None]:
-    reductions = [event for event in window if event["kind"] == "collective" and not event["between_two"]]
+def _by_hand(rank: Rank, window: list[Event], step: Event, bad: list[str]) -> tuple[str, str, str | None]:
+    calls = [event for event in window if event["kind"] == "collective" and not event["between_two"]]
+    reductions = [event for event in calls if event["op"] in _REDUCING]
     average = "for p in model.parameters(): dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
     if not reductions:
         return "nothing averages them before the step", average, step["where"]
     if len(bad) < len(step["gradients"]):
         return "what averages the others leaves these out", average, reductions[0]["where"]
+    members = reductions[0]["group"].rpartition(":")[2].split(",")
+    if reductions[0]["group"] != "world" and len(members) < rank.size:
+        cause = f"{reductions[0]['op']} runs in a group of {plural(len(members), 'rank')}, and never between groups"
+        return cause, "average over all ranks: leave group= out", reductions[0]["where"]
     return "what the script communicates before the step does not make them equal", average, reductions[0]["where"]
 
 
@@ -104,6 +114,8 @@ def rates(record: Record, index: int, rank: int) -> Finding:
     optimizers = [event for event in record.ranks[rank].of("optimizer") if event["number"] == theirs["optimizer"]]
     schedules = [event for event in record.ranks[rank].of("scheduler") if event["event"] <= index]
     where = schedules[-1]["where"] if schedules and index else (optimizers[0]["where"] if optimizers else None)
+    to_one = [event for event in record.ranks[rank].of("collective") if event["op"] == "reduce"] if index else []
+    where, why = (to_one[-1]["where"], _TO_ONE) if to_one else (where, "")
     return Finding(
         code="learning-rate-differs",
         property="control",
@@ -112,9 +124,12 @@ def rates(record: Record, index: int, rank: int) -> Finding:
         factor=_ratio(first["rates"], theirs["rates"]),
         where=where,
         cause=f"at step {index} rank {record.ranks[rank].number} steps with the rate {_short(theirs['rates'])}, rank 0 "
-        f"with {_short(first['rates'])}",
+        f"with {_short(first['rates'])}{why}",
         fix="let every rank compute the rate from values that all ranks share: reduce the metric that a schedule sees",
     )
+
+
+_TO_ONE = "; reduce() brings its result to one rank only, and here every rank goes by what it has"
 
 
 def _ratio(first: list[float], theirs: list[float]) -> float | None:

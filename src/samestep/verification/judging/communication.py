@@ -100,6 +100,24 @@ def _told(call: Event) -> str:
     return f"{call['op']}{form} at {call['where']}"
 
 
+def waited_for(record: Record, rank: int | None, where: str | None) -> tuple[str, str] | None:
+    """Returns where the rank is that others wait for in a barrier, and what it does there; None where nobody does.
+
+    A barrier is a place to wait in, not a fault: who does something else meanwhile has done too much, or too little.
+    """
+    failed = next((one for one in record.ranks if one.number == rank), None)
+    last = failed and next(reversed(calls(failed)), None)
+    if failed is None or not last or last["where"] != where or "barrier" not in last["op"]:
+        return None
+    counts = {one.number: len(one.of("backward")) for one in record.ranks}
+    most = max(record.ranks, key=lambda one: counts[one.number])
+    if counts[most.number] <= counts[failed.number]:
+        return None
+    begun = most.of("backward")[-1]["where"]
+    told = f"rank {most.number} has begun {counts[most.number]} backward passes, rank {rank} {counts[failed.number]}"
+    return begun, f" (it waits in a barrier, while {told})"
+
+
 def stuck(record: Record) -> Finding:
     """Returns the finding for a run in which nothing moved any more: who waits where, and for whom."""
     last = {rank.number: next(reversed(calls(rank)), None) for rank in record.ranks}

@@ -15,7 +15,7 @@ from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.printed import Difference, metrics_alike
 from samestep.verification.judging.record import Record
-from samestep.verification.judging.samples import Pass, passes
+from samestep.verification.judging.samples import Pass, loads_for_all, passes
 from samestep.verification.judging.states import differing
 from samestep.verification.judging.words import listed, plural
 from samestep.verification.report import Report
@@ -30,6 +30,8 @@ Values = dict[tuple[int, str, int], Event]
 def judge(record: Record, alone: Record | None, report: Report) -> None:
     """Adds what evaluations tell; `alone` is the script run alone, if it ran."""
     _judge_buffers(record, report)
+    if alone is not None and loads_for_all(record) is not None and any(rank.of("out_of_step") for rank in alone.ranks):
+        alone = None  # it evaluates other weights
     exact = list(_metrics(record, alone))
     report.add(exact[:1])
     if not any(rank.of("evaluated") for rank in record.ranks):

@@ -26,6 +26,12 @@ class Rank:
         return [event for event in self.events if event["kind"] in kinds]
 
     @cached_property
+    def size(self) -> int:
+        """How many ranks there were."""
+        begun = self.of("begin")
+        return int(begun[0]["size"]) if begun else 1
+
+    @cached_property
     def steps(self) -> list[Event]:
         """The optimizer steps; each with "after", the parameters' digests behind it, where it came to that."""
         after = {event["event"]: event["parameters"] for event in self.of("stepped")}

@@ -20,6 +20,7 @@ from samestep.verification.findings import AGREES, DECLARED, REFUTED, Finding, u
 from samestep.verification.journal import Event
 from samestep.verification.judging.rates import Rates, counted_in_parts, schedule_steps
 from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.samples import loads_for_all
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.virtual_ranks import VirtualRanks
 from samestep.verification.judging.windows import Windows
@@ -68,6 +69,13 @@ class Comparison:
 
     def judge(self, report: Report) -> None:
         """Adds what the comparison tells."""
+        loader = loads_for_all(self.record) if self.whole.is_out_of_step else None
+        if loader is not None:
+            why = (
+                f"rank {loader} loads for all ranks and sends it on, several batches at once, and one process does not"
+            )
+            report.cover("gradients", unchecked(why))
+            return
         report.add(self._out_of_step())
         report.add(self._rates())
         mine = [event for event in self.record.ranks[0].steps[: self.record.steps] if event["kept"] is not None]
@@ -303,16 +311,23 @@ class Comparison:
 
     def _unexplained(self, event: Event, apart: numerics.Distance) -> Finding:
         name = list(event["gradients"])[apart.tensor]
+        buffer = self._differing_buffer(event["window"])
+        why = f"; the buffer {buffer} is another on each rank, and nobody keeps it alike" if buffer else ""
         return Finding(
             code="gradient-differs",
             property="gradients",
             step=event["event"],
-            tensor=name,
+            tensor=buffer or name,
             where=self._backward(event),
             cause=f"at step {event['event']} the gradients are not those of one process, most of all that of {name}: "
-            f"an error of {apart.worst:.1e} of its norm",
-            fix=None,
+            f"an error of {apart.worst:.1e} of its norm{why}",
+            fix="reduce over all ranks what the buffer is updated from" if buffer else None,
         )
+
+    def _differing_buffer(self, window: int) -> str | None:
+        """A buffer of a module that no wrapper looks after, a loss's running state, which differs between ranks."""
+        told = [one["others"] for rank in self.record.ranks for one in rank.of("window") if one["number"] == window]
+        return next((name for name in told[0] for one in told if one.get(name) != told[0][name]), None)
 
     def _backward(self, event: Event) -> str:
         window = self.record.ranks[0].by_window.get(event["window"], [])

@@ -84,6 +84,12 @@ def _trained(rank: Rank) -> Counter[tuple[str, int]]:
     return counts
 
 
+def loads_for_all(record: Record) -> int | None:
+    """Returns the one rank that loads what all train on, and sends it on; None where several load."""
+    loading = [rank.number for rank in record.ranks if any(one.is_training for one in passes(rank))]
+    return loading[0] if len(loading) == 1 < record.size else None
+
+
 def together(record: Record) -> list[list[Pass]]:
     """Returns the passes that all ranks have made, one list for each."""
     mine = [{(one.about["key"], one.about["number"]): one for one in passes(rank)} for rank in record.ranks]
@@ -97,15 +103,19 @@ def judge(record: Record, report: Report) -> None:
         report.cover("data", unchecked("no DataLoader was trained on"))
         return
     for group in training:
-        report.add(_lengths(group))
-        report.add(_same_data(group, record))
-        report.add(_once(group, record))
+        report.add(_first_of_its_kind([*_lengths(group), *_same_data(group, record), *_once(group, record)], report))
     report.add(_orders(training))
     report.add(_dropped(record, training))
     whole = [group for group in training if all(one.complete for one in group)]
     notes = [finding for finding in report.findings if finding.property == "data"]
     margin = f"{plural(len(whole), 'epoch')} of {plural(len(training[0]), 'rank')}" if whole else None
     report.cover("data", DECLARED if notes else PROVED if whole else AGREES, margin)
+
+
+def _first_of_its_kind(findings: Sequence[Finding], report: Report) -> Iterator[Finding]:
+    """What is wrong in the first epoch is so in the next ones too, and told once."""
+    known = {(one.code, one.severity, one.where) for one in report.findings}
+    yield from (one for one in findings if (one.code, one.severity, one.where) not in known)
 
 
 def _lengths(group: Sequence[Pass]) -> Iterator[Finding]:
@@ -120,7 +130,7 @@ def _datasets(group: Sequence[Pass], rank: int, what: str) -> Finding:
         code="datasets-differ",
         property="data",
         rank=group[rank].rank,
-        where=group[0].about["key"].rpartition("#")[0],
+        where=group[rank].about.get("made") or group[0].about["key"].rpartition("#")[0],
         cause=f"the dataset of rank {group[rank].rank} {what}",
         fix="build the dataset alike on all ranks: sort what a directory lists, seed every split alike",
     )
@@ -176,7 +186,7 @@ def _once(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
             fix="leave the incomplete part out (drop_last=True), or samestep.shards, which cuts exactly",
         )
     elif extra > (0 if by_index else _BY_CHANCE * sum(counts.values())):
-        yield _repeated(group, identities, extra, len(repeated), where)
+        yield _repeated(group, identities, extra, len(repeated), _drawn_apart(record) or where)
     elif by_index and size is not None and all(one.complete for one in group) and not group[0].about["drop_last"]:
         missing = size - len(counts)
         if missing > 0 and _is_split(group):
@@ -220,6 +230,9 @@ def _repeated(group: Sequence[Pass], identities: list[list[Any]], extra: int, co
     else:
         cause = f"the ranks draw from the whole dataset, each for itself ({group[0].about['sampler']})"
         fix = "DataLoader(…, sampler=DistributedSampler(dataset)), or samestep.shards(dataset, world, batch_size=…)"
+    if not iterable and where != group[0].about["key"].rpartition("#")[0]:
+        cause = f"each rank draws an order of its own at {where}, and parts of different orders overlap"
+        fix = "draw the order from a generator that all ranks seed alike, with the epoch: seed + epoch"
     return Finding(
         code="samples-repeated",
         property="data",
@@ -228,6 +241,15 @@ def _repeated(group: Sequence[Pass], identities: list[list[Any]], extra: int, co
         f"too many): {cause}",
         fix=fix,
     )
+
+
+def _drawn_apart(record: Record) -> str | None:
+    """The user's line at which samplers draw their order, if it is another on each rank."""
+    told = [rank.of("order") for rank in record.ranks]
+    for events in zip(*told, strict=False):
+        if len({event["where"] for event in events}) == 1 and len({event["digest"] for event in events}) > 1:
+            return str(events[0]["where"])
+    return None
 
 
 def _missing(group: Sequence[Pass], missing: int, size: int, where: str) -> Finding:

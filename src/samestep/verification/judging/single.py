@@ -30,6 +30,11 @@ class Run:
         return self.record.value(0, self.steps[event]["kept"])
 
     @property
+    def is_out_of_step(self) -> bool:
+        """Whether it took its steps at other batches than the ranks."""
+        return any(rank.of("out_of_step") for rank in self.record.ranks)
+
+    @property
     def unjoinable(self) -> str | None:
         """Why the ranks' batches could not be made one."""
         events = self.record.ranks[0].of("unjoinable") if self.record.ranks else []

@@ -10,6 +10,7 @@ from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
 
+ORDERING = {"torch.randperm", "numpy.random.permutation", "random.sample"}  # draws that make an order of samples
 _MOST = 1 << 22  # numbers of one draw that are kept
 
 
@@ -42,6 +43,17 @@ def keep(journal: Journal, place: str, name: str, value: Any) -> None:
     kept = journal.keep(lambda path: save_unseen(tensor.detach().cpu(), path))
     shape = list(tensor.shape)
     journal.write("draw", place=place, name=name, shape=shape, digest=digest(torch.as_tensor(tensor)), kept=kept)
+
+
+def note_order(journal: Journal, where: str, name: str, value: Any) -> None:
+    """Writes down that an order of samples was drawn, and what tells it from others."""
+    import torch
+
+    from samestep.runtime.digest import digest
+
+    tensor = as_tensor(value)
+    if tensor is not None and tensor.numel() > 1:
+        journal.write("order", where=where, name=name, digest=digest(torch.as_tensor(tensor)))
 
 
 def as_tensor(value: Any) -> Any:

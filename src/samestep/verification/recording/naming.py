@@ -54,6 +54,13 @@ def buffers_of(parameters: Iterable[Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def foreign_buffers_of(parameters: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Returns the buffers of the modules that hold none of the parameters, by class and name."""
+    wanted = {id(parameter) for parameter in parameters}
+    others = [one for one in roots() if not _holds(one, wanted)]
+    return {f"{type(one).__name__}: {name}": buffer for one in others for name, buffer in _persistent(one)}
+
+
 def _persistent(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers that belong to a model's state; the others are made anew."""
     for place, module in root.named_modules():

@@ -54,6 +54,12 @@ class Optimizers:
 
         return buffers_of(self._every_parameter())
 
+    def foreign_buffers(self) -> dict[str, Any]:
+        """Returns the buffers of modules that hold none of their parameters: a loss with a running state, say."""
+        from samestep.verification.recording.naming import foreign_buffers_of
+
+        return foreign_buffers_of(self._every_parameter())
+
     def _every_parameter(self) -> list[Any]:
         from samestep.verification.recording.naming import of_optimizer
 

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler
 
 from samestep.data.iterable import length_of
 from samestep.verification.recording.naming import bare
+from samestep.verification.watching.datasets import made_at
 
 __all__: list[str] = []
 
@@ -24,6 +25,7 @@ def described(loader: Any) -> dict[str, Any]:
         "length": length_of(loader),
         "samples": length_of(loader.dataset),
         "dataset": type(loader.dataset).__name__,
+        "made": made_at(loader.dataset),
         "sampler": type(sampler).__name__,
         "cut_by": next((type(one).__name__ for one in cutting if type(one) is not BatchSampler), None),
         "replacement": bool(getattr(sampler, "replacement", False)),

@@ -20,7 +20,7 @@ from samestep.launch.observers import Seat
 from samestep.rankenv import variable
 from samestep.verification.journal import SPAWNED, STOP
 from samestep.verification.recording.adjusting import kill_once_saved, reduce_in_rank_order
-from samestep.verification.recording.chance import keep
+from samestep.verification.recording.chance import ORDERING, keep, note_order
 from samestep.verification.recording.optimizers import digests, held
 from samestep.verification.recording.witness import EnoughError, Witness
 from samestep.verification.watching.listener import Batch, Epoch
@@ -155,7 +155,8 @@ class Recorder(Witness):
             self._loaded_buffers = self.optimizers.digests()["buffers"]  # the forward will change them
         if self.window == 0:
             self.journal.write("start", **self.optimizers.digests())
-        self.journal.write("window", number=self.window, sampled=self._sampled, kept=kept)
+        others = digests(self.optimizers.foreign_buffers()) if self._sampled else {}
+        self.journal.write("window", number=self.window, sampled=self._sampled, kept=kept, others=others)
 
     # --- training ----------------------------------------------------------------------------
 
@@ -310,6 +311,8 @@ class Recorder(Witness):
 
     def drawn(self, name: str, where: str, value: Any) -> Any:
         """Writes down what the script draws while it trains."""
+        if self.is_loading and name in ORDERING:
+            note_order(self.journal, where, name, value)
         if self.is_training:
             keep(self.journal, self.draws.place(self.window, where), name, value)
         return value

@@ -111,6 +111,14 @@ def _watch_forward(listener: Listener, wrapper: Any) -> None:
             registering(model, state, hook)
 
     wrapper.register_comm_hook = register_comm_hook
+    leaving_out = wrapper.no_sync
+
+    @functools.wraps(leaving_out)
+    def no_sync(model: Any) -> Any:
+        listener.told("no_sync", where=site(sys._getframe(1)))  # noqa: SLF001
+        return leaving_out(model)
+
+    wrapper.no_sync = no_sync
 
 
 def watch_bare_forward(listener: Listener, wrapped: Any) -> None:
