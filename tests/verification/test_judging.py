@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from journals import call, ended, passed, record, step, stepped
+from journals import Event, call, ended, passed, record, step, stepped
 
 from samestep.verification.findings import Finding
 from samestep.verification.judging import communication, control, samples, states
@@ -63,6 +63,17 @@ def test_padding_in_training_is_a_note() -> None:
     assert codes(samples, record(passed([0, 2], samples=3), passed([1, 0], samples=3))) == [
         ("samples-repeated", "note")
     ]
+
+
+def test_padding_by_another_sampler_is_a_note_where_only_the_last_batches_repeat_samples() -> None:
+    def cut(*batches: list[int]) -> list[Event]:
+        about, first, backward, *rest = passed(list(batches[0]), samples=6, sampler="RandomSampler", cut_by="Filling")
+        later = [{**first, "index": i, "indices": batch} for i, batch in enumerate(batches[1:], 1)]
+        return [about, first, backward, *later, *rest]
+
+    (note,) = found(samples, record(cut([0, 1], [4, 0]), cut([2, 3], [5, 2])))
+    assert (note.code, note.severity, "Filling pads" in note.cause) == ("samples-repeated", "note", True)
+    assert codes(samples, record(cut([0, 1], [4, 0]), cut([0, 3], [5, 2]))) == [("samples-repeated", "error")]
 
 
 def test_all_data_on_all_ranks_is_an_error() -> None:

@@ -1,0 +1,30 @@
+"""What is written down of a DataLoader whose batches somebody else cuts."""
+
+from __future__ import annotations
+
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
+
+from samestep.verification.recording.passes import described
+
+
+class Half(BatchSampler):
+    """Every second batch of another sampler, as launch libraries cut what a script has made."""
+
+    def __init__(self, batch_sampler: BatchSampler) -> None:
+        self.batch_sampler = batch_sampler
+
+    def __iter__(self):
+        yield from list(self.batch_sampler)[::2]
+
+
+def test_the_order_is_that_of_the_sampler_whose_batches_are_cut() -> None:
+    data = list(range(12))
+    drawn = WeightedRandomSampler([1.0] * 12, 12)
+    told = described(DataLoader(data, batch_sampler=Half(BatchSampler(drawn, 2, drop_last=True))))
+    assert (told["sampler"], told["cut_by"]) == ("WeightedRandomSampler", "Half")
+    assert (told["replacement"], told["drop_last"]) == (True, True)
+
+
+def test_a_loader_of_its_own_is_described_by_its_sampler() -> None:
+    told = described(DataLoader(list(range(12)), batch_size=2, sampler=RandomSampler(range(12))))
+    assert (told["sampler"], told["cut_by"], told["drop_last"]) == ("RandomSampler", None, False)

@@ -1,0 +1,64 @@
+"""Learning rates of N ranks and of one process, where a schedule moves on once for each rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from journals import Event, record, step
+
+from samestep.verification.findings import Finding
+from samestep.verification.judging.reference import Comparison, Others
+from samestep.verification.judging.single import Run
+from samestep.verification.report import Report
+from samestep.verification.runs import Ended
+
+MOVED: Event = {"kind": "scheduler", "where": "train.py:31"}
+NOBODY = Others(lambda: Run(ENDED, record()), list, list)
+ENDED = Ended(code=0, hung=False, failure=None, folder=Path("/nowhere"))
+
+
+def alone(event: int, rate: float) -> list[Event]:
+    return [{"kind": "rates", "event": event, "optimizer": 0, "rates": [rate]}, step(event, "g")]
+
+
+def found(ranks: list[Event], single: list[Event]) -> list[Finding]:
+    report = Report(ranks=2, steps=3)
+    Comparison(record(ranks, ranks), Run(ENDED, record(single)), NOBODY).judge(report)
+    return report.findings
+
+
+def test_rates_are_compared_after_as_many_steps_of_the_schedule() -> None:
+    ranks = [
+        step(0, "g", rates=[0.8]),
+        MOVED,
+        MOVED,
+        step(1, "g", rates=[0.2]),
+        MOVED,
+        MOVED,
+        step(2, "g", rates=[0.05]),
+    ]
+    single = [*alone(0, 0.8), MOVED, *alone(1, 0.4), MOVED, *alone(2, 0.2)]
+    (note,) = found(ranks, single)
+    assert (note.code, note.severity, note.where) == ("learning-rate-differs", "note", "train.py:31")
+
+
+def test_a_rate_that_no_step_of_the_schedule_explains_is_an_error() -> None:
+    ranks = [
+        step(0, "g", rates=[0.8]),
+        MOVED,
+        MOVED,
+        step(1, "g", rates=[0.3]),
+        MOVED,
+        MOVED,
+        step(2, "g", rates=[0.05]),
+    ]
+    single = [*alone(0, 0.8), MOVED, *alone(1, 0.4), MOVED, *alone(2, 0.2)]
+    (error,) = found(ranks, single)
+    assert (error.severity, error.step, error.factor) == ("error", 1, 1.5)
+
+
+def test_rates_that_a_script_sets_itself_are_compared_step_by_step() -> None:
+    ranks = [step(0, "g", rates=[0.8]), step(1, "g", rates=[0.4])]
+    assert found(ranks, [*alone(0, 0.8), *alone(1, 0.4)]) == []
+    (error,) = found(ranks, [*alone(0, 0.8), *alone(1, 0.5)])
+    assert (error.step, error.factor) == (1, 0.8)

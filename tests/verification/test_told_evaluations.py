@@ -1,0 +1,25 @@
+"""What is told of the buffers with which ranks evaluate."""
+
+from __future__ import annotations
+
+import torch
+
+from samestep.runtime.digest import digest
+from samestep.verification import journal
+from samestep.verification.recording.evaluations import Evaluations
+
+
+def test_buffers_are_told_again_when_a_pass_is_evaluated_whole(tmp_path) -> None:
+    """The first forward may still bring those of rank 0, and whoever loads ahead has two batches before it."""
+    mean = torch.zeros(2)
+    book = journal.Journal(tmp_path, 0)
+    evaluations = Evaluations(book, lambda: {"mean": mean})
+    for index in (0, 1):
+        evaluations.batch("train.py:9#1", 0, index)
+    mean += 1  # the first forward
+    evaluations.passed("train.py:9#1", 0)
+    evaluations.leave()
+    told = [event["digests"]["mean"] for event in journal.read(tmp_path, 0) if event["kind"] == "buffers"]
+    assert told == [digest(torch.zeros(2)), digest(torch.ones(2))]
+    evaluations.end()
+    assert len([event for event in journal.read(tmp_path, 0) if event["kind"] == "buffers"]) == 2
