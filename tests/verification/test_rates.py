@@ -7,7 +7,8 @@ from pathlib import Path
 from journals import Event, record, step
 
 from samestep.verification.findings import Finding
-from samestep.verification.judging.reference import Comparison, Others
+from samestep.verification.judging.others import Others
+from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended

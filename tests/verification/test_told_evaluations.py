@@ -7,15 +7,18 @@ import torch
 from samestep.runtime.digest import digest
 from samestep.verification import journal
 from samestep.verification.recording.evaluations import Evaluations
+from samestep.verification.recording.inputs import Inputs
 
 
 def test_buffers_are_told_again_when_a_pass_is_evaluated_whole(tmp_path) -> None:
     """The first forward may still bring those of rank 0, and whoever loads ahead has two batches before it."""
     mean = torch.zeros(2)
     book = journal.Journal(tmp_path, 0)
-    evaluations = Evaluations(book, lambda: {"mean": mean})
+    model = Inputs(book, lambda: None)
+    evaluations = Evaluations(book, lambda: {"mean": mean}, model)
     for index in (0, 1):
         evaluations.batch("train.py:9#1", 0, index)
+        model.used = True
     mean += 1  # the first forward
     evaluations.passed("train.py:9#1", 0)
     evaluations.leave()
@@ -23,3 +26,14 @@ def test_buffers_are_told_again_when_a_pass_is_evaluated_whole(tmp_path) -> None
     assert told == [digest(torch.zeros(2)), digest(torch.ones(2))]
     evaluations.end()
     assert len([event for event in journal.read(tmp_path, 0) if event["kind"] == "buffers"]) == 2
+
+
+def test_buffers_of_a_model_that_is_not_called_are_not_told(tmp_path) -> None:
+    """Another model is evaluated, or its statistics are made: a pass without gradients alone says nothing."""
+    book = journal.Journal(tmp_path, 0)
+    evaluations = Evaluations(book, lambda: {"mean": torch.zeros(2)}, Inputs(book, lambda: None))
+    for index in (0, 1):
+        evaluations.batch("train.py:9#1", 0, index)
+    evaluations.passed("train.py:9#1", 0)
+    evaluations.end()
+    assert not [event for event in journal.read(tmp_path, 0) if event["kind"] == "buffers"]

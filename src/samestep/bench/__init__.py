@@ -28,6 +28,7 @@ class Benchmark(NamedTuple):
 BENCHMARKS = {
     "checkpoint": Benchmark("samestep.bench.checkpoint", "what a save costs the training, beside torch.save", 8),
     "launch": Benchmark("samestep.bench.launch", "the time to the first all-reduce against torchrun", 10),
+    "observe": Benchmark("samestep.bench.observe", "a training step under verify's recorder, and under --check", 60),
     "step": Benchmark(
         "samestep.bench.step", "a training step against a hand-written DistributedDataParallel loop", 150
     ),

@@ -29,6 +29,7 @@ benchmarks:
 EXAMPLES = """examples:
   samestep bench launch -n 4              four processes, 10 pairs: two minutes
   samestep bench checkpoint               two processes, 8 pairs: two minutes
+  samestep bench observe                  two processes, 60 pairs each: five minutes
   samestep bench step                     two processes, 150 pairs: half a minute
   samestep bench step -n 4 --repeats 500  four processes, surer
   samestep bench step --json step.json    every single time, for plots

@@ -42,12 +42,16 @@ fails the others are stopped, and the last lines name the culprit, its own line,
 START = """how ranks start: fork copies one process that has imported torch (several times faster), spawn takes fresh
 interpreters; auto forks when there are several ranks and the script does not forbid it"""
 
+CHECK = """while it trains, compare the ranks every 16 steps (weights, gradients, rates, steps, collectives, samples)
+and say at once what differs; changes nothing, waits for nobody"""
+
 EXAMPLES = """options stand before the script; everything after it is the script's.
 
 examples:
   samestep run -n 2 train.py --lr 0.1        two processes
   samestep run train.py                      one process per GPU; one where there is none
   samestep run -n 4 -m package.train --lr 1  a module, as with python -m
+  samestep run -n 2 --check train.py         say at once where the ranks are not one training
   samestep run -n 2 --restarts 3 train.py    start again after a failure, from the last checkpoint
   samestep run --hosts node[1-3] -n 4 train.py           over ssh; --dry-run shows the commands
   samestep run --slurm --nnodes 2 -n 4 train.py          queue it; --dry-run shows the batch script
@@ -59,6 +63,8 @@ underscores too.
 
 exit code: 0; else the culprit's own; 128 + signal if a signal ended it; 1 for a rank that exited early with
 code 0 while others waited for it; 75 when it was asked to make room and has saved; 2 for a usage error."""
+
+_CHECKER = "samestep.verification.checking.checker:Checker"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -152,6 +158,7 @@ def _queue(options: argparse.Namespace) -> int:
     run += [] if options.join_timeout == PATIENCE else ["--join-timeout", f"{options.join_timeout:g}"]
     run += [] if options.json is None else ["--json", str(options.json)]
     run += [] if options.interface is None else ["--interface", options.interface]
+    run += ["--check"] if options.check else []
     script = batch_script(
         Batch(
             program=(*(["-m"] if options.module else []), *options.program),
@@ -230,6 +237,7 @@ def _parser() -> Parser:
         default=SAVING,
         help="seconds to save in after SIGTERM (default: %(default)g)",
     )
+    add("--check", action="store_true", help=CHECK)
     add("--pin", action="store_true", help="bind each rank of this machine to cores of its own")
     add_options(parser)
     parser.verbatim = ("--ssh-args", "--sbatch-args")
@@ -275,6 +283,7 @@ def _plan(options: argparse.Namespace, parts: tuple[Part, ...], path: Path) -> P
         restarts=options.restarts,
         grace=options.grace,
         lost_host=options.lost_host,
+        observers=(_CHECKER,) if options.check else (),
         hash_seeds=getattr(options, "hash_seeds", False),
     )
 

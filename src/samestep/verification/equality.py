@@ -13,8 +13,9 @@ from typing import Any
 
 from samestep.verification.findings import AGREES, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
+from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Record
-from samestep.verification.judging.reference import Comparison, Others
+from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report

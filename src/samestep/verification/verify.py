@@ -16,9 +16,10 @@ from samestep.errors import UsageError
 from samestep.verification import equality, journal, runs
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, Finding, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging import chance, communication, control, evaluation, samples, states, storage
+from samestep.verification.judging import chance, communication, control, evaluation, moved, samples, states, storage
+from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Record
-from samestep.verification.judging.reference import Comparison, Others
+from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
 from samestep.verification.recording.recorder import FEWEST
 from samestep.verification.report import Report
@@ -103,6 +104,8 @@ def _verified(runner: Runner, steps: int | None) -> Report:
     whole = _compare(runner, record, report)
     if ended.hung or ended.code != 0:
         _blame(ended, whole, record, report)
+    elif whole.ended.hung or whole.ended.code != 0:
+        report.inconclusive = f"alone, with the samples of all ranks, the script fails: {_reason(whole.ended)}"
     equality.judge(runner, record, report)
     report.remarks += _remarks(ended, report)
     return report
@@ -207,10 +210,17 @@ def _compare(runner: Runner, record: Record, report: Report) -> Run:
     def apart(steps: list[Event]) -> Run:
         return alone("micro-batches apart", apart=[[step["window"], step["optimizer"]] for step in steps])
 
+    def at_step(step: Event) -> list[Run]:
+        name = f"step {step['event']} with samples of rank"
+        return [alone(f"{name} {rank}", only=[step["window"], rank]) for rank in everybody]
+
     whole = alone("all samples")
     if record.steps and states.foreign_to(record) is None:
         permuted = functools.partial(alone, "another order", permuted=True)
-        Comparison(record, whole, Others(permuted, of_ranks, virtual_ranks, merged, apart)).judge(report)
+        Comparison(record, whole, Others(permuted, of_ranks, virtual_ranks, merged, apart, at_step)).judge(report)
+        moved.judge(record, whole, report)
         evaluation.judge(record, whole.record, report)
         _conclude_on_data(record, report)
+        if whole.record.ranks and whole.record.ranks[0].of("collated"):
+            report.remarks.append("batches of unlike shapes were made anew from their samples, by their collate_fn")
     return whole

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
+from samestep.verification.findings import AGREES, PROVED, REFUTED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.printed import Difference, metrics_alike
 from samestep.verification.judging.record import Record
@@ -30,7 +30,10 @@ Values = dict[tuple[int, str, int], Event]
 def judge(record: Record, alone: Record | None, report: Report) -> None:
     """Adds what evaluations tell; `alone` is the script run alone, if it ran."""
     _judge_buffers(record, report)
-    if alone is not None and loads_for_all(record) is not None and any(rank.of("out_of_step") for rank in alone.ranks):
+    out_of_step = alone is not None and any(rank.of("out_of_step") for rank in alone.ranks)
+    if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameters", "parameter_order")}:
+        alone = None  # the ranks evaluate different models
+    elif out_of_step and loads_for_all(record) is not None:
         alone = None  # it evaluates other weights
     exact = list(_metrics(record, alone))
     report.add(exact[:1])
@@ -42,7 +45,7 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
         return
     mine = _brought(record)
     theirs = _brought(alone) if alone is not None and alone.ranks else {}
-    common = [place for place in mine if place in theirs]
+    common = [place for place in mine if place in theirs and mine[place]["last"] and theirs[place]["last"]]
     found = list(_different(record, mine, theirs, common))
     printed = None if alone is None or not alone.ranks else metrics_alike(record.ranks[0], alone.ranks[0])
     sampled = list(_samples(record))
@@ -70,19 +73,15 @@ def _printed(difference: Difference, record: Record) -> Finding:
 
 def _tails(record: Record) -> Iterator[Finding]:
     """Evaluations whose loader leaves the last samples out."""
-    evaluated = {(event["key"], event["number"]) for rank in record.ranks for event in rank.of("evaluated")}
+    told = record.ranks[0].of("evaluated")
+    evaluated = {(event["key"], event["number"]): event["phase"] for event in told}
+    loaders = {phase: {event["key"] for event in told if event["phase"] == phase} for phase in evaluated.values()}
     for one in passes(record.ranks[0]):
         size, batch = one.about["samples"], one.about["batch_size"]
-        named = (one.about["key"], one.about["number"]) in evaluated
-        if (
-            named
-            and one.complete
-            and not one.is_training
-            and one.about["drop_last"]
-            and size
-            and batch
-            and size % batch
-        ):
+        phase = evaluated.get((one.about["key"], one.about["number"]))
+        if phase is None or len(loaders[phase]) > 1 or not one.complete or one.is_training:
+            continue  # another loader of the same evaluation may bring the rest
+        if one.about["drop_last"] and size and batch and size % batch:
             yield Finding(
                 code="evaluation-inexact",
                 property="evaluation",
@@ -131,13 +130,15 @@ def _buffers(record: Record, rank: int, key: str, bad: list[str]) -> Finding:
 
 
 def _brought(record: Record) -> Values:
-    """(phase, line, number there) -> what rank 0's collective brought."""
+    """(phase, line, number there) -> what rank 0's collective brought; "last" if nothing was evaluated after it."""
     seen: Counter[tuple[int, str]] = Counter()
     brought: Values = {}
-    for event in record.ranks[0].of("collected"):
-        place = (event["phase"], event["where"])
-        seen[place] += 1
-        brought[(*place, seen[place])] = event
+    for index, event in enumerate(told := record.ranks[0].of("collected", "evaluated")):
+        if event["kind"] == "collected":
+            place = (event["phase"], event["where"])
+            seen[place] += 1
+            after = (one for one in told[index:] if one["kind"] == "evaluated" and one["phase"] == event["phase"])
+            brought[(*place, seen[place])] = event | {"last": next(after, None) is None}
     return brought
 
 

@@ -18,10 +18,11 @@ from samestep.verification.judging.record import Rank
 __all__: list[str] = []
 
 _NAMES = (
-    "accuracy|acc|top-?1|top-?5|f1|auc|auroc|precision|recall|error|wer|bleu|iou|dice|perplexity|ppl|score|mae|rmse|mse"
+    "accuracy|acc@\\d|acc|top-?1|top-?5|f1|auc|auroc|precision|recall|error|wer|bleu|iou|dice|perplexity|ppl|score|mae|rmse|mse"
     "|r2|(?:val|valid|validation|test|eval|evaluation)[ _]?loss"
 )
 _METRIC = re.compile(rf"(?<![a-z])({_NAMES})(?![a-z])[^0-9+-]{{0,24}}([-+]?\d*\.\d+(?:e[-+]?\d+)?)", re.IGNORECASE)
+_AVERAGE = re.compile(r"\s*\(\s*([-+]?\d*\.\d+(?:e[-+]?\d+)?)\s*\)", re.IGNORECASE)
 _OF_TRAINING = re.compile(r"train\w*[ _]*$", re.IGNORECASE)
 _DIGITS = 3  # of a number, or it agrees by chance
 
@@ -71,7 +72,14 @@ def metrics(line: Event) -> list[tuple[str, str]]:
     found = [
         match for match in _METRIC.finditer(line["text"]) if not _OF_TRAINING.search(line["text"][: match.start()])
     ]
-    return [(match[1], match[2]) for match in found if len(match[2].lstrip("+-0.").replace(".", "")) >= _DIGITS - 1]
+    told = [(match[1], _number_of(match, line["text"])) for match in found]
+    return [(name, number) for name, number in told if len(number.lstrip("+-0.").replace(".", "")) >= _DIGITS - 1]
+
+
+def _number_of(match: re.Match[str], text: str) -> str:
+    """The number behind a name; of "Acc@1 100.00 ( 66.67)", as the ImageNet example prints it, that of all batches."""
+    average = _AVERAGE.match(text, match.end())
+    return average[1] if average is not None else match[2]
 
 
 def _apart(here: Event, there: Event) -> Iterator[Difference]:

@@ -102,6 +102,12 @@ class Record:
         return {event["wrapper"] for event in self.ranks[0].of("wrap")} if self.ranks else set()
 
     @cached_property
+    def is_alike(self) -> bool:
+        """Whether the optimizers of all ranks hold the same parameters."""
+        told = [[sorted(event["names"]) for event in rank.of("names")] for rank in self.ranks]
+        return all(names == told[0] for names in told)
+
+    @cached_property
     def is_cut(self) -> bool:
         """Whether ranks hold parts of parameters."""
         starts = [event for rank in self.ranks for event in rank.of("start")]

@@ -78,7 +78,8 @@ def _trained(rank: Rank) -> Counter[tuple[str, int]]:
         elif event["kind"] == "passed":
             over.add((event["key"], event["number"]))
         else:
-            yielded -= over
+            left = {name for name in yielded if name[0] == event["key"] and name[1] != event["number"]}  # looked into
+            yielded -= over | left
             over.clear()
             yielded |= {(event["key"], event["number"])} if event["training"] else set()
     return counts
@@ -230,6 +231,9 @@ def _repeated(group: Sequence[Pass], identities: list[list[Any]], extra: int, co
     else:
         cause = f"the ranks draw from the whole dataset, each for itself ({group[0].about['sampler']})"
         fix = "DataLoader(…, sampler=DistributedSampler(dataset)), or samestep.shards(dataset, world, batch_size=…)"
+        if (same := _same_rank(group)) is not None:
+            cause = f"the {group[0].about['sampler']} of every rank has rank={same[0]} of {same[1]}"
+            fix = f"{group[0].about['sampler']}(dataset), which asks the process group, or rank=dist.get_rank()"
     if not iterable and where != group[0].about["key"].rpartition("#")[0]:
         cause = f"each rank draws an order of its own at {where}, and parts of different orders overlap"
         fix = "draw the order from a generator that all ranks seed alike, with the epoch: seed + epoch"
@@ -250,6 +254,13 @@ def _drawn_apart(record: Record) -> str | None:
         if len({event["where"] for event in events}) == 1 and len({event["digest"] for event in events}) > 1:
             return str(events[0]["where"])
     return None
+
+
+def _same_rank(group: Sequence[Pass]) -> tuple[int, int] | None:
+    """Rank and number of ranks that the samplers take themselves for, where all take themselves for one."""
+    told = {(one.about.get("rank"), one.about.get("replicas")) for one in group}
+    rank, replicas = told.pop()
+    return None if told or rank is None or replicas is None else (rank, replicas)
 
 
 def _missing(group: Sequence[Pass], missing: int, size: int, where: str) -> Finding:

@@ -10,6 +10,7 @@ What differs later only follows from what differed first, so the first differenc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
@@ -43,6 +44,28 @@ def judge(record: Record, report: Report) -> None:
         report.add([found])
     report.cover("parameters", copies if record.steps > 1 or found is None else AGREES, margin)
     _stale(record, report)
+    report.add(_undone(record))
+
+
+def _undone(record: Record) -> Iterator[Finding]:
+    """Whether what a rank has made of its own parameters is lost, where each rank's optimizer holds others."""
+    for rank in [] if record.is_alike else record.ranks:
+        for step, following in pairwise(rank.steps[: record.steps]):
+            before, after, then = step["parameters"], step["after"] or {}, following["parameters"]
+            lost = [name for name in after if after[name] != before.get(name) == then.get(name)]
+            if lost:
+                yield Finding(
+                    code="parameters-diverged",
+                    property="parameters",
+                    rank=rank.number,
+                    step=step["event"],
+                    tensor=lost[0],
+                    where=step["where"],
+                    cause=f"the optimizer of rank {rank.number} alone steps {listed(lost)}, and before the next step "
+                    "they are what they were: another rank's values were written over them",
+                    fix="send each parameter from the rank whose optimizer holds it: dist.broadcast(p, src=owner)",
+                )
+                return
 
 
 def foreign_to(record: Record) -> str | None:
@@ -60,7 +83,7 @@ def _orders(record: Record) -> Iterator[Finding]:
         told = [[event[key] for event in rank.of(kind)] for rank in record.ranks]
         for rank, theirs in enumerate(told[1:], 1):
             for number, (first, other) in enumerate(zip(told[0], theirs, strict=False)):
-                if first != other:
+                if first != other and (kind == "wrap" or sorted(first) == sorted(other)):
                     yield _order(record, kind, number, rank, first, other)
                     return
 
@@ -155,7 +178,7 @@ def differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
 def _stale(record: Record, report: Report) -> None:
     """Whether the optimizer holds the parameters that the loss depends on."""
     early = [event for event in record.ranks[0].steps if event["window"] <= 1]
-    if not early:
+    if not early or not record.is_alike:
         return
     event = early[-1]  # where several optimizers take turns, all have been made by then
     idle = [name for name, digest in event["gradients"].items() if digest is None]

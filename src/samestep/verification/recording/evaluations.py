@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from samestep.verification.journal import Journal
+from samestep.verification.recording.inputs import Inputs
 
 __all__: list[str] = []
 
@@ -22,8 +23,9 @@ _GATHERS = {"all_gather", "gather", "all_gather_into_tensor", "all_gather_object
 class Evaluations:
     """Counts and describes them; a training that has not begun has none."""
 
-    def __init__(self, journal: Journal, buffers: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, journal: Journal, buffers: Callable[[], dict[str, Any]], inputs: Inputs) -> None:
         self._journal = journal
+        self._inputs = inputs
         self._buffers = buffers
         self._count = 0
         self.lasts = False
@@ -50,6 +52,8 @@ class Evaluations:
         """A batch is about to be evaluated; those before it have been, unless somebody loads ahead."""
         self.settle()
         self.begin()
+        if index == 0:
+            self._inputs.used = False
         self._journal.write("evaluated", phase=self._count, key=key, number=number, index=index)
         if index == 1:
             self._tell_buffers(key, number)
@@ -67,6 +71,8 @@ class Evaluations:
     def _tell_buffers(self, key: str, number: int) -> None:
         from samestep.runtime.digest import digest
 
+        if not (self._inputs.used or self._inputs.cannot_tell):
+            return  # another model is evaluated, or statistics of one are made
         digests = {name: digest(buffer) for name, buffer in self._buffers().items()}
         if digests:
             self._journal.write("buffers", phase=self._count, key=key, number=number, digests=digests)

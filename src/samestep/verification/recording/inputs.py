@@ -29,6 +29,8 @@ class Inputs:
         self._forwarding = forwarding
         self._wanted = wanted
         self._known: set[int] = set()
+        self.used = False  # a model has been called, since somebody has set this back
+        self.cannot_tell = False  # of a compiled one
         self._looks: Counter[tuple[int, int]] = Counter()
 
     def watch(self, optimizer: Any) -> None:
@@ -44,13 +46,26 @@ class Inputs:
             if id(root) not in self._known and any(id(parameter) in held for parameter in root.parameters()):
                 self._known.add(id(root))
                 root.register_forward_pre_hook(self._note, with_kwargs=True)
+                inner: Any = getattr(root, "module", None)  # of a wrapper, which an evaluation may leave out
+                if hasattr(inner, "register_forward_pre_hook"):
+                    inner.register_forward_pre_hook(self._use)
+                self.cannot_tell |= hasattr(root, "_orig_mod") or hasattr(inner, "_orig_mod")
+
+    def _use(self, _: Any, __: Any) -> None:
+        import torch
+
+        if not torch.compiler.is_compiling():
+            self.used = True
 
     def _note(self, model: Any, args: Any, kwargs: Any) -> None:
         import torch
 
         from samestep.verification.recording.rows import row_digests
 
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return
+        self.used = True
+        if not torch.is_grad_enabled():
             return
         if model.training:
             self._forwarding()

@@ -54,6 +54,18 @@ def buffers_of(parameters: Iterable[Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def others_of(parameters: Iterable[Tensor], known: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Returns the trained parameters, by name, of the models that hold any of `parameters`, which are not `known`."""
+    wanted, held = {id(parameter) for parameter in parameters}, {id(parameter) for parameter in known}
+    found = [one for one in roots() if _holds(one, wanted)]
+    return {
+        (f"model {number + 1}: " if len(found) > 1 else "") + bare(name): parameter
+        for number, root in enumerate(found)
+        for name, parameter in root.named_parameters()
+        if parameter.requires_grad and id(parameter) not in held
+    }
+
+
 def foreign_buffers_of(parameters: Iterable[Tensor]) -> dict[str, Tensor]:
     """Returns the buffers of the modules that hold none of the parameters, by class and name."""
     wanted = {id(parameter) for parameter in parameters}

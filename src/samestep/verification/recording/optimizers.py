@@ -17,6 +17,7 @@ class Optimizers:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._named: dict[int, list[str]] = {}
+        self._beside: dict[int, dict[str, Any]] = {}
         self._made: list[weakref.ref[Any]] = []  # a script that lets one go shall have its memory back
 
     @property
@@ -44,9 +45,19 @@ class Optimizers:
             known = names_of(parameters)
             names = [known.get(id(parameter), f"parameter {i}") for i, parameter in enumerate(parameters)]
             self._named[number] = names
+            self._beside.pop(number, None)
             shapes = [list(parameter.shape) for parameter in parameters]
             self._journal.write("names", optimizer=number, names=names, shapes=shapes)
         return dict(zip(names, parameters, strict=True))
+
+    def beside(self, optimizer: Any) -> dict[str, Any]:
+        """Returns the trained parameters of its models that no optimizer here holds: another rank's may."""
+        from samestep.verification.recording.naming import others_of
+
+        number = optimizer.samestep_number
+        if number not in self._beside:
+            self._beside[number] = others_of(self.parameters(optimizer).values(), self._every_parameter())
+        return self._beside[number]
 
     def buffers(self) -> dict[str, Any]:
         """Returns the buffers of the models whose parameters they hold."""

@@ -28,6 +28,8 @@ def described(loader: Any) -> dict[str, Any]:
         "made": made_at(loader.dataset),
         "sampler": type(sampler).__name__,
         "cut_by": next((type(one).__name__ for one in cutting if type(one) is not BatchSampler), None),
+        "rank": _number(getattr(sampler, "rank", None)),
+        "replicas": _number(getattr(sampler, "num_replicas", None)),
         "replacement": bool(getattr(sampler, "replacement", False)),
         "epoch": getattr(sampler, "epoch", None),
         "dataset_epoch": _number(getattr(loader.dataset, "epoch", None)),

@@ -224,7 +224,7 @@ class Recorder(Witness):
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             decays=[float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups],
             gradients=digests(gradients),
-            parameters=digests(parameters),
+            parameters=digests(parameters | self.optimizers.beside(optimizer)),
             probe=self.optimizers.probe(),
             orphans=self.optimizers.orphans() if self.window <= 1 else [],
             left_out=self.optimizers.left_out() if self.window <= 1 else [],

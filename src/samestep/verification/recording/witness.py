@@ -35,7 +35,7 @@ class Witness(Observer, Listener):
         self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
         self.optimizers = Optimizers(self.journal)
         self.inputs = Inputs(self.journal, unseen, self.forwarding)
-        self.evaluations = Evaluations(self.journal, self.optimizers.buffers)
+        self.evaluations = Evaluations(self.journal, self.optimizers.buffers, self.inputs)
         self.draws = Draws()
         self.window = 0
         self.micro = 0  # backward passes of this window, so far

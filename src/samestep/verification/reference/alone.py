@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from samestep.launch.imports import when_imported
 from samestep.launch.observers import Seat
 from samestep.rankenv import variable
 from samestep.verification.journal import Event
@@ -42,8 +43,10 @@ class Alone(Witness):
         self._pretends: int | None = order.get("pretends")
         self._permuted: bool = order.get("permuted", False)
         self._merged: set[int] = set(order.get("merged", []))  # windows whose micro-batches are all given at once
+        self._only: list[int] | None = order.get("only")  # at this window, the samples of this rank
         self._apart: dict[int, int] = dict(order.get("apart", []))  # window -> the optimizer whose gradients add up
         self._event = 0
+        self._put: int | None = None  # the window that began with recorded values last
         self._replayed = self._training_passes()
         first = self.record.ranks[0] if self.record.ranks else Rank(0, [])
         self._steps, self._last = first.steps, _last(self.record)
@@ -53,6 +56,8 @@ class Alone(Witness):
         self._loaded: list[list[int]] = []  # those of every batch of the pass
         self._used = 0  # and how many of them have been trained on
         self._is_over = False  # a pass has yielded all it has, and its last batch may still be trained on
+        self._spawned = False
+        when_imported("torch.distributed", self._watch_joining)
         self.begin_watching()
         self._slice_norms()
         if self._pretends is not None:
@@ -70,17 +75,19 @@ class Alone(Witness):
     def spawning(self, start: Any, arguments: Any, processes: int) -> bool:
         """Is the one rank that a script starts by itself, in this process."""
         del processes
-        import torch.distributed as dist
+        self._spawned = True
+        start(0, *arguments)
+        return True
 
+    def _watch_joining(self, dist: Any) -> None:
+        """Lets such a rank join a world of one, whatever it was told; before a script takes the function from there."""
         original = dist.init_process_group
 
         @functools.wraps(original)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
-            original(*args, **{**kwargs, "rank": 0, "world_size": 1})
+            original(*args, **{**kwargs, "rank": 0, "world_size": 1} if self._spawned else kwargs)
 
         dist.init_process_group = init_process_group
-        start(0, *arguments)
-        return True
 
     # --- data --------------------------------------------------------------------------------
 
@@ -106,8 +113,10 @@ class Alone(Witness):
             self._keep_pace(first["loaded"] if "loaded" in first else first["window"])
             self._begin_window()
             chosen = self._whole_window(parts, index) if first["window"] in self._merged else [*events.items()]
+            if self._only is not None and first["window"] == self._only[0]:
+                chosen = [(rank, event) for rank, event in chosen if rank == self._only[1]]
             self._note_sizes([event["size"] for _, event in chosen], anew=not index or "loaded" not in first)
-            yield self._joined(chosen)
+            yield self._joined(chosen, epoch.loader)
         self._is_over = True
         self._use_sizes()
 
@@ -150,7 +159,7 @@ class Alone(Witness):
             count += 1
             yield batch.value
 
-    def _joined(self, events: list[tuple[int, Event]]) -> Any:
+    def _joined(self, events: list[tuple[int, Event]], loader: Any) -> Any:
         from samestep.verification.reference.joining import UnjoinableError, joined, permuted
 
         values = [self.record.value(rank, event["kept"]) for rank, event in events]
@@ -158,9 +167,21 @@ class Alone(Witness):
         try:
             value = joined(values)
         except UnjoinableError as error:
+            value = self._collated([event["indices"] for _, event in events], loader, error)
+        return permuted(value, self._order(sizes)) if self._permuted and any(sizes) else value
+
+    def _collated(self, indices: list[list[int] | None], loader: Any, error: Exception) -> Any:
+        """Loads the samples anew, and lets the script's own function make one batch of them, padded alike, say."""
+        known = [index for theirs in indices for index in theirs or []]
+        if any(theirs is None for theirs in indices) or not callable(getattr(loader, "collate_fn", None)):
             self.journal.write("unjoinable", why=str(error))
             raise EnoughError(0) from error
-        return permuted(value, self._order(sizes)) if self._permuted and any(sizes) else value
+        self.journal.write("collated")
+        self.is_loading = True
+        try:
+            return loader.collate_fn([loader.dataset[index] for index in known])
+        finally:
+            self.is_loading = False
 
     def _order(self, sizes: list[int]) -> Any:
         """Another order of the samples, within each rank's part: a part may have statistics of its own."""
@@ -178,7 +199,11 @@ class Alone(Witness):
             return
         self.is_open = True
         if (state := self.record.state(self.window)) is not None:
+            if self._put == self.window - 1:  # what became of the buffers in that step, before they are put back
+                kept = self.journal.keep(lambda path: save_unseen(self.optimizers.buffers(), path))
+                self.journal.write("moved", window=self.window, kept=kept)
             self._put_back(state)
+            self._put = self.window
 
     def forwarding(self) -> None:
         """A window begins here, at the latest, whose batch was loaded before the last step."""

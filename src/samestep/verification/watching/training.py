@@ -42,7 +42,7 @@ def watch(listener: Listener, *, sparing: bool = False) -> None:
 
 
 def _watch_optimizers(listener: Listener, module: ModuleType) -> None:
-    module.register_optimizer_step_pre_hook(lambda optimizer, *_: listener.before_step(optimizer))
+    module.register_optimizer_step_pre_hook(functools.partial(_before_step, listener))
     module.register_optimizer_step_post_hook(lambda optimizer, *_: listener.after_step(optimizer))
     original = module.Optimizer.__init__
 
@@ -52,6 +52,25 @@ def _watch_optimizers(listener: Listener, module: ModuleType) -> None:
         listener.optimizer_made(optimizer, site(sys._getframe(1)))  # noqa: SLF001
 
     module.Optimizer.__init__ = __init__
+
+
+def _before_step(listener: Listener, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A closure makes the gradients of its step: they are there when it has run for the first time."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        listener.before_step(optimizer)
+        return None
+    calls: list[bool] = []
+
+    @functools.wraps(closure)
+    def telling() -> Any:
+        loss = closure()
+        if not calls:
+            calls.append(True)
+            listener.before_step(optimizer)
+        return loss
+
+    return ((args[0], telling, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": telling})
 
 
 def _watch_wrapper(listener: Listener, kind: str, module: ModuleType) -> None:

@@ -1,0 +1,32 @@
+"""The further runs that a comparison may ask for, each made only where it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from samestep.verification.journal import Event
+from samestep.verification.judging.single import Run
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Others:
+    """Further runs of the script alone, made where they are needed.
+
+    Attributes:
+        permuted: with the samples of each batch in another order.
+        of_ranks: with what each rank used, for itself.
+        virtual_ranks: as each rank would run it, in a process group of its own.
+        merged: with all samples of a step in place of each of its micro-batches, at these steps.
+        apart: as it is, keeping what adds up in these steps.
+        at_step: with what each rank used at this step, and with all samples before it.
+    """
+
+    permuted: Callable[[], Run]
+    of_ranks: Callable[[], list[Run]]
+    virtual_ranks: Callable[[], list[Run]]
+    merged: Callable[[list[Event]], Run] | None = None
+    apart: Callable[[list[Event]], Run] | None = None
+    at_step: Callable[[Event], list[Run]] | None = None

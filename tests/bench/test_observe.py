@@ -1,0 +1,37 @@
+"""The benchmark of watching asks real ranks, with the observer in one set of them and not in the other."""
+
+from __future__ import annotations
+
+import pytest
+
+from samestep.bench import observe
+from samestep.errors import RankFailure
+
+
+def test_both_sets_take_the_steps_and_only_one_writes_a_journal(tmp_path):
+    ours, theirs, facts = observe.compare(observe.RECORDER, tmp_path, 1, 1, "cpu", 3)
+    assert (len(ours), len(theirs)) == (1, 1)
+    assert min(*ours, *theirs) > 0
+    assert (facts["ranks"], facts["steps_per_block"]) == (1, observe.STEPS)
+    assert facts["bytes_of_journal_a_step"] > 500  # digests of six gradients, and of six parameters twice
+    assert {path.suffix for path in tmp_path.rglob("rank0.*")} == {".jsonl"}
+    assert [path.name for path in tmp_path.glob("*.journals")] == ["seen.journals"]
+
+
+def test_steps_that_keep_values_are_held_against_their_neighbours():
+    seconds = [1.0] * 70
+    for step in (4, 16, 64):
+        seconds[step] = 3.0
+    assert observe._more(seconds) == 2.0
+    assert observe._more([1.0] * 3) == 0.0
+
+
+def test_ranks_that_fail_are_an_error_and_no_endless_wait(tmp_path):
+    with pytest.raises(RankFailure, match="No module named 'nowhere'|gave no answer|ended|failed"):
+        observe.Side(tmp_path / "plain.socket", 1, "cpu", "nowhere:Watch")
+
+
+def test_the_digest_is_timed_for_100_megabytes():
+    comparison = observe._digests(repeats=2)
+    assert len(comparison.ours) == 2
+    assert comparison.theirs == (observe.DIGEST_S,) * 2
