@@ -15,6 +15,7 @@ from samestep.verification.judging.rates import Rates, counted_in_parts, schedul
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.samples import loads_for_all
 from samestep.verification.judging.single import Run
+from samestep.verification.judging.skipped import skipper
 from samestep.verification.judging.virtual_ranks import VirtualRanks
 from samestep.verification.judging.windows import Windows
 from samestep.verification.judging.words import plural
@@ -49,10 +50,12 @@ class Comparison:
             )
             report.cover("gradients", unchecked(why))
             return
-        report.add(self._out_of_step())
+        apart = list(self._out_of_step())
+        report.add(apart)
         report.add(self._rates())
         mine = [event for event in self.record.ranks[0].steps[: self.record.steps] if event["kept"] is not None]
         common = [event for event in mine if event["event"] in self.whole.steps]
+        common = [event for event in common if not apart or event["window"] < (apart[0].step or 0)]
         if not common:
             report.cover("gradients", unchecked(self._why()))
             return
@@ -115,12 +118,15 @@ class Comparison:
             does = (
                 "takes a step that the ranks do not take" if events[0]["own"] > window else "skips a step of the ranks"
             )
+            rank = skipper(self.record)
+            who = "" if rank is None else f"; rank {rank} leaves out a batch that the others train on"
             yield Finding(
                 code="steps-differ",
                 property="control",
+                rank=rank,
                 step=window,
                 where=steps[0]["where"] if steps else None,
-                cause=f"given all samples of step {window}, one process {does}",
+                cause=f"given all samples of step {window}, one process {does}{who}",
                 fix="let the decision to skip depend on what all ranks know: reduce it",
             )
 
