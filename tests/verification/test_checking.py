@@ -238,7 +238,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[subprocess
 
     def run(name: str) -> tuple[subprocess.CompletedProcess[str], Path]:
         place = folder / name.partition("/")[0]
-        command = [sys.executable, "-m", "samestep", "run", "-n", "2", "--check", "--run-dir", place, ZOO / name]
+        command = [sys.executable, "-m", "samestep", "run", "-n", "2", "--check", "--run-dir", place]
+        command += ["--json", f"{place}.json", ZOO / name]
         return subprocess.run(command, capture_output=True, text=True, check=False), place
 
     with ThreadPoolExecutor(2) as pool:
@@ -253,7 +254,11 @@ def test_a_training_goes_on_and_what_differs_is_told_with_its_line(
     code, text = RUNS[name]
     path = place / "findings.jsonl"
     findings = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == (0 if code is None else 1), done.stderr
+    told = json.loads(Path(f"{place}.json").read_text(encoding="utf-8"))
+    assert (told["exit"], told["failure"], told["ranks"]) == (done.returncode, None, 2)
+    assert (told["verdict"], told["findings"]) == ("inconclusive" if code is None else "different", findings)
+    assert told["steps"] > 0
     assert [one["code"] for one in findings] == ([] if code is None else [code])
     assert ("--check: nothing found in " if code is None else "--check: 1 finding in ") in done.stderr
     if code is not None:

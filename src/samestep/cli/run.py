@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from samestep.cli.hosts import add_options, check_effect, listed, opened, own_ranks, place, seconds, taken_along
 from samestep.cli.options import Parser
@@ -30,6 +31,7 @@ from samestep.launch.supervise import SAVING
 from samestep.launch.verdict import Verdict, explain
 from samestep.paths import RunDirectory, default_run_path
 from samestep.rankenv import variable
+from samestep.verification.checking.outcome import outcome
 
 __all__ = ["main"]
 
@@ -62,7 +64,8 @@ torchrun's spellings are accepted: --nproc-per-node, --max-restarts, --master-ad
 underscores too.
 
 exit code: 0; else the culprit's own; 128 + signal if a signal ended it; 1 for a rank that exited early with
-code 0 while others waited for it; 75 when it was asked to make room and has saved; 2 for a usage error."""
+code 0 while others waited for it, or where --check found an error; 75 when it was asked to make room and has
+saved; 2 for a usage error."""
 
 _CHECKER = "samestep.verification.checking.checker:Checker"
 
@@ -91,9 +94,14 @@ def main(arguments: Sequence[str]) -> int:
         verdict = _launched(plan, head, replacement)
         if isinstance(where, Sibling):
             farewell(head, _ended(verdict), verdict.exit_code)
+    told, code = summary(plan, verdict), verdict.exit_code
+    if options.check:
+        checked = outcome(plan.directory.path, plan.size)
+        told |= checked
+        code = code or int(checked["verdict"] == "different")
     if options.json is not None:
-        return _write_json(options.json, plan, verdict)
-    return verdict.exit_code
+        return _write_json(options.json, told | {"exit": code})
+    return code
 
 
 def _launched(plan: Plan, head: Head, replacement: Replacement) -> Verdict:
@@ -111,13 +119,14 @@ def _ended(verdict: Verdict) -> str:
     return f"the run is over, exit code {verdict.exit_code}{cause.replace('samestep:', ':', 1)}"
 
 
-def _write_json(file: Path, plan: Plan, verdict: Verdict) -> int:
+def _write_json(file: Path, told: dict[str, Any]) -> int:
     try:
-        file.write_text(json.dumps(summary(plan, verdict), indent=2) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         say(f"error: --json {file} cannot be written: {error.strerror}")
-        return verdict.exit_code or 1
-    return verdict.exit_code
+        return told["exit"] or 1
+    code: int = told["exit"]
+    return code
 
 
 def check_json(file: Path) -> None:

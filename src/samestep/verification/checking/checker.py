@@ -21,6 +21,7 @@ from samestep.verification.checking.calls import Calls
 from samestep.verification.checking.judge import Judge
 from samestep.verification.checking.letters import EVERY, MOST_OPTIMIZERS, Detail, Farewell, Letter
 from samestep.verification.checking.loaders import Loaders
+from samestep.verification.checking.outcome import CHECKED, FINDINGS
 from samestep.verification.checking.post import Post
 from samestep.verification.checking.subjects import Subject, Wrapping
 from samestep.verification.findings import Finding
@@ -30,8 +31,6 @@ from samestep.verification.watching import training
 from samestep.verification.watching.listener import Listener
 
 __all__: list[str] = []
-
-NAME = "samestep.verification.checking.checker:Checker"
 
 
 def _safely(method: Callable[..., None]) -> Callable[..., None]:
@@ -188,7 +187,7 @@ class Checker(Observer, Listener):
             self._told += 1
             write("\n".join(["samestep: --check: found while it trains", *finding_lines(finding), ""]))
             if (folder := variable("SAMESTEP_RUN_DIR")) is not None:
-                with (Path(folder) / "findings.jsonl").open("a", encoding="utf-8") as file:
+                with (Path(folder) / FINDINGS).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(finding.as_json()) + "\n")
 
     @_safely
@@ -211,6 +210,9 @@ class Checker(Observer, Listener):
         self._rest()
         if ends is not None:
             self._tell(self._judge.farewells(ends))
+        if (folder := variable("SAMESTEP_RUN_DIR")) is not None:
+            told = json.dumps({"ranks": self._size, "steps": max(steps, default=0)})
+            (Path(folder) / CHECKED).write_text(told + "\n", encoding="utf-8")
         found = "nothing found" if not self._told else plural(self._told, "finding")
         write(
             f"samestep: --check: {found} in {plural(max(steps, default=0), 'step')} of {plural(self._size, 'rank')}\n"
