@@ -28,14 +28,15 @@ _MOST_STEPS = 20  # of the runs that are made here
 
 def judge(runner: Runner, record: Record, report: Report) -> None:
     """Adds what these claims come to, where the script uses samestep and nothing has been found against it."""
-    used = {event["name"] for rank in record.ranks for event in rank.of("called")}
+    called = [event for rank in record.ranks for event in rank.of("called")]
+    used, saves = {event["name"] for event in called}, any(event["saves"] for event in called)
     if report.errors or not {"shards", "replicate"} <= used or not record.steps:
         return
     steps = min(record.steps, _MOST_STEPS)
     in_float64(runner, steps, report)
     if not report.errors:
         bit_for_bit(runner, record.size, steps, report)
-    if not report.errors and "checkpoint" in used:
+    if not report.errors and saves:
         resumed(runner, record, report)
 
 

@@ -73,7 +73,8 @@ class Witness(Observer, Listener):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Notes that the script uses samestep, and calls it as this run was ordered to."""
-        self.journal.write("called", name=name)
+        path = kwargs["path"] if "path" in kwargs else next(iter(args), None)
+        self.journal.write("called", name=name, saves=name == "checkpoint" and path is not None)
         return adjusted(self.order, name, args, kwargs)
 
     def begin_watching(self) -> None:
