@@ -49,7 +49,8 @@ def judge(record: Record, report: Report) -> None:
 
 def _undone(record: Record) -> Iterator[Finding]:
     """Whether what a rank has made of its own parameters is lost, where each rank's optimizer holds others."""
-    for rank in [] if record.is_alike else record.ranks:
+    single = all(len({step["optimizer"] for step in rank.steps}) == 1 for rank in record.ranks)  # one inside another?
+    for rank in [] if record.is_alike or not single else record.ranks:
         for step, following in pairwise(rank.steps[: record.steps]):
             before, after, then = step["parameters"], step["after"] or {}, following["parameters"]
             lost = [name for name in after if after[name] != before.get(name) == then.get(name)]
