@@ -109,7 +109,7 @@ BRIEFLY = {("fabric", "a bypassed wrapper")}  # the others, with `make prove`
 
 def verified(folder: Path, library: str, changes: dict[str, str]) -> tuple[Report, list[str]]:
     """Returns the report on a library's script with some texts replaced, and its lines."""
-    if importlib.util.find_spec(LIBRARIES[library]) is None:
+    if importlib.util.find_spec(LIBRARIES[library]) is None:  # samestep needs none of them, and `make` installs none
         pytest.skip(f"{LIBRARIES[library]} is not installed")
     text = (SCRIPTS / f"with_{library}.py").read_text(encoding="utf-8")
     for old, new in changes.items():

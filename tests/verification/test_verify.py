@@ -101,8 +101,10 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
         scripts[name].write_text("\n".join(line[indent:] for line in lines), encoding="utf-8")
     with ThreadPoolExecutor(2) as pool:
         waits = {"waits for ever": 12.0}
+        steps = {"cut by FSDP1": 3}  # of its four
         running: dict[str, Future[Report]] = {
-            name: pool.submit(samestep.verify, path, timeout=waits.get(name, 60.0)) for name, path in scripts.items()
+            name: pool.submit(samestep.verify, path, timeout=waits.get(name, 60.0), steps=steps.get(name))
+            for name, path in scripts.items()
         }
         return {name: future.result() for name, future in running.items()}
 
@@ -181,6 +183,11 @@ def test_parameters_cut_in_another_way_are_said_not_to_be_checked(
     report = reports[name]
     assert (report.verdict, report.findings) == ("inconclusive", [])
     assert why in report.coverage["gradients"]
+
+
+@pytest.mark.timeout(400)
+def test_as_many_steps_are_recorded_as_were_asked_for(reports: dict[str, Report]) -> None:
+    assert [reports[name].steps for name in ("cut by FSDP1", "cut by fully_shard")] == [3, 4]
 
 
 @pytest.mark.timeout(400)
