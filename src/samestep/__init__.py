@@ -7,7 +7,7 @@ General layout. The tree is the architecture, floor by floor; imports go down, n
     3  runtime                                                inside one rank: world, devices, seeds
     4  data  replicas                                         training in parallel
     5  running                                                over a run: evaluation, checkpoints
-    6  bench                                                  evidence about a run
+    6  bench  verification                                    evidence about a run
     7  cli  recipes                                           the door, and users of the public names
 
 `docs/structure.md` walks through it. Public names are loaded on first use (PEP 562), so that `samestep --help`

@@ -52,8 +52,8 @@ def in_float64(runner: Runner, steps: int, report: Report) -> None:
         return
     found = Report(ranks=report.ranks, steps=ranks.record.steps)
 
-    def again(**order: Any) -> Run:
-        return runner.alone("in float64, another order", ranks.record, double=True, **order)
+    def permuted() -> Run:
+        return runner.alone("in float64, another order", ranks.record, double=True, permuted=True)
 
     def of_ranks() -> list[Run]:
         return [
@@ -61,8 +61,7 @@ def in_float64(runner: Runner, steps: int, report: Report) -> None:
             for one in ranks.record.ranks
         ]
 
-    nothing = Others(lambda: again(permuted=True), of_ranks, list)
-    Comparison(ranks.record, whole, nothing).judge(found)
+    Comparison(ranks.record, whole, Others(permuted, of_ranks, list)).judge(found)
     report.add(found.errors)
     if found.coverage.get("gradients") in {AGREES, DECLARED}:
         report.remarks.append(f"in float64 ranks and one process agree: {found.margins['gradients']}")

@@ -79,3 +79,8 @@ def _parsed(lines: list[bytes]) -> Iterator[Event]:
             except ValueError:
                 return
             yield event
+
+
+def place_of(digest: str | None) -> str:
+    """Returns where the part lies that a digest is of: it stands before it; nothing for a whole tensor."""
+    return "" if digest is None else digest.rpartition(" ")[0]

@@ -47,9 +47,8 @@ class Runner:
 
     def alone(self, name: str, record: Record, ranks: list[int] | None = None, **order: Any) -> Run:
         """Runs it in one process on what `ranks` have used, by default all; `order` is for :class:`Alone`."""
-        everybody = [rank.number for rank in record.ranks]
-        told = {"recorded": str(record.folder), "ranks": everybody if ranks is None else ranks, **order}
-        told["together"] = record.size
+        chosen = [rank.number for rank in record.ranks] if ranks is None else ranks
+        told = {"recorded": str(record.folder), "ranks": chosen, "together": record.size, **order}
         self.say(f"running the script alone: {name}")
         return self._run(name, 1, _ALONE, told)
 
@@ -61,10 +60,11 @@ class Runner:
         order: dict[str, Any],
         progress: Callable[[Path], None] = lambda _: None,
     ) -> Run:
+        folder = self.folder / name.replace(" ", "-").replace(",", "")
         ended = runs.run(
             self.script,
             ranks,
-            folder := self.folder / name.replace(" ", "-").replace(",", ""),
+            folder,
             observer,
             {"saves": str(folder / "saves"), **order},
             still_s=self.still_s,

@@ -153,7 +153,8 @@ def _where_others_waited(failure: dict[str, Any]) -> str | None:
 
 
 def _remarks(ended: runs.Ended, report: Report) -> list[str]:
-    remarks = ["dropout and autocast were off in all runs"]
+    but = " but those compared bit for bit" if any(remark.startswith("as ") for remark in report.remarks) else ""
+    remarks = [f"dropout and autocast were off in all runs{but}"]
     if ended.hung:
         remarks += [f"rank {rank} stands at {place}" for rank, place in sorted(runs.standing(ended.folder).items())]
     if report.steps == 0 and not ended.hung and ended.code == 0:

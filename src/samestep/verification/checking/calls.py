@@ -17,11 +17,11 @@ from typing import Any
 import xxhash
 
 from samestep.launch.noting import NOTED, site
+from samestep.verification.watching.collectives import BETWEEN_TWO
 
 __all__: list[str] = []
 
 KEPT = 64  # calls, among which the first that differs is looked for
-_BETWEEN_TWO = {"send", "recv", "send_object_list", "recv_object_list"}
 _ROOTS = {"broadcast": 1, "reduce": 1, "broadcast_object_list": 1}  # where the root stands among the arguments
 _UNEVEN = {"gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"}  # shapes may differ
 _inside = threading.local()
@@ -42,7 +42,7 @@ class Calls:
             return
         for name in NOTED:
             original = getattr(module, name, None)
-            if original is not None and name not in _BETWEEN_TWO:
+            if original is not None and name not in BETWEEN_TWO:
                 changed = self._counting(original, name)
                 for place in (module, module.distributed_c10d):
                     setattr(place, name, changed)

@@ -154,7 +154,6 @@ class Checker(Observer, Listener):
             where=site(_frame()),
             steps=[one.steps for one in self._subjects],
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            rated=self._schedules[1],
             schedules=self._schedules[0],
             scheduled=self._schedules[1],
             scaler=self._scaler[0],

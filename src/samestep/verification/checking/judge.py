@@ -21,7 +21,7 @@ from samestep.verification.checking.seen import Seen
 from samestep.verification.findings import Finding
 from samestep.verification.judging import communication
 from samestep.verification.judging.record import Rank
-from samestep.verification.judging.words import listed
+from samestep.verification.judging.words import listed, numbers
 
 __all__: list[str] = []
 
@@ -98,15 +98,11 @@ def _rates(letters: Sequence[Letter]) -> Iterator[Finding]:
         rank=rank,
         step=other.step,
         factor=other.rates[0] / first.rates[0] if first.rates and other.rates and first.rates[0] else None,
-        where=other.rated or other.made,
-        cause=f"at step {other.step} rank {rank} steps with the rate {_short(other.rates)}, rank 0 with "
-        f"{_short(first.rates)}",
+        where=other.scheduled or other.made,
+        cause=f"at step {other.step} rank {rank} steps with the rate {numbers(other.rates)}, rank 0 with "
+        f"{numbers(first.rates)}",
         fix="let every rank compute the rate from values that all ranks share: reduce the metric that a schedule sees",
     )
-
-
-def _short(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:g}" for value in values)
 
 
 def _scalers(letters: Sequence[Letter]) -> Iterator[Finding]:

@@ -52,8 +52,8 @@ class Letter:
         optimizer, step: number of the optimizer, steps that it has taken before.
         where: the line that steps.
         steps: of every optimizer.
-        rates: learning rates of the parameter groups; `rated` is the line that set them last.
-        schedules: steps of learning-rate schedules so far; `scheduled` is the line.
+        rates: learning rates of the parameter groups.
+        schedules: steps of learning-rate schedules so far; `scheduled` is the line of the last.
         scaler: calls, skips and scale of gradient scalers; `scaled` is the line.
         calls: number and running digest of the collectives of all ranks.
         order: digests of the wrapped models' parameter names, in order and sorted.
@@ -74,7 +74,6 @@ class Letter:
     where: str = ""
     steps: list[int] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
-    rated: str = ""
     schedules: int = 0
     scheduled: str = ""
     scaler: list[float] = field(default_factory=list)

@@ -10,6 +10,7 @@ import xxhash
 from torch import Tensor
 
 from samestep.runtime.digest import digest_of_bytes
+from samestep.verification.journal import place_of
 from samestep.verification.recording.optimizers import digests
 from samestep.verification.recording.rows import leaves
 
@@ -49,11 +50,6 @@ def one_of(told: Digests) -> str:
 def layout_of(told: Digests) -> str:
     """Returns what is equal where two ranks hold the same parts of the same tensors."""
     return digest_of_bytes(repr([(name, place_of(value)) for name, value in told.items()]).encode())
-
-
-def place_of(told: str | None) -> str:
-    """Returns where a part lies, of its digest; nothing for a whole tensor."""
-    return "" if told is None else told.rpartition(" ")[0]
 
 
 def rows(value: Any, size: int, places: Sequence[int]) -> list[str] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.words import listed, plural
+from samestep.verification.judging.words import listed, numbers, plural
 
 __all__: list[str] = []
 
@@ -123,8 +123,8 @@ def rates(record: Record, index: int, rank: int) -> Finding:
         step=index,
         factor=_ratio(first["rates"], theirs["rates"]),
         where=where,
-        cause=f"at step {index} rank {record.ranks[rank].number} steps with the rate {_short(theirs['rates'])}, rank 0 "
-        f"with {_short(first['rates'])}{why}",
+        cause=f"at step {index} rank {record.ranks[rank].number} steps with the rate {numbers(theirs['rates'])}, rank "
+        f"0 with {numbers(first['rates'])}{why}",
         fix="let every rank compute the rate from values that all ranks share: reduce the metric that a schedule sees",
     )
 
@@ -134,10 +134,6 @@ _TO_ONE = "; reduce() brings its result to one rank only, and here every rank go
 
 def _ratio(first: list[float], theirs: list[float]) -> float | None:
     return theirs[0] / first[0] if first and theirs and first[0] else None
-
-
-def _short(values: list[float]) -> str:
-    return ", ".join(f"{value:g}" for value in values)
 
 
 def _where(window: list[Event], kind: str) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.verification import journal
-from samestep.verification.journal import Event
+from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.ahead import settled
 
 __all__: list[str] = []
@@ -111,7 +111,7 @@ class Record:
     def is_cut(self) -> bool:
         """Whether ranks hold parts of parameters."""
         starts = [event for rank in self.ranks for event in rank.of("start")]
-        return any(" " in digest for start in starts for digest in start["parameters"].values())
+        return any(place_of(digest) for start in starts for digest in start["parameters"].values())
 
     def value(self, rank: int, number: int) -> Any:
         """Returns a big value. It was written by a process of ours, in a folder of ours."""

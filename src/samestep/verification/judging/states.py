@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
-from samestep.verification.journal import Event
+from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.causes import of_gradients, of_parameters
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.words import listed, plural
@@ -155,15 +155,11 @@ def _differing_ranks(events: list[Event], key: str) -> tuple[int, list[str]] | N
     """The first rank that differs from rank 0, and in which tensors; of parts, from the first that has the same."""
     known: dict[tuple[str, str], str] = {}
     for rank, event in enumerate(events):
-        told = {(name, _place(digest)): digest for name, digest in event[key].items()}
+        told = {(name, place_of(digest)): digest for name, digest in event[key].items()}
         if bad := [name for (name, place), digest in told.items() if known.get((name, place), digest) != digest]:
             return rank, bad
         known = told | known
     return None
-
-
-def _place(digest: str | None) -> str:
-    return "" if digest is None else digest.rpartition(" ")[0]
 
 
 def _healed(record: Record, index: int) -> bool:

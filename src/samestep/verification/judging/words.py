@@ -29,3 +29,8 @@ def plural(count: int, what: str) -> str:
     if count == 1:
         return f"1 {what}"
     return f"{count} {what}es" if what.endswith(("tch", "s", "sh")) else f"{count} {what}s"
+
+
+def numbers(values: Sequence[float]) -> str:
+    """Returns "0.1, 0.05"."""
+    return ", ".join(f"{value:g}" for value in values)

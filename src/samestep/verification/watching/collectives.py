@@ -18,7 +18,7 @@ from samestep.verification.watching.listener import Listener
 
 __all__: list[str] = []
 
-_BETWEEN_TWO = {"send", "recv", "send_object_list", "recv_object_list"}
+BETWEEN_TWO = {"send", "recv", "send_object_list", "recv_object_list"}
 _inside = threading.local()
 
 
@@ -31,7 +31,7 @@ def watch(listener: Listener, module: ModuleType) -> None:
         original = getattr(module, name, None)
         if original is None:
             continue
-        changed = _telling(listener, original, name, between_two=name in _BETWEEN_TWO)
+        changed = _telling(listener, original, name, between_two=name in BETWEEN_TWO)
         for place in places:
             setattr(place, name, changed)
 
