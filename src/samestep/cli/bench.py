@@ -104,9 +104,8 @@ def _conclusion(comparison: Comparison) -> str:
         text = f"{1 / comparison.ratio:.2f} times sooner, 19 times in 20 between {worst:.2f} and {best:.2f}"
     if comparison.most is None:
         return text
-    promise = (
-        f"at least {1 / comparison.most:.1f} times" if comparison.most < 1 else f"at most {_percent(comparison.most)}"
-    )
+    promise = f"at most {_percent(comparison.most)}" if comparison.most > 1 else "no slower"
+    promise = f"at least {1 / comparison.most:.1f} times" if comparison.most < 1 else promise
     verdict = {True: "kept", False: "missed", None: "not decided, take more --repeats"}[comparison.kept]
     return f"{text}; promised: {promise}: {verdict}"
 
