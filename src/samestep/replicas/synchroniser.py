@@ -13,6 +13,7 @@ All ranks run the same program, so they come to [2] and [3] at the same moments,
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.data.batches import tensors_of
 from samestep.errors import ModelError, StepError
 from samestep.replicas.local_gradients import LocalGradients
+from samestep.replicas.reduction import Reduce, bring_in
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -39,6 +41,7 @@ class Synchroniser:
         module: the bare model, already alike on all ranks.
         world: whose data axis averages.
         buckets: size of a gradient bucket in MiB, None for DDP's own.
+        reduce: how the ranks' gradients are added; see `reduction`.
         find_unused_parameters: as in DDP.
         local: is told of what this rank brings before it is averaged, or None.
     """
@@ -49,14 +52,17 @@ class Synchroniser:
         world: World,
         *,
         buckets: float | None,
+        reduce: Reduce | None,
         find_unused_parameters: bool,
         local: LocalGradients | None = None,
     ) -> None:
         self.module = module
         self.world = world
         self.buckets = buckets
+        self.reduce = reduce
         self.find_unused_parameters = find_unused_parameters
         self.local = local
+        self._let_go: Callable[[], None] = lambda: None
         self.engine = self._build()
         self.trained = self._trained()
         self.prepared = False  # DDP did it in forward, for the next backward
@@ -119,7 +125,8 @@ class Synchroniser:
         return [(id(parameter), parameter.requires_grad) for parameter in self.module.parameters()]
 
     def _build(self) -> DistributedDataParallel:
-        return DistributedDataParallel(
+        self.release()
+        engine = DistributedDataParallel(
             self.module,
             device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
             process_group=self.world.data.group,
@@ -128,6 +135,12 @@ class Synchroniser:
             find_unused_parameters=self.find_unused_parameters,
             **_WITHOUT_BUFFERS,
         )
+        self._let_go = bring_in(engine, self.world.data, self.reduce)
+        return engine
+
+    def release(self) -> None:
+        """Tells the other ranks that this one brings no more gradients."""
+        self._let_go()
 
 
 def _unused(module: nn.Module) -> str:

@@ -12,6 +12,28 @@ from samestep.runtime.mailbox import Mailbox
 __all__: list[str] = []
 
 
+@dataclass(frozen=True)
+class Neighbours:
+    """The ranks of an axis, host by host.
+
+    Attributes:
+        hosts: the positions on the axis of those that see each other, in order; nobody is on two.
+        processes: the process number of each position.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    processes: tuple[int, ...]
+
+    @property
+    def is_one_host(self) -> bool:
+        """Whether everybody sees everybody."""
+        return len(self.hosts) == 1
+
+    def beside(self, position: int) -> tuple[int, ...]:
+        """Returns the positions on the host of `position`, itself among them."""
+        return next(host for host in self.hosts if position in host)
+
+
 @dataclass(eq=False)
 class Axis:
     """Some ranks of the world, in order, and the groups they talk through.
@@ -22,8 +44,11 @@ class Axis:
         ranks: the global ranks on it, in order.
         group: carries tensors on the world's device; None where there is nobody to talk to.
         control: carries small host-side messages (gloo), apart from the gradients; None likewise.
+        neighbours: which of its ranks stand on one host; None where there is but one rank.
+        across: carries tensors to the ranks in this one's place on the other hosts; None until it is wanted.
         mailbox: carries a few numbers through shared memory; None unless all its ranks are on one host.
         by_tree: sums over the axis are added by one tree, not as the backend would: for virtual ranks.
+        timeout_s: how long a rank waits for another.
         closed: the world was closed; there is nobody to talk to any more.
     """
 
@@ -32,7 +57,10 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     control: dist.ProcessGroup | None = field(default=None, repr=False)
+    neighbours: Neighbours | None = field(default=None, repr=False)
+    across: dist.ProcessGroup | None = field(default=None, repr=False)
     mailbox: Mailbox | None = field(default=None, repr=False)
+    timeout_s: float = field(default=1800.0, repr=False)
     by_tree: bool = field(default=False, repr=False)
     closed: bool = field(default=False, repr=False)
 
@@ -46,7 +74,7 @@ class Axis:
         if self.mailbox is not None:
             self.mailbox.leave()
         self.closed = True
-        self.group = self.control = self.mailbox = None
+        self.group = self.control = self.across = self.mailbox = None
 
     def check_open(self) -> None:
         """Refuses to go on alone where there were others.

@@ -7,7 +7,6 @@ import os
 import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +17,12 @@ from samestep import rankenv
 from samestep._version import __version__
 from samestep.launch.watched import be_watched, begin_watch, is_watched
 from samestep.runtime import mailbox
-from samestep.runtime.axes import Axis, alone
+from samestep.runtime.axes import Axis, Neighbours, alone
 from samestep.runtime.backend import choose_backend, group_backend
 from samestep.runtime.device import choose_device, claim, identity, refuse_sharing
-from samestep.runtime.exchange import gather_json, tell_json
+from samestep.runtime.exchange import gather_json
 from samestep.runtime.mailbox import Mailbox
+from samestep.runtime.neighbours import meet, shared_memory
 from samestep.runtime.rendezvous import locate, namespace, open_store, sign_in
 from samestep.topology import Grid
 
@@ -177,7 +177,10 @@ def _make_axes(member: Membership, pipeline: int, timeout_s: float) -> None:
     else:
         member.data = _axis("data", data, grid.columns(), grid.data_ranks(member.rank))
         member.pipeline = _axis("pipeline", stage, grid.rows(), grid.pipeline_ranks(member.rank))
-    member.data.mailbox = _open_mailbox(member.data, timeout_s)
+    member.data.timeout_s = timeout_s
+    if member.data.size > 1:
+        member.data.neighbours = meet(member.data)
+        member.data.mailbox = _open_mailbox(member.data, member.data.neighbours, timeout_s)
 
 
 def _axis(name: str, position: int, lines: list[tuple[int, ...]], mine: tuple[int, ...]) -> Axis:
@@ -192,19 +195,7 @@ def _axis(name: str, position: int, lines: list[tuple[int, ...]], mine: tuple[in
     return Axis(name, position, mine, group, control)
 
 
-def _open_mailbox(axis: Axis, timeout_s: float) -> Mailbox | None:
+def _open_mailbox(axis: Axis, neighbours: Neighbours, timeout_s: float) -> Mailbox | None:
     """Shared memory for the axis, where its ranks are on one host and can see each other; else None on all of them."""
-    if axis.size == 1:
-        return None
-    told = gather_json(axis, [namespace("pid"), os.getpid()])  # only those of one namespace see each other's numbers
-    if any(sight is None or sight != told[0][0] for sight, _ in told):
-        return None
-    file = mailbox.create(axis.size) if axis.rank == 0 else None
-    path = tell_json(axis, None if file is None else str(file))
-    memory = None if path is None else mailbox.attach(Path(path), axis.size)
-    everybody = gather_json(axis, memory is not None)
-    if file is not None:
-        file.unlink()  # the memory stays as long as a rank holds it, and nothing is left behind
-    if memory is None or not all(everybody):
-        return None
-    return Mailbox(memory, axis.rank, [process for _, process in told], timeout_s)
+    memory = shared_memory(axis, neighbours, mailbox.length(1)) if neighbours.is_one_host else None
+    return None if memory is None else Mailbox(memory, axis.rank, neighbours.processes, timeout_s)

@@ -19,18 +19,16 @@ from __future__ import annotations
 
 import mmap
 import struct
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from samestep.collectives.memory import is_running
 from samestep.errors import PeerError, StepError
 from samestep.topology import tree_sum
 
 __all__: list[str] = []
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (the kernel's memory file system; the file has a name of its own, mode 0600)
 MOST_VALUES = 2
 _SLOT_BYTES = 64  # a cache line: a rank that writes disturbs no other's
 _SLOTS = 3  # even letters, odd letters, and whether the rank has left
@@ -160,7 +158,7 @@ class Mailbox:
         return (about, first, second) if found == number and seal == _seal(body) else None
 
     def _has_left(self, rank: int) -> bool:
-        return self.memory[(_SLOTS * rank + 2) * _SLOT_BYTES] != 0 or not _is_running(self.processes[rank])
+        return self.memory[(_SLOTS * rank + 2) * _SLOT_BYTES] != 0 or not is_running(self.processes[rank])
 
     def _await(self, rank: int, number: int) -> tuple[int, float, float]:
         began = checked = time.monotonic()
@@ -183,15 +181,6 @@ class Mailbox:
         return f"rank {self.rank} waited {waited_s:.0f} s for rank {rank} (process {process}) to end this step"
 
 
-def _is_running(process: int) -> bool:
-    """Whether a process lives; one that has ended but was not waited for does not."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in {"Z", "X"}
-
-
 def _seal(body: bytes) -> int:
     number, about, first, second = (int(word) for word in _WORDS.unpack(body))
     return (number * _SALT ^ about << 2 ^ first ^ second << 1 ^ _SALT) & 0xFFFFFFFFFFFFFFFF
@@ -200,22 +189,3 @@ def _seal(body: bytes) -> int:
 def length(ranks: int) -> int:
     """Returns the bytes that a box for so many ranks takes."""
     return _SLOTS * ranks * _SLOT_BYTES
-
-
-def create(ranks: int, folder: Path = SHARED_MEMORY) -> Path | None:
-    """Makes the memory for a box and returns its file, to be opened by all and then deleted; None where it cannot."""
-    try:
-        with tempfile.NamedTemporaryFile(prefix="samestep-", dir=folder, delete=False) as file:
-            file.truncate(length(ranks))
-            return Path(file.name)
-    except OSError:  # no such file system, full, or not ours: the caller has another way
-        return None
-
-
-def attach(file: Path, ranks: int) -> mmap.mmap | None:
-    """Returns the memory in `file`, or None where this process cannot see it."""
-    try:
-        with file.open("r+b") as opened:
-            return mmap.mmap(opened.fileno(), length(ranks))
-    except (OSError, ValueError):
-        return None

@@ -1,0 +1,5 @@
+"""Floor 2: how values of many ranks become one: in shared memory, or by messages."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,64 @@
+"""Memory that the processes of one host share, and that is gone with the last of them, however they end.
+
+A name in /dev/shm outlives a process that is killed before it deletes it. So none is given: the kernel hands out a
+descriptor (memfd_create), and the other processes open it where Linux shows it to them:
+
+    rank 0     fd 5 = memfd_create(...)          tells the others (process 812, descriptor 5)
+    rank 1     open("/proc/812/fd/5"), mmap      the memory stays as long as anybody holds or maps it
+
+They must see each other's process numbers and belong to the same user. What has no name in /dev/shm does not count
+against its size either, which containers often cut down to 64 MB.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+__all__: list[str] = []
+
+
+class Mine:
+    """Memory of this process, to be opened by others until `close`.
+
+    Args:
+        length: in bytes; all zero.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.descriptor = os.memfd_create("samestep")
+        os.ftruncate(self.descriptor, length)
+        self.map = mmap.mmap(self.descriptor, length)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where others find it: process and descriptor."""
+        return os.getpid(), self.descriptor
+
+    def close(self) -> None:
+        """Lets nobody else open it; whoever has mapped it keeps it."""
+        os.close(self.descriptor)
+
+
+def opened(process: int, descriptor: int, length: int) -> mmap.mmap | None:
+    """Returns the memory behind another process's descriptor, or None where this process may not see it."""
+    try:
+        own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return mmap.mmap(own, length)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(own)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process lives; one that has ended but was not waited for does not."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in {"Z", "X"}

@@ -1,0 +1,77 @@
+"""Which ranks of an axis stand on one host and see each other, and memory that those share.
+
+A launcher tells how many ranks a host has, not whether they may look into each other: ranks in containers of their own
+share a kernel and no process numbers. So each says in which namespace its number counts, on which boot of which kernel.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch.distributed as dist
+
+from samestep.collectives import board
+from samestep.collectives.board import Board
+from samestep.collectives.memory import Mine, opened
+from samestep.runtime.axes import Axis, Neighbours
+from samestep.runtime.exchange import gather_json
+from samestep.runtime.rendezvous import namespace
+
+__all__: list[str] = []
+
+
+def meet(axis: Axis) -> Neighbours:
+    """Returns who stands where. Collective: every rank of the axis must call it."""
+    told = gather_json(axis, [namespace("pid"), os.getpid()])
+    hosts: dict[str, list[int]] = {}
+    for position, (sight, process) in enumerate(told):
+        hosts.setdefault(sight or f"unknown of {process}", []).append(position)
+    return Neighbours(tuple(map(tuple, hosts.values())), tuple(process for _, process in told))
+
+
+def shared_memory(axis: Axis, neighbours: Neighbours, bytes_each: int) -> mmap.mmap | None:
+    """Returns memory that this host's ranks share, all zero; None on every rank of the axis if one cannot see its own.
+
+    Collective: every rank of the axis must call it.
+
+    Args:
+        axis: the ranks.
+        neighbours: who stands where.
+        bytes_each: for each rank of the host.
+    """
+    here = neighbours.beside(axis.rank)
+    own = Mine(bytes_each * len(here)) if axis.rank == here[0] else None
+    process, descriptor = gather_json(axis, None if own is None else own.place)[here[0]]
+    memory = own.map if own is not None else opened(process, descriptor, bytes_each * len(here))
+    seen = gather_json(axis, memory is not None)
+    if own is not None:
+        own.close()
+    return memory if all(seen) else None
+
+
+def open_board(axis: Axis) -> Board | None:
+    """Returns a new board of this host's ranks, or None on all ranks of the axis. Collective, as above."""
+    if axis.neighbours is None:
+        return None
+    here = axis.neighbours.beside(axis.rank)
+    memory = shared_memory(axis, axis.neighbours, board.length(1))
+    if memory is None:
+        return None
+    names = [axis.ranks[position] for position in here]
+    processes = [axis.neighbours.processes[position] for position in here]
+    return Board(memory, here.index(axis.rank), names, processes, axis.timeout_s)
+
+
+def across_hosts(axis: Axis) -> dist.ProcessGroup | None:
+    """Returns the group of the ranks in this one's place on every host; None on one host.
+
+    Collective, as above; the hosts must have equally many ranks.
+    """
+    if axis.neighbours is None or axis.neighbours.is_one_host:
+        return None
+    if axis.across is None:
+        place = axis.neighbours.beside(axis.rank).index(axis.rank)
+        ranks = [axis.ranks[host[place]] for host in axis.neighbours.hosts]
+        axis.across = dist.new_group(ranks, use_local_synchronization=True)
+    return axis.across
