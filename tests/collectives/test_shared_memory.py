@@ -40,7 +40,7 @@ def test_ranks_that_add_their_shares_in_any_order_get_the_sum_in_rank_order(rank
     regions = [Region(parts, rank) for rank in range(ranks)]
     random.shuffle(regions)
     for region in regions:
-        region.fold(shared_memory.FOLDS["sum"], ranks)
+        region.reduce(shared_memory.FOLDS["sum"], ranks)
     assert all(torch.equal(part, expected) for part in parts)
 
 

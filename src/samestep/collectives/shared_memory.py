@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from samestep.collectives.board import DONE, READY, Board
@@ -54,7 +55,7 @@ FOLDS: dict[str, Fold] = {
     "bor": lambda into, other: into.bitwise_or_(other),
     "bxor": lambda into, other: into.bitwise_xor_(other),
 }
-Across = Callable[[Tensor], None]  # adds a rank's share to those of the other hosts, in place
+Across = Callable[[Tensor], dist.Work]  # begins to add a rank's share to those of the other hosts, in place
 
 
 def share(elements: int, element_bytes: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -92,24 +93,29 @@ class Region:
             [part[at : min(at + step, end)] for part in parts] for at in range(begin, end, step)
         ]  # made once: to cut a view takes as long as a block of 8 KB
 
-    def fold(self, fold: Fold, divisor: int = 1, across: Across | None = None) -> None:
-        """Adds this rank's share of all parts, divides it, and writes it into all of them."""
-        if across is None:
-            for first, *rest in self.blocks:
-                for other in rest:
-                    fold(first, other)
-                mean_of(first, divisor)
-                for other in rest:
-                    other.copy_(first)
-            return
-        for first, *rest in self.blocks:
-            for other in rest:
+    def reduce(self, fold: Fold, divisor: int) -> None:
+        """Does `add` and `write` at once, block by block."""
+        for first, *others in self.blocks:
+            for other in others:
                 fold(first, other)
-        across(self.first)
-        for first, *rest in self.blocks:
-            mean_of(first, divisor)
-            for other in rest:
-                other.copy_(first)
+            _spread(first, others, divisor)
+
+    def add(self, fold: Fold) -> None:
+        """Adds this rank's share of all parts into that of the first."""
+        for first, *others in self.blocks:
+            for other in others:
+                fold(first, other)
+
+    def write(self, divisor: int) -> None:
+        """Divides what was added, and writes it into all parts."""
+        for first, *others in self.blocks:
+            _spread(first, others, divisor)
+
+
+def _spread(first: Tensor, others: list[Tensor], divisor: int) -> None:
+    mean_of(first, divisor)
+    for other in others:
+        other.copy_(first)
 
 
 @dataclass
@@ -119,6 +125,7 @@ class _Started:
     fold: Fold
     divisor: int
     then: Callable[[], None]
+    travelling: dist.Work | None = None
 
 
 @dataclass
@@ -127,14 +134,16 @@ class SharedMemory:
 
     Args:
         board: of these ranks.
-        across: adds shares over several hosts; None where there is but one. Every rank's is called in the same order.
+        across: adds shares over several hosts; None where there is but one. It must not wait: a rank of this host may
+            be needed by the one that it would wait for.
     """
 
     board: Board
     across: Across | None = None
     _number: int = field(default=0, init=False)
     _started: deque[_Started] = field(default_factory=deque, init=False)
-    _waiting: list[_Started] = field(default_factory=list, init=False)
+    _travelling: deque[_Started] = field(default_factory=deque, init=False)
+    _written: list[_Started] = field(default_factory=list, init=False)
     _stage: _Stage | None = field(default=None, init=False)
 
     def register(self, tensor: Tensor) -> Region | None:
@@ -185,7 +194,9 @@ class SharedMemory:
     def advance(self) -> None:
         """Adds what all ranks have ready; does not wait."""
         while self._started and self.board.have_reached(READY, self._started[0].number):
-            self._fold(self._started.popleft())
+            self._reduce(self._started.popleft())
+        while self._travelling and _is_there(self._travelling[0]):
+            self._write(self._travelling.popleft())
 
     def finish(self) -> None:
         """Waits until all that was started is done. Collective: every rank must call it.
@@ -195,16 +206,32 @@ class SharedMemory:
         """
         while self._started:
             self.board.wait(READY, self._started[0].number)
-            self._fold(self._started.popleft())
+            self._reduce(self._started.popleft())
+        while self._travelling:
+            self._write(self._travelling.popleft())
         self.board.wait(DONE, self._number)
-        finished, self._waiting = self._waiting, []
+        finished, self._written = self._written, []
         for one in finished:
             one.then()
 
-    def _fold(self, one: _Started) -> None:
-        one.region.fold(one.fold, one.divisor, self.across)
+    def _reduce(self, one: _Started) -> None:
+        if self.across is None:
+            one.region.reduce(one.fold, one.divisor)
+            self._note_written(one)
+        else:
+            one.region.add(one.fold)
+            one.travelling = self.across(one.region.first)
+            self._travelling.append(one)
+
+    def _write(self, one: _Started) -> None:
+        if one.travelling is not None:
+            one.travelling.wait()
+        one.region.write(one.divisor)
+        self._note_written(one)
+
+    def _note_written(self, one: _Started) -> None:
         self.board.post(DONE, one.number)
-        self._waiting.append(one)
+        self._written.append(one)
 
     def next_number(self) -> int:
         """Returns the number of the next all-reduce."""
@@ -273,6 +300,10 @@ class _Stage:
             fold(piece, slot)
         mean_of(piece, divisor)
         board.post(DONE, number)
+
+
+def _is_there(one: _Started) -> bool:
+    return one.travelling is None or one.travelling.is_completed()
 
 
 def _room() -> int:

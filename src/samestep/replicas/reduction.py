@@ -151,10 +151,9 @@ def _too_small(wanted: int) -> str:
     )
 
 
-def _add_across(group: dist.ProcessGroup, share: Tensor) -> None:
-    """[2] Adds a rank's share to those of the ranks in its place on other hosts."""
-    if share.numel():
-        group.allreduce([share]).wait()
+def _add_across(group: dist.ProcessGroup, share: Tensor) -> dist.Work:
+    """[2] Begins to add a rank's share to those of the ranks in its place on other hosts."""
+    return group.allreduce([share])
 
 
 def add_by_backend(axis: Axis, bucket: GradBucket) -> torch.futures.Future[Tensor]:

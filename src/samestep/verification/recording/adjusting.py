@@ -2,7 +2,8 @@
 
 checkpoint     every run saves into a folder of its own: the second shall not resume from what the first has saved
 world          with virtual ranks, where a run is ordered to have them
-replicate      in float64, likewise; virtual ranks have statistics of BatchNorm of their own
+replicate      in float64, likewise; virtual ranks have statistics of BatchNorm of their own; three ranks and more add
+               in rank order where a run that was stopped shall have the bits of one that was not
 shards         in float64; one process takes the micro-batches of all ranks together, as BatchNorm does
 """
 
@@ -38,7 +39,8 @@ def adjusted(order: dict[str, Any], name: str, args: tuple[Any, ...], kwargs: di
 def _replicated(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     if order.get("double"):
         (kwargs["model"] if "model" in kwargs else args[0]).double().register_forward_pre_hook(_cast, with_kwargs=True)
-    return args, kwargs | ({"batchnorm": "local"} if order.get("virtual_ranks") else {})
+    changed = {"batchnorm": "local"} if order.get("virtual_ranks") else {}
+    return args, kwargs | changed | ({"reduce": "ordered"} if order.get("ordered") else {})
 
 
 def _sharded(order: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -60,35 +62,6 @@ def _elsewhere(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, A
     place.parent.mkdir(parents=True, exist_ok=True)
     often = {"every": order["every"]} if order.get("every") else {}
     return (place, *args[1:]), {name: value for name, value in kwargs.items() if name != "path"} | often
-
-
-def reduce_in_rank_order(model: Any) -> None:
-    """Lets a DistributedDataParallel add the ranks' gradients in the order of ranks, whatever bucket they lie in.
-
-    gloo and NCCL add three or more in an order that depends on the place in the bucket, and the first step of a run
-    has other buckets than the next ones: a run that goes on cannot have the bits of one that never stopped.
-    """
-
-    def hook(group, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  (torch refuses texts)
-        return _in_rank_order(group, bucket)
-
-    model.register_comm_hook(model.process_group, hook)
-
-
-def _in_rank_order(group: Any, bucket: Any) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    mine = bucket.buffer()
-    parts = [torch.empty_like(mine) for _ in range(group.size())]
-    work: Any = dist.all_gather(parts, mine, group=group, async_op=True)
-
-    def added(_: Any) -> torch.Tensor:
-        for part in parts[1:]:
-            parts[0].add_(part)
-        return parts[0].div_(len(parts))
-
-    return work.get_future().then(added)
 
 
 def kill_once_saved(saves: Path) -> None:

@@ -19,7 +19,7 @@ from samestep.launch.noting import site
 from samestep.launch.observers import Seat
 from samestep.rankenv import variable
 from samestep.verification.journal import SPAWNED, STOP
-from samestep.verification.recording.adjusting import kill_once_saved, reduce_in_rank_order
+from samestep.verification.recording.adjusting import kill_once_saved
 from samestep.verification.recording.chance import ORDERING, keep, note_order
 from samestep.verification.recording.optimizers import digests, held
 from samestep.verification.recording.witness import EnoughError, Witness
@@ -167,8 +167,6 @@ class Recorder(Witness):
 
         if kind == "DistributedDataParallel":
             watch_bare_forward(self, model)
-            if self.order.get("ordered"):
-                reduce_in_rank_order(model)
         self.journal.write(
             "wrap",
             wrapper=kind,
