@@ -7,15 +7,16 @@ import pytest
 import samestep
 from samestep.bench import virtual
 from samestep.bench.harness import Options
-from samestep.bench.step import BATCH_PER_RANK, network, our_steps
+from samestep.bench.networks import MLP
+from samestep.bench.step import our_steps
 from samestep.errors import UsageError
 from samestep.testing import largest_difference
 
 
 def trained(slices):
     with samestep.world(device="cpu", virtual_ranks=slices) as world:
-        model = network()
-        training = our_steps(model, world)
+        model = MLP.network()
+        training = our_steps(MLP, model, world)
         for _ in range(3):
             next(training)
         return dict(model.state_dict())
@@ -30,7 +31,7 @@ def test_every_rank_returns_a_time_for_each_pair_and_the_conditions(two_ranks):
     for ours, theirs, conditions in two_ranks(virtual.compare, 2, "cpu", 2):
         assert (len(ours), len(theirs)) == (2, 2)
         assert min(*ours, *theirs) > 0
-        assert (conditions["ranks"], conditions["batch_size"]) == (2, 2 * BATCH_PER_RANK)
+        assert (conditions["ranks"], conditions["batch_size"]) == (2, 2 * MLP.batch)
 
 
 def test_a_number_of_ranks_that_cannot_share_is_refused():

@@ -26,6 +26,9 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = {
+    "allreduce": Benchmark(
+        "samestep.bench.allreduce", "an all-reduce in shared memory against gloo, 4 B to 256 MiB", 20
+    ),
     "checkpoint": Benchmark("samestep.bench.checkpoint", "what a save costs the training, beside torch.save", 8),
     "launch": Benchmark("samestep.bench.launch", "the time to the first all-reduce against torchrun", 10),
     "observe": Benchmark("samestep.bench.observe", "a training step under verify's recorder, and under --check", 60),

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from samestep.bench.harness import Comparison, Options, Report
-from samestep.bench.step import BATCH_PER_RANK, dataset, network
+from samestep.bench.networks import MLP
 from samestep.launch.spawn import spawn
 
 if TYPE_CHECKING:
@@ -86,9 +86,9 @@ class Training:
 
         self.world = world
         self.steps = steps
-        self.model = samestep.replicate(network(), world)
+        self.model = samestep.replicate(MLP.network(), world)
         self.optimizer = torch.optim.Adam(self.model.parameters())
-        self.batches = samestep.shards(dataset(), world, batch_size=BATCH_PER_RANK * world.size)
+        self.batches = samestep.shards(MLP.dataset(), world, batch_size=MLP.batch * world.size)
         self.state = samestep.checkpoint(Path(folder) / "ours", world, model=self.model, optimizer=self.optimizer)
         self.still: list[float] = []  # seconds that the training stood still for each save
         self._steps = self._train()

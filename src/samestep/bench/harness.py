@@ -15,6 +15,7 @@ Benchmarking in Reasonable Time", ISMM 2013.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from samestep.errors import UsageError
 
 __all__: list[str] = []
 
-Block = Callable[[], None]
+Block = Callable[[], object]
 Measure = Callable[[], float]
 
 
@@ -57,6 +58,7 @@ class Comparison:
         name: what was compared with what.
         unit: the work that one time is for, such as "step".
         most: the ratio promised at most, or None where nothing is promised.
+        figures: what else was found out, by name.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Comparison:
     ours: tuple[float, ...]
     theirs: tuple[float, ...]
     most: float | None = None
+    figures: dict[str, float] = field(default_factory=dict)
 
     @property
     def ratios(self) -> list[float]:
@@ -108,16 +111,24 @@ class Comparison:
             "overhead_percent": 100 * (self.ratio - 1),
             "promised_percent": None if self.most is None else 100 * (self.most - 1),
             "kept": self.kept,
+            **self.figures,
         }
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a benchmark found, and under which conditions."""
+    """What a benchmark found, and under which conditions.
+
+    Attributes:
+        rows: figures to show beside the times, where each comparison is to be one row of a table.
+        curves: by name, (bytes, GB/s) of what the plot shows.
+    """
 
     bench: str
     comparisons: Sequence[Comparison]
     setting: dict[str, Any] = field(default_factory=dict)
+    rows: tuple[str, ...] = ()
+    curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """The report as `samestep bench --json` writes it."""
@@ -126,29 +137,26 @@ class Report:
 
 
 def alternate(
-    ours: Block,
-    theirs: Block,
-    *,
+    *blocks: Block,
     pairs: int,
     warmup: int = 2,
     align: Block = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[list[float], list[float]]:
-    """Times two blocks in alternating pairs; returns the seconds of each, pair by pair.
+) -> tuple[list[float], ...]:
+    """Times blocks in turn, two of them in alternating pairs; returns the seconds of each, pair by pair.
 
     Collective where the blocks or `align` are: every rank must call it.
 
     Args:
-        ours: one block of work.
-        theirs: the same work done the other way.
-        pairs: how often both are timed.
-        warmup: how often both run untimed before.
+        *blocks: the same work, done one way and another.
+        pairs: how often all are timed.
+        warmup: how often all run untimed before.
         align: waits until all ranks (and devices) are here; runs before and after each block, inside the time after.
         clock: returns seconds.
     """
     for _ in range(warmup):
-        ours()
-        theirs()
+        for block in blocks:
+            block()
 
     def timed(block: Block) -> float:
         align()
@@ -157,16 +165,17 @@ def alternate(
         align()
         return clock() - start
 
-    return in_turn(lambda: timed(ours), lambda: timed(theirs), pairs=pairs)
+    return in_turn(*(functools.partial(timed, block) for block in blocks), pairs=pairs)
 
 
-def in_turn(ours: Measure, theirs: Measure, *, pairs: int, warmup: int = 0) -> tuple[list[float], list[float]]:
-    """Calls two functions that time themselves in alternating pairs; returns the seconds of each, pair by pair."""
+def in_turn(*measures: Measure, pairs: int, warmup: int = 0) -> tuple[list[float], ...]:
+    """Calls functions that time themselves in turn, another one first each time; returns the seconds of each."""
     for _ in range(warmup):
-        ours()
-        theirs()
-    times: dict[Measure, list[float]] = {ours: [], theirs: []}
+        for measure in measures:
+            measure()
+    times: list[list[float]] = [[] for _ in measures]
     for pair in range(pairs):
-        for measure in (ours, theirs) if pair % 2 == 0 else (theirs, ours):
-            times[measure].append(measure())
-    return times[ours], times[theirs]
+        for turn in range(len(measures)):
+            place = (pair + turn) % len(measures)
+            times[place].append(measures[place]())
+    return tuple(times)

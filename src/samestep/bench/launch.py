@@ -61,7 +61,7 @@ def run(options: Options) -> Report:
     )
 
 
-def _comparison(other: str, times: tuple[list[float], list[float]], most: float | None) -> Comparison:
+def _comparison(other: str, times: tuple[list[float], ...], most: float | None) -> Comparison:
     ours, theirs = times
     return Comparison(f"samestep run / {other}, to the first sum", "start", tuple(ours), tuple(theirs), most)
 

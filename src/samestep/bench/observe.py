@@ -24,7 +24,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from samestep.bench.harness import Comparison, Options, Report, in_turn
-from samestep.bench.step import align, network, setting, their_steps
+from samestep.bench.networks import MLP
+from samestep.bench.step import align, setting, their_steps
 from samestep.launch.devices import visible_gpus
 from samestep.launch.pool import RankPool
 
@@ -169,7 +170,7 @@ def train(path: str, device: str | None) -> None:
     import samestep
 
     with samestep.world(device=device) as world, socket.socket(socket.AF_UNIX) as connection:
-        steps = their_steps(network(), world)
+        steps = their_steps(MLP, MLP.network(), world)
         if world.rank == 0:
             connection.connect(path)
         with connection.makefile("rw", encoding="utf-8") as file:

@@ -1,76 +1,152 @@
 """What a training step costs here, beside the loop that one would write by hand with DistributedDataParallel.
 
-Both sides train the same 5-million-parameter network on the same in-memory data with the same optimizer, in the same
-processes, a block of steps each in turn. Both load through torch's DataLoader with its own collation and both give
-DistributedDataParallel views into its buckets, so what differs is what samestep adds: the global order, the exact
-mean over uneven shares, the step's agreement and the global loss. The hand-written loop has none of these.
+Both sides train the same network on the same data with the same optimizer, in the same processes, a block of steps each
+in turn, and both give DistributedDataParallel views into its buckets. Compared are
+
+    what samestep adds     both load through torch's DataLoader and add over the backend: the global order, the exact
+                           mean over uneven shares, the step's agreement, the global loss; the other loop has none
+    what samestep saves    both on one batch, samestep as it comes, with gradients in shared memory: for networks that
+                           compute little or much per byte of them; a third loop does without communication
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from samestep.bench.harness import Comparison, Options, Report, alternate
+from samestep.bench.networks import CNN, MLP, TRANSFORMER, Task
 from samestep.launch.devices import visible_gpus
 from samestep.launch.spawn import spawn
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.utils.data import Dataset
+    from torch import nn
 
     from samestep.runtime.world import World
 
 __all__: list[str] = []
 
-PROMISE = 1.02  # at most 2 % more than the hand-written loop
-WIDTHS = (512, 2048, 1536, 512)  # 4,984,832 parameters
-SAMPLES = 8192
-BATCH_PER_RANK = 64
+PROMISE = 1.02  # at most 2 % more than the hand-written loop, over gloo
+SOONER = ((CNN, 1 / 1.45), (MLP, 1 / 1.4), (TRANSFORMER, 1 / 1.15))  # of its time at most, as it comes
+LOST = 1 / 3  # of the time that it loses to communication, at most
 SETS = 4  # of processes: where a loop's memory happens to lie is worth 2 % either way, for as long as its process lives
 STEPS = 2  # in a block: few, so that many pairs fit in a minute and what disturbs a machine spoils few of them
 
 
+@dataclass(frozen=True)
+class Case:
+    """What is timed in one set of processes.
+
+    Attributes:
+        task: the network and its data.
+        as_it_comes: on one batch, with gradients in shared memory; else with loaders, over the backend.
+        device: where; None for the ranks' GPUs.
+        repeats: pairs of blocks.
+        ours_first: whose memory is taken first.
+    """
+
+    task: Task
+    as_it_comes: bool
+    device: str | None
+    repeats: int
+    ours_first: bool
+
+
 def run(options: Options) -> Report:
-    """Starts the ranks, times both loops on them and returns the report."""
+    """Starts the ranks, times the loops on them and returns the report."""
     device = None if visible_gpus() >= options.ranks else "cpu"
-    ours: list[float] = []
-    theirs: list[float] = []
+    times, conditions = _timed(MLP, False, device, options)
+    name = "what samestep adds, both over the backend: samestep / hand-written DistributedDataParallel"
+    comparisons = [Comparison(name, "step", times[0], times[1], PROMISE)]
+    for task, most in SOONER if options.ranks > 1 else ():
+        (ours, theirs, alone), _ = _timed(task, True, device, options)
+        comparisons.append(
+            Comparison(
+                f"{task.name}, as it comes: samestep / hand-written DistributedDataParallel",
+                "step",
+                ours,
+                theirs,
+                most if device == "cpu" else None,
+                lost(ours, theirs, alone),
+            )
+        )
+    return Report("step", comparisons, conditions)
+
+
+def lost(ours: tuple[float, ...], theirs: tuple[float, ...], alone: tuple[float, ...]) -> dict[str, float]:
+    """Returns what both lose to communication: their step less the same step without, both medians."""
+    without = median(alone)
+    mine, other = median(ours) - without, median(theirs) - without
+    return {"lost_ms": 1e3 * mine, "lost_by_theirs_ms": 1e3 * other, "lost_share": mine / other if other > 0 else 0.0}
+
+
+def _timed(
+    task: Task, as_it_comes: bool, device: str | None, options: Options
+) -> tuple[list[tuple[float, ...]], dict[str, Any]]:
+    """Times the loops in several sets of processes, as many pairs together as asked for."""
     sets = min(SETS, options.repeats)
+    gathered: list[tuple[float, ...]] = [()] * (3 if as_it_comes else 2)
+    conditions: dict[str, Any] = {}
     for number in range(sets):
-        pairs = (options.repeats + number) // sets  # together as many as asked for
-        mine, other, conditions = spawn(compare, options.ranks, pairs, device, number % 2 == 0, progress=False)[0]
-        ours += mine
-        theirs += other
-    name = "samestep / hand-written DistributedDataParallel"
-    return Report("step", [Comparison(name, "step", tuple(ours), tuple(theirs), PROMISE)], conditions)
+        case = Case(task, as_it_comes, device, (options.repeats + number) // sets, number % 2 == 0)
+        times, conditions = spawn(compare, options.ranks, case, progress=False)[0]
+        gathered = [(*known, *new) for known, new in zip(gathered, times, strict=True)]
+    return gathered, conditions
 
 
-def compare(repeats: int, device: str | None, ours_first: bool) -> tuple[list[float], list[float], dict[str, Any]]:
-    """Runs on every rank; returns seconds per step of both loops, and the conditions. Collective."""
+def compare(case: Case) -> tuple[list[list[float]], dict[str, Any]]:
+    """Runs on every rank; returns seconds per step of each loop, and the conditions. Collective."""
     import samestep
 
-    with samestep.world(device=device) as world:
-        ours, theirs = our_steps(network(), world), their_steps(network(), world)
-        for steps in (ours, theirs) if ours_first else (theirs, ours):
+    with samestep.world(device=case.device) as world:
+        loops = _as_it_comes(case.task, world) if case.as_it_comes else _with_loaders(case.task, world)
+        for steps in loops if case.ours_first else reversed(loops):
             next(steps)  # takes its memory now
-        blocks = (lambda: advance(ours), lambda: advance(theirs))
-        times = alternate(*blocks, pairs=repeats, align=lambda: align(world))
-        each = [[seconds / STEPS for seconds in side] for side in times]
-        return each[0], each[1], setting(world)
+        blocks = [lambda steps=steps: advance(steps) for steps in loops]
+        times = alternate(*blocks, pairs=case.repeats, align=lambda: align(world))
+        return [[seconds / STEPS for seconds in side] for side in times], setting(world, case.task)
 
 
-def our_steps(network: nn.Module, world: World) -> Iterator[None]:
+def _with_loaders(task: Task, world: World) -> list[Iterator[None]]:
+    return [our_steps(task, task.network(), world), their_steps(task, task.network(), world)]
+
+
+def _as_it_comes(task: Task, world: World) -> list[Iterator[None]]:
+    import samestep
+
+    ours = samestep.replicate(task.network().to(world.device), world)
+    theirs, alone = _wrapped(task.network().to(world.device), world), task.network().to(world.device)
+    return [steps_of(task, model, world) for model in (ours, theirs, alone)]
+
+
+def steps_of(task: Task, model: nn.Module, world: World) -> Iterator[None]:
+    """Trains on this rank's first batch, one step for each item."""
+    import torch
+    from torch.nn import functional as F
+
+    begin = task.batch * world.rank
+    x, y = (tensor.to(world.device) for tensor in task.dataset()[begin : begin + task.batch])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    while True:
+        F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def our_steps(task: Task, network: nn.Module, world: World) -> Iterator[None]:
     """Trains with samestep, one step for each item."""
     import torch
     from torch.nn import functional as F
 
     import samestep
 
-    model = samestep.replicate(network.to(world.device), world)
+    model = samestep.replicate(network.to(world.device), world, reduce="gloo")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    batches = samestep.shards(dataset(), world, batch_size=BATCH_PER_RANK * world.size)
+    batches = samestep.shards(task.dataset(), world, batch_size=task.batch * world.size)
     while True:
         for x, y in batches:
             loss = batches.mean(F.cross_entropy(model(x), y, reduction="none"))
@@ -81,7 +157,7 @@ def our_steps(network: nn.Module, world: World) -> Iterator[None]:
                 yield
 
 
-def their_steps(network: nn.Module, world: World) -> Iterator[None]:
+def their_steps(task: Task, network: nn.Module, world: World) -> Iterator[None]:
     """Trains with torch alone, one step for each item."""
     import torch
     from torch.nn import functional as F
@@ -89,10 +165,10 @@ def their_steps(network: nn.Module, world: World) -> Iterator[None]:
 
     model = _wrapped(network.to(world.device), world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    data = dataset()
+    data = task.dataset()
     sampler: DistributedSampler[Any] = DistributedSampler(data, world.size, world.rank)
     on_cuda = world.device.type == "cuda"
-    loader = DataLoader(data, BATCH_PER_RANK, sampler=sampler, pin_memory=on_cuda)
+    loader = DataLoader(data, task.batch, sampler=sampler, pin_memory=on_cuda)
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
         for x, y in loader:
@@ -113,26 +189,6 @@ def _wrapped(model: nn.Module, world: World) -> nn.Module:
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
 
-def network() -> nn.Module:
-    """Returns the network that is trained, always the same."""
-    import torch
-    from torch import nn
-
-    torch.manual_seed(0)
-    layers = [layer for widths in itertools.pairwise(WIDTHS) for layer in (nn.Linear(*widths), nn.ReLU())]
-    return nn.Sequential(*layers[:-1])
-
-
-def dataset() -> Dataset[tuple[Tensor, ...]]:
-    """Returns the data, always the same."""
-    import torch
-    from torch.utils.data import TensorDataset
-
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(SAMPLES, WIDTHS[0], generator=generator)
-    return TensorDataset(x, torch.randint(0, WIDTHS[-1], (SAMPLES,), generator=generator))
-
-
 def advance(steps: Iterator[None]) -> None:
     """Takes a block of steps."""
     for _ in range(STEPS):
@@ -148,7 +204,7 @@ def align(world: World) -> None:
     world.barrier()
 
 
-def setting(world: World) -> dict[str, Any]:
+def setting(world: World, task: Task = MLP) -> dict[str, Any]:
     """Returns the conditions that a report names."""
     import torch
 
@@ -158,7 +214,7 @@ def setting(world: World) -> dict[str, Any]:
         "backend": world.backend,
         "threads_per_rank": torch.get_num_threads(),
         "torch": torch.__version__,
-        "parameters": sum(parameter.numel() for parameter in network().parameters()),
-        "batch_size": BATCH_PER_RANK * world.size,
+        "parameters": sum(parameter.numel() for parameter in task.network().parameters()),
+        "batch_size": task.batch * world.size,
         "steps_per_block": STEPS,
     }

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from samestep.bench.harness import Comparison, Options, Report, alternate
-from samestep.bench.step import BATCH_PER_RANK, STEPS, advance, align, network, our_steps, setting
+from samestep.bench.networks import MLP
+from samestep.bench.step import STEPS, advance, align, our_steps, setting
 from samestep.errors import UsageError
 from samestep.launch.devices import visible_gpus
 from samestep.launch.spawn import spawn
@@ -46,8 +47,8 @@ def compare(repeats: int, device: str | None, slices: int) -> tuple[list[float],
         samestep.world(device=device) as plain,
         samestep.world(device=device, virtual_ranks=slices * plain.size) as sliced,
     ):
-        ours, theirs = our_steps(network(), sliced), our_steps(network(), plain)
+        ours, theirs = (our_steps(MLP, MLP.network(), world) for world in (sliced, plain))
         blocks = (lambda: advance(ours), lambda: advance(theirs))
         times = alternate(*blocks, pairs=repeats, align=lambda: align(plain))
         each = [[seconds / STEPS for seconds in side] for side in times]
-        return each[0], each[1], setting(plain) | {"samples_per_rank": BATCH_PER_RANK}
+        return each[0], each[1], setting(plain) | {"samples_per_rank": MLP.batch}

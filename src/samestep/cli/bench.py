@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from samestep.bench import BENCHMARKS, benchmark, load
 from samestep.bench.harness import Comparison, Options, Report
+from samestep.bench.plot import check_plot, draw
 from samestep.cli.options import Parser
 
 if TYPE_CHECKING:
@@ -27,10 +28,11 @@ benchmarks:
 {benchmarks}"""
 
 EXAMPLES = """examples:
+  samestep bench allreduce -n 4           four processes, every size: a minute
   samestep bench launch -n 4              four processes, 10 pairs: two minutes
   samestep bench checkpoint               two processes, 8 pairs: two minutes
   samestep bench observe                  two processes, 60 pairs each: five minutes
-  samestep bench step                     two processes, 150 pairs: half a minute
+  samestep bench step                     two processes, 150 pairs each: two minutes
   samestep bench step -n 4 --repeats 500  four processes, surer
   samestep bench step --json step.json    every single time, for plots
 
@@ -44,8 +46,12 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options = _parser().parse(arguments)
     chosen = benchmark(options.name)
+    if options.plot is not None:
+        check_plot(options.name)
     report = load(chosen)(Options(options.ranks, options.repeats or chosen.repeats))
     _show(report)
+    if options.plot is not None:
+        draw(report, options.plot)
     if options.json is not None:
         options.json.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
     return 0
@@ -66,6 +72,7 @@ def _parser() -> Parser:
     add("-n", dest="ranks", metavar="N", type=_whole, default=Options.ranks, help="processes (default: %(default)s)")
     add("--repeats", metavar="K", type=_whole, help=f"pairs of blocks (default: {defaults})")
     add("--json", metavar="FILE", type=Path, help="write the medians, the ratio and every time to this file")
+    add("--plot", metavar="FILE.html", type=Path, help="draw bandwidth against size (allreduce; needs plotly)")
     return parser
 
 
@@ -80,9 +87,15 @@ def _show(report: Report) -> None:
 
     console = Console(highlight=False)
     console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in report.setting.items()))
+    if report.rows:
+        console.print(_rows(report))
+        console.print(_kept(report))
+        return
     for comparison in report.comparisons:
         console.print(_table(comparison))
         console.print(_conclusion(comparison))
+        if comparison.figures:
+            console.print(", ".join(f"{_spaced(name)} {value:.2f}" for name, value in comparison.figures.items()))
 
 
 def _table(comparison: Comparison) -> Table:
@@ -94,6 +107,31 @@ def _table(comparison: Comparison) -> Table:
     for side, times in (("ours", comparison.ours), ("theirs", comparison.theirs)):
         table.add_row(side, *(f"{1000 * seconds:.2f}" for seconds in (median(times), min(times), max(times))))
     return table
+
+
+def _rows(report: Report) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("", "ours, ms", "theirs, ms", "times sooner", *map(_spaced, report.rows)):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for comparison in report.comparisons:
+        times = (f"{1000 * median(side):.3f}" for side in (comparison.ours, comparison.theirs))
+        figures = (f"{comparison.figures[name]:.2f}" for name in report.rows)
+        table.add_row(comparison.name, *times, f"{1 / comparison.ratio:.1f}", *figures)
+    return table
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_per_", "/").replace("_", " ")
+
+
+def _kept(report: Report) -> str:
+    verdicts = {verdict: [one.name for one in report.comparisons if one.kept is verdict] for verdict in (False, None)}
+    missed = f"Missed: {'; '.join(verdicts[False])}. " if verdicts[False] else ""
+    open_ = f"Not decided, take more --repeats: {'; '.join(verdicts[None])}." if verdicts[None] else ""
+    return missed + open_ or "All that was promised is kept."
 
 
 def _conclusion(comparison: Comparison) -> str:

@@ -1,0 +1,198 @@
+"""An all-reduce among the ranks of this host, in shared memory and through gloo, from 4 bytes to 256 MiB.
+
+The tensors of one size are taken in turn, and are together larger than the processors' cache, so that none is in it
+when its turn comes; nccl-tests and OSU's benchmarks use one again and again. Bandwidths are nccl-tests':
+
+    algbw    bytes of a rank's tensor / time
+    busbw    algbw x 2 (N - 1) / N, what a link must carry at least; comparable between numbers of ranks
+
+A tensor that is registered has been moved into shared memory before, as buckets of gradients are; any other is copied
+through it piece by piece. The limit is what the memory allows: each of N ranks' n bytes are read once and written once,
+2 N n bytes, at the speed at which all ranks together copied a large tensor in the same run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from samestep.bench.harness import Comparison, Options, Report, alternate
+from samestep.errors import UsageError
+from samestep.launch.spawn import spawn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from samestep.collectives.shared_memory import SharedMemory
+    from samestep.runtime.world import World
+
+__all__: list[str] = []
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (4, KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 25 * MIB, 100 * MIB, 256 * MIB)
+WARM = 128 * MIB  # tensors of one size together, so that each is cold when its turn comes
+MOST_TENSORS = 64
+BLOCK_BYTES = 8 * MIB  # that a block of work is about
+MOST_CALLS = 64  # in a block
+COPIED = 64 * MIB  # what the limit is measured with
+
+KINDS = ("registered", "copied")
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of one call, of pairs of blocks."""
+
+    kind: str
+    nbytes: int
+    ours: list[float]
+    theirs: list[float]
+
+
+def run(options: Options) -> Report:
+    """Starts the ranks, times every size and returns the report."""
+    if options.ranks < 2:
+        raise UsageError("an all-reduce needs 2 ranks or more: samestep bench allreduce -n 2")
+    timed, bytes_per_s, conditions = spawn(compare, options.ranks, options.repeats, SIZES, progress=False)[0]
+    comparisons = [_comparison(one, options.ranks, bytes_per_s) for one in timed]
+    return Report("allreduce", comparisons, conditions, ("busbw_GB_per_s", "limits"), _curves(timed, options))
+
+
+def _comparison(timed: Timed, ranks: int, bytes_per_s: float) -> Comparison:
+    seconds = median(timed.ours)
+    least = 2 * ranks * timed.nbytes / bytes_per_s
+    figures = {
+        "algbw_GB_per_s": timed.nbytes / seconds / 1e9,
+        "busbw_GB_per_s": timed.nbytes / seconds / 1e9 * 2 * (ranks - 1) / ranks,
+        "limit_ms": 1e3 * least,
+        "limits": seconds / least,
+    }
+    name = f"{size_text(timed.nbytes)}, {timed.kind}"
+    most = promised(timed.kind, timed.nbytes)
+    return Comparison(name, "all-reduce", tuple(timed.ours), tuple(timed.theirs), most, figures)
+
+
+def _curves(timed: list[Timed], options: Options) -> dict[str, list[tuple[float, float]]]:
+    """Bus bandwidth against size, of each way."""
+    factor = 2 * (options.ranks - 1) / options.ranks / 1e9
+    curves: dict[str, list[tuple[float, float]]] = {name: [] for name in (*KINDS, "gloo")}
+    for one in timed:
+        curves[one.kind].append((one.nbytes, factor * one.nbytes / median(one.ours)))
+        if one.kind == KINDS[0]:
+            curves["gloo"].append((one.nbytes, factor * one.nbytes / median(one.theirs)))
+    return curves
+
+
+def promised(kind: str, nbytes: int) -> float:
+    """Returns the ratio to gloo's time that is promised at most."""
+    if kind == "registered" and nbytes >= MIB:
+        return 1 / 3.5 if nbytes <= 25 * MIB else 1 / 2.5
+    return 1.0
+
+
+def size_text(nbytes: int) -> str:
+    """Returns "25 MiB", "4 B" and their like."""
+    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"
+
+
+def compare(repeats: int, sizes: tuple[int, ...]) -> tuple[list[Timed], float, dict[str, object]]:
+    """Runs on every rank; returns the times, the bytes a second that all ranks together copy, and the conditions."""
+    import torch
+
+    import samestep
+    from samestep.collectives.shared_memory import SharedMemory
+    from samestep.runtime.neighbours import open_board
+
+    with samestep.world(device="cpu") as world:
+        board = open_board(world.data)
+        if board is None:
+            raise UsageError("the ranks of this machine cannot open each other's memory: there is nothing to compare")
+        memory = SharedMemory(board)
+        speed = copied_per_s(memory)
+        timed = [one for nbytes in sizes for one in _timed(world, memory, nbytes, repeats)]
+        conditions: dict[str, object] = {
+            "ranks": world.size,
+            "threads_per_rank": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "copied_GB_per_s": round(speed / 1e9, 1),
+        }
+        return timed, speed, conditions
+
+
+def copied_per_s(memory: SharedMemory) -> float:
+    """Returns the bytes, read and written, that all ranks together copy in a second. Collective."""
+    import torch
+
+    source, target = torch.ones(COPIED // 4), torch.zeros(COPIED // 4)
+    seconds, _ = alternate(lambda: target.copy_(source), lambda: None, pairs=20, align=_aligned(memory))
+    return 2 * COPIED * memory.board.size / min(seconds)
+
+
+def _aligned(memory: SharedMemory) -> Callable[[], object]:
+    return lambda: memory.board.exchange(0)
+
+
+def _timed(world: World, memory: SharedMemory, nbytes: int, repeats: int) -> list[Timed]:
+    import torch
+    import torch.distributed as dist
+
+    from samestep.collectives.shared_memory import SHARED_MEMORY
+
+    count = min(MOST_TENSORS, max(1, -(-WARM // nbytes)))
+    plain = [torch.ones(nbytes // 4) for _ in range(count)]
+    moved = [torch.ones(nbytes // 4) for _ in range(count)]
+    regions = [memory.register(tensor) for tensor in moved]
+    if None in regions:
+        raise UsageError(f"no room for {count} tensors of {size_text(nbytes)} in {SHARED_MEMORY}: make it larger")
+
+    def registered(number: int) -> None:
+        region = regions[number]
+        assert region is not None
+        memory.start(region)
+        memory.finish()
+
+    ways: dict[str, Callable[[int], object]] = {
+        "registered": registered,
+        "copied": lambda number: memory.all_reduce(plain[number]),
+        "gloo": lambda number: dist.all_reduce(plain[number], group=world.data.group),
+    }
+    _check(world, memory, ways, plain, moved)
+    calls = min(MOST_CALLS, max(1, BLOCK_BYTES // nbytes))
+    turns = itertools.cycle(range(count))
+
+    def block(way: Callable[[int], object]) -> Callable[[], object]:
+        return lambda: [way(next(turns)) for _ in range(calls)]
+
+    found = []
+    for kind in KINDS:
+        times = alternate(block(ways[kind]), block(ways["gloo"]), pairs=repeats, align=_aligned(memory))
+        ours, theirs = ([seconds / calls for seconds in side] for side in times)
+        found.append(Timed(kind, nbytes, ours, theirs))
+        for tensor in (*plain, *moved):
+            tensor.fill_(1)  # sums of sums overflow in the end
+    return found
+
+
+def _check(
+    world: World,
+    memory: SharedMemory,
+    ways: dict[str, Callable[[int], object]],
+    plain: list[Tensor],
+    moved: list[Tensor],
+) -> None:
+    """All ways must give the sum, before any of them is timed."""
+    for name, way in ways.items():
+        tensor = (moved if name == "registered" else plain)[0]
+        tensor.fill_(world.rank + 1)
+        memory.board.exchange(0)
+        way(0)
+        expected = world.size * (world.size + 1) / 2
+        if not bool((tensor == expected).all()):
+            raise RuntimeError(f"{name}: {tensor[:4].tolist()} is not the sum {expected}")
+        tensor.fill_(1)

@@ -1,0 +1,90 @@
+"""Three small networks of some 5 million parameters, which compute unlike much per byte of gradient.
+
+The mlp (512-2048-1536-512, 64 rows a rank) and the cnn (two convolutions before a large linear layer) compute little
+for their 20 MB of gradients, the transformer (6 encoder layers of width 256, 8 rows of 32 tokens) several times more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.utils.data import Dataset
+
+__all__: list[str] = []
+
+WIDTHS = (512, 2048, 1536, 512)  # of the mlp: 4,984,832 parameters
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Attributes:
+        name: "mlp", "cnn" or "transformer".
+        batch: samples a rank and step.
+        shape: of a sample.
+        samples: in the dataset.
+        classes: that there are.
+    """
+
+    name: str
+    batch: int
+    shape: tuple[int, ...]
+    samples: int = 8192
+    classes: int = CLASSES
+
+    def network(self) -> nn.Module:
+        """Returns the network, always the same."""
+        import torch
+
+        torch.manual_seed(0)
+        return {"mlp": _mlp, "cnn": _cnn, "transformer": _transformer}[self.name]()
+
+    def dataset(self) -> Dataset[tuple[Tensor, ...]]:
+        """Returns the data, always the same."""
+        import torch
+        from torch.utils.data import TensorDataset
+
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(self.samples, *self.shape, generator=generator)
+        return TensorDataset(x, torch.randint(0, self.classes, (self.samples,), generator=generator))
+
+
+MLP = Task("mlp", 64, (WIDTHS[0],), classes=WIDTHS[-1])
+CNN = Task("cnn", 64, (3, 32, 32), samples=4096)
+TRANSFORMER = Task("transformer", 8, (32, 256), samples=1024)
+
+
+def _mlp() -> nn.Module:
+    from torch import nn
+
+    layers = [layer for widths in itertools.pairwise(WIDTHS) for layer in (nn.Linear(*widths), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def _cnn() -> nn.Module:
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64 * 8 * 8, 1192),
+        nn.ReLU(),
+        nn.Linear(1192, CLASSES),
+    )
+
+
+def _transformer() -> nn.Module:
+    from torch import nn
+
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+    return nn.Sequential(encoder, nn.Flatten(), nn.Linear(256 * 32, CLASSES))
