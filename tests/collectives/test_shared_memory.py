@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 import samestep
 from samestep.collectives import shared_memory
-from samestep.collectives.shared_memory import ALIGNED, Region, SharedMemory, mean_of, share
+from samestep.collectives.shared_memory import ALIGNED, Region, SharedMemory, mean_of, pairs, share
 from samestep.errors import StepError
 from samestep.runtime.neighbours import open_board
+from samestep.topology import tree_sum
 
 SIZES = (0, 1, 7, 64, 1001, 40_000)
 
@@ -42,6 +43,21 @@ def test_ranks_that_add_their_shares_in_any_order_get_the_sum_in_rank_order(rank
     for region in regions:
         region.reduce(shared_memory.FOLDS["sum"], ranks)
     assert all(torch.equal(part, expected) for part in parts)
+
+
+@given(st.integers(1, 40))
+def test_by_tree_neighbours_are_added_first_as_virtual_ranks_are(ranks):
+    parts = [f"{rank}" for rank in range(ranks)]
+    for into, other in pairs(ranks, by_tree=True):
+        parts[into] = f"({parts[into]}+{parts[other]})"
+    assert parts[0] == str(tree_sum([Spelled(str(rank)) for rank in range(ranks)]))
+
+
+class Spelled(str):
+    __slots__ = ()
+
+    def __add__(self, other):
+        return Spelled(f"({self}+{other})")
 
 
 def brought(rank, elements, dtype):

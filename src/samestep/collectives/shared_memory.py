@@ -74,15 +74,33 @@ def mean_of(total: Tensor, parts: int) -> None:
         total.mul_(1 / parts)
 
 
+def pairs(ranks: int, *, by_tree: bool) -> list[tuple[int, int]]:
+    """Returns which part is added to which, in turn, until all are in the first.
+
+    >>> pairs(4, by_tree=False)  # ((0 + 1) + 2) + 3
+    [(0, 1), (0, 2), (0, 3)]
+    >>> pairs(4, by_tree=True)  # (0 + 1) + (2 + 3), as topology.tree_sum
+    [(0, 1), (2, 3), (0, 2)]
+    """
+    if not by_tree:
+        return [(0, rank) for rank in range(1, ranks)]
+    found, level = [], list(range(ranks))
+    while len(level) > 1:
+        found += list(zip(level[::2], level[1::2], strict=False))
+        level = level[::2]
+    return found
+
+
 class Region:
     """A tensor of each rank, equally long and of one dtype, all of them in sight of this rank.
 
     Args:
         parts: the ranks', 1-dim.
         rank: whose share is added here.
+        by_tree: add neighbours first, as virtual ranks do, instead of one rank after another.
     """
 
-    def __init__(self, parts: Sequence[Tensor], rank: int) -> None:
+    def __init__(self, parts: Sequence[Tensor], rank: int, *, by_tree: bool = False) -> None:
         self.address = parts[rank].data_ptr()
         self.parts = parts
         size = parts[0].element_size()
@@ -92,27 +110,31 @@ class Region:
         self.blocks = [
             [part[at : min(at + step, end)] for part in parts] for at in range(begin, end, step)
         ]  # made once: to cut a view takes as long as a block of 8 KB
+        self._pairs = pairs(len(parts), by_tree=by_tree)
 
     def reduce(self, fold: Fold, divisor: int) -> None:
         """Does `add` and `write` at once, block by block."""
-        for first, *others in self.blocks:
-            for other in others:
-                fold(first, other)
-            _spread(first, others, divisor)
+        for block in self.blocks:
+            self._add(block, fold)
+            _spread(block, divisor)
 
     def add(self, fold: Fold) -> None:
         """Adds this rank's share of all parts into that of the first."""
-        for first, *others in self.blocks:
-            for other in others:
-                fold(first, other)
+        for block in self.blocks:
+            self._add(block, fold)
 
     def write(self, divisor: int) -> None:
         """Divides what was added, and writes it into all parts."""
-        for first, *others in self.blocks:
-            _spread(first, others, divisor)
+        for block in self.blocks:
+            _spread(block, divisor)
+
+    def _add(self, block: list[Tensor], fold: Fold) -> None:
+        for into, other in self._pairs:
+            fold(block[into], block[other])
 
 
-def _spread(first: Tensor, others: list[Tensor], divisor: int) -> None:
+def _spread(block: list[Tensor], divisor: int) -> None:
+    first, *others = block
     mean_of(first, divisor)
     for other in others:
         other.copy_(first)
@@ -146,13 +168,14 @@ class SharedMemory:
     _written: list[_Started] = field(default_factory=list, init=False)
     _stage: _Stage | None = field(default=None, init=False)
 
-    def register(self, tensor: Tensor) -> Region | None:
+    def register(self, tensor: Tensor, *, by_tree: bool = False) -> Region | None:
         """Moves a tensor's storage into shared memory, in place; None on all ranks where it does not fit, or cannot.
 
         Collective: every rank of the board must call it.
 
         Args:
             tensor: contiguous, on the CPU; of the same length and dtype on all ranks.
+            by_tree: see :class:`Region`.
 
         Raises:
             StepError: the ranks brought tensors of different length.
@@ -178,7 +201,7 @@ class SharedMemory:
         seen = self.board.exchange(int(None not in parts))
         if not all(good for good, _ in seen):
             return None
-        return Region([part for part in parts if part is not None], self.board.rank)
+        return Region([part for part in parts if part is not None], self.board.rank, by_tree=by_tree)
 
     def _seen(self, place: int, descriptor: int, offset: int, length: int, like: Tensor) -> Tensor | None:
         memory = opened(self.board.processes[place], descriptor, length)
@@ -300,6 +323,12 @@ class _Stage:
             fold(piece, slot)
         mean_of(piece, divisor)
         board.post(DONE, number)
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether a tensor has been moved into shared memory."""
+    shared: bool = tensor.is_shared()  # type: ignore[no-untyped-call]
+    return shared
 
 
 def _is_there(one: _Started) -> bool:

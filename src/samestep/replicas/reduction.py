@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep.collectives import shared_memory
 from samestep.collectives.board import Board, is_ordered
-from samestep.collectives.shared_memory import Region, SharedMemory, mean_of
+from samestep.collectives.shared_memory import Region, SharedMemory, is_shared, mean_of
 from samestep.errors import UsageError
 from samestep.launch.warning import warn
 from samestep.runtime.axes import Axis
@@ -125,7 +125,7 @@ class SharedHook:
     def _region(self, index: int, buffer: Tensor) -> Region | None:
         """Where the ranks' buckets of this number lie; DDP builds other buckets after the first step."""
         known = self._regions.get(index)
-        if index in self._regions and (known is None or (known.address == buffer.data_ptr() and _is_shared(buffer))):
+        if index in self._regions and (known is None or (known.address == buffer.data_ptr() and is_shared(buffer))):
             return known
         self._regions[index] = region = self._memory.register(buffer)
         if region is None and not self._said:
@@ -137,11 +137,6 @@ class SharedHook:
         """Tells the ranks of this host that this one will add nothing more."""
         self._regions.clear()
         self._board.leave()
-
-
-def _is_shared(tensor: Tensor) -> bool:
-    shared: bool = tensor.is_shared()  # type: ignore[no-untyped-call]
-    return shared
 
 
 def _too_small(wanted: int) -> str:

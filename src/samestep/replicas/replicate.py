@@ -129,7 +129,7 @@ class Replica(nn.Module):
     def release(self) -> None:
         """Lets go of the process group, when the world closes."""
         engine = self.__dict__["_synchroniser"]
-        if isinstance(engine, Synchroniser):
+        if engine is not None:
             engine.release()
         self.__dict__["_synchroniser"] = None
 

@@ -7,8 +7,8 @@ which is another number in its last bits. Here a slice's gradients are taken off
     slices here   g0      g0 g1      g0+g1 g2     g0+g1 g2 g3        a node of the tree as soon as both its halves are
                           g0+g1                   g0+g1 g2+g3        there, so log2(slices) + 1 nodes at most
                                                   g0+g1+g2+g3
-    ranks         every rank gets its 1/N of all nodes, adds them by the tree, and hands the sum round: 2 (N-1)/N of
-                  the gradient's bytes are sent and received, as in a ring
+    ranks         every rank gets its 1/N of all nodes, adds them by the tree, and hands the sum round: in shared memory
+                  on one host; else 2 (N-1)/N of the gradient's bytes are sent and received, as in a ring
 
 A flat part holds the gradients of one dtype, each from a multiple of 512 bytes on, and behind them in how many slices
 each parameter had one: a parameter that none of them used keeps none.
@@ -23,8 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samestep.collectives.board import is_ordered
+from samestep.collectives.shared_memory import Region, SharedMemory, is_shared
 from samestep.errors import ModelError
 from samestep.runtime.axes import Axis
+from samestep.runtime.neighbours import open_board
 from samestep.topology import tree_sum
 
 __all__: list[str] = []
@@ -162,10 +165,60 @@ class Tree:
         self._nodes.clear()
 
 
-def sum_over(axis: Axis, node: Node, scratch: Node) -> None:
+class Summing:
+    """Adds nodes over the ranks of an axis: in shared memory where all are on one host, else by messages.
+
+    Args:
+        axis: the ranks. Collective: every rank must call it.
+        device: where the nodes lie.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self._axis = axis
+        one_host = axis.neighbours is not None and axis.neighbours.is_one_host
+        board = open_board(axis) if one_host and device.type == "cpu" and is_ordered() else None
+        self._shared = None if board is None else SharedMemory(board)
+        self._regions: dict[int, Region | None] = {}
+
+    def sum(self, node: Node, layout: Layout) -> None:
+        """Makes `node` the sum of all ranks' by the tree, in place: the same bits on all. Collective.
+
+        Raises:
+            PeerError: a rank is gone.
+        """
+        if self._axis.size == 1:
+            return
+        regions = [region for flat in node if (region := self._region(flat)) is not None]
+        if self._shared is not None and len(regions) == len(node):
+            for region in regions:
+                self._shared.start(region)
+            self._shared.finish()
+            return
+        scratch = layout.memory()
+        sum_by_messages(self._axis, node, scratch)
+        layout.reuse([scratch])
+
+    def _region(self, flat: Tensor) -> Region | None:
+        """Where the ranks' parts lie; nodes are used again and again, and a new one is new on every rank."""
+        if self._shared is None:
+            return None
+        if not is_shared(flat):
+            self._regions[flat.data_ptr()] = self._shared.register(flat, by_tree=True)
+        return self._regions[flat.data_ptr()]
+
+    def forget(self) -> None:
+        """Lets go of memory that is not used again."""
+        self._regions.clear()
+
+    def leave(self) -> None:
+        """Tells the other ranks that this one brings nothing more."""
+        self._regions.clear()
+        if self._shared is not None:
+            self._shared.board.leave()
+
+
+def sum_by_messages(axis: Axis, node: Node, scratch: Node) -> None:
     """Adds the nodes of all ranks by the tree, in place: the same bits on all. Collective: every rank must call it."""
-    if axis.size == 1:
-        return
     for flat, parts in zip(node, scratch, strict=True):
         dist.all_to_all_single(parts, flat, group=axis.group)
         _hand_round(axis, tree_sum(parts.view(axis.size, -1).unbind()), flat.view(axis.size, -1))

@@ -19,7 +19,7 @@ from samestep.data.batches import tensors_of
 from samestep.errors import StepError
 from samestep.replicas.buffers import equalise
 from samestep.replicas.slice_buffers import SliceBuffers
-from samestep.replicas.tree import Layout, Node, Tree, sum_over
+from samestep.replicas.tree import Layout, Node, Summing, Tree
 from samestep.runtime.virtual import VirtualRanks
 from samestep.runtime.world import World
 
@@ -53,6 +53,7 @@ class SliceEngine:
         self.buffers = SliceBuffers(module, world.data, virtual)
         self._layout = Layout(self._trained(), virtual.count)
         self._tree = Tree(self._layout)
+        self._summing = Summing(world.data, world.device)
         self._given: list[Node] = []  # where .grad lies: memory to be used again, unless the script still adds to it
         self._alone: list[Tensor | None] | None = None  # the last slice's own gradients, once .grad holds the step's
         self._carried: list[Tensor | None] = []  # what .grad held when the step's first backward came
@@ -84,6 +85,7 @@ class SliceEngine:
         if [id(parameter) for parameter in trained] != [id(parameter) for parameter in self._layout.parameters]:
             self._layout = Layout(trained, self.virtual.count)
             self._tree, self._given = Tree(self._layout), []
+            self._summing.forget()
         self._carried, self._fresh = [], True
         self._version = self._versions()
 
@@ -94,6 +96,10 @@ class SliceEngine:
         if place + 1 < self.virtual.held:
             self._tree.push(self._layout.take())
             self._set_gradients([None] * len(self._layout.parameters))
+
+    def release(self) -> None:
+        """Tells the other ranks that this one brings no more gradients."""
+        self._summing.leave()
 
     def undo_step(self) -> None:
         """Gives every slice the buffers that it had when the step began: the step is left out."""
@@ -123,9 +129,7 @@ class SliceEngine:
         """At the end of a backward of the last slice: makes `.grad` the sum over all slices of all ranks."""
         self._alone = [parameter.grad for parameter in self._layout.parameters]
         node = self._tree.with_last(self._layout.take())
-        scratch = self._layout.memory()
-        sum_over(self.world.data, node, scratch)
-        self._layout.reuse([scratch])
+        self._summing.sum(node, self._layout)
         self._layout.give(node)
         self._given.append(node)
         for parameter, before in zip(self._layout.parameters, self._carried, strict=True):
