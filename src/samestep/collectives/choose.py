@@ -1,0 +1,202 @@
+"""Which algorithm for so many bytes on such links: every plan that fits is priced, and the cheapest taken.
+
+    few bytes        latency counts: the fewest rounds                    recursive doubling, a tree
+    many bytes       bandwidth counts: the fewest bytes                   halving and doubling, a ring
+    several hosts    what crosses them counts, and how many messages do   hierarchical
+    ports to spare   all of them used at once                             a torus in several directions
+
+NCCL decides by such a model as well (`tuning.cc`), with constants of its makers; here they are measured on the links
+in question (:mod:`samestep.collectives.measure`), and the answer says why. All plans on offer leave the same bits on
+all ranks. Pricing all takes half a second for 64 ranks and grows with the square of the ranks; for thousands, take
+:mod:`samestep.network.formulas`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from samestep.collectives import double_tree, doubling, halving, hierarchical, ring, segmented, server, torus, tree
+from samestep.collectives.plan import Operation, Plan, check_ranks
+from samestep.errors import UsageError
+from samestep.network.cost import Price, price
+from samestep.network.formulas import best_chunks, best_segments
+from samestep.network.links import Links, bytes_text, seconds_text
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A plan and its price."""
+
+    plan: Plan
+    price: Price
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The cheapest plan, and all that it was compared with; `str` says why.
+
+    Attributes:
+        nbytes: of the buffer.
+        links: among the ranks.
+        offers: from the cheapest to the dearest.
+    """
+
+    nbytes: float
+    links: Links
+    offers: tuple[Offer, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """The cheapest."""
+        return self.offers[0].plan
+
+    @property
+    def seconds(self) -> float:
+        """What it is predicted to take."""
+        return self.offers[0].price.seconds
+
+    def __str__(self) -> str:
+        plan = self.plan
+        task = f"{plan.operation.replace('_', '-')} of {bytes_text(self.nbytes)} over {plan.ranks} ranks"
+        answer = f"{task}: {plan.name}, {seconds_text(self.seconds)} predicted"
+        return "\n".join([answer, f"links: {self.links}", "", *_table(self.offers), "", _why(self.offers)])
+
+
+def choose(ranks: int, nbytes: float, links: Links, operation: Operation = "all_reduce", root: int = 0) -> Choice:
+    """Returns the cheapest plan for a buffer of `nbytes`, and why.
+
+    Args:
+        ranks: in all; `links.local` of them on each host.
+        nbytes: of the whole buffer; each rank's share of a reduce-scatter or all-gather is 1/ranks of it.
+        links: measured, or supposed.
+        operation: what to compute.
+        root: of a broadcast or reduce.
+
+    Raises:
+        UsageError: fewer than 1 rank, fewer than 0 bytes, or an unknown operation.
+
+    Example:
+        >>> from samestep.network.links import Link
+        >>> ethernet = Links(Link(latency_s=20e-6, bytes_per_s=1.25e9), adding_bytes_per_s=5e9)
+        >>> [choose(8, nbytes, ethernet).plan.name for nbytes in (1e3, 1e6)]
+        ['recursive doubling', 'halving and doubling']
+    """
+    check_ranks(ranks, root)
+    if nbytes < 0:
+        raise UsageError(f"a buffer of {nbytes} bytes: give 0 or more")
+    if operation not in CANDIDATES:
+        raise UsageError(f"there is no operation {operation!r}: choose one of {', '.join(CANDIDATES)}")
+    offers = [Offer(plan, price(plan, nbytes, links)) for plan in CANDIDATES[operation](ranks, nbytes, links, root)]
+    # of those that are equal but for rounding, the first named wins: sorting is stable
+    return Choice(nbytes, links, tuple(sorted(offers, key=lambda offer: float(f"{offer.price.seconds:.9g}"))))
+
+
+def _all_reduces(ranks: int, nbytes: float, links: Links, _root: int) -> Iterator[Plan]:
+    """The plans that fit, those whose bits do not depend on an element's place first."""
+    yield doubling.all_reduce(ranks)
+    yield halving.all_reduce(ranks)
+    yield tree.all_reduce(ranks)
+    yield server.all_reduce(ranks, 1)
+    yield ring.all_reduce(ranks)
+    yield segmented.all_reduce(ranks, 2)
+    yield double_tree.all_reduce(ranks, best_chunks(ranks, nbytes, links.across()))
+    if ranks > 1:
+        yield server.all_reduce(ranks, ranks)
+    rows, columns = _grid(ranks)
+    if rows > 1:
+        yield from (torus.all_reduce(rows, columns, parts) for parts in (1, 2, 4) if parts <= links.ports)
+    if _even_hosts(ranks, links):
+        for across in (ring.all_reduce, halving.all_reduce, doubling.all_reduce):
+            yield hierarchical.all_reduce(ranks, links.local or ranks, across)
+
+
+def _reduce_scatters(ranks: int, _nbytes: float, _links: Links, _root: int) -> Iterator[Plan]:
+    yield halving.reduce_scatter(ranks)
+    yield ring.reduce_scatter(ranks)
+    yield segmented.reduce_scatter(ranks, 2)
+    yield server.reduce_scatter(ranks)
+    if _grid(ranks)[0] > 1:
+        yield torus.reduce_scatter(*_grid(ranks))
+
+
+def _all_gathers(ranks: int, _nbytes: float, _links: Links, _root: int) -> Iterator[Plan]:
+    yield halving.all_gather(ranks)
+    yield ring.all_gather(ranks)
+    yield server.all_gather(ranks)
+    if _grid(ranks)[0] > 1:
+        yield torus.all_gather(*_grid(ranks))
+
+
+def _broadcasts(ranks: int, nbytes: float, links: Links, root: int) -> Iterator[Plan]:
+    yield tree.broadcast(ranks, root)
+    yield double_tree.broadcast(ranks, root, best_chunks(ranks, nbytes, links.across()))
+    yield segmented.broadcast(ranks, root, best_segments(ranks, nbytes, links.across()))
+    yield server.broadcast(ranks, root)
+    if _even_hosts(ranks, links):
+        yield hierarchical.broadcast(ranks, links.local or ranks, root)
+
+
+def _reduces(ranks: int, nbytes: float, links: Links, root: int) -> Iterator[Plan]:
+    yield tree.reduce(ranks, root)
+    yield segmented.reduce(ranks, root, best_segments(ranks, nbytes, links.across()))
+    yield double_tree.reduce(ranks, root, best_chunks(ranks, nbytes, links.across()))
+    yield server.reduce(ranks, root)
+
+
+CANDIDATES: dict[Operation, Callable[[int, float, Links, int], Iterator[Plan]]] = {
+    "all_reduce": _all_reduces,
+    "reduce_scatter": _reduce_scatters,
+    "all_gather": _all_gathers,
+    "broadcast": _broadcasts,
+    "reduce": _reduces,
+}
+
+
+def _grid(ranks: int) -> tuple[int, int]:
+    """The most nearly square grid of so many ranks; one row if there is no other."""
+    rows = next(rows for rows in range(int(ranks**0.5), 0, -1) if ranks % rows == 0)
+    return rows, ranks // rows
+
+
+def _even_hosts(ranks: int, links: Links) -> bool:
+    """Whether there are several hosts with several ranks each, the same number on all."""
+    return links.local is not None and 1 < links.local < ranks and ranks % links.local == 0
+
+
+def _table(offers: tuple[Offer, ...]) -> Iterator[str]:
+    width = max(len(offer.plan.name) for offer in offers)
+    head = ("total", "latency", "transfer", "adding", "rounds")
+    yield " " * (width + 2) + "".join(f"{word:>10}" for word in head)
+    for offer in offers:
+        cost = offer.price
+        times = (cost.seconds, cost.latency_s, cost.transfer_s, cost.adding_s)
+        cells = [*map(seconds_text, times), str(len(offer.plan.rounds))]
+        yield f"  {offer.plan.name:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
+
+
+def _why(offers: tuple[Offer, ...]) -> str:
+    """One sentence on the winner and the next."""
+    first, second = offers[:2]
+    if not second.price.seconds:
+        return f"nothing has to be sent, so {first.plan.name} is as good as any"
+    lead = 1 - first.price.seconds / second.price.seconds
+    if lead < 0.005:
+        return f"{first.plan.name} and {second.plan.name} cost the same"
+    say = partial(_difference, first, second)
+    parts = [say("latency", "latency_s"), say("transfer", "transfer_s"), say("adding", "adding_s")]
+    count = len(first.plan.rounds)
+    rounds = f"{count} {'round' if count == 1 else 'rounds'}, not {len(second.plan.rounds)}"
+    return (
+        f"{first.plan.name} beats {second.plan.name} by {100 * lead:.0f} %: {', '.join(filter(None, parts))} ({rounds})"
+    )
+
+
+def _difference(first: Offer, second: Offer, word: str, name: str) -> str:
+    saved = getattr(second.price, name) - getattr(first.price, name)
+    if abs(saved) < 0.001 * second.price.seconds:
+        return ""
+    return f"{seconds_text(abs(saved))} {'less' if saved > 0 else 'more'} {word}"

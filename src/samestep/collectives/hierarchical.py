@@ -1,0 +1,115 @@
+"""Hierarchical: inside the hosts first, then between them, then inside again, so that little crosses the slow links.
+
+2 hosts of 3 ranks. The buffer is cut into 3 chunks, one for each rank of a host, and those into 2 blocks:
+
+                       [1] reduce-scatter       [2] all-reduce of that chunk       [3] all-gather
+                           inside the host          with its peers elsewhere           inside the host
+    host 0  rank 0         chunk 0 of 0+1+2     ┐   chunk 0 of all    ┐                all chunks
+            rank 1         chunk 1 of 0+1+2     │┐  chunk 1 of all    │┐               all chunks
+            rank 2         chunk 2 of 0+1+2     ││┐ chunk 2 of all    ││┐              all chunks
+    host 1  rank 3         chunk 0 of 3+4+5     ┘││ chunk 0 of all    ┘││              all chunks
+            rank 4         chunk 1 of 3+4+5      ┘│ chunk 1 of all     ┘│              all chunks
+            rank 5         chunk 2 of 3+4+5       ┘ chunk 2 of all      ┘              all chunks
+
+Cost, with g ranks on each of N hosts, links 1 inside and 2 between, and rings for all three: 2 (g-1) alpha1 +
+2 (g-1)/g n beta1 + 2 (N-1) alpha2 + 2 (N-1)/N n/r beta2 + (p-1)/p n gamma, for r NICs a host. A ring over all ranks
+sends as little through each NIC, so what one NIC gains here is latency; several NICs are used side by side.
+
+Bits: the levels keep what their parts have. One rank finishes each block and the others are sent copies.
+
+Source: X. Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision", arXiv:1807.11205, 2018.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from samestep.collectives import ring, tree
+from samestep.collectives.compose import placed, side_by_side
+from samestep.collectives.plan import Plan, Rounds, check_ranks
+from samestep.errors import UsageError
+
+__all__: list[str] = []
+
+
+def all_reduce(ranks: int, local: int, across: Callable[[int], Plan] = ring.all_reduce) -> Plan:
+    """Returns the plan by which all ranks end with the sum.
+
+    Args:
+        ranks: in all; rank r stands on host r / local.
+        local: on each host.
+        across: the plan of an all-reduce among so many hosts, for [2].
+
+    Raises:
+        UsageError: the ranks are not the same number on each host.
+
+    Example:
+        >>> plan = all_reduce(6, local=3)
+        >>> plan.name, plan.blocks, len(plan.rounds)
+        ('hierarchical 2x3 (ring)', 6, 6)
+    """
+    hosts = hosts_of(ranks, local)
+    between = across(len(hosts))
+    rounds = two_levels(hosts, between)
+    name = f"hierarchical {len(hosts)}x{local} ({between.name})"
+    return Plan(name, "all_reduce", ranks, local * between.blocks, rounds)
+
+
+def broadcast(ranks: int, local: int, root: int = 0) -> Plan:
+    """Returns the plan by which all ranks end with what `root` has: a tree over the hosts, then one inside each.
+
+    Raises:
+        UsageError: the ranks are not the same number on each host.
+
+    Example:
+        >>> len(broadcast(6, local=3, root=4).rounds)
+        3
+    """
+    hosts = hosts_of(ranks, local)
+    check_ranks(ranks, root)
+    host, place = divmod(root, local)
+    peers = [each[place] for each in hosts]
+    inside = tree.broadcast(local, place).rounds
+    rounds = placed(tree.broadcast(len(hosts), host).rounds, peers, (0, 1)) + side_by_side(
+        [placed(inside, each, (0, 1)) for each in hosts]
+    )
+    return Plan(f"hierarchical {len(hosts)}x{local}", "broadcast", ranks, 1, rounds, root)
+
+
+def hosts_of(ranks: int, local: int) -> list[range]:
+    """Returns the ranks of each host.
+
+    Raises:
+        UsageError: they are not the same number on each.
+
+    Example:
+        >>> hosts_of(6, 3)
+        [range(0, 3), range(3, 6)]
+    """
+    check_ranks(ranks)
+    if local < 1 or ranks % local:
+        raise UsageError(
+            f"{ranks} ranks cannot be {local} on each host: give a number that divides {ranks}, "
+            "or take an algorithm that knows no hosts"
+        )
+    return [range(first, first + local) for first in range(0, ranks, local)]
+
+
+def two_levels(lines: Sequence[Sequence[int]], between: Plan, first: int = 0) -> Rounds:
+    """Returns [1], [2] and [3], over the blocks from `first` on.
+
+    Args:
+        lines: the ranks of each host, or of each row of a grid.
+        between: an all-reduce over as many ranks as there are lines.
+        first: the block that chunk 0 begins at.
+    """
+    width = len(lines[0])
+    chunks = range(first, first + (width + 1) * between.blocks, between.blocks)
+    columns = [[line[place] for line in lines] for place in range(width)]
+    scattering = [placed(ring.scattering(width), line, chunks) for line in lines]  # [1]
+    crossing = [  # [2]
+        placed(between.rounds, column, range(chunk, chunk + between.blocks + 1))
+        for column, chunk in zip(columns, chunks, strict=False)
+    ]
+    gathering = [placed(ring.gathering(width), line, chunks) for line in lines]  # [3]
+    return side_by_side(scattering) + side_by_side(crossing) + side_by_side(gathering)

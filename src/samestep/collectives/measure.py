@@ -1,0 +1,127 @@
+"""What the links of a process group are like: timed, not looked up.
+
+    inside a host      0 ─▶ 1 ─▶ 2 ─▶ 3 ─▶ (0)      all ranks of a host at once, each to the next: as in a ring's round
+    between hosts      0 ─────────────────▶ 4 ─▶ (0) one rank of each host, so that each NIC carries one message
+    adding             y += x, on all ranks at once
+
+Messages of several sizes go round; the quickest of a few series is kept, because whatever disturbs a message makes it
+slower; a line through the times gives latency and bandwidth (:func:`samestep.network.links.fit`). What is measured is
+what the engine will meet, Python included. Rank 0's figures are handed round, so that all ranks choose alike.
+
+Source: the method of NetPIPE (Q. Snell, A. Mikler and J. Gustafson, 1996), with as many pairs at once as will be.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from samestep.collectives import engine, tree
+from samestep.collectives.engine import Transport
+from samestep.collectives.point_to_point import PointToPoint
+from samestep.errors import UsageError
+from samestep.network.links import Link, Links, fit
+
+__all__: list[str] = []
+
+SIZES = (8, 4096, 65536, 1 << 20)  # bytes: where latency is all, where bandwidth is, and between
+SERIES = 5
+MESSAGES = 8  # in a series
+ADDED = 1 << 20  # elements of float32
+
+
+def measure(
+    group: dist.ProcessGroup,
+    local: int | None = None,
+    *,
+    sizes: Sequence[int] = SIZES,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Links:
+    """Returns what messages between the ranks of a group take; the same on every rank.
+
+    Collective: every rank of the group must call it. It takes some tens of milliseconds on one host.
+
+    Args:
+        group: on host memory (gloo).
+        local: ranks on each host, neighbours in the group; None where all are on one.
+        sizes: of the messages timed, in bytes.
+        clock: returns seconds.
+
+    Raises:
+        UsageError: a group of one rank has no links; or the ranks are not the same number on each host.
+    """
+    transport = PointToPoint(group)
+    each = transport.size if local is None else local
+    if transport.size < 2 or each < 1 or transport.size % each:
+        raise UsageError(
+            f"links cannot be measured among {transport.size} ranks, {each} on each host: "
+            "take 2 ranks or more, and as many on each host"
+        )
+    timer = _Timer(transport, sizes, clock)
+    first = transport.rank - transport.rank % each
+    neighbours = range(first, first + each)
+    leaders = range(0, transport.size, each)
+    found = [timer.link(ring) if len(ring) > 1 else None for ring in (neighbours, leaders)]
+    return _handed_round(transport, found, timer.adding(), each)
+
+
+class _Timer:
+    """Times things that all ranks do at once."""
+
+    def __init__(self, transport: Transport, sizes: Sequence[int], clock: Callable[[], float]) -> None:
+        self._transport = transport
+        self._sizes = sizes
+        self._clock = clock
+        self._everybody = tree.all_reduce(transport.size)
+
+    def link(self, ring: Sequence[int]) -> Link | None:
+        """Returns the link along a ring of ranks, or None on a rank that is not in it, and only waits."""
+        times = [(float(size), self._shift(ring, size)) for size in self._sizes]
+        return fit(times) if self._transport.rank in ring else None
+
+    def adding(self) -> float:
+        """Returns how many bytes are added to others in a second."""
+        one, other = torch.zeros(ADDED), torch.zeros(ADDED)
+        seconds = self._quickest(lambda: one.add_(other))
+        return one.numel() * one.element_size() / seconds
+
+    def _shift(self, ring: Sequence[int], size: int) -> float:
+        """Returns the seconds of a message of `size` bytes from each rank of the ring to the next."""
+        if self._transport.rank not in ring:
+            return self._quickest(lambda: None)
+        place = ring.index(self._transport.rank)
+        after, before = ring[(place + 1) % len(ring)], ring[place - 1]
+        out, into = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+
+        def once() -> None:
+            works = [self._transport.irecv(into, before, 0), self._transport.isend(out, after, 0)]
+            for work in works:
+                work.wait()
+
+        return self._quickest(once)
+
+    def _quickest(self, once: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(SERIES):
+            engine.run(self._everybody, torch.zeros(1), self._transport)  # all begin together
+            start = self._clock()
+            for _ in range(MESSAGES):
+                once()
+            seconds.append((self._clock() - start) / MESSAGES)
+        return min(seconds)
+
+
+def _handed_round(transport: Transport, found: Sequence[Link | None], adding: float, local: int) -> Links:
+    """Returns rank 0's figures, on every rank."""
+    given = [(link.latency_s, link.bytes_per_s) if link else (0.0, 0.0) for link in found]
+    figures = torch.tensor([*given[0], *given[1], adding], dtype=torch.float64)
+    engine.run(tree.broadcast(transport.size), figures, transport)
+    inside_s, inside_bytes, between_s, between_bytes, adding = figures.tolist()
+    between = Link(between_s, between_bytes) if between_bytes else None
+    if between and not inside_bytes:  # one rank a host
+        return Links(between, adding_bytes_per_s=adding)
+    inside = Link(inside_s, inside_bytes)
+    return Links(inside, between, local if between else None, adding_bytes_per_s=adding)

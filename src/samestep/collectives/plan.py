@@ -1,0 +1,231 @@
+"""A collective as a plan of pure integers: who sends which blocks to whom, and in which round.
+
+A buffer is cut into blocks, the same on every rank. In a round, ranks send ranges of blocks to each other; whoever
+receives one adds it to its own, or puts it in its place:
+
+    Transfer(source=1, target=2, begin=0, end=3, adds=True)
+
+                 block 0   block 1   block 2   block 3
+        rank 1   ███████   ███████   ███████                  as they are when the round begins
+                    ▼         ▼         ▼
+        rank 2   += ▒▒▒▒   += ▒▒▒▒   += ▒▒▒▒                  whatever else it does in this round
+
+Three rules make a plan mean one thing, whatever executes it:
+
+  1. What is sent is what was there when the round began.
+  2. Several transfers added to one block in one round are added in the order of their sources.
+  3. A rank never replaces a block in a round in which it also sends it, adds to it, or replaces it a second time.
+
+So one plan serves four: :func:`execute` and :mod:`samestep.collectives.engine` carry it out,
+:mod:`samestep.collectives.proof` proves it and :mod:`samestep.network.cost` prices it. NCCL, gloo and MPI mix the
+plan with its execution, and are tested by running them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
+
+from samestep.errors import UsageError
+from samestep.topology import cut_evenly
+
+__all__: list[str] = []
+
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
+
+
+class Transfer(NamedTuple):
+    """Blocks [begin, end) from `source` to `target`, which adds them to its own or puts them in their place."""
+
+    source: int
+    target: int
+    begin: int
+    end: int
+    adds: bool = False
+
+
+Round = tuple[Transfer, ...]
+Rounds = tuple[Round, ...]
+
+
+class Part(NamedTuple):
+    """What one rank does in one round; transfers received stand in the order of their sources."""
+
+    sends: Round = ()
+    receives: Round = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One collective over so many ranks.
+
+    Attributes:
+        name: of the algorithm.
+        operation: what it computes. Rank r of a reduce-scatter ends with, and of an all-gather begins with, its
+            share: the blocks [r m, (r + 1) m), where m = blocks / ranks.
+        ranks: how many take part.
+        blocks: that the buffer is cut into.
+        rounds: one after another.
+        root: the rank that a broadcast comes from or a reduce goes to.
+
+    Raises:
+        UsageError: the plan breaks a rule; names the round.
+
+    Example:
+        >>> Plan("pair", "all_reduce", 2, 1, ((Transfer(0, 1, 0, 1, True), Transfer(1, 0, 0, 1, True)),)).bytes_sent(8)
+        8.0
+    """
+
+    name: str
+    operation: Operation
+    ranks: int
+    blocks: int
+    rounds: Rounds
+    root: int = 0
+
+    def __post_init__(self) -> None:
+        check_ranks(self.ranks, self.root)
+        if self.operation not in get_args(Operation):
+            raise UsageError(f"{self.name}: there is no operation {self.operation!r}: {', '.join(get_args(Operation))}")
+        if self.blocks < 1:
+            raise UsageError(f"{self.name}: a buffer cannot be cut into {self.blocks} blocks: give 1 or more")
+        if self.operation in {"reduce_scatter", "all_gather"} and self.blocks % self.ranks:
+            raise UsageError(
+                f"{self.name}: {self.blocks} blocks are not the same number for each of {self.ranks} ranks"
+            )
+        for number, transfers in enumerate(self.rounds):
+            problem = self._problem(transfers)
+            if problem:
+                raise UsageError(f"{self.name}, round {number}: {problem}")
+
+    def _problem(self, transfers: Round) -> str:
+        """Returns what is wrong with a round, or nothing."""
+        incoming: dict[int, list[Transfer]] = defaultdict(list)
+        outgoing: dict[int, list[Transfer]] = defaultdict(list)
+        for one in transfers:
+            inside = 0 <= one.source < self.ranks and 0 <= one.target < self.ranks
+            if not inside or one.source == one.target or not 0 <= one.begin < one.end <= self.blocks:
+                return f"{one} is not from one of {self.ranks} ranks to another, of one of {self.blocks} blocks or more"
+            incoming[one.target].append(one)
+            outgoing[one.source].append(one)
+        for rank, received in incoming.items():
+            clash = _clash(received)
+            if clash:
+                return f"rank {rank} cannot take both {clash[0]} and {clash[1]}: one would undo the other"
+            for one in received:
+                if not one.adds and any(each.begin < one.end and one.begin < each.end for each in outgoing[rank]):
+                    return f"rank {rank} sends blocks that {one} replaces in the same round"
+        return ""
+
+    def of_rank(self, rank: int) -> tuple[Part, ...]:
+        """Returns what one rank does, round by round.
+
+        >>> pair = Plan("pair", "broadcast", 2, 1, ((Transfer(0, 1, 0, 1),),))
+        >>> pair.of_rank(0)[0].sends, pair.of_rank(1)[0].sends
+        ((Transfer(source=0, target=1, begin=0, end=1, adds=False),), ())
+        """
+        return self._parts[rank]
+
+    @cached_property
+    def _parts(self) -> list[tuple[Part, ...]]:
+        parts: list[list[Part]] = [[] for _ in range(self.ranks)]
+        for transfers in self.rounds:
+            sends: list[list[Transfer]] = [[] for _ in range(self.ranks)]
+            receives: list[list[Transfer]] = [[] for _ in range(self.ranks)]
+            for one in sorted(transfers):
+                sends[one.source].append(one)
+                receives[one.target].append(one)
+            for rank in range(self.ranks):
+                parts[rank].append(Part(tuple(sends[rank]), tuple(receives[rank])))
+        return [tuple(of_rank) for of_rank in parts]
+
+    def edges(self, elements: int) -> list[int]:
+        """Returns where the blocks of a buffer begin, and the end of the last; a block may be empty.
+
+        >>> Plan("nothing", "all_reduce", 1, 4, ()).edges(6)
+        [0, 2, 4, 5, 6]
+        """
+        return [0, *(stop for _, stop in cut_evenly(elements, self.blocks))]
+
+    def share(self, rank: int) -> tuple[int, int]:
+        """Returns the blocks [begin, end) that are `rank`'s in a reduce-scatter or an all-gather."""
+        each = self.blocks // self.ranks
+        return rank * each, (rank + 1) * each
+
+    def held(self, rank: int) -> range:
+        """Returns the blocks that `rank` holds the result of when the plan has been carried out."""
+        if self.operation == "reduce_scatter":
+            return range(*self.share(rank))
+        return range(self.blocks if self.operation != "reduce" or rank == self.root else 0)
+
+    def bytes_sent(self, nbytes: float) -> float:
+        """Returns how many bytes the rank that sends most sends, of a buffer of `nbytes`."""
+        sent = [0] * self.ranks
+        for transfers in self.rounds:
+            for one in transfers:
+                sent[one.source] += one.end - one.begin
+        return max(sent) * nbytes / self.blocks
+
+
+def _clash(received: Sequence[Transfer]) -> tuple[Transfer, Transfer] | None:
+    """Two transfers to one rank that share a block, unless both add to it and come from different ranks."""
+    furthest: dict[int | str, Transfer] = {}  # of those before, the one that ends last: by source, that replace, of all
+    for one in sorted(received, key=lambda each: each.begin):
+        rivals = [one.source, "replaces"] if one.adds else ["all"]
+        for key in rivals:
+            if key in furthest and one.begin < furthest[key].end:
+                return furthest[key], one
+        for key in (one.source, "all") if one.adds else (one.source, "all", "replaces"):
+            if key not in furthest or furthest[key].end < one.end:
+                furthest[key] = one
+    return None
+
+
+def execute(plan: Plan, values: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Carries a plan out in the plainest way, on anything that can be added; the oracle of everything else.
+
+    Args:
+        plan: the rounds.
+        values: `values[rank][block]`.
+
+    Returns:
+        The same table, afterwards.
+
+    Example:
+        >>> pair = Plan("pair", "all_reduce", 2, 1, ((Transfer(0, 1, 0, 1, True), Transfer(1, 0, 0, 1, True)),))
+        >>> execute(pair, [["a"], ["b"]])
+        [['ab'], ['ba']]
+    """
+    table = [list(row) for row in values]
+    for transfers in plan.rounds:
+        before = [(one, table[one.source][one.begin : one.end]) for one in sorted(transfers)]
+        for one, blocks in before:
+            mine = table[one.target]
+            for at, block in enumerate(blocks, start=one.begin):
+                mine[at] = mine[at] + block if one.adds else block
+    return table
+
+
+def check_ranks(ranks: int, root: int = 0) -> None:
+    """Refuses a number of ranks below 1, and a root that is none of them.
+
+    Raises:
+        UsageError: says which.
+    """
+    if ranks < 1:
+        raise UsageError(f"a collective over {ranks} ranks: give 1 or more")
+    if not 0 <= root < ranks:
+        raise UsageError(f"rank {root} cannot be the root of {ranks} ranks: give one of 0 to {ranks - 1}")
+
+
+def check_pieces(name: str, pieces: int) -> None:
+    """Refuses a buffer cut into fewer than 1 of what `name` says.
+
+    Raises:
+        UsageError: says how many.
+    """
+    if pieces < 1:
+        raise UsageError(f"{name} is {pieces}: give 1 or more")

@@ -1,0 +1,170 @@
+"""How long a message takes: the latency and bandwidth of the links inside a host and between hosts.
+
+    seconds of a message of n bytes = alpha + n beta          alpha: seconds a message, whatever its size
+                                                              beta:  seconds a byte, 1 / bandwidth
+    seconds of adding n bytes       = n gamma                 gamma: seconds a byte
+
+        host 0                    host 1                      ranks of one host are neighbours: rank r stands on
+      0   1   2   3             4   5   6   7                 host r / local
+      └─inside──┘               └─inside──┘
+            └── NIC ─── between ─── NIC ──┘                   what leaves or enters a host shares its NICs
+
+The model is Hockney's (Parallel Computing 20, 1994): real networks have queues, protocols that change with the size,
+and neighbours. It orders algorithms well where latency and bandwidth were measured on the network in question, and
+says little where they were read off a data sheet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from samestep.errors import UsageError
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Link:
+    """One way from a rank to another.
+
+    Attributes:
+        latency_s: alpha, seconds a message.
+        bytes_per_s: 1 / beta.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if self.latency_s < 0 or not self.bytes_per_s > 0:
+            raise UsageError(
+                f"a link takes {self.latency_s} s a message and carries {self.bytes_per_s} bytes/s: "
+                "give a latency of 0 or more and a bandwidth above 0"
+            )
+
+    def seconds(self, nbytes: float) -> float:
+        """Returns how long a message of `nbytes` takes.
+
+        >>> Link(latency_s=20e-6, bytes_per_s=1e9).seconds(1e6)
+        0.00102
+        """
+        return self.latency_s + nbytes / self.bytes_per_s
+
+    def __str__(self) -> str:
+        return f"{seconds_text(self.latency_s)} a message and {bytes_text(self.bytes_per_s)}/s"
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links among all ranks.
+
+    Attributes:
+        inside: from a rank to another on its host.
+        between: from a rank to one on another host; where None, the same as `inside`.
+        local: ranks on one host, or None where all are on one.
+        adding_bytes_per_s: 1 / gamma: the bytes that a rank adds to its own in a second.
+        nics: messages that can leave (and enter) a host side by side without slowing each other.
+        ports: messages that a rank can send (and receive) side by side.
+    """
+
+    inside: Link
+    between: Link | None = None
+    local: int | None = None
+    adding_bytes_per_s: float = float("inf")
+    nics: int = 1
+    ports: int = 1
+
+    def __post_init__(self) -> None:
+        for name, number in (("local", self.local), ("nics", self.nics), ("ports", self.ports)):
+            if number is not None and number < 1:
+                raise UsageError(f"{name} is {number}: give 1 or more")
+        if not self.adding_bytes_per_s > 0:
+            raise UsageError(f"a rank adds {self.adding_bytes_per_s} bytes/s: give a number above 0")
+        if self.between is not None and self.local is None:
+            raise UsageError("there is a link between hosts, but not how many ranks are on each: give local=")
+
+    def host(self, rank: int) -> int:
+        """Returns the number of the host that `rank` stands on.
+
+        >>> [Links(Link(0, 1), local=4).host(rank) for rank in (0, 3, 4)]
+        [0, 0, 1]
+        """
+        return 0 if self.local is None else rank // self.local
+
+    def across(self) -> Link:
+        """Returns the link between hosts, or the only one there is."""
+        return self.inside if self.between is None else self.between
+
+    def __str__(self) -> str:
+        parts = [f"inside a host {self.inside}" if self.between else f"{self.inside}"]
+        if self.between:
+            parts.append(f"between hosts of {self.local} {self.between}")
+        if self.adding_bytes_per_s < float("inf"):
+            parts.append(f"adding {bytes_text(self.adding_bytes_per_s)}/s")
+        return ", ".join(parts)
+
+
+def fit(samples: Sequence[tuple[float, float]]) -> Link:
+    """Returns the link that explains measured (bytes, seconds) best, in relative terms.
+
+    Least squares of (alpha + beta n) / t - 1: a small message counts as much as a large one, though its seconds are
+    few. Neither figure is ever negative.
+
+    Args:
+        samples: two sizes or more.
+
+    Raises:
+        UsageError: fewer than two different sizes, or a time that is not above 0.
+
+    Example:
+        >>> fit([(0, 20e-6), (1e6, 1.02e-3), (2e6, 2.02e-3)])
+        Link(latency_s=2e-05, bytes_per_s=1000000000.0)
+    """
+    if len({nbytes for nbytes, _ in samples}) < 2 or any(not seconds > 0 for _, seconds in samples):
+        raise UsageError(f"a link needs times above 0 of two sizes or more, got {list(samples)}")
+    # normal equations of rows (1/t, n/t) . (alpha, beta) = 1
+    ones = sum(1 / t**2 for _, t in samples)
+    mixed = sum(n / t**2 for n, t in samples)
+    squares = sum(n * n / t**2 for n, t in samples)
+    right, right_n = sum(1 / t for _, t in samples), sum(n / t for n, t in samples)
+    determinant = ones * squares - mixed * mixed
+    alpha = (right * squares - right_n * mixed) / determinant
+    beta = (ones * right_n - mixed * right) / determinant
+    if alpha < 0:
+        alpha, beta = 0.0, right_n / squares
+    if beta <= 0:
+        return Link(right / ones, float("inf"))
+    return Link(float(f"{alpha:.6g}"), float(f"{1 / beta:.6g}"))
+
+
+def seconds_text(seconds: float) -> str:
+    """Returns a time with three digits and its unit.
+
+    >>> [seconds_text(s) for s in (0, 2.5e-8, 1.234e-5, 0.0099999, 12)]
+    ['0 s', '25 ns', '12.3 µs', '10 ms', '12 s']
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds == 0 or float(f"{seconds:.3g}") >= scale:
+            return f"{_three(seconds / scale)} {unit}"
+    return f"{_three(seconds / 1e-9)} ns"
+
+
+def bytes_text(nbytes: float) -> str:
+    """Returns a size with three digits and its decimal unit.
+
+    >>> [bytes_text(n) for n in (17, 1000, 2.5e6, 3.21e11, float("inf"))]
+    ['17 B', '1 kB', '2.5 MB', '321 GB', 'unlimited B']
+    """
+    if nbytes == float("inf"):
+        return "unlimited B"
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if float(f"{nbytes:.3g}") >= scale:
+            return f"{_three(nbytes / scale)} {unit}"
+    return f"{_three(nbytes)} B"
+
+
+def _three(number: float) -> str:
+    """Three significant digits, never an exponent."""
+    rounded = float(f"{number:.3g}")
+    return f"{rounded:.0f}" if rounded >= 100 else f"{rounded:g}"
