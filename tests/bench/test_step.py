@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import samestep
-from samestep.bench import step
+from samestep.bench import peers, step
 from samestep.bench.networks import CNN, MLP, TRANSFORMER
 
 
@@ -38,6 +38,14 @@ def test_every_rank_returns_a_time_of_each_loop_for_each_pair_and_the_setting(tw
         assert min(map(min, times)) > 0
         assert (setting["ranks"], setting["backend"], setting["batch_size"]) == (2, "gloo", 2 * MLP.batch)
         assert setting["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("peer", sorted(peers.PEERS))
+def test_other_libraries_train_as_far_where_they_are_installed(two_ranks, peer):
+    if peer not in peers.installed():
+        pytest.skip(f"{peer} is not installed")
+    for times, _ in two_ranks(step.compare, step.Case(MLP, True, "cpu", 2, ours_first=True, peer=peer)):
+        assert [len(side) for side in times] == [2, 2]
 
 
 def test_what_communication_takes_is_the_step_less_the_same_without_it():

@@ -6,7 +6,8 @@ in turn, and both give DistributedDataParallel views into its buckets. Compared 
     what samestep adds     both load through torch's DataLoader and add over the backend: the global order, the exact
                            mean over uneven shares, the step's agreement, the global loss; the other loop has none
     what samestep saves    both on one batch, samestep as it comes, with gradients in shared memory: for networks that
-                           compute little or much per byte of them; a third loop does without communication
+                           compute little or much per byte of them; a third loop does without communication, and
+                           for one network accelerate and Lightning Fabric take part where they are installed
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.bench.harness import Comparison, Options, Report, alternate
 from samestep.bench.networks import CNN, MLP, TRANSFORMER, Task
+from samestep.bench.peers import installed, steps_of_peer
 from samestep.launch.devices import visible_gpus
 from samestep.launch.spawn import spawn
 
@@ -46,6 +48,7 @@ class Case:
         device: where; None for the ranks' GPUs.
         repeats: pairs of blocks.
         ours_first: whose memory is taken first.
+        peer: another library to compare with, instead of a loop by hand.
     """
 
     task: Task
@@ -53,6 +56,7 @@ class Case:
     device: str | None
     repeats: int
     ours_first: bool
+    peer: str | None = None
 
 
 def run(options: Options) -> Report:
@@ -73,6 +77,9 @@ def run(options: Options) -> Report:
                 lost(ours, theirs, alone),
             )
         )
+    for peer in installed() if options.ranks > 1 else ():
+        (ours, theirs), _ = _timed(MLP, True, device, options, peer)
+        comparisons.append(Comparison(f"{MLP.name}, as it comes: samestep / {peer}", "step", ours, theirs))
     return Report("step", comparisons, conditions)
 
 
@@ -84,14 +91,14 @@ def lost(ours: tuple[float, ...], theirs: tuple[float, ...], alone: tuple[float,
 
 
 def _timed(
-    task: Task, as_it_comes: bool, device: str | None, options: Options
+    task: Task, as_it_comes: bool, device: str | None, options: Options, peer: str | None = None
 ) -> tuple[list[tuple[float, ...]], dict[str, Any]]:
     """Times the loops in several sets of processes, as many pairs together as asked for."""
     sets = min(SETS, options.repeats)
-    gathered: list[tuple[float, ...]] = [()] * (3 if as_it_comes else 2)
+    gathered: list[tuple[float, ...]] = [()] * (3 if as_it_comes and peer is None else 2)
     conditions: dict[str, Any] = {}
     for number in range(sets):
-        case = Case(task, as_it_comes, device, (options.repeats + number) // sets, number % 2 == 0)
+        case = Case(task, as_it_comes, device, (options.repeats + number) // sets, number % 2 == 0, peer)
         times, conditions = spawn(compare, options.ranks, case, progress=False)[0]
         gathered = [(*known, *new) for known, new in zip(gathered, times, strict=True)]
     return gathered, conditions
@@ -102,7 +109,7 @@ def compare(case: Case) -> tuple[list[list[float]], dict[str, Any]]:
     import samestep
 
     with samestep.world(device=case.device) as world:
-        loops = _as_it_comes(case.task, world) if case.as_it_comes else _with_loaders(case.task, world)
+        loops = _as_it_comes(case, world) if case.as_it_comes else _with_loaders(case.task, world)
         for steps in loops if case.ours_first else reversed(loops):
             next(steps)  # takes its memory now
         blocks = [lambda steps=steps: advance(steps) for steps in loops]
@@ -114,10 +121,13 @@ def _with_loaders(task: Task, world: World) -> list[Iterator[None]]:
     return [our_steps(task, task.network(), world), their_steps(task, task.network(), world)]
 
 
-def _as_it_comes(task: Task, world: World) -> list[Iterator[None]]:
+def _as_it_comes(case: Case, world: World) -> list[Iterator[None]]:
     import samestep
 
+    task = case.task
     ours = samestep.replicate(task.network().to(world.device), world)
+    if case.peer is not None:
+        return [steps_of(task, ours, world), steps_of_peer(case.peer, task, world)]
     theirs, alone = _wrapped(task.network().to(world.device), world), task.network().to(world.device)
     return [steps_of(task, model, world) for model in (ours, theirs, alone)]
 
