@@ -273,3 +273,26 @@ def test_orphans_of_a_rank_are_buried_while_it_runs(folder):
         print(len(left))
     """)
     assert folder.run("-n", 1, script).stdout == "0\n"
+
+
+# --- models that outlive their process group ------------------------------------------------------
+
+
+def test_a_model_that_goes_after_its_process_group_does_not_hold_up_its_rank(folder):
+    script = folder.script("""
+        import gc, torch, torch.distributed as dist
+
+        def train(turn):
+            dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meet{turn}", rank=rank, world_size=2)
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 300))
+            for _ in range(3):
+                model(torch.ones(4, 300)).sum().backward()
+            dist.all_gather([torch.empty(1000) for _ in range(2)], torch.ones(1000))
+            dist.destroy_process_group()
+
+        for turn in range(8):
+            train(turn)
+            gc.collect()
+    """)
+    process = folder.start("-n", 2, script)
+    assert ended(process)[0] == 0

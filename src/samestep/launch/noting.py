@@ -8,10 +8,16 @@ process group; until then nothing is noted of them.
     the record              entered 4, left 3           "all_reduce", "train.py:12"
 
 torch.distributed logs such calls only for itself (c10d_logger), and its flight recorder knows NCCL's alone.
+
+And one thing is mended on the way. A DistributedDataParallel that goes after `destroy_process_group()` is the last
+owner of its group, which then ends gloo's threads with Python's lock in its hands, while one of them waits for that
+lock to release a tensor: a rank that has done all its work never ends. So groups outlive their models here, until the
+process does (torch 2.13; a loop that makes, uses and destroys groups hangs in its third round, under torchrun too).
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
 import threading
@@ -57,6 +63,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _users: dict[str, bool] = {}  # by file name: whether it is the user's own
+_kept: set[int] = set()  # process groups that are never destroyed
 _inside = threading.local()  # a collective may be made of others; the outermost is the script's
 
 
@@ -68,6 +75,21 @@ def begin(joined: Callable[[int, int], None] | None = None) -> None:
     """
     when_imported("torch.distributed", functools.partial(_note_collectives, joined))
     when_imported("torch.optim.optimizer", _note_steps)
+    when_imported("torch.nn.parallel.distributed", _keep_groups)
+
+
+def _keep_groups(module: ModuleType) -> None:
+    wrapper = module.DistributedDataParallel
+    original = wrapper.__init__
+
+    @functools.wraps(original)
+    def __init__(model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(model, *args, **kwargs)
+        if id(model.process_group) not in _kept:
+            _kept.add(id(model.process_group))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(model.process_group))  # for good: not even at the end it goes
+
+    wrapper.__init__ = __init__
 
 
 def _note_steps(module: ModuleType) -> None:
