@@ -29,6 +29,9 @@ BENCHMARKS = {
     "allreduce": Benchmark(
         "samestep.bench.allreduce", "an all-reduce in shared memory against gloo, 4 B to 256 MiB", 20
     ),
+    "buckets": Benchmark(
+        "samestep.bench.buckets", "a step with buckets chosen by measurement, beside the default", 120
+    ),
     "checkpoint": Benchmark("samestep.bench.checkpoint", "what a save costs the training, beside torch.save", 8),
     "launch": Benchmark("samestep.bench.launch", "the time to the first all-reduce against torchrun", 10),
     "observe": Benchmark("samestep.bench.observe", "a training step under verify's recorder, and under --check", 60),

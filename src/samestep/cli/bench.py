@@ -29,6 +29,7 @@ benchmarks:
 
 EXAMPLES = """examples:
   samestep bench allreduce -n 4           four processes, every size: a minute
+  samestep bench buckets                  bucket sizes that were chosen, against the default: four minutes
   samestep bench launch -n 4              four processes, 10 pairs: two minutes
   samestep bench checkpoint               two processes, 8 pairs: two minutes
   samestep bench observe                  two processes, 60 pairs each: five minutes

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -43,8 +44,21 @@ Reduce = Literal["gloo", "shared", "ordered"]
 WAYS = ("gloo", "shared", "ordered")
 
 
-def bring_in(model: DistributedDataParallel, axis: Axis, asked: Reduce | None) -> Callable[[], None]:
-    """Has a model's gradients added as asked; returns what lets go of it. Collective: every rank must call it.
+@dataclass(frozen=True)
+class Way:
+    """How a model's gradients are added.
+
+    Attributes:
+        beside: buckets travel beside the backward; else they are added in its thread.
+        let_go: tells the other ranks that this one brings no more.
+    """
+
+    beside: bool
+    let_go: Callable[[], None] = lambda: None
+
+
+def bring_in(model: DistributedDataParallel, axis: Axis, asked: Reduce | None) -> Way:
+    """Has a model's gradients added as asked; returns how. Collective: every rank must call it.
 
     Raises:
         UsageError: shared memory was asked for and is not to be had; says why.
@@ -54,10 +68,10 @@ def bring_in(model: DistributedDataParallel, axis: Axis, asked: Reduce | None) -
     if asked == "shared" and why_not is not None:
         raise UsageError(f"reduce='shared' is not to be had: {why_not}. Leave `reduce` out for what is")
     if asked == "gloo" or (asked is None and why_not is not None):
-        return lambda: None
+        return Way(beside=True)
     if asked == "ordered" and (why_not is not None or not one_host):
         register(model, axis, add_in_order)
-        return lambda: None
+        return Way(beside=False)
     board = open_board(axis)
     if board is None:
         if asked == "shared":
@@ -65,7 +79,7 @@ def bring_in(model: DistributedDataParallel, axis: Axis, asked: Reduce | None) -
         return bring_in(model, axis, "ordered" if asked == "ordered" else "gloo")
     hook = SharedHook(axis, board, across_hosts(axis))
     register(model, axis, hook)
-    return hook.leave
+    return Way(beside=not one_host, let_go=hook.leave)  # between hosts the backend's messages take the time
 
 
 def _why_not_shared(axis: Axis, device: torch.device) -> str | None:

@@ -17,6 +17,7 @@ Source: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Par
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.data.batches import tensors_of
 from samestep.errors import DataError, DeviceError, EmptyBatchError, ModelError, SamestepError, StepError, UsageError
 from samestep.launch.failure import lost_peer
+from samestep.replicas.buckets import BucketPlan
 from samestep.replicas.buffers import equalise_buffers
 from samestep.replicas.nonfinite import POLICIES, Guard, Policy
 from samestep.replicas.norm import synchronise_batchnorm
@@ -54,10 +56,13 @@ class Replica(nn.Module):
         batchnorm: "synchronised" or "local".
         number: the same on every rank; models are numbered as they are replicated.
         nonfinite: watches its gradients for NaN and Inf, and counts the steps that it leaves out; None for a copy.
+        buckets: what was found out about bucket sizes; `print` shows a table. None without `buckets="auto"`, before it
+            is decided, and where there is nothing to decide.
     """
 
     module: nn.Module
     nonfinite: Guard | None = None
+    _plan: BucketPlan | None = None  # of an engine that is released
 
     def __init__(
         self, module: nn.Module, world: World, batchnorm: str, synchroniser: Synchroniser | SliceEngine | None
@@ -126,9 +131,15 @@ class Replica(nn.Module):
         engine = self.__dict__["_synchroniser"]
         return engine if isinstance(engine, SliceEngine) else None
 
+    @property
+    def buckets(self) -> BucketPlan | None:
+        """What was found out about bucket sizes, and which were chosen."""
+        engine = self.__dict__["_synchroniser"]
+        return engine.plan if isinstance(engine, Synchroniser) else self._plan
+
     def release(self) -> None:
         """Lets go of the process group, when the world closes."""
-        engine = self.__dict__["_synchroniser"]
+        engine, self._plan = self.__dict__["_synchroniser"], self.buckets
         if engine is not None:
             engine.release()
         self.__dict__["_synchroniser"] = None
@@ -171,7 +182,7 @@ def replicate(
     model: nn.Module,
     world: World,
     *,
-    buckets: float | None = None,
+    buckets: float | Literal["auto"] | None = None,
     reduce: Reduce | None = None,
     batchnorm: BatchNormMode | None = None,
     find_unused_parameters: bool = False,
@@ -187,7 +198,11 @@ def replicate(
     Args:
         model: on `world.device`, with at least one trainable parameter. Its BatchNorm layers are replaced.
         world: the world.
-        buckets: size of a gradient bucket in MiB; DistributedDataParallel's 25 by default.
+        buckets: size of a gradient bucket in MiB; by default DistributedDataParallel's 25, after a first one of 1.
+            "auto" measures, in the first seventy steps, when gradients become ready and what an all-reduce takes,
+            tries the sizes that should end earliest, and keeps them where they are quicker: `print(model.buckets)`.
+            The same gradients, bit for bit, wherever those do not depend on buckets; see `docs/buckets.md`. On a
+            world of one and on virtual ranks there is nothing to choose.
         reduce: how the ranks' gradients are added. By default in shared memory where ranks on CPUs share a host, 3 to
             14 times faster than through gloo, and between hosts over the backend; on GPUs over the backend. "gloo"
             leaves it to DistributedDataParallel and the backend, whatever that is. "shared" insists on shared memory.
@@ -205,7 +220,7 @@ def replicate(
 
     Raises:
         ModelError: nothing to train, or the model is wrapped in DataParallel or DistributedDataParallel.
-        UsageError: `reduce` or `nonfinite` is none of these, or shared memory is asked for and not to be had.
+        UsageError: an argument is none of these, or shared memory is asked for and not to be had.
         DeviceError: the model is on another device than the rank's.
 
     Example:
@@ -217,6 +232,7 @@ def replicate(
     """
     _check_model(model, world)
     mode = _batchnorm_mode(model, world, batchnorm)
+    _check_buckets(buckets)
     if reduce is not None and reduce not in WAYS:
         raise UsageError(f"reduce={reduce!r} is unknown: use 'shared', 'ordered' or 'gloo', or leave it out")
     if nonfinite is not None and nonfinite not in POLICIES:
@@ -258,6 +274,16 @@ def _batchnorm_mode(model: nn.Module, world: World, asked: str | None) -> str:
             "over all of them are not to be had: replicate(model, world, batchnorm='local') takes each slice's own"
         )
     return mode
+
+
+def _check_buckets(buckets: object) -> None:
+    is_number = isinstance(buckets, (int, float)) and not isinstance(buckets, bool)
+    if buckets is None or buckets == "auto" or (is_number and 0 < buckets < math.inf):  # type: ignore[operator]
+        return
+    raise UsageError(
+        f"buckets={buckets!r} is no bucket size: give MiB above 0, such as 25, or 'auto' to have them chosen, or leave "
+        "it out"
+    )
 
 
 def _check_model(model: nn.Module, world: World) -> None:

@@ -1,0 +1,106 @@
+"""What buckets chosen by measurement gain, beside DistributedDataParallel's default of 25 MiB.
+
+Both train the same network on one batch in the same processes, a block of steps each in turn, once the buckets of the
+one are decided; over gloo, where all-reduces run beside the backward, and as it comes, where ranks of one host add in
+shared memory. The promise is not a gain, for where the default is right there is none: it is that measuring never costs
+more than the noise of measuring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from samestep.bench.harness import Comparison, Options, Report, alternate
+from samestep.bench.networks import CNN, MLP, TRANSFORMER, Task
+from samestep.bench.step import STEPS, advance, align, setting, steps_of
+from samestep.errors import UsageError
+from samestep.launch.devices import visible_gpus
+from samestep.launch.spawn import spawn
+
+if TYPE_CHECKING:
+    from samestep.replicas.reduction import Reduce
+
+__all__: list[str] = []
+
+PROMISE = 1.02  # of the default's time at most
+WAYS: tuple[Reduce | None, ...] = ("gloo", None)
+SETS = (
+    2  # of processes: each takes some seventy steps to decide, and where memory happens to lie is worth 2 % either way
+)
+UNDECIDED = 100  # steps after which something is wrong
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed in one set of processes.
+
+    Attributes:
+        task: the network and its data.
+        reduce: how gradients are added.
+        device: where; None for the ranks' GPUs.
+        repeats: pairs of blocks.
+        auto_first: whose memory is taken first.
+    """
+
+    task: Task
+    reduce: Reduce | None
+    device: str | None
+    repeats: int
+    auto_first: bool
+
+
+def run(options: Options) -> Report:
+    """Starts the ranks, times both and returns the report."""
+    if options.ranks < 2:
+        raise UsageError("buckets need 2 ranks or more: samestep bench buckets -n 2")
+    device = None if visible_gpus() >= options.ranks else "cpu"
+    comparisons: list[Comparison] = []
+    conditions: dict[str, Any] = {}
+    for reduce in WAYS:
+        for task in (MLP, CNN, TRANSFORMER):
+            comparison, conditions = _timed(task, reduce, device, options)
+            comparisons.append(comparison)
+    return Report("buckets", comparisons, conditions, ("taken", "buckets", "hidden_percent"))
+
+
+def _timed(
+    task: Task, reduce: Reduce | None, device: str | None, options: Options
+) -> tuple[Comparison, dict[str, Any]]:
+    """Times one network in several sets of processes, each of which decides for itself."""
+    sets = min(SETS, options.repeats)
+    ours: list[float] = []
+    theirs: list[float] = []
+    plans: list[tuple[bool, int, float]] = []
+    conditions: dict[str, Any] = {}
+    for number in range(sets):
+        case = Case(task, reduce, device, (options.repeats + number) // sets, number % 2 == 0)
+        (auto, default), plan, conditions = spawn(compare, options.ranks, case, progress=False)[0]
+        ours, theirs, plans = [*ours, *auto], [*theirs, *default], [*plans, plan]
+    taken, buckets, hidden = zip(*plans, strict=True)
+    figures = {"taken": sum(taken) / sets, "buckets": median(buckets), "hidden_percent": 100 * median(hidden)}
+    name = f"{task.name}, {'as it comes' if reduce is None else 'over the backend'}"
+    return Comparison(name, "step", tuple(ours), tuple(theirs), PROMISE, figures), conditions
+
+
+def compare(case: Case) -> tuple[list[list[float]], tuple[bool, int, float], dict[str, Any]]:
+    """Runs on every rank; returns seconds per step of both, what was chosen, and the conditions. Collective."""
+    import samestep
+
+    with samestep.world(device=case.device) as world:
+        models = {}
+        for buckets in ("auto", None) if case.auto_first else (None, "auto"):
+            network = case.task.network().to(world.device)
+            models[buckets] = samestep.replicate(network, world, buckets=buckets, reduce=case.reduce)
+        auto, default = (steps_of(case.task, models[buckets], world) for buckets in ("auto", None))
+        steps = 0
+        while (plan := models["auto"].buckets) is None:
+            next(auto)
+            steps += 1
+            if steps == UNDECIDED:
+                raise RuntimeError(f"no buckets were chosen in {UNDECIDED} steps")
+        blocks = [lambda steps=steps: advance(steps) for steps in (auto, default)]
+        times = alternate(*blocks, pairs=case.repeats, align=lambda: align(world))
+        chosen = (plan.takes_proposed, len(plan.chosen.buckets), plan.chosen.achieved_hidden or 0.0)
+        return [[seconds / STEPS for seconds in side] for side in times], chosen, setting(world, case.task)
