@@ -11,7 +11,8 @@ General layout. The tree is the architecture, floor by floor; imports go down, n
     7  cli  recipes                                           the door, and users of the public names
 
 `docs/structure.md` walks through it. Public names are loaded on first use (PEP 562), so that `samestep --help`
-and the launcher start without waiting for torch; importing has no effects.
+and the launcher start without waiting for torch; importing has no effects but one: torch.distributed, once it is
+there, knows a backend `samestep`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from samestep._version import __version__ as __version__
+from samestep.launch.imports import when_imported
 
 if TYPE_CHECKING:
     from samestep.data.once import once as once
@@ -63,6 +65,9 @@ _HOMES = {
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]  # noqa: PLE0604  (every entry is a string)
+
+
+when_imported("torch.distributed", lambda module: import_module("samestep.runtime.registration").register(module))
 
 
 def __getattr__(name: str) -> Any:

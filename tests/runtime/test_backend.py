@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import samestep  # noqa: F401  (registers a backend)
 from samestep.errors import BackendError
 from samestep.runtime.backend import RULES, choose_backend, group_backend, interconnect, rule_for
 
@@ -52,6 +53,12 @@ def test_nccl_without_a_cuda_build_is_refused():
 def test_nccl_on_the_cpu_is_refused_with_the_reason():
     with pytest.raises(BackendError, match="moves GPU tensors only"):
         choose_backend("nccl", CPU, one_host=True)
+
+
+def test_the_backend_of_our_own_is_for_host_tensors():
+    assert choose_backend("samestep", CPU, one_host=True) == "samestep"
+    with pytest.raises(BackendError, match="works in host memory, and this rank trains on cuda:0: pass device='cpu'"):
+        choose_backend("samestep", GPU, one_host=True)
 
 
 def test_host_tensors_keep_a_backend_beside_nccl():

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader  # which takes 15 ms to import, for two methods that are written here
 
 __all__: list[str] = []
 
@@ -26,7 +29,7 @@ def when_imported(name: str, act: Act) -> None:
         sys.meta_path.insert(0, _Waiting(name, act))
 
 
-class _Waiting(MetaPathFinder):
+class _Waiting:
     """Finds one module as the others would, and puts a loader around theirs. Several may wait for one module."""
 
     def __init__(self, name: str, act: Act) -> None:
@@ -46,11 +49,11 @@ class _Waiting(MetaPathFinder):
         if spec is None or spec.loader is None:
             sys.meta_path.insert(0, self)  # it may be there another time
             return spec
-        spec.loader = _Afterwards(spec.loader, self._act)
+        spec.loader = cast("Loader", _Afterwards(spec.loader, self._act))
         return spec
 
 
-class _Afterwards(Loader):
+class _Afterwards:
     """Loads a module as its own loader does, then acts."""
 
     def __init__(self, loader: Loader, act: Act) -> None:

@@ -71,6 +71,11 @@ def choose_backend(asked: str | None, device: torch.device, *, one_host: bool) -
         raise BackendError(
             f"backend 'nccl' moves GPU tensors only, and this rank trains on {device}: ask for 'gloo', or leave it out"
         )
+    if name == "samestep" and device.type != "cpu":
+        raise BackendError(
+            f"backend 'samestep' works in host memory, and this rank trains on {device}: pass device='cpu', "
+            "or leave the backend out"
+        )
     return name
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,7 +25,16 @@ __all__: list[str] = []
 
 def meet(axis: Axis) -> Neighbours:
     """Returns who stands where. Collective: every rank of the axis must call it."""
-    told = gather_json(axis, [namespace("pid"), os.getpid()])
+    return by_host(gather_json(axis, sight()))
+
+
+def sight() -> list[str | int | None]:
+    """Returns what a rank tells of itself: the namespace of its process number, and that number."""
+    return [namespace("pid"), os.getpid()]
+
+
+def by_host(told: Sequence[Sequence[Any]]) -> Neighbours:
+    """Returns who stands where, from what each rank tells of itself, in their order."""
     hosts: dict[str, list[int]] = {}
     for position, (sight, process) in enumerate(told):
         hosts.setdefault(sight or f"unknown of {process}", []).append(position)
