@@ -287,3 +287,38 @@ def test_a_rank_killed_while_others_wait_is_named_and_leaves_nothing_behind(tmp_
     assert re.search(rf"PeerError: rank 1 \(process {ranks[1].pid}\) has left, and rank 0 waited to add gradients", err)
     print(float(out.split()[-1]) - float(died.split()[-1]), "s from the death to the error")
     assert set(Path("/dev/shm").iterdir()) <= before
+
+
+TWO_HOSTS = """
+import samestep, torch
+with samestep.world() as world:
+    model = samestep.replicate(torch.nn.Linear(300, 300), world, buckets=0.1)
+    for step in range(3):
+        model(torch.full((1, 300), float(world.rank + 1))).sum().backward()
+        found = model.module.weight.grad.clone()
+        model.zero_grad()
+    print(world.data.neighbours.hosts, world.data.across is not None, bool((found == 2.5).all()), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces of process numbers take root")
+def test_ranks_that_do_not_see_each_others_processes_add_as_two_hosts(tmp_path):
+    (tmp_path / "train.py").write_text(TWO_HOSTS)
+    apart = [
+        *"unshare -pf --mount-proc --kill-child".split(),
+        sys.executable,
+        *"-m samestep run -n 2 --nnodes 2".split(),
+    ]
+    hosts = [
+        subprocess.Popen(
+            [*apart, "--node-rank", str(host), "--rendezvous", f"{tmp_path}/meet", "train.py"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in range(2)
+    ]
+    said = [host.communicate(timeout=100) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], said
+    assert said[0][0].count("((0, 1), (2, 3)) True True") == 4
