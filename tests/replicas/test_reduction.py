@@ -304,11 +304,8 @@ with samestep.world() as world:
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces of process numbers take root")
 def test_ranks_that_do_not_see_each_others_processes_add_as_two_hosts(tmp_path):
     (tmp_path / "train.py").write_text(TWO_HOSTS)
-    apart = [
-        *"unshare -pf --mount-proc --kill-child".split(),
-        sys.executable,
-        *"-m samestep run -n 2 --nnodes 2".split(),
-    ]
+    apart = ["unshare", "-pf", "--mount-proc", "--kill-child", sys.executable, "-m", "samestep"]
+    apart += ["run", "-n", "2", "--nnodes", "2"]
     hosts = [
         subprocess.Popen(
             [*apart, "--node-rank", str(host), "--rendezvous", f"{tmp_path}/meet", "train.py"],
