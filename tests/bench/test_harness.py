@@ -111,6 +111,6 @@ def test_every_benchmark_in_the_table_exists():
 
 def test_an_unknown_benchmark_is_refused_with_the_list():
     with pytest.raises(
-        UsageError, match="there is no benchmark 'stpe': choose one of allreduce, checkpoint, launch, observe, step"
+        UsageError, match="there is no benchmark 'stpe': choose one of allreduce, buckets, checkpoint, launch, observe"
     ):
         benchmark("stpe")
