@@ -8,12 +8,14 @@ when its turn comes; nccl-tests and OSU's benchmarks use one again and again. Ba
 
 A tensor that is registered has been moved into shared memory before, as buckets of gradients are; any other is copied
 through it piece by piece. The limit is what the memory allows: each of N ranks' n bytes are read once and written once,
-2 N n bytes, at the speed at which all ranks together copied a large tensor in the same run.
+2 N n bytes, at the speed at which all ranks together copied a large tensor in the same run. It can be undercut: who
+copies reads each line of memory that it is about to write once more, and an all-reduce has just read it.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -131,7 +133,8 @@ def copied_per_s(memory: SharedMemory) -> float:
 
     source, target = torch.ones(COPIED // 4), torch.zeros(COPIED // 4)
     seconds, _ = alternate(lambda: target.copy_(source), lambda: None, pairs=20, align=_aligned(memory))
-    return 2 * COPIED * memory.board.size / min(seconds)
+    at_once = min(memory.board.size, len(os.sched_getaffinity(0)))  # more ranks than cores copy by turns
+    return 2 * COPIED * at_once / min(seconds)
 
 
 def _aligned(memory: SharedMemory) -> Callable[[], object]:

@@ -27,6 +27,7 @@ from samestep.launch.spawn import spawn
 if TYPE_CHECKING:
     from torch import nn
 
+    from samestep.replicas.reduction import Reduce
     from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -147,14 +148,14 @@ def steps_of(task: Task, model: nn.Module, world: World) -> Iterator[None]:
         yield
 
 
-def our_steps(task: Task, network: nn.Module, world: World) -> Iterator[None]:
-    """Trains with samestep, one step for each item."""
+def our_steps(task: Task, network: nn.Module, world: World, *, reduce: Reduce | None = "gloo") -> Iterator[None]:
+    """Trains with samestep, one step for each item; `reduce` says how gradients are added, None as it comes."""
     import torch
     from torch.nn import functional as F
 
     import samestep
 
-    model = samestep.replicate(network.to(world.device), world, reduce="gloo")
+    model = samestep.replicate(network.to(world.device), world, reduce=reduce)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     batches = samestep.shards(task.dataset(), world, batch_size=task.batch * world.size)
     while True:

@@ -47,7 +47,7 @@ def compare(repeats: int, device: str | None, slices: int) -> tuple[list[float],
         samestep.world(device=device) as plain,
         samestep.world(device=device, virtual_ranks=slices * plain.size) as sliced,
     ):
-        ours, theirs = (our_steps(MLP, MLP.network(), world) for world in (sliced, plain))
+        ours, theirs = (our_steps(MLP, MLP.network(), world, reduce=None) for world in (sliced, plain))
         blocks = (lambda: advance(ours), lambda: advance(theirs))
         times = alternate(*blocks, pairs=repeats, align=lambda: align(plain))
         each = [[seconds / STEPS for seconds in side] for side in times]

@@ -114,13 +114,13 @@ def _rows(report: Report) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("", "ours, ms", "theirs, ms", "times sooner", *map(_spaced, report.rows)):
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("", "ours ms", "theirs ms", "sooner", *map(_spaced, report.rows)):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for comparison in report.comparisons:
         times = (f"{1000 * median(side):.3f}" for side in (comparison.ours, comparison.theirs))
         figures = (f"{comparison.figures[name]:.2f}" for name in report.rows)
-        table.add_row(comparison.name, *times, f"{1 / comparison.ratio:.1f}", *figures)
+        table.add_row(comparison.name, *times, f"{1 / comparison.ratio:.1f} x", *figures)
     return table
 
 

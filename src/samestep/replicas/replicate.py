@@ -203,8 +203,8 @@ def replicate(
             tries the sizes that should end earliest, and keeps them where they are quicker: `print(model.buckets)`.
             The same gradients, bit for bit, wherever those do not depend on buckets; see `docs/buckets.md`. On a
             world of one and on virtual ranks there is nothing to choose.
-        reduce: how the ranks' gradients are added. By default in shared memory where ranks on CPUs share a host, 3 to
-            14 times faster than through gloo, and between hosts over the backend; on GPUs over the backend. "gloo"
+        reduce: how the ranks' gradients are added. By default in shared memory where ranks on CPUs share a host, some
+            7 times faster than through gloo, and between hosts over the backend; on GPUs over the backend. "gloo"
             leaves it to DistributedDataParallel and the backend, whatever that is. "shared" insists on shared memory.
             "ordered" adds in the order of the ranks, the same bits however the gradients are put into buckets: on one
             host as quick as "shared", which does so too; elsewhere slower than the backend.
