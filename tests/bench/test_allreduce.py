@@ -52,7 +52,6 @@ def test_one_rank_has_nothing_to_add():
 
 
 def test_the_plot_is_a_page_with_every_way_and_its_own_script(tmp_path):
-    pytest.importorskip("plotly", reason="the pictures need plotly")
     timed = [Timed(kind, n, [0.001], [0.002]) for n in (KIB, MIB) for kind in allreduce.KINDS]
     curves = allreduce._curves(timed, Options(2, 2))
     assert {name: len(points) for name, points in curves.items()} == {"registered": 2, "copied": 2, "gloo": 2}

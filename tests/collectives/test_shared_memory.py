@@ -17,11 +17,15 @@ SIZES = (0, 1, 7, 64, 1001, 40_000)
 
 
 def in_order(parts, divisor=1):
-    """The sum as one process computes it, from the first rank to the last."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    mean_of(total, divisor)
+    """The sum as one process computes it, from the first rank to the last; a mean of float16 is one of shares."""
+    shares = [part.clone() for part in parts]
+    early = shares[0].dtype == torch.float16
+    for one in shares if early else ():
+        mean_of(one, divisor)
+    total = shares[0]
+    for one in shares[1:]:
+        total += one
+    mean_of(total, 1 if early else divisor)
     return total
 
 
@@ -95,6 +99,36 @@ def test_registered_tensors_become_the_sum_in_rank_order_on_all_ranks(three_rank
         for divisor, tensors in zip((1, 3), ranks, strict=True):
             for elements, tensor in zip(SIZES, tensors, strict=True):
                 assert torch.equal(tensor, in_order([brought(rank, elements, dtype) for rank in range(3)], divisor))
+
+
+def large_halves():
+    world, memory = opened()
+    with world:
+        tensor = torch.full((1000,), 60000.0, dtype=torch.float16)
+        region = memory.register(tensor)
+        memory.start(region, divisor=world.size)
+        memory.finish()
+        return tensor.clone()
+
+
+def test_a_mean_of_halves_does_not_overflow_where_their_sum_would(two_ranks):
+    for found in two_ranks(large_halves):
+        assert torch.equal(found, torch.full((1000,), 60000.0, dtype=torch.float16))
+
+
+def views_of_unlike_storages():
+    world, memory = opened()
+    with world:
+        tensor = torch.zeros(3000 * (world.rank + 1))[7 * world.rank : 1000 + 7 * world.rank]
+        region = memory.register(tensor)
+        tensor.fill_(world.rank + 1)
+        memory.start(region)
+        memory.finish()
+        return tensor.sum().item()
+
+
+def test_tensors_may_lie_anywhere_in_storages_of_any_length(two_ranks):
+    assert two_ranks(views_of_unlike_storages) == [3000.0, 3000.0]
 
 
 def staged():

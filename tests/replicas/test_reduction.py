@@ -109,6 +109,23 @@ def test_over_hosts_all_ranks_hold_the_same_bits_and_the_mean(four_ranks):
         assert all(map(torch.equal, found, ranks[0]))
 
 
+def halves(reduce, hosts):
+    with samestep.world() as world:
+        if hosts is not None:
+            world.data.neighbours = Neighbours(hosts, world.data.neighbours.processes)
+        model = samestep.replicate(nn.Linear(50, 1, bias=False).half(), world, reduce=reduce, nonfinite="off")
+        model(torch.full((1, 50), 40000.0, dtype=torch.float16)).sum().backward()
+        return gradients(model)
+
+
+@pytest.mark.parametrize(
+    "way", [(None, None), ("ordered", None), ("ordered", ((0,), (1, 2, 3))), (None, ((0, 1), (2, 3)))]
+)
+def test_gradients_in_float16_do_not_overflow_on_the_way_to_their_mean(four_ranks, way):
+    for found in four_ranks(halves, *way):
+        assert torch.equal(found, torch.full((50,), 40000.0, dtype=torch.float16))
+
+
 def test_left_to_the_backend_they_are_what_ddp_makes_of_them(two_ranks):
     expected = [in_order(own_gradients(2, step)) for step in range(4)]
     for found in two_ranks(trained, "gloo"):

@@ -26,9 +26,7 @@ __all__: list[str] = []
 
 PROMISE = 1.02  # of the default's time at most
 WAYS: tuple[Reduce | None, ...] = ("gloo", None)
-SETS = (
-    2  # of processes: each takes some seventy steps to decide, and where memory happens to lie is worth 2 % either way
-)
+SETS = 2  # of processes, each of which takes some seventy steps to decide
 UNDECIDED = 100  # steps after which something is wrong
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
+    from samestep.runtime.world import World
+
 __all__: list[str] = []
 
 WIDTHS = (512, 2048, 1536, 512)  # of the mlp: 4,984,832 parameters
@@ -53,6 +55,12 @@ class Task:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(self.samples, *self.shape, generator=generator)
         return TensorDataset(x, torch.randint(0, self.classes, (self.samples,), generator=generator))
+
+    def batch_of(self, world: World) -> tuple[Tensor, Tensor]:
+        """Returns a rank's first batch, on its device."""
+        begin = self.batch * world.rank
+        x, y = (tensor.to(world.device) for tensor in self.dataset()[begin : begin + self.batch])
+        return x, y
 
 
 MLP = Task("mlp", 64, (WIDTHS[0],), classes=WIDTHS[-1])

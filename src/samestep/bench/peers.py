@@ -23,8 +23,7 @@ def steps_of_peer(name: str, task: Task, world: World) -> Iterator[None]:
     import torch
     from torch.nn import functional as F
 
-    begin = task.batch * world.rank
-    x, y = (tensor.to(world.device) for tensor in task.dataset()[begin : begin + task.batch])
+    x, y = task.batch_of(world)
     network = task.network().to(world.device)
     prepare = PEERS[name][1]
     model, optimizer, backward = prepare(network, torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9), world)

@@ -88,7 +88,8 @@ def lost(ours: tuple[float, ...], theirs: tuple[float, ...], alone: tuple[float,
     """Returns what both lose to communication: their step less the same step without, both medians."""
     without = median(alone)
     mine, other = median(ours) - without, median(theirs) - without
-    return {"lost_ms": 1e3 * mine, "lost_by_theirs_ms": 1e3 * other, "lost_share": mine / other if other > 0 else 0.0}
+    share = mine / other if other > 0 else 0.0
+    return {"lost_ms": 1e3 * mine, "lost_by_theirs_ms": 1e3 * other, "lost_share": share, "promised_at_most": LOST}
 
 
 def _timed(
@@ -138,8 +139,7 @@ def steps_of(task: Task, model: nn.Module, world: World) -> Iterator[None]:
     import torch
     from torch.nn import functional as F
 
-    begin = task.batch * world.rank
-    x, y = (tensor.to(world.device) for tensor in task.dataset()[begin : begin + task.batch])
+    x, y = task.batch_of(world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     while True:
         F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]

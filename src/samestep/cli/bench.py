@@ -144,7 +144,7 @@ def _conclusion(comparison: Comparison) -> str:
     if comparison.most is None:
         return text
     promise = f"at most {_percent(comparison.most)}" if comparison.most > 1 else "no slower"
-    promise = f"at least {1 / comparison.most:.1f} times" if comparison.most < 1 else promise
+    promise = f"at least {1 / comparison.most:.3g} times" if comparison.most < 1 else promise
     verdict = {True: "kept", False: "missed", None: "not decided, take more --repeats"}[comparison.kept]
     return f"{text}; promised: {promise}: {verdict}"
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 __all__: list[str] = []
@@ -53,6 +54,29 @@ def opened(process: int, descriptor: int, length: int) -> mmap.mmap | None:
         return None
     finally:
         os.close(own)
+
+
+Tell = Callable[[tuple[int, int]], Sequence[Sequence[int]]]  # two numbers of every rank, on every rank
+
+
+def shared(length: int, *, leader: int, leads: bool, tell: Tell) -> mmap.mmap | None:
+    """Returns memory that several processes share, all zero; None on all of them if one cannot see it.
+
+    Collective: every rank that `tell` reaches must call it; more than one may lead, each those who name it.
+
+    Args:
+        length: in bytes.
+        leader: the place, among those that `tell` answers for, of the rank that makes it.
+        leads: whether that is this rank.
+        tell: how the ranks talk.
+    """
+    own = Mine(length) if leads else None
+    process, descriptor = tell(own.place if own is not None else (0, 0))[leader]
+    memory = own.map if own is not None else opened(process, descriptor, length)
+    seen = tell((int(memory is not None), 0))
+    if own is not None:
+        own.close()
+    return memory if all(good for good, _ in seen) else None
 
 
 def is_running(process: int) -> bool:

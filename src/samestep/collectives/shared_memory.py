@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.collectives.board import DONE, READY, Board
-from samestep.collectives.memory import Mine, opened
+from samestep.collectives.memory import opened, shared
 from samestep.errors import StepError
 
 __all__: list[str] = []
@@ -72,6 +72,11 @@ def mean_of(total: Tensor, parts: int) -> None:
         total.div_(parts)
     elif parts > 1:
         total.mul_(1 / parts)
+
+
+def overflows(gradients: Tensor) -> bool:
+    """Whether a sum may leave the range that its mean is in: float16 ends at 65504, and its parts are divided first."""
+    return gradients.dtype == torch.float16
 
 
 def pairs(ranks: int, *, by_tree: bool) -> list[tuple[int, int]]:
@@ -115,29 +120,32 @@ class Region:
     def reduce(self, fold: Fold, divisor: int) -> None:
         """Does `add` and `write` at once, block by block."""
         for block in self.blocks:
-            self._add(block, fold)
-            _spread(block, divisor)
+            self._add(block, fold, divisor)
+            self._write(block, divisor)
 
-    def add(self, fold: Fold) -> None:
-        """Adds this rank's share of all parts into that of the first."""
+    def add(self, fold: Fold, divisor: int) -> None:
+        """Adds this rank's share of all parts into that of the first; what may overflow is divided before."""
         for block in self.blocks:
-            self._add(block, fold)
+            self._add(block, fold, divisor)
 
     def write(self, divisor: int) -> None:
-        """Divides what was added, and writes it into all parts."""
+        """Divides what was added, unless that is done, and writes it into all parts."""
         for block in self.blocks:
-            _spread(block, divisor)
+            self._write(block, divisor)
 
-    def _add(self, block: list[Tensor], fold: Fold) -> None:
+    def _add(self, block: list[Tensor], fold: Fold, divisor: int) -> None:
+        if overflows(block[0]):
+            for part in block:
+                mean_of(part, divisor)
         for into, other in self._pairs:
             fold(block[into], block[other])
 
-
-def _spread(block: list[Tensor], divisor: int) -> None:
-    first, *others = block
-    mean_of(first, divisor)
-    for other in others:
-        other.copy_(first)
+    def _write(self, block: list[Tensor], divisor: int) -> None:
+        first, *others = block
+        if not overflows(first):
+            mean_of(first, divisor)
+        for other in others:
+            other.copy_(first)
 
 
 @dataclass
@@ -182,20 +190,21 @@ class SharedMemory:
         """
         flat = tensor.detach().view(-1)
         storage: Any = flat.untyped_storage()
-        told = self.board.exchange(flat.numel() * flat.element_size(), _room())
+        told = self.board.exchange(flat.numel() * flat.element_size(), storage.nbytes())
+        rooms = self.board.exchange(_room())
         if len({length for length, _ in told}) > 1:
             raise StepError(
                 f"the ranks brought tensors of different length to one sum: {[length for length, _ in told]} bytes"
             )
         if not flat.numel():
             return Region([flat] * self.board.size, self.board.rank)
-        if min(room for _, room in told) < storage.nbytes() * self.board.size:
+        if min(room for room, _ in rooms) < sum(wanted for _, wanted in told):
             return None
-        descriptor, length = storage._share_fd_cpu_()  # share_memory_ calls it, and does not tell where
+        descriptor, _ = storage._share_fd_cpu_()  # share_memory_ calls it, and does not tell where
         offset = int(flat.storage_offset()) * flat.element_size()
         places = self.board.exchange(descriptor, offset)
         parts = [
-            flat if place == self.board.rank else self._seen(place, *places[place], length, flat)
+            flat if place == self.board.rank else self._seen(place, *places[place], told[place][1], flat)
             for place in range(self.board.size)
         ]
         seen = self.board.exchange(int(None not in parts))
@@ -242,7 +251,7 @@ class SharedMemory:
             one.region.reduce(one.fold, one.divisor)
             self._note_written(one)
         else:
-            one.region.add(one.fold)
+            one.region.add(one.fold, one.divisor)
             one.travelling = self.across(one.region.first)
             self._travelling.append(one)
 
@@ -296,13 +305,8 @@ class _Stage:
         """Returns the ranks' stage. Collective: every rank of the board must call it."""
         crowded = board.size > len(os.sched_getaffinity(0))
         length = 2 * board.size * (OVER_CORES if crowded else PIECE)
-        own = Mine(length) if board.rank == 0 else None
-        place = board.exchange(*(own.place if own is not None else (0, 0)))[0]
-        memory = own.map if own is not None else opened(*place, length)
-        seen = board.exchange(int(memory is not None))
-        if own is not None:
-            own.close()
-        if not all(good for good, _ in seen):
+        memory = shared(length, leader=0, leads=board.rank == 0, tell=lambda value: board.exchange(*value))
+        if memory is None:
             raise StepError("the ranks of this host cannot see each other's memory: use reduce='gloo'")
         return _Stage(memory, board.size, board.rank)
 

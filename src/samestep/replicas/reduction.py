@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep.collectives import shared_memory
 from samestep.collectives.board import Board, is_ordered
-from samestep.collectives.shared_memory import Region, SharedMemory, is_shared, mean_of
+from samestep.collectives.shared_memory import Region, SharedMemory, is_shared, mean_of, overflows
 from samestep.errors import UsageError
 from samestep.launch.warning import warn
 from samestep.runtime.axes import Axis
@@ -178,6 +178,8 @@ def add_in_order(axis: Axis, bucket: GradBucket) -> torch.futures.Future[Tensor]
     buffer = bucket.buffer()
     if buffer.layout is not torch.strided:
         return add_by_backend(axis, bucket)
+    before, after = (axis.size, 1) if overflows(buffer) else (1, axis.size)
+    mean_of(buffer, before)
     each = -(-buffer.numel() // axis.size)
     padded = torch.nn.functional.pad(buffer, (0, each * axis.size - buffer.numel()))
     shares = torch.empty_like(padded)
@@ -185,7 +187,7 @@ def add_in_order(axis: Axis, bucket: GradBucket) -> torch.futures.Future[Tensor]
     total, *others = shares.view(axis.size, each).unbind()
     for other in others:
         total.add_(other)
-    mean_of(total, axis.size)
+    mean_of(total, after)
     dist.all_gather(list(padded.view(axis.size, each).unbind()), total, group=axis.group)
     future = torch.futures.Future[Tensor]()
     future.set_result(buffer.copy_(padded[: buffer.numel()]))

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import Store
 
 from samestep.collectives import board
 from samestep.collectives.board import Board
-from samestep.collectives.memory import Mine, opened
+from samestep.collectives.memory import shared
 from samestep.collectives.shared_memory import SharedMemory
 from samestep.errors import PeerError, StepError
 from samestep.runtime.axes import Neighbours
@@ -115,14 +115,13 @@ class GroupMemory:
     def opened_by(store: Store, place: Place) -> GroupMemory | None:
         """Returns the ranks' shared memory; None on all of them if one cannot see it. Collective."""
         length = GroupMemory.length(place.size)
-        own = Mine(length) if place.rank == 0 else None
-        told = _told(store, "memory", None if own is None else own.place, place.rank, place.size)
-        process, descriptor = told[0]
-        memory = own.map if own is not None else opened(process, descriptor, length)
-        seen = _told(store, "seen", memory is not None, place.rank, place.size)
-        if own is not None:
-            own.close()
-        return GroupMemory(memory, place) if memory is not None and all(seen) else None
+        questions = iter(("memory", "seen"))  # a key of the store for each
+
+        def tell(value: tuple[int, int]) -> list[Any]:
+            return _told(store, next(questions), value, place.rank, place.size)
+
+        memory = shared(length, leader=0, leads=place.rank == 0, tell=tell)
+        return None if memory is None else GroupMemory(memory, place)
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """Adds a tensor over the ranks, in place. Collective.

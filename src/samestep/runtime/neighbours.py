@@ -6,6 +6,7 @@ share a kernel and no process numbers. So each says in which namespace its numbe
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from samestep.collectives import board
 from samestep.collectives.board import Board
-from samestep.collectives.memory import Mine, opened
+from samestep.collectives.memory import shared
 from samestep.runtime.axes import Axis, Neighbours
 from samestep.runtime.exchange import gather_json
 from samestep.runtime.rendezvous import namespace
@@ -52,13 +53,8 @@ def shared_memory(axis: Axis, neighbours: Neighbours, bytes_each: int) -> mmap.m
         bytes_each: for each rank of the host.
     """
     here = neighbours.beside(axis.rank)
-    own = Mine(bytes_each * len(here)) if axis.rank == here[0] else None
-    process, descriptor = gather_json(axis, None if own is None else own.place)[here[0]]
-    memory = own.map if own is not None else opened(process, descriptor, bytes_each * len(here))
-    seen = gather_json(axis, memory is not None)
-    if own is not None:
-        own.close()
-    return memory if all(seen) else None
+    tell = functools.partial(gather_json, axis)
+    return shared(bytes_each * len(here), leader=here[0], leads=axis.rank == here[0], tell=tell)
 
 
 def open_board(axis: Axis) -> Board | None:

@@ -56,7 +56,6 @@ class Checker(Observer, Listener):
         """Watches everything from now on."""
         self.rank = seat.rank
         self.is_off = False
-        self._is_spawned = seat.spawned
         self._post: Post | None = None
         self._judge: Judge | None = None
         self._told = 0
@@ -192,8 +191,6 @@ class Checker(Observer, Listener):
     @_safely
     def end(self, error: BaseException | None) -> None:
         """Compares what is left, and says what came of it all."""
-        if self._is_spawned:
-            self._wrapping.let_go()  # the launcher's own ranks leave without python's end
         if self._post is None:
             return
         self.is_off, steps = False, [one.steps for one in self._subjects]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 __all__: list[str] = []
-
-_TURN_S = 0.05  # ten times as long as a thread waits before it is given the interpreter's lock
 
 
 class Wrapping:
@@ -21,7 +18,6 @@ class Wrapping:
         self.is_dealt = False
         self.is_hooked = False
         self.is_synchronised = False
-        self._groups: list[Any] = []
 
     def add(self, kind: str, model: Any, where: str) -> None:
         """Notes one."""
@@ -29,18 +25,10 @@ class Wrapping:
 
         self.is_foreign |= kind == "FullyShardedDataParallel"  # flat pieces, of which no rank holds the same
         self.is_dealt |= _deals(kind, model)
-        # A wrapper that goes after destroy_process_group ends gloo's thread, with the interpreter's lock in its hands,
-        # and that thread may be waiting for the lock: so the group outlives the wrapper (measured on torch 2.13).
-        self._groups += [model.process_group] if hasattr(model, "process_group") else []
         if kind == "DistributedDataParallel" and _is_of_all(model.process_group):
             self.is_wrapped = True
             self.where = where
             self.names += [bare(name) for name, _ in model.named_parameters()]
-
-    def let_go(self) -> None:
-        """Lets the groups go, when gloo's threads have had their turn; python's own end would tear them down."""
-        time.sleep(_TURN_S)
-        self._groups.clear()
 
     @property
     def is_together(self) -> bool:
