@@ -37,7 +37,7 @@ from samestep.launch import observers
 from samestep.launch.address import serve_store, use_store
 from samestep.launch.control import Control
 from samestep.launch.failure import format_traceback, show_from_here, text_in
-from samestep.launch.process import follow_parent
+from samestep.launch.process import follow_parent, note_leaving
 from samestep.launch.script import run_module, run_script
 from samestep.launch.spawned import describe_with_spawned
 from samestep.launch.stacks import STACKS_SIGNAL
@@ -171,6 +171,7 @@ def _report(error: BaseException, rank: int, control: Control | None) -> int:
 
 def leave(code: int) -> NoReturn:
     """Ends the process as python would, short of finalising the interpreter (see the top of this file)."""
+    note_leaving(code)
     for last in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # noqa: SLF001
         try:
             last()  # joins and calls what python does, for which there is no other way

@@ -28,7 +28,7 @@ import signal
 import sys
 import threading
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -192,7 +192,13 @@ def _hidden(names: set[str], folder: Path) -> str | None:
 
 
 def fork(
-    assignment: Assignment, environment: Mapping[str, str], *, stdin: int | None, stdout: int, stderr: int
+    assignment: Assignment,
+    environment: Mapping[str, str],
+    *,
+    stdin: int | None,
+    stdout: int,
+    stderr: int,
+    keep: Sequence[int] = (),
 ) -> Forked:
     """Starts a rank as a copy of this process, in a session of its own.
 
@@ -202,6 +208,7 @@ def fork(
         stdin: a descriptor, or None for nothing to read.
         stdout: where its standard output goes.
         stderr: the same for standard error.
+        keep: other descriptors that it keeps, under the same numbers.
     """
     for stream in filter(None, (sys.stdout, sys.stderr)):  # python has none where the descriptor was closed
         stream.flush()
@@ -212,15 +219,17 @@ def fork(
     try:
         os.setsid()
         follow_parent(parent)
-        _become(assignment, environment, (stdin, stdout, stderr))
+        _become(assignment, environment, (stdin, stdout, stderr), keep)
     finally:
         os._exit(70)  # EX_SOFTWARE: only reached where the lines above failed
 
 
-def _become(assignment: Assignment, environment: Mapping[str, str], streams: tuple[int | None, int, int]) -> NoReturn:
+def _become(
+    assignment: Assignment, environment: Mapping[str, str], streams: tuple[int | None, int, int], keep: Sequence[int]
+) -> NoReturn:
     _reset_signals()
     _take_streams(streams)
-    _close_all_but(assignment.descriptors())
+    _close_all_but([*assignment.descriptors(), *keep])
     set_variables({**dict.fromkeys(child_environment({})), **environment})
     _renew_streams(unbuffered=bool(environment.get("PYTHONUNBUFFERED")))
     _renew_libraries()

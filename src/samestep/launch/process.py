@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from samestep.rankenv import variable
+
 __all__: list[str] = []
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
@@ -94,6 +96,33 @@ def start(
         stderr=stderr,
         start_new_session=True,
     )
+
+
+def mpi_channel() -> list[int]:
+    """Returns the descriptor over which mpiexec hears this process (MPICH, Intel MPI, srun with pmi2), if there is one.
+
+    A rank that is the only one of its task inherits it, and so is the process that mpiexec means. Open MPI's has a
+    name that every child can find.
+    """
+    told = variable("PMI_FD") or ""
+    try:
+        os.fstat(int(told))
+    except (ValueError, OSError):  # there is none, or it was closed on the way here
+        return []
+    return [int(told)]
+
+
+_leaving: list[int] = []
+
+
+def note_leaving(code: int) -> None:
+    """Notes the exit code that this process is about to end with, for what is called at its end."""
+    _leaving[:] = [code]
+
+
+def leaving_with() -> int | None:
+    """Returns the exit code that was noted; None where nobody has, as at a script's last line."""
+    return _leaving[0] if _leaving else None
 
 
 def open_missing_streams() -> None:

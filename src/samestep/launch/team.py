@@ -36,6 +36,7 @@ from samestep.launch.process import (
     children,
     end_orphans,
     exit_status,
+    mpi_channel,
     rank_command,
     reap,
     signal_alone,
@@ -148,7 +149,8 @@ class Team:
             progress=memory,
         )
         environment = child_environment(job.variables[place])
-        process = self._begin(assignment, environment, sinks, reads=job.reads)
+        channel = mpi_channel() if len(job.ranks) == 1 else []
+        process = self._begin(assignment, environment, sinks, channel, reads=job.reads)
         theirs.close()
         for sink in sinks.values():
             os.close(sink)
@@ -158,14 +160,21 @@ class Team:
         self._watch(_Member(rank, process, Pipe(ours), stacks, memory, outputs))
 
     def _begin(
-        self, assignment: Assignment, environment: dict[str, str], sinks: dict[str, int], *, reads: bool
+        self,
+        assignment: Assignment,
+        environment: dict[str, str],
+        sinks: dict[str, int],
+        channel: list[int],
+        *,
+        reads: bool,
     ) -> Process:
         if self._forks:
-            return fork(assignment, environment, stdin=0 if reads else None, stdout=sinks["out"], stderr=sinks["err"])
+            stdin = 0 if reads else None
+            return fork(assignment, environment, stdin=stdin, stdout=sinks["out"], stderr=sinks["err"], keep=channel)
         return start(
             rank_command(*assignment.options()),
             environment,
-            keep=assignment.descriptors(),
+            keep=[*assignment.descriptors(), *channel],
             stdin=None if reads else subprocess.DEVNULL,
             stdout=sinks["out"],
             stderr=sinks["err"],

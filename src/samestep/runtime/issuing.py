@@ -53,7 +53,7 @@ class Lane:
             tensors: that the result lies in.
             at_once: the caller waits for it anyway.
         """
-        task = Task(act, tensors, self)
+        task = Task(act, tensors, self.calling)
         if not (at_once and self.carrying.do(task.carry_out)):
             self.carrying.add(task.carry_out)
         return task
@@ -64,35 +64,35 @@ class Lane:
         self.calling.close()
 
 
-class Task(dist.Work):
-    """One collective under way: what `async_op=True` returns.
+class Pending(dist.Work):
+    """Something under way: what `async_op=True` returns.
 
     `wait` raises what went wrong, in every thread that waits. C++ asks for `wait` and `get_future` only.
+
+    Args:
+        tensors: that the result lies in.
+        calling: the thread for what is called back.
     """
 
-    def __init__(self, act: Act, tensors: Sequence[Tensor], lane: Lane) -> None:
+    def __init__(self, tensors: Sequence[Tensor], calling: Worker) -> None:
         super().__init__()
-        self._act: Act | None = act
         self._tensors = list(tensors)
-        self._lane = lane
+        self._calling = calling
         self._done = threading.Event()
         self._error: Exception | None = None
         self._promise: Promise | None = None
         self._lock = threading.Lock()
 
-    def carry_out(self) -> None:
-        """Does it, and tells everybody who waits."""
-        act, self._act = self._act, None
-        assert act is not None
-        try:
-            act()
-        except Exception as error:  # noqa: BLE001  (raised again by who waits)
-            self._error = error
+    def settle(self, error: Exception | None = None) -> None:
+        """Tells everybody who waits that it is done, or why it never will be; the first word counts."""
         with self._lock:
+            if self._done.is_set():
+                return
+            self._error = error
             self._done.set()
             promise = self._promise
         if promise is not None:
-            self._lane.calling.add(lambda: self._keep(promise))
+            self._calling.add(lambda: self._keep(promise))
 
     def _keep(self, promise: Promise) -> None:
         promise.fail(self._error) if self._error is not None else promise.set_result(self._tensors)
@@ -115,7 +115,7 @@ class Task(dist.Work):
         with self._lock:
             if self._promise is not None:
                 return self._promise
-            promise = self._promise = Promise(self._lane.calling, self._result)
+            promise = self._promise = Promise(self._calling, self._result)
             done = self._done.is_set()
         if done:
             self._keep(promise)
@@ -144,3 +144,22 @@ class Task(dist.Work):
     def synchronize(self) -> None:
         """Returns when the result is there; on the CPU nothing else can run ahead of it."""
         self.wait()
+
+
+class Task(Pending):
+    """One collective under way."""
+
+    def __init__(self, act: Act, tensors: Sequence[Tensor], calling: Worker) -> None:
+        super().__init__(tensors, calling)
+        self._act: Act | None = act
+
+    def carry_out(self) -> None:
+        """Does it, and tells everybody who waits."""
+        act, self._act = self._act, None
+        assert act is not None
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001  (raised again by who waits)
+            self.settle(error)
+        else:
+            self.settle()

@@ -12,6 +12,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from samestep.runtime.mpi.naming import make_known
+
 __all__: list[str] = []
 
 NAME = "samestep"
@@ -31,6 +33,7 @@ def register(distributed: ModuleType) -> None:
     """
     if distributed.is_available() and NAME not in distributed.Backend.backend_list:
         distributed.Backend.register_backend(NAME, _made, extended_api=True, devices=["cpu"])
+        make_known(distributed)
 
 
 def _made(told: Any, options: Any) -> Any:

@@ -1,0 +1,63 @@
+"""Whether the ranks of a group should wait inside MPI, by the cores that they have; and whether those are too few.
+
+A rank that waits inside MPI keeps a core busy. That is right where every rank has one to itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from samestep.errors import UsageError
+from samestep.launch.cores import binding_warning, read_unbound
+from samestep.launch.warning import warn
+from samestep.rankenv import read_rank_variables, variable
+
+__all__: list[str] = []
+
+WAYS = ("blocking", "polling")
+
+
+def is_better_blocking(mpi: Any, communicator: Any, options: Mapping[str, str] | None) -> bool:
+    """Returns whether the ranks of a communicator should wait inside MPI; the same on all. Collective.
+
+    Raises:
+        UsageError: an option is unknown.
+    """
+    given = {} if options is None else dict(options)
+    way = given.pop("waiting", None)
+    if given or way not in {None, *WAYS}:
+        raise UsageError(f"the backend mpi has one option, 'waiting', which is {' or '.join(map(repr, WAYS))}")
+    own = way == "blocking" if way is not None else _has_own_core(mpi, communicator)
+    return bool(communicator.allreduce(own, mpi.LAND))
+
+
+def _has_own_core(mpi: Any, communicator: Any) -> bool:
+    """Whether each rank of this host could have a core to itself."""
+    found = affinities(mpi, communicator)
+    return len(found) <= len(set().union(*found))
+
+
+def affinities(mpi: Any, communicator: Any) -> list[list[int]]:
+    """Returns the cpus of every rank of this host. Collective."""
+    here = communicator.Split_type(mpi.COMM_TYPE_SHARED)
+    found: list[list[int]] = here.allgather(sorted(os.sched_getaffinity(0)))
+    here.Free()
+    return found
+
+
+def warn_of_binding(mpi: Any) -> None:
+    """Warns, on one rank of each host, where mpiexec has bound the ranks to fewer cores than torch uses. Collective.
+
+    Under `samestep run` the launcher says it, before it starts anything.
+    """
+    found = affinities(mpi, mpi.COMM_WORLD)
+    told = read_rank_variables()
+    if variable("SAMESTEP_LOGS") is not None or told is None or told.local_rank != 0:
+        return
+    said = binding_warning(found, read_unbound(), threads=None, launcher=told.source)
+    if said is not None:
+        warn(f"{said} (torch uses {torch.get_num_threads()} threads here)")
