@@ -1,12 +1,17 @@
 """Whether the ranks of a group should wait inside MPI, by the cores that they have; and whether those are too few.
 
-A rank that waits inside MPI keeps a core busy. That is right where every rank has one to itself.
+A rank that waits inside MPI keeps a core busy. That is right where it has one to spare: where mpiexec or Slurm has
+bound the ranks of this host to cores of their own, more than torch has threads.
+
+    mpiexec --map-by slot:PE=4, OMP_NUM_THREADS=3     rank 0: 0-3, rank 1: 4-7       blocking
+    mpiexec --map-by slot:PE=4, OMP_NUM_THREADS=4     rank 0: 0-3, rank 1: 4-7       polling: torch uses them all
+    mpiexec --bind-to none                            rank 0: 0-7, rank 1: 0-7       polling: others may use them
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,14 +36,23 @@ def is_better_blocking(mpi: Any, communicator: Any, options: Mapping[str, str] |
     way = given.pop("waiting", None)
     if given or way not in {None, *WAYS}:
         raise UsageError(f"the backend mpi has one option, 'waiting', which is {' or '.join(map(repr, WAYS))}")
-    own = way == "blocking" if way is not None else _has_own_core(mpi, communicator)
+    own = way == "blocking"
+    if way is None:
+        own = has_core_to_spare(affinities(mpi, communicator), torch.get_num_threads())
     return bool(communicator.allreduce(own, mpi.LAND))
 
 
-def _has_own_core(mpi: Any, communicator: Any) -> bool:
-    """Whether each rank of this host could have a core to itself."""
-    found = affinities(mpi, communicator)
-    return len(found) <= len(set().union(*found))
+def has_core_to_spare(cpus: Sequence[Sequence[int]], threads: int) -> bool:
+    """Whether each of the ranks of a host has cores of its own, and more than threads.
+
+    Args:
+        cpus: that each may use.
+        threads: that each computes with.
+
+    >>> has_core_to_spare([[0, 1], [2, 3]], 1), has_core_to_spare([[0, 1], [0, 1]], 1)
+    (True, False)
+    """
+    return all(len(each) > threads for each in cpus) and len(set().union(*cpus)) == sum(map(len, cpus))
 
 
 def affinities(mpi: Any, communicator: Any) -> list[list[int]]:

@@ -5,11 +5,14 @@
 
 MPI libraries wait by spinning. Where each rank has a core that nothing else wants that is right; where ranks share
 cores, the one that spins keeps the one from working that it waits for, and a step takes twice as long as over gloo.
+
+Who polls sleeps in between. Yielding would do on an idle machine; beside other work it gives the core away for a whole
+slice of milliseconds, whereas a sleeper is woken at once: 4 bytes took 3.7 ms and not 1.1 (gloo: 1.4) with two busy
+processes on two cores, Open MPI 4.1.4.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,9 +22,10 @@ from samestep.errors import PeerError
 
 __all__: list[str] = []
 
-SPINS_S = 50e-6  # looks without a pause, letting others have the core in between
-SHORTEST_S = 20e-6
-LONGEST_S = 1e-3
+SPINS_S = 20e-6  # looks without a pause
+SHORTEST_S, GROWTH, LONGEST_S = 5e-6, 1.2, 300e-6  # pauses
+SHARE = 0.02  # of the time waited so far that a pause may take
+LOOK_S = 0.01  # the longest pause of all
 ASKING_S = 0.2  # between looks for ranks that have left
 
 
@@ -63,7 +67,6 @@ class Waiting:
         while not done():
             now = time.monotonic()
             if now - began < SPINS_S:
-                os.sched_yield()
                 continue
             if now - asked > ASKING_S or now - began > self.timeout_s:
                 asked = now
@@ -71,4 +74,4 @@ class Waiting:
                 if now - began > self.timeout_s:
                     raise PeerError(f"waited {now - began:.1f} s for the other ranks")
             time.sleep(pause)
-            pause = min(1.5 * pause, LONGEST_S)
+            pause = min(GROWTH * pause, max(LONGEST_S, min(SHARE * (now - began), LOOK_S)))
