@@ -15,6 +15,7 @@ from typing import Any
 from samestep.cli.hosts import add_options, check_effect, listed, opened, own_ranks, place, seconds, taken_along
 from samestep.cli.options import Parser
 from samestep.errors import UsageError
+from samestep.launch import mpiexec
 from samestep.launch.cluster import Part
 from samestep.launch.console import say
 from samestep.launch.cores import binding_warning, describe, read_cores, read_unbound
@@ -30,7 +31,7 @@ from samestep.launch.slurm import LEAVING, Batch, batch_script, submit, warning_
 from samestep.launch.supervise import SAVING
 from samestep.launch.verdict import Verdict, explain
 from samestep.paths import RunDirectory, default_run_path
-from samestep.rankenv import variable
+from samestep.rankenv import set_variables, variable
 from samestep.verification.checking.outcome import outcome
 
 __all__ = ["main"]
@@ -55,6 +56,7 @@ examples:
   samestep run -n 4 -m package.train --lr 1  a module, as with python -m
   samestep run -n 2 --check train.py         say at once where the ranks are not one training
   samestep run -n 2 --restarts 3 train.py    start again after a failure, from the last checkpoint
+  samestep run --mpi -n 4 train.py           mpiexec starts the ranks: for init_process_group("mpi")
   samestep run --hosts node[1-3] -n 4 train.py           over ssh; --dry-run shows the commands
   samestep run --slurm --nnodes 2 -n 4 train.py          queue it; --dry-run shows the batch script
   srun -N2 -n8 samestep run train.py                     a rank for each task; the same under mpiexec
@@ -74,6 +76,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options = _parser().parse(arguments)
     _check(options)
+    if options.mpi:
+        _under_mpiexec(options, arguments)
     if options.slurm:
         return _queue(options)
     if options.dry_run:
@@ -102,6 +106,34 @@ def main(arguments: Sequence[str]) -> int:
     if options.json is not None:
         return _write_json(options.json, told | {"exit": code})
     return code
+
+
+def _under_mpiexec(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Becomes an mpiexec of as many tasks; returns where one has started this process, which is such a task."""
+    if options.ranks is None or options.slurm or options.hosts or options.hostfile or options.nnodes:
+        raise UsageError(
+            "--mpi has the mpiexec of this machine start the ranks, so many as -n says: `samestep run --mpi -n 4 "
+            "train.py`; on several hosts write the mpiexec yourself: `mpiexec --hostfile F -n 8 samestep run train.py`"
+        )
+    words = mpiexec.command(options.ranks, _without_mpi(arguments, len(options.program)))
+    if options.dry_run:
+        print(shlex.join(words))
+        raise SystemExit(0)
+    set_variables({"I_MPI_PIN": variable("I_MPI_PIN") or "off"})  # Intel's would bind each rank's threads to one core
+    os.execv(words[0], words)  # noqa: S606
+
+
+def _without_mpi(arguments: Sequence[str], behind: int) -> list[str]:
+    """Returns the arguments without `--mpi` and the number of ranks, which mpiexec is told."""
+    before, kept = iter(arguments[: len(arguments) - behind]), []
+    for word in before:
+        if word in {"-n", "--nproc-per-node", "--nproc_per_node"}:
+            next(before, None)
+        elif word not in {"--mpi", "--dry-run"} and not word.startswith(
+            ("-n", "--nproc-per-node=", "--nproc_per_node=")
+        ):
+            kept.append(word)
+    return [*kept, *arguments[len(arguments) - behind :]]
 
 
 def _launched(plan: Plan, head: Head, replacement: Replacement) -> Verdict:
@@ -247,6 +279,7 @@ def _parser() -> Parser:
         help="seconds to save in after SIGTERM (default: %(default)g)",
     )
     add("--check", action="store_true", help=CHECK)
+    add("--mpi", action="store_true", help="have mpiexec start the ranks, for scripts whose backend is mpi")
     add("--pin", action="store_true", help="bind each rank of this machine to cores of its own")
     add_options(parser)
     parser.verbatim = ("--ssh-args", "--sbatch-args")

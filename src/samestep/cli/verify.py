@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     check_program(program, is_module=options.module)
     if options.json is not None:
         check_json(options.json)
-    return _verify(options, Script(program=program, arguments=tuple(rest), is_module=options.module))
+    return _verify(options, Script(program=program, arguments=tuple(rest), is_module=options.module, mpi=options.mpi))
 
 
 def _verify(options: argparse.Namespace, script: Script) -> int:
@@ -94,6 +94,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("-n", dest="ranks", metavar="N", type=_ranks, default=2, help="ranks to compare with one process (default: 2)")
     add("-m", dest="module", action="store_true", help="what follows is a module's name, as with python -m")
+    add("--mpi", action="store_true", help="have mpiexec start the ranks, for scripts whose backend is mpi")
     add(
         "--steps",
         metavar="K",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import BackendError
+from samestep.runtime.mpi.library import check_installed
 
 __all__: list[str] = []
 
@@ -95,14 +96,21 @@ def _check_built(name: str) -> None:
         "ucc": dist.is_ucc_available,
         "xccl": dist.is_xccl_available,
     }
+    if name == "mpi" and not dist.is_mpi_available():
+        check_installed()  # mpi4py carries it
+        return
     if name in built and not built[name]():
         remedy = {
             "nccl": "install a CUDA build of torch",
-            "mpi": "torch has it only when built from source on a machine with MPI",
         }.get(name, "use 'gloo'")
         raise BackendError(f"backend {name!r} is not built into torch {torch.__version__}: {remedy}")
 
 
 def group_backend(name: str, device: torch.device) -> str:
-    """Returns the spelling for `init_process_group`: with CUDA, host tensors keep a backend too."""
+    """Returns the spelling for `init_process_group`: with CUDA, host tensors keep a backend too.
+
+    Told "mpi" alone, torch.distributed neither takes rank and size from its caller nor keeps a store for other groups.
+    """
+    if name == "mpi":
+        return "cpu:mpi,cuda:mpi"
     return "cpu:gloo,cuda:nccl" if name == "nccl" and device.type == "cuda" else name

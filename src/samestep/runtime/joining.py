@@ -65,7 +65,7 @@ def adopt(
     member.local_rank = told.local_rank if told is not None and told.local_rank is not None else member.rank
     member.local_size = told.local_size if told is not None and told.local_size is not None else member.size
     member.host_index = (told.host_index or 0) if told is not None else 0
-    on_cpu = member.backend == "samestep" or (member.backend == "gloo" and not torch.cuda.is_available())
+    on_cpu = member.backend == "samestep" or (member.backend in {"gloo", "mpi"} and not torch.cuda.is_available())
     asked = torch.device("cpu") if asked is None and on_cpu else asked
     member.device = claim(choose_device(asked, member.local_rank, member.local_size))
     _make_axes(member, pipeline, timeout_s)

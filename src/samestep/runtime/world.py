@@ -223,8 +223,8 @@ def world(
     Collective: every rank must call it.
 
     Args:
-        backend: "gloo", "nccl", "samestep" (gloo with faster all-reduces, on CPUs) or another that torch knows; by
-            default what suits device and network.
+        backend: "gloo", "nccl", "samestep" (gloo with faster all-reduces, on CPUs), "mpi" (over mpi4py, for ranks that
+            mpiexec or srun has started) or another that torch knows; by default what suits device and network.
         init_method: "env://", "tcp://host:port" or "file:///path"; by default what the launcher set, be it
             `samestep run`, torchrun, srun or mpiexec.
         rank: this rank's number, where no launcher says it.

@@ -39,6 +39,7 @@ class Script:
     program: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
+    mpi: bool = False  # mpiexec starts its ranks
 
     def words(self) -> list[str]:
         """Returns it as words of a command line."""
@@ -96,6 +97,7 @@ def run(
     folder.mkdir(parents=True)
     command = [
         *(sys.executable, "-P", "-m", "samestep", "run", "-n", str(ranks), "--start", "spawn", "--hash-seeds"),
+        *(["--mpi"] if script.mpi and ranks > 1 else []),
         *("--run-dir", str(folder / "run"), "--json", str(folder / "run.json"), "--grace", "5"),
         *script.words(),
     ]

@@ -100,10 +100,15 @@ def _check_started(rank: int | None, size: int | None) -> None:
         )
 
 
-@functools.cache
-def _start() -> Any:
+def check_installed() -> None:
+    """Raises BackendError where mpi4py is missing."""
     if find_spec("mpi4py") is None:
         raise BackendError("backend 'mpi' needs mpi4py: pip install 'samestep[mpi]'")
+
+
+@functools.cache
+def _start() -> Any:
+    check_installed()
     _choose()
     try:
         mpi = importlib.import_module("mpi4py.MPI")

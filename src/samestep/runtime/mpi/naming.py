@@ -72,10 +72,13 @@ def _finding_mpi(inner: Any, helper: Callable[..., Any]) -> Callable[..., Any]:
         _asked.append(_Asked(backends, store, rank, size, timeout.total_seconds(), named.get("backend_options")))
         before, inner._MPI_AVAILABLE = inner._MPI_AVAILABLE, True  # noqa: SLF001
         try:
-            return helper(size, rank, ranks, backend, store, *args, **named)
+            made = helper(size, rank, ranks, backend, store, *args, **named)
         finally:
             inner._MPI_AVAILABLE = before  # noqa: SLF001
             _asked.pop()
+        if set(backends.values()) == {MPI} and made[0] in inner._world.pg_map:  # noqa: SLF001
+            inner._world.pg_map[made[0]] = (MPI, inner._world.pg_map[made[0]][1])  # noqa: SLF001  (whatever spelling was asked for)
+        return made
 
     return make
 
