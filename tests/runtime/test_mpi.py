@@ -2,52 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import mpi_cases as cases
 import pytest
 import torch
 from mpi_cases import SORTS, brought
+from mpi_jobs import mpiexec
 
 from samestep.testing import assert_same_bits
 
 RANKS = 3
-MPIEXEC = Path(sys.executable).with_name("mpiexec")
-DEBIANS = shutil.which("mpiexec.openmpi")
-WAYS = [(library, way) for library in ("mpich", "openmpi") for way in ("polling", "blocking")]
-LAUNCHERS = {"mpich": [str(MPIEXEC)], "openmpi": [DEBIANS, "--oversubscribe", "--bind-to", "none"]}
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-FOREIGN = ("PMI", "MPI", "OMPI", "GLOO", "OMP", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+PROVE = pytest.mark.prove
+WAYS = [
+    ("mpich", "polling"),
+    ("mpich", "blocking"),
+    ("openmpi", "polling"),
+    pytest.param("openmpi", "blocking", marks=PROVE),
+]
 
-pytestmark = pytest.mark.skipif(find_spec("mpi4py") is None, reason="needs mpi4py: pip install 'samestep[mpi]'")
-
-
-def mpiexec(library, count, *words, folder=None, timeout=120, **extra):
-    if library == "openmpi" and DEBIANS is None:
-        pytest.skip("no Open MPI here: apt-get install openmpi-bin")
-    if library == "mpich" and not MPIEXEC.exists():
-        pytest.skip("no mpiexec beside this Python: pip install mpich brings one")
-    own = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-    return subprocess.run(
-        [*map(str, LAUNCHERS[library]), "-n", str(count), *map(str, words)],
-        cwd=folder,
-        env={**own, **AS_ROOT, "OMP_NUM_THREADS": "1", **extra},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+pytestmark = pytest.mark.parametrize(("library", "way"), WAYS, scope="module")
 
 
-@pytest.fixture(scope="module", params=WAYS, ids=" ".join)
-def ranks(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def ranks(library, way, tmp_path_factory):
     """What every case gave on every rank: one set of processes for all of them."""
-    library, way = request.param
     out = tmp_path_factory.mktemp(f"{library}-{way}")
     done = mpiexec(library, RANKS, sys.executable, cases.__file__, out, way)
     assert done.returncode == 0, done.stderr
@@ -210,7 +189,6 @@ def test_what_cannot_be_is_refused(ranks):
     assert said[0][3].startswith(f"UsageError: the tag of a message is {1 << 40}: this MPI has tags from 0 to ")
 
 
-@pytest.mark.parametrize(("library", "way"), WAYS)
 def test_a_rank_that_does_not_come_in_time_ends_the_job_with_a_word(library, way, tmp_path):
     done = mpiexec(library, RANKS, sys.executable, cases.__file__, tmp_path, way, "timed_out", timeout=60)
     assert done.returncode != 0

@@ -107,10 +107,16 @@ def _check_built(name: str) -> None:
 
 
 def group_backend(name: str, device: torch.device) -> str:
-    """Returns the spelling for `init_process_group`: with CUDA, host tensors keep a backend too.
-
-    Told "mpi" alone, torch.distributed neither takes rank and size from its caller nor keeps a store for other groups.
-    """
+    """Returns the spelling for `init_process_group`: with CUDA, host tensors keep a backend too."""
     if name == "mpi":
-        return "cpu:mpi,cuda:mpi"
+        return spelled(name)
     return "cpu:gloo,cuda:nccl" if name == "nccl" and device.type == "cuda" else name
+
+
+def spelled(name: str) -> str:
+    """Returns another spelling of a backend for tensors of all devices.
+
+    Told "mpi" alone, torch.distributed neither takes rank and size from its caller, nor keeps a store for other groups,
+    nor lets some ranks make a group by themselves.
+    """
+    return f"cpu:{name},cuda:{name}"

@@ -18,6 +18,7 @@ from samestep.collectives import board
 from samestep.collectives.board import Board
 from samestep.collectives.memory import shared
 from samestep.runtime.axes import Axis, Neighbours
+from samestep.runtime.backend import spelled
 from samestep.runtime.exchange import gather_json
 from samestep.runtime.rendezvous import namespace
 
@@ -80,5 +81,7 @@ def across_hosts(axis: Axis) -> dist.ProcessGroup | None:
     if axis.across is None:
         place = axis.neighbours.beside(axis.rank).index(axis.rank)
         ranks = [axis.ranks[host[place]] for host in axis.neighbours.hosts]
-        axis.across = dist.new_group(ranks, use_local_synchronization=True)
+        name = dist.get_backend()
+        backend = spelled(name) if name == "mpi" else None  # torch refuses its plain name here, without need
+        axis.across = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
     return axis.across

@@ -66,7 +66,7 @@ def _finding_mpi(inner: Any, helper: Callable[..., Any]) -> Callable[..., Any]:
         if MPI not in backends.values():
             return helper(size, rank, ranks, backend, store, *args, **named)
         if size < 0:  # the world's, which knows its ranks from MPI
-            mpi = _loaded(None, None)
+            mpi = _loaded()
             size, rank, store = mpi.COMM_WORLD.size, mpi.COMM_WORLD.rank, _served(mpi)
         timeout = named.get("timeout") or timedelta(minutes=30)
         _asked.append(_Asked(backends, store, rank, size, timeout.total_seconds(), named.get("backend_options")))
@@ -90,13 +90,17 @@ class _Factory:
     def create(ranks: Sequence[int]) -> Any:
         """Returns the group of some ranks, all of them where none is named; called by its members alone."""
         from samestep.runtime.mpi.group import MpiGroup
+        from samestep.runtime.mpi.sharing import warn_of_binding
 
         asked = _asked[-1]
+        if ranks:
+            mpi = _loaded()
+        else:
+            mpi = _loaded(asked.rank, asked.size)
+            warn_of_binding(mpi)
         names = list(ranks) or list(range(asked.size))
-        mpi = _loaded(*(() if ranks else (asked.rank, asked.size)))
         options = asked.options if isinstance(asked.options, dict) else None
-        others = _others(asked)
-        return MpiGroup(mpi, names, asked.timeout_s, options, others)
+        return MpiGroup(mpi, names, asked.timeout_s, options, _others(asked))
 
 
 def _loaded(rank: int | None = None, size: int | None = None) -> Any:

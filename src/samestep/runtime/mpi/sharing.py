@@ -64,14 +64,14 @@ def affinities(mpi: Any, communicator: Any) -> list[list[int]]:
 
 
 def warn_of_binding(mpi: Any) -> None:
-    """Warns, on one rank of each host, where mpiexec has bound the ranks to fewer cores than torch uses. Collective.
+    """Warns, on one rank of each host, where mpiexec has bound the ranks to too few cores. Collective.
 
     Under `samestep run` the launcher says it, before it starts anything.
     """
     found = affinities(mpi, mpi.COMM_WORLD)
     told = read_rank_variables()
-    if variable("SAMESTEP_LOGS") is not None or told is None or told.local_rank != 0:
+    if variable("SAMESTEP_LOGS") is not None or told is None or told.local_rank:
         return
-    said = binding_warning(found, read_unbound(), threads=None, launcher=told.source)
+    said = binding_warning(found, read_unbound(), launcher=told.source)
     if said is not None:
-        warn(f"{said} (torch uses {torch.get_num_threads()} threads here)")
+        warn(said)

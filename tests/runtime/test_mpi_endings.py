@@ -1,0 +1,155 @@
+"""How a job over MPI ends: with the culprit's own exit code and words, never by waiting for the dead."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from mpi_jobs import DEBIANS, MPIEXEC, mpiexec
+
+BEGIN = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+import samestep
+dist.init_process_group("mpi")
+rank = dist.get_rank()
+x = torch.ones(3)
+dist.all_reduce(x)
+"""
+LIBRARIES = ["mpich", pytest.param("openmpi", marks=pytest.mark.prove)]
+
+
+def job(folder, library, text, count=2, *before, begin=BEGIN, **extra):
+    (folder / "train.py").write_text(begin + textwrap.dedent(text))
+    return mpiexec(library, count, *before, sys.executable, "train.py", folder=folder, timeout=60, **extra)
+
+
+ENDS = {
+    "sys.exit(7)": ("sys.exit(7)", 7, "rank 1 has ended, and this rank waits for it in barrier"),
+    "an exception": ("raise ValueError('alone')", 1, "ValueError: alone"),
+    "an early end with 0": ("sys.exit(0)", 1, "rank 1 has ended while others waited for it"),
+    "os._exit": ("os._exit(3)", 3, ""),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("library", ["mpich", "openmpi"])
+def test_a_failing_rank_ends_the_job_with_its_own_code(library, end, tmp_path):
+    act, code, said = ENDS[end]
+    done = job(tmp_path, library, f"if rank == 1:\n    {act}\ndist.barrier()\ntime.sleep(600)")
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_rank_that_waits_for_a_message_of_one_that_has_ended_is_freed(library, tmp_path):
+    done = job(tmp_path, library, "if rank == 1:\n    sys.exit(9)\ndist.recv(x, 1)")
+    assert done.returncode == 9, done.stderr
+    assert "rank 1 has ended, and this rank waits for it in recv" in done.stderr
+
+
+def test_waiting_inside_mpi_is_freed_too(tmp_path):
+    text = """
+        group = dist.new_group(pg_options={"waiting": "blocking"})
+        if rank == 1:
+            sys.exit(7)
+        dist.all_reduce(x, group=group)
+    """
+    done = job(tmp_path, "mpich", text)
+    assert done.returncode == 7, done.stderr
+    assert "rank 1 has ended, and this rank waits for it in all_reduce" in done.stderr
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_killed_rank_ends_the_job(library, tmp_path):
+    done = job(tmp_path, library, "if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    assert done.returncode in {9, 128 + 9}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_rank_that_is_done_early_waits_for_those_that_still_work(library, tmp_path):
+    done = job(tmp_path, library, "if rank == 0:\n    time.sleep(2)\n    print('worked on')")
+    assert done.returncode == 0, done.stderr
+    assert "worked on" in done.stdout
+
+
+def test_a_root_may_leave_when_the_others_have_yet_to_receive(tmp_path):
+    text = """
+        if rank == 1:
+            time.sleep(2)
+        dist.broadcast(x, 0)
+        print("got", x[0].item())
+    """
+    done = job(tmp_path, "mpich", text)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("got 2.0") == 2
+
+
+def test_under_samestep_run_the_culprit_is_named(tmp_path):
+    words = (sys.executable, "-P", "-m", "samestep", "run")
+    (tmp_path / "train.py").write_text(f"{BEGIN}if rank == 1:\n    sys.exit(7)\ndist.barrier()\n")
+    done = mpiexec("mpich", 3, *words, "train.py", folder=tmp_path)
+    assert done.returncode == 7, done.stderr
+    assert "rank 1 of 3 failed: exit code 7" in done.stderr
+
+
+# --- what is missing or does not fit ---
+
+
+def alone(folder, **extra):
+    (folder / "train.py").write_text(BEGIN)
+    words = [sys.executable, "-P", "-m", "samestep", "run", "-n", "2", "train.py"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "MPI", "OMPI"))}
+    return subprocess.run(
+        words, cwd=folder, env={**environment, **extra}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_ranks_that_no_mpiexec_has_started_are_told_how(tmp_path):
+    done = alone(tmp_path)
+    assert done.returncode == 2
+    assert "needs its ranks to be started by mpiexec or srun, and these 2 were not: `mpiexec -n 2 " in done.stderr
+
+
+def test_several_ranks_in_one_task_are_told_how(tmp_path):
+    words = (sys.executable, "-P", "-m", "samestep", "run", "-n", "2")
+    (tmp_path / "train.py").write_text(BEGIN)
+    done = mpiexec("mpich", 2, *words, "train.py", folder=tmp_path)
+    assert done.returncode == 2
+    assert "mpiexec has started 2 processes, and this is rank" in done.stderr
+
+
+def test_a_missing_library_is_one_line(tmp_path):
+    done = job(tmp_path, "mpich", "", MPI4PY_LIBMPI="/nowhere/libmpi.so.12", MPI4PY_MPIABI="")
+    assert done.returncode == 1
+    assert "BackendError: mpi4py finds no MPI library (cannot load MPI library): pip install mpich" in done.stderr
+
+
+def test_a_library_that_does_not_hear_this_mpiexec_is_named(tmp_path):
+    if DEBIANS is None or not MPIEXEC.exists():
+        pytest.skip("needs two MPIs: pip install mpich, apt-get install openmpi-bin")
+    done = job(tmp_path, "mpich", "", MPI4PY_LIBMPI="libmpi.so.40")
+    assert done.returncode == 1
+    assert "mpi4py has loaded Open MPI v4.1.4" in done.stderr
+    assert "knows of 1 process and not of 2: mpiexec is one of MPICH or Intel MPI" in done.stderr
+
+
+def test_a_missing_mpi4py_is_one_line(tmp_path):
+    hidden = "import sys; sys.modules['mpi4py'] = None\nimport importlib.util as u; find = u.find_spec\n"
+    hidden += "u.find_spec = lambda name, *more: None if name == 'mpi4py' else find(name, *more)\n"
+    done = job(tmp_path, "mpich", "", begin=hidden + BEGIN)
+    assert done.returncode == 1
+    assert "BackendError: backend 'mpi' needs mpi4py: pip install 'samestep[mpi]'" in done.stderr
+
+
+def test_binding_that_starves_torch_is_said_with_what_mends_it(tmp_path):
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("this machine has one core")
+    (tmp_path / "train.py").write_text(BEGIN)
+    done = mpiexec("bound", 1, sys.executable, "train.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "UserWarning: the only rank of this host is bound to a single core" in done.stderr
+    assert "start them with `mpiexec --bind-to none`, or `mpiexec --map-by slot:PE=" in done.stderr

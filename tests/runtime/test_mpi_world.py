@@ -1,0 +1,147 @@
+"""`samestep.world(backend="mpi")`, `--mpi`, the examples, and what a device mesh of two backends does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mpi_jobs import mpiexec
+
+ROOT = Path(__file__).parents[2]
+SAMESTEP = [sys.executable, "-P", "-m", "samestep"]
+
+WORLD = """
+import torch, torch.distributed as dist, samestep
+from samestep.runtime import neighbours
+from samestep.runtime.axes import Neighbours
+
+with samestep.world(backend="mpi") as world:
+    print(world, dist.get_backend())
+    x = torch.full((3,), world.rank + 1.0)
+    ends = world.group([0, 2])
+    if ends is not None:
+        dist.all_reduce(x, group=ends)
+    print("sum", x.tolist())
+    world.data.neighbours = Neighbours(hosts=((0,), (1,), (2,)), processes=world.data.neighbours.processes)
+    across = neighbours.across_hosts(world.data)
+    dist.all_reduce(x, group=across)
+    print("across", x.tolist(), dist.get_backend(across))
+"""
+
+TRAIN = """
+import torch, samestep
+with samestep.world(backend="mpi") as world:
+    model = samestep.replicate(torch.nn.Linear(4, 2), world, reduce="gloo")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(12, 4))
+    batches = samestep.shards(data, world, batch_size=4, shuffle=False)
+    for (x,) in batches:
+        loss = batches.mean(model(x).square().mean(1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if world.is_first:
+        print(model.module.weight.tolist())
+"""
+
+TWO_BACKENDS = """
+import torch, torch.distributed as dist, samestep
+dist.init_process_group("cpu:gloo,cuda:mpi")
+x = torch.full((3,), dist.get_rank() + 1.0)
+dist.all_reduce(x)
+rows = [torch.zeros(3) for _ in range(dist.get_world_size())]
+dist.all_gather(rows, x)
+part = torch.zeros(3)
+dist.scatter(part, rows if dist.get_rank() == 0 else None)
+got = torch.zeros(3)
+dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(got, 0)
+pair = dist.new_group([0, 1])
+dist.all_reduce(x, group=pair)
+group = dist.group.WORLD
+print(type(group).__name__, x.tolist(), dist.get_backend_config(), group.others["cpu"]._get_backend_name())
+"""
+
+
+def job(folder, library, text, count):
+    (folder / "train.py").write_text(text)
+    done = mpiexec(library, count, sys.executable, "train.py", folder=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_world_over_mpi_has_groups_and_may_span_hosts(tmp_path):
+    said = job(tmp_path, "mpich", WORLD, 3)
+    assert said.count("(rank 1 of 3, cpu, mpi) mpi") == 1
+    assert said.count("sum [4.0, 4.0, 4.0]") == 2
+    assert said.count("across [10.0, 10.0, 10.0] mpi") == 3
+
+
+def test_a_world_over_mpi_takes_the_steps_of_one_process(tmp_path):
+    from torch import tensor
+    from torch.testing import assert_close
+
+    ranks, alone = (job(tmp_path, "mpich", TRAIN, count) for count in (2, 1))
+    assert_close(tensor(eval(ranks)), tensor(eval(alone)))
+
+
+def test_another_backend_serves_the_tensors_of_another_device(tmp_path):
+    (tmp_path / "train.py").write_text(TWO_BACKENDS)
+    done = mpiexec("mpich", 2, *SAMESTEP, "run", "train.py", folder=tmp_path)  # which says rank and size
+    said = [f"[rank {rank}] MpiGroup [6.0, 6.0, 6.0] cpu:gloo,cuda:mpi gloo" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == said, done.stderr
+
+
+def samestep(*words, **extra):
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "MPI", "OMPI", "SAMESTEP"))}
+    return subprocess.run(
+        [*SAMESTEP, *map(str, words)], env={**own, **extra}, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def with_mpi(folder, *words, example="mpi_training.py"):
+    mpiexec("mpich", 1, "true")  # skips where it is missing
+    done = samestep(*words, "--run-dir", folder / "run", ROOT / "examples" / example)
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+def test_hello_is_said_and_sent_and_received(tmp_path):
+    assert with_mpi(tmp_path, "run", "--mpi", "-n", "2", example="mpi_hello.py") == [
+        "[rank 0] hello from rank 0 of 2",
+        "[rank 0] rank 0 has 1",
+        "[rank 1] hello from rank 1 of 2",
+        "[rank 1] rank 1 has 1",
+    ]
+
+
+def test_lenet_learns_over_mpi_what_it_learns_over_gloo(tmp_path):
+    over_mpi = with_mpi(tmp_path / "mpi", "run", "--mpi", "-n", "2")
+    done = samestep(
+        *("run", "-n", "2", "--run-dir", tmp_path / "gloo", ROOT / "examples" / "mpi_training.py", "--backend", "gloo")
+    )
+    assert over_mpi == sorted(done.stdout.splitlines())
+    assert float(over_mpi[1].split("loss ")[1].split()[0]) < 0.5 < float(over_mpi[0].split("loss ")[1].split()[0])
+
+
+def test_verify_finds_the_training_over_mpi_to_be_that_of_one_process():
+    mpiexec("mpich", 1, "true")
+    done = samestep("verify", "--mpi", "--steps", "20", ROOT / "examples" / "mpi_training.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on 2 ranks: the same training" in done.stdout
+
+
+def test_the_command_for_mpiexec_is_shown():
+    mpiexec("mpich", 1, "true")
+    done = samestep("run", "--mpi", "--dry-run", "-n", "3", "--check", ROOT / "examples" / "mpi_hello.py", "-n", "9")
+    assert done.stdout.split()[1:3] == ["-n", "3"]
+    assert done.stdout.split("samestep run ")[1] == f"--check {ROOT / 'examples' / 'mpi_hello.py'} -n 9\n"
+
+
+@pytest.mark.parametrize("words", [[], ["-n", "2", "--hosts", "a,b"], ["-n", "2", "--slurm"]])
+def test_what_mpiexec_cannot_do_alone_is_refused(words):
+    done = samestep("run", "--mpi", *words, ROOT / "examples" / "mpi_hello.py")
+    assert done.returncode == 2
+    assert "--mpi has the mpiexec of this machine start the ranks, so many as -n says" in done.stderr
