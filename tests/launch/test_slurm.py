@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -239,3 +240,19 @@ def test_what_would_begin_another_line_of_the_script_is_refused(folder):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "cannot stand in a job script" in err
+
+
+OVER_MPI = """
+import torch, torch.distributed as dist
+dist.init_process_group("mpi")
+x = torch.full((3,), dist.get_rank() + 1.0)
+dist.all_reduce(x)
+print(dist.get_backend(), dist.get_rank(), dist.get_world_size(), x.tolist())
+"""
+
+
+@pytest.mark.skipif(find_spec("mpi4py") is None, reason="needs mpi4py: pip install 'samestep[mpi]'")
+def test_tasks_of_srun_speak_mpi_to_each_other(slurm, folder):
+    done = slurm.run(["srun", "--mpi=pmi2", "-N2", "-n3", *HERE, folder.script(OVER_MPI)])
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] mpi {rank} 3 [6.0, 6.0, 6.0]" for rank in range(3)]

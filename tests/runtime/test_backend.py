@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -5,6 +7,7 @@ import torch.distributed as dist
 import samestep  # noqa: F401  (registers a backend)
 from samestep.errors import BackendError
 from samestep.runtime.backend import RULES, choose_backend, group_backend, interconnect, rule_for
+from samestep.runtime.mpi import library
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -38,9 +41,12 @@ def test_an_unknown_backend_is_refused_with_the_nearest_known():
 
 
 @pytest.mark.skipif(dist.is_mpi_available(), reason="this torch was built with MPI")
-def test_a_backend_that_is_not_built_in_is_refused_with_the_remedy():
-    with pytest.raises(BackendError, match="'mpi' is not built into torch.*built from source"):
+def test_mpi_needs_mpi4py_and_no_other_pytorch(monkeypatch):
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    with pytest.raises(BackendError, match=re.escape("backend 'mpi' needs mpi4py: pip install 'samestep[mpi]'")):
         choose_backend("mpi", CPU, one_host=True)
+    monkeypatch.setattr(library, "find_spec", lambda name: name)
+    assert choose_backend("mpi", CPU, one_host=True) == choose_backend("mpi", GPU, one_host=True) == "mpi"
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")

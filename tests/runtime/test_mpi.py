@@ -8,7 +8,7 @@ import mpi_cases as cases
 import pytest
 import torch
 from mpi_cases import SORTS, brought
-from mpi_jobs import mpiexec
+from mpi_jobs import WHEELS, mpiexec
 
 from samestep.testing import assert_same_bits
 
@@ -19,6 +19,7 @@ WAYS = [
     ("mpich", "blocking"),
     ("openmpi", "polling"),
     pytest.param("openmpi", "blocking", marks=PROVE),
+    *(pytest.param(name, way, marks=PROVE) for name in WHEELS for way in ("polling", "blocking")),
 ]
 
 pytestmark = pytest.mark.parametrize(("library", "way"), WAYS, scope="module")

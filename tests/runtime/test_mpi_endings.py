@@ -8,7 +8,7 @@ import sys
 import textwrap
 
 import pytest
-from mpi_jobs import DEBIANS, MPIEXEC, mpiexec
+from mpi_jobs import DEBIANS, MPIEXEC, WHEELS, mpiexec
 
 BEGIN = """
 import os, signal, sys, time
@@ -19,7 +19,8 @@ rank = dist.get_rank()
 x = torch.ones(3)
 dist.all_reduce(x)
 """
-LIBRARIES = ["mpich", pytest.param("openmpi", marks=pytest.mark.prove)]
+MORE = [pytest.param(name, marks=pytest.mark.prove) for name in WHEELS]
+LIBRARIES = ["mpich", pytest.param("openmpi", marks=pytest.mark.prove), *MORE]
 
 
 def job(folder, library, text, count=2, *before, begin=BEGIN, **extra):
@@ -36,7 +37,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("library", ["mpich", "openmpi"])
+@pytest.mark.parametrize("library", ["mpich", "openmpi", *MORE])
 def test_a_failing_rank_ends_the_job_with_its_own_code(library, end, tmp_path):
     act, code, said = ENDS[end]
     done = job(tmp_path, library, f"if rank == 1:\n    {act}\ndist.barrier()\ntime.sleep(600)")
@@ -153,3 +154,34 @@ def test_binding_that_starves_torch_is_said_with_what_mends_it(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "UserWarning: the only rank of this host is bound to a single core" in done.stderr
     assert "start them with `mpiexec --bind-to none`, or `mpiexec --map-by slot:PE=" in done.stderr
+
+
+# --- beyond what MPI counts ---
+
+LONG = """
+elements = (1 << 31) + 1001  # bytes
+x = torch.full((elements,), rank + 1, dtype=torch.uint8)
+dist.all_reduce(x)
+assert bool((x == 3).all())
+x.fill_(rank + 1)
+dist.broadcast(x, 1)
+assert bool((x == 2).all())
+x.fill_(rank + 7)
+dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+assert bool((x == 7).all())
+half = x[: elements // 2 + 1].fill_(rank + 1)
+rows = [torch.zeros_like(half) for _ in range(2)]
+dist.all_gather(rows, half)
+assert bool((rows[0] == 1).all()) and bool((rows[1] == 2).all())
+print("long")
+"""
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("library", ["mpich", "openmpi"])
+def test_tensors_of_more_than_two_gibibytes(library, tmp_path):
+    (tmp_path / "train.py").write_text(BEGIN + LONG)
+    done = mpiexec(library, 2, sys.executable, "train.py", folder=tmp_path, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["long"] * 2

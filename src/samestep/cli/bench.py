@@ -32,6 +32,7 @@ EXAMPLES = """examples:
   samestep bench buckets                  bucket sizes that were chosen, against the default: four minutes
   samestep bench launch -n 4              four processes, 10 pairs: two minutes
   samestep bench checkpoint               two processes, 8 pairs: two minutes
+  samestep bench mpi                      under mpiexec, on an idle and on a busy machine: two minutes
   samestep bench observe                  two processes, 60 pairs each: five minutes
   samestep bench step                     two processes, 150 pairs each: two minutes
   samestep bench step -n 4 --repeats 500  four processes, surer

@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -115,7 +116,8 @@ def _under_mpiexec(options: argparse.Namespace, arguments: Sequence[str]) -> Non
             "--mpi has the mpiexec of this machine start the ranks, so many as -n says: `samestep run --mpi -n 4 "
             "train.py`; on several hosts write the mpiexec yourself: `mpiexec --hostfile F -n 8 samestep run train.py`"
         )
-    words = mpiexec.command(options.ranks, _without_mpi(arguments, len(options.program)))
+    task = (sys.executable, "-P", "-m", "samestep", "run", *_without_mpi(arguments, len(options.program)))
+    words = mpiexec.command(options.ranks, task)
     if options.dry_run:
         print(shlex.join(words))
         raise SystemExit(0)

@@ -34,19 +34,19 @@ def mpiexec() -> str:
     return found
 
 
-def command(ranks: int, words: Sequence[str]) -> list[str]:
-    """Returns the command that starts so many tasks of `samestep run`.
+def command(ranks: int, words: Sequence[str], program: str | None = None) -> list[str]:
+    """Returns the command that starts so many processes.
 
     Args:
         ranks: how many.
-        words: what stands behind `samestep run`.
+        words: the command of each.
+        program: the mpiexec; that of :func:`mpiexec` by default.
 
     Raises:
         UsageError: there is no mpiexec.
     """
-    program = mpiexec()
-    task = (sys.executable, "-P", "-m", "samestep", "run", *words)
-    return [program, *options(_version(program), is_root=os.geteuid() == 0), "-n", str(ranks), *task]
+    program = mpiexec() if program is None else program
+    return [program, *options(_version(program), is_root=os.geteuid() == 0), "-n", str(ranks), *words]
 
 
 def options(version: str, *, is_root: bool) -> list[str]:

@@ -1,0 +1,38 @@
+"""The benchmark of MPI: a real job, few and small."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from samestep.bench import mpi
+from samestep.bench.harness import Options
+from samestep.errors import UsageError
+
+NAMES = {"polling", "blocking", "gloo", "samestep"}
+
+
+@pytest.mark.skipif(find_spec("mpi4py") is None, reason="needs mpi4py: pip install 'samestep[mpi]'")
+def test_a_job_of_mpiexec_times_every_way():
+    rows, conditions = mpi._job(Options(2, 2))
+    assert [name for name, _, _ in rows][-1] == "step of the mlp"
+    assert len(rows) == len(mpi.SIZES) + 1
+    for _, _, times in rows:
+        assert set(times) == NAMES
+        assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in times.values())
+    assert "MPI" in conditions["mpi"]
+
+
+def test_only_the_way_that_ranks_get_by_default_is_promised():
+    found = mpi._comparisons("a", "call", {name: [1.0, 2.0] for name in NAMES}, ", busy")
+    assert [(one.name, one.most) for one in found] == [
+        ("a, polling / gloo, busy", 1.2),
+        ("a, blocking / gloo, busy", None),
+        ("a, polling / samestep, busy", None),
+    ]
+
+
+def test_one_rank_has_nothing_to_add():
+    with pytest.raises(UsageError, match="needs 2 ranks or more"):
+        mpi.run(Options(1, 2))
