@@ -5,6 +5,7 @@ mpiexec -n 3 python mpi_cases.py OUT blocking|polling [CASE…]
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import warnings
@@ -306,6 +307,7 @@ def refused(ranks):
     said = []
     for act in (
         lambda: dist.all_reduce(torch.zeros(2), dist.ReduceOp.BAND),
+        lambda: dist.all_reduce(torch.zeros(2).to_sparse()),
         lambda: dist.new_group(pg_options={"wait": "x"}),
         lambda: dist.new_group(pg_options={"waiting": "never"}),
         lambda: dist.isend(torch.zeros(1), (dist.get_rank() + 1) % ranks, tag=1 << 40),
@@ -337,6 +339,8 @@ def main():
         found[name] = CASES.get(name, timed_out)(dist.get_world_size())
         print(f"rank {dist.get_rank()}: {name}", file=sys.stderr, flush=True)
     torch.save(found, f"{out}/{dist.get_rank()}.pt")
+    gc.collect()  # models let go of their groups: a thread of gloo's may not outlive the interpreter
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ BITWISE = ("band", "bor", "bxor")
 
 def check_reducible(tensor: Tensor, op: str) -> None:
     """Raises UsageError where MPI cannot do `op` on such a tensor, nor can we."""
+    if tensor.layout is not torch.strided:
+        raise UsageError("MPI adds dense tensors, and this one is sparse: pass it to a group of gloo's")
     floating = tensor.is_floating_point() or tensor.is_complex()
     known = tensor.dtype in NAMES or tensor.dtype in HALVES
     fits = op in (OF_TRUTH if tensor.dtype is torch.bool else OPERATIONS)
