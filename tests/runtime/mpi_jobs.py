@@ -32,7 +32,19 @@ AS_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
-FOREIGN = ("PMI", "MPI", "OMPI", "GLOO", "OMP", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SAMESTEP_")
+FOREIGN = (
+    "PMI",
+    "MPI",
+    "OMPI",
+    "GLOO",
+    "OMP",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "SAMESTEP_",
+    "PYTHONUNBUFFERED",
+)
 
 
 def mpiexec(library, count, *words, folder=None, timeout=120, **extra):

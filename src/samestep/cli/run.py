@@ -7,16 +7,15 @@ import json
 import os
 import secrets
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from samestep.cli.hosts import add_options, check_effect, listed, opened, own_ranks, place, seconds, taken_along
+from samestep.cli.mpi import under_mpiexec
 from samestep.cli.options import Parser
 from samestep.errors import UsageError
-from samestep.launch import mpiexec
 from samestep.launch.cluster import Part
 from samestep.launch.console import say
 from samestep.launch.cores import binding_warning, describe, read_cores, read_unbound
@@ -32,7 +31,7 @@ from samestep.launch.slurm import LEAVING, Batch, batch_script, submit, warning_
 from samestep.launch.supervise import SAVING
 from samestep.launch.verdict import Verdict, explain
 from samestep.paths import RunDirectory, default_run_path
-from samestep.rankenv import set_variables, variable
+from samestep.rankenv import variable
 from samestep.verification.checking.outcome import outcome
 
 __all__ = ["main"]
@@ -78,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse(arguments)
     _check(options)
     if options.mpi:
-        _under_mpiexec(options, arguments)
+        under_mpiexec(options, arguments)
     if options.slurm:
         return _queue(options)
     if options.dry_run:
@@ -107,35 +106,6 @@ def main(arguments: Sequence[str]) -> int:
     if options.json is not None:
         return _write_json(options.json, told | {"exit": code})
     return code
-
-
-def _under_mpiexec(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Becomes an mpiexec of as many tasks; returns where one has started this process, which is such a task."""
-    if options.ranks is None or options.slurm or options.hosts or options.hostfile or options.nnodes:
-        raise UsageError(
-            "--mpi has the mpiexec of this machine start the ranks, so many as -n says: `samestep run --mpi -n 4 "
-            "train.py`; on several hosts write the mpiexec yourself: `mpiexec --hostfile F -n 8 samestep run train.py`"
-        )
-    task = (sys.executable, "-P", "-m", "samestep", "run", *_without_mpi(arguments, len(options.program)))
-    words = mpiexec.command(options.ranks, task)
-    if options.dry_run:
-        print(shlex.join(words))
-        raise SystemExit(0)
-    set_variables({"I_MPI_PIN": variable("I_MPI_PIN") or "off"})  # Intel's would bind each rank's threads to one core
-    os.execv(words[0], words)  # noqa: S606
-
-
-def _without_mpi(arguments: Sequence[str], behind: int) -> list[str]:
-    """Returns the arguments without `--mpi` and the number of ranks, which mpiexec is told."""
-    before, kept = iter(arguments[: len(arguments) - behind]), []
-    for word in before:
-        if word in {"-n", "--nproc-per-node", "--nproc_per_node"}:
-            next(before, None)
-        elif word not in {"--mpi", "--dry-run"} and not word.startswith(
-            ("-n", "--nproc-per-node=", "--nproc_per_node=")
-        ):
-            kept.append(word)
-    return [*kept, *arguments[len(arguments) - behind :]]
 
 
 def _launched(plan: Plan, head: Head, replacement: Replacement) -> Verdict:

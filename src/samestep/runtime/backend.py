@@ -36,7 +36,7 @@ RULES = (
     Rule("cuda", "infiniband", "nccl", "the only backend with GPUDirect: the card reads the GPU's memory itself"),
     Rule("cuda", "ethernet", "nccl", "still the fastest for GPU tensors; gloo would stage every byte on the host"),
     Rule("cpu", "one host", "gloo", "always built in, full set of collectives, no set-up"),
-    Rule("cpu", "infiniband", "gloo", "over IP on InfiniBand; MPI uses verbs and is faster where you have it"),
+    Rule("cpu", "infiniband", "gloo", "over IP on InfiniBand; 'mpi' uses verbs and is faster where you have it"),
     Rule("cpu", "ethernet", "gloo", "TCP is what it was written for"),
 )
 

@@ -1,0 +1,44 @@
+"""`samestep run --mpi`: mpiexec starts the ranks, each as a task of `samestep run`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from samestep.errors import UsageError
+from samestep.launch import mpiexec
+from samestep.rankenv import set_variables, variable
+
+__all__: list[str] = []
+
+
+def under_mpiexec(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Becomes an mpiexec of as many tasks; does not return."""
+    if options.ranks is None or options.slurm or options.hosts or options.hostfile or options.nnodes:
+        raise UsageError(
+            "--mpi has the mpiexec of this machine start the ranks, so many as -n says: `samestep run --mpi -n 4 "
+            "train.py`; on several hosts write the mpiexec yourself: `mpiexec --hostfile F -n 8 samestep run train.py`"
+        )
+    task = (sys.executable, "-P", "-m", "samestep", "run", *_without_mpi(arguments, len(options.program)))
+    words = mpiexec.command(options.ranks, task)
+    if options.dry_run:
+        print(shlex.join(words))
+        raise SystemExit(0)
+    set_variables({"I_MPI_PIN": variable("I_MPI_PIN") or "off"})  # Intel's would bind each rank's threads to one core
+    os.execv(words[0], words)  # noqa: S606
+
+
+def _without_mpi(arguments: Sequence[str], behind: int) -> list[str]:
+    """Returns the arguments without `--mpi` and the number of ranks, which mpiexec is told."""
+    before, kept = iter(arguments[: len(arguments) - behind]), []
+    for word in before:
+        if word in {"-n", "--nproc-per-node", "--nproc_per_node"}:
+            next(before, None)
+        elif word not in {"--mpi", "--dry-run"} and not word.startswith(
+            ("-n", "--nproc-per-node=", "--nproc_per_node=")
+        ):
+            kept.append(word)
+    return [*kept, *arguments[len(arguments) - behind :]]
