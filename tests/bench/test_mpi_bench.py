@@ -30,6 +30,7 @@ def test_only_the_way_that_ranks_get_by_default_is_promised():
         ("a, polling / gloo, busy", 1.2),
         ("a, blocking / gloo, busy", None),
         ("a, polling / samestep, busy", None),
+        ("a, samestep / gloo, busy", None),
     ]
 
 

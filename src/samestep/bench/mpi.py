@@ -59,7 +59,12 @@ def run(options: Options) -> Report:
 
 
 def _comparisons(name: str, unit: str, times: dict[str, list[float]], suffix: str) -> list[Comparison]:
-    pairs = [("polling", "gloo", PROMISED), ("blocking", "gloo", None), ("polling", "samestep", None)]
+    pairs = [
+        ("polling", "gloo", PROMISED),
+        ("blocking", "gloo", None),
+        ("polling", "samestep", None),
+        ("samestep", "gloo", None),
+    ]
     return [
         Comparison(f"{name}, {ours} / {theirs}{suffix}", unit, tuple(times[ours]), tuple(times[theirs]), most)
         for ours, theirs, most in pairs

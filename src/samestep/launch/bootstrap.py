@@ -171,7 +171,7 @@ def _report(error: BaseException, rank: int, control: Control | None) -> int:
 
 def leave(code: int) -> NoReturn:
     """Ends the process as python would, short of finalising the interpreter (see the top of this file)."""
-    note_leaving(code)
+    note_leaving(code, for_certain=True)
     for last in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # noqa: SLF001
         try:
             last()  # joins and calls what python does, for which there is no other way

@@ -112,17 +112,22 @@ def mpi_channel() -> list[int]:
     return [int(told)]
 
 
-_leaving: list[int] = []
+_leaving: list[tuple[int, bool]] = []
 
 
-def note_leaving(code: int) -> None:
+def note_leaving(code: int, *, for_certain: bool = False) -> None:
     """Notes the exit code that this process is about to end with, for what is called at its end."""
-    _leaving[:] = [code]
+    _leaving[:] = [(code, for_certain)]
 
 
 def leaving_with() -> int | None:
     """Returns the exit code that was noted; None where nobody has, as at a script's last line."""
-    return _leaving[0] if _leaving else None
+    return _leaving[0][0] if _leaving else None
+
+
+def is_known_to_fail() -> bool:
+    """Whether this process certainly ends with another code than 0, and its launcher knows."""
+    return bool(_leaving) and _leaving[0][1] and _leaving[0][0] != 0
 
 
 def open_missing_streams() -> None:

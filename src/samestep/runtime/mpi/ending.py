@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from samestep.errors import PeerError
-from samestep.launch.process import leaving_with, note_leaving
+from samestep.launch.process import is_known_to_fail, leaving_with, note_leaving
 from samestep.launch.telling import write
 
 __all__: list[str] = []
@@ -77,7 +77,7 @@ class Ending:
         self._has_left = True
         if self._mourns and leaving_with() is None:
             time.sleep(GRACE_S)
-        if self._mourns or hasattr(sys, "last_type"):  # an exception that nobody has caught
+        if self._mourns or is_known_to_fail() or hasattr(sys, "last_type"):  # an exception that nobody has caught
             return
         for rank in range(self._communicator.size):
             if rank != self._communicator.rank:
