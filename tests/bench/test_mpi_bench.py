@@ -16,7 +16,7 @@ NAMES = {"polling", "blocking", "gloo", "samestep"}
 @pytest.mark.skipif(find_spec("mpi4py") is None, reason="needs mpi4py: pip install 'samestep[mpi]'")
 def test_a_job_of_mpiexec_times_every_way():
     rows, conditions = mpi._job(Options(2, 2))
-    assert [name for name, _, _ in rows][-1] == "step of the mlp"
+    assert [name for name, _, _ in rows][-1] == "step"
     assert len(rows) == len(mpi.SIZES) + 1
     for _, _, times in rows:
         assert set(times) == NAMES
@@ -25,12 +25,12 @@ def test_a_job_of_mpiexec_times_every_way():
 
 
 def test_only_the_way_that_ranks_get_by_default_is_promised():
-    found = mpi._comparisons("a", "call", {name: [1.0, 2.0] for name in NAMES}, ", busy")
+    found = mpi._comparisons("a", "call", {name: [1.0, 2.0] for name in NAMES}, "busy, ")
     assert [(one.name, one.most) for one in found] == [
-        ("a, polling / gloo, busy", 1.2),
-        ("a, blocking / gloo, busy", None),
-        ("a, polling / samestep, busy", None),
-        ("a, samestep / gloo, busy", None),
+        ("busy, a, polling / gloo", 1.2),
+        ("busy, a, blocking / gloo", None),
+        ("busy, a, polling / samestep", None),
+        ("busy, a, samestep / gloo", None),
     ]
 
 

@@ -130,7 +130,8 @@ def _spaced(name: str) -> str:
 
 
 def _kept(report: Report) -> str:
-    verdicts = {verdict: [one.name for one in report.comparisons if one.kept is verdict] for verdict in (False, None)}
+    promised = [one for one in report.comparisons if one.most is not None]
+    verdicts = {verdict: [one.name for one in promised if one.kept is verdict] for verdict in (False, None)}
     missed = f"Missed: {'; '.join(verdicts[False])}. " if verdicts[False] else ""
     open_ = f"Not decided, take more --repeats: {'; '.join(verdicts[None])}." if verdicts[None] else ""
     return missed + open_ or "All that was promised is kept."

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from samestep.errors import StepError
 from samestep.runtime.issuing import Lane, Task
-from samestep.runtime.mpi import parts, staging
+from samestep.runtime.mpi import parts, profiled, staging
 from samestep.runtime.mpi.calls import Calls
 from samestep.runtime.mpi.datatypes import check_reducible
 from samestep.runtime.mpi.ending import Ending, ending_of
@@ -138,7 +138,7 @@ class MpiGroup(Named):
                 calls.reduce_scatter(values, [staging.staged(part) for part in each], op)
                 staging.put_back(mine, values)
 
-        return self._issue("reduce_scatter", act, into, opts, op)
+        return self._issue("reduce_scatter", act, into, opts, op, given=tensors[0])
 
     @_here
     def reduce_scatter_single(self, into: Tensor, tensor: Tensor, opts: Any = None) -> Any:
@@ -169,7 +169,7 @@ class MpiGroup(Named):
             for rows, mine in zip(into, tensors, strict=True):
                 parts.gather_all(calls, rows, mine, self.rank())
 
-        return self._issue("all_gather", act, [row for rows in into for row in rows], opts)
+        return self._issue("all_gather", act, [row for rows in into for row in rows], opts, given=tensors)
 
     @_here
     def all_gather_single(self, into: Tensor, tensor: Tensor, opts: Any = None) -> Any:
@@ -186,7 +186,7 @@ class MpiGroup(Named):
                 calls.all_gather(values, staging.staged(mine))
                 staging.put_back(rows, values)
 
-        return self._issue("all_gather", act, into, opts)
+        return self._issue("all_gather", act, into, opts, given=tensors)
 
     def allgather_coalesced(self, into: Any, tensors: Any, opts: Any = None) -> Any:
         """Gives all ranks what each has, of several tensors: into[rank][tensor]."""
@@ -208,7 +208,7 @@ class MpiGroup(Named):
                 for one, row in zip(into[0], rows.view(self.size(), -1), strict=True):
                     staging.put_back(one, row)
 
-        return self._issue("gather", act, into[0] if into else [], opts)
+        return self._issue("gather", act, into[0] if into else [], opts, given=tensors)
 
     @_here
     def scatter(self, into: Any, tensors: Any, opts: Any) -> Any:
@@ -221,7 +221,7 @@ class MpiGroup(Named):
             calls.scatter(values, torch.cat(sent) if sent else None, root)
             staging.put_back(mine, values)
 
-        return self._issue("scatter", act, into, opts)
+        return self._issue("scatter", act, into, opts, given=tensors[0] if tensors else into)
 
     @_here
     def alltoall(self, into: Any, tensors: Any, opts: Any = None) -> Any:
@@ -233,7 +233,7 @@ class MpiGroup(Named):
             for one, value in zip(into, values, strict=True):
                 staging.put_back(one, value)
 
-        return self._issue("all_to_all", act, into, opts)
+        return self._issue("all_to_all", act, into, opts, given=tensors)
 
     @_here
     def all_to_all_single(
@@ -247,7 +247,7 @@ class MpiGroup(Named):
             calls.exchange(dict(enumerate(sent)), dict(enumerate(parts.cut(values, into_splits, self.size()))))
             staging.put_back(into, values)
 
-        return self._issue("all_to_all_single", act, [into], opts)
+        return self._issue("all_to_all_single", act, [into], opts, given=[tensor])
 
     alltoall_base = all_to_all_single
 
@@ -285,9 +285,24 @@ class MpiGroup(Named):
     # --- turns ---
 
     def _issue(
-        self, what: str, act: Callable[[Calls], None], tensors: Sequence[Tensor], opts: Any, op: str | None = None
+        self,
+        what: str,
+        act: Callable[[Calls], None],
+        tensors: Sequence[Tensor],
+        opts: Any,
+        op: str | None = None,
+        given: Sequence[Tensor] | None = None,
     ) -> Task:
-        """Has a collective carried out after all that was issued before on this lane."""
+        """Has a collective carried out after all that was issued before on this lane.
+
+        Args:
+            what: it is called.
+            act: carries it out.
+            tensors: that the result lies in.
+            opts: what torch.distributed was told.
+            op: of a reduction.
+            given: what each rank brings, where that is not `tensors`.
+        """
         for tensor in tensors if op is not None else ():
             check_reducible(tensor, str(op))
         level = depth()
@@ -298,11 +313,18 @@ class MpiGroup(Named):
         came = dict.fromkeys(self._names, (key, number))
         check = functools.partial(self._ending.check, what, came)
 
-        def carry_out() -> None:
-            reached()
-            act(self._calls_of(level, check))
+        ended = profiled.begun(what, tensors if given is None else given)
 
-        task = lane.issue(carry_out, tensors, at_once=not self._blocking and not getattr(opts, "asyncOp", True))
+        def carry_out() -> None:
+            try:
+                reached()
+                act(self._calls_of(level, check))
+            finally:
+                if ended is not None:
+                    ended()
+
+        by_lane = self._blocking or ended is not None or getattr(opts, "asyncOp", True)
+        task = lane.issue(carry_out, tensors, at_once=not by_lane)
         if self._blocking:
             self._guard.watch(task, check, self._timeout_s)
         return task

@@ -36,7 +36,7 @@ class _Watched:
                 self.task.settle(error)
         waited = time.monotonic() - self.since
         if waited > self.timeout_s:
-            self.task.settle(PeerError(f"waited {waited:.1f} s for the other ranks of a collective"))
+            self.task.settle(PeerError(f"waited {waited:.1f} s for the other ranks; the timeout is over"))
         return self.task.is_completed()
 
 

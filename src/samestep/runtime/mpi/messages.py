@@ -20,7 +20,7 @@ from torch import Tensor
 
 from samestep.errors import PeerError, UsageError
 from samestep.runtime.issuing import Pending
-from samestep.runtime.mpi import calls, staging
+from samestep.runtime.mpi import calls, profiled, staging
 from samestep.runtime.mpi.ending import Ending
 from samestep.runtime.mpi.waiting import Waiting
 from samestep.runtime.worker import Worker
@@ -57,23 +57,26 @@ class Messages:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Message:
         """Sends a tensor; the memory is the message's until it is done."""
+        ended = profiled.begun("send", [tensor])
         values = staging.staged(tensor)
         self._ending.count(self._key(self._communicator.rank, to))
         requests = [self._communicator.Isend(piece, to, self._tag(tag)) for piece in self._pieces(values)]
-        return self._posted(Message(tensor, values, requests, self._waiting("send", {}), self._calling))
+        return self._posted(Message(tensor, values, requests, self._waiting("send", {}), self._calling, ended=ended))
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Message:
         """Receives a tensor from a rank of the group."""
+        ended = profiled.begun("recv", [tensor])
         values = staging.staged(tensor)
         number = self._ending.count(f"received {self._key(source, self._communicator.rank)}")
         came = {self._names[source]: (self._key(source, self._communicator.rank), number)}
         requests = [self._communicator.Irecv(piece, source, self._tag(tag)) for piece in self._pieces(values)]
-        message = Message(tensor, values, requests, self._waiting("recv", came), self._calling, back=True)
+        message = Message(tensor, values, requests, self._waiting("recv", came), self._calling, back=True, ended=ended)
         message.source = self._names[source]
         return self._posted(message)
 
     def receive_any(self, tensor: Tensor, tag: int) -> Message:
         """Receives a tensor from whichever rank of the group sends one first; its `source` says which."""
+        ended = profiled.begun("recvAnySource", [tensor])
         values = staging.staged(tensor)
         first, *others = self._pieces(values)
         request = self._communicator.Irecv(first, self._mpi.ANY_SOURCE, self._tag(tag))
@@ -86,7 +89,9 @@ class Messages:
             return [self._communicator.Irecv(piece, status.source, self._tag(tag)) for piece in others]
 
         waiting = self._waiting("recv", {})
-        message = Message(tensor, values, [request], waiting, self._calling, back=True, rest=rest, status=status)
+        message = Message(
+            tensor, values, [request], waiting, self._calling, back=True, ended=ended, rest=rest, status=status
+        )
         return self._posted(message)
 
     def close(self) -> None:
@@ -126,6 +131,7 @@ class Message(Pending):
         waiting: until they are done.
         calling: the thread for what is called back.
         back: the values are brought into the tensor at the end.
+        ended: ends its event for the profiler, on another thread than the caller's.
         rest: posts the message's other pieces when the first has come.
         status: where MPI writes whom the first has come from.
 
@@ -142,6 +148,7 @@ class Message(Pending):
         calling: Worker,
         *,
         back: bool = False,
+        ended: Callable[[], None] | None = None,
         rest: Callable[[], list[Any]] | None = None,
         status: Any = None,
     ) -> None:
@@ -151,6 +158,7 @@ class Message(Pending):
         self._requests = requests
         self._waiting = waiting
         self._back = back
+        self._ended = ended
         self._rest = rest
         self._status = status
         self._looked = threading.Lock()
@@ -176,6 +184,8 @@ class Message(Pending):
         if self._rest is None and all(request.Test() for request in self._requests):
             if self._back:
                 staging.put_back(self._tensors[0], self._values)
+            if self._ended is not None:
+                self._ended()
             self.settle()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -187,7 +197,7 @@ class Message(Pending):
         seconds = timeout.total_seconds()
         waiting = self._waiting if seconds <= 0 else self._waiting.within(seconds)
         try:
-            waiting.until(self.look)
+            waiting.until(self.look if self._ended is None else self.is_completed)
         except PeerError as error:
             self.settle(error)
         return super().wait()

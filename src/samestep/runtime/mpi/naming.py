@@ -104,12 +104,12 @@ class _Factory:
 
 
 def _loaded(rank: int | None = None, size: int | None = None) -> Any:
-    """Returns the library; the launcher's word on rank and size is heard where the caller has none."""
-    from samestep.runtime.mpi.library import load
+    """Returns the library; where the caller names no rank, it must be mpiexec's, or a launcher's that has none."""
+    from samestep.runtime.mpi.library import load, started_by
 
-    told = rankenv.read_rank_variables()
-    if rank is None and told is not None:
-        rank, size = told.rank, told.size
+    if rank is None and started_by() is None:
+        told = rankenv.read_rank_variables()
+        rank, size = (None, None) if told is None else (told.rank, told.size)
     return load(rank, size)
 
 

@@ -72,6 +72,6 @@ class Waiting:
                 asked = now
                 self.check()
                 if now - began > self.timeout_s:
-                    raise PeerError(f"waited {now - began:.1f} s for the other ranks")
+                    raise PeerError(f"waited {now - began:.1f} s for the other ranks; the timeout is over")
             time.sleep(pause)
             pause = min(GROWTH * pause, max(LONGEST_S, min(SHARE * (now - began), LOOK_S)))
