@@ -114,9 +114,9 @@ def main() -> None:
     """Runs in every rank; rank 0 writes the times."""
     import torch
     import torch.distributed as dist
-    from mpi4py import MPI
 
     import samestep  # noqa: F401  (registers the backends)
+    from samestep.runtime.mpi.library import load
 
     repeats, out = int(sys.argv[1]), Path(sys.argv[2])
     dist.init_process_group("mpi")
@@ -126,7 +126,7 @@ def main() -> None:
         ("step", "step", _steps(groups, repeats)),
     ]
     if dist.get_rank() == 0:
-        version = " ".join(MPI.Get_library_version().split(",")[0].split("\n")[0].split())
+        version = " ".join(load().Get_library_version().split(",")[0].split("\n")[0].split())
         conditions = {"mpi": version, "torch": torch.__version__, "threads_per_rank": torch.get_num_threads()}
         out.write_text(json.dumps({"rows": rows, "conditions": conditions}), encoding="utf-8")
     dist.destroy_process_group()
