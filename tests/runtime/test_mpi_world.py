@@ -57,9 +57,12 @@ dist.all_gather(rows, x)
 part = torch.zeros(3)
 dist.scatter(part, rows if dist.get_rank() == 0 else None)
 got = torch.zeros(3)
-dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(got, 0)
-pair = dist.new_group([0, 1])
-dist.all_reduce(x, group=pair)
+if dist.get_rank() < 2:
+    dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(got, 0)
+for ranks in ([1, 2], [0, 1], [2, 0]):
+    pair = dist.new_group(ranks)
+    if dist.get_rank() in ranks:
+        dist.all_reduce(x, group=pair)
 group = dist.group.WORLD
 print(type(group).__name__, x.tolist(), dist.get_backend_config(), group.others["cpu"]._get_backend_name())
 """
@@ -89,8 +92,9 @@ def test_a_world_over_mpi_takes_the_steps_of_one_process(tmp_path):
 
 def test_another_backend_serves_the_tensors_of_another_device(tmp_path):
     (tmp_path / "train.py").write_text(TWO_BACKENDS)
-    done = mpiexec("mpich", 2, *SAMESTEP, "run", "train.py", folder=tmp_path)  # which says rank and size
-    said = [f"[rank {rank}] MpiGroup [6.0, 6.0, 6.0] cpu:gloo,cuda:mpi gloo" for rank in range(2)]
+    done = mpiexec("mpich", 3, *SAMESTEP, "run", "train.py", folder=tmp_path)  # which says rank and size
+    sums = [30.0, 18.0, 30.0]  # 6, 6, 6; then 6, 12, 12; then 18, 18, 12
+    said = [f"[rank {rank}] MpiGroup {[sum_] * 3} cpu:gloo,cuda:mpi gloo" for rank, sum_ in enumerate(sums)]
     assert sorted(done.stdout.splitlines()) == said, done.stderr
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.errors import StepError
+from samestep.errors import PeerError, StepError
 from samestep.runtime.issuing import Lane, Task
 from samestep.runtime.mpi import parts, profiled, staging
 from samestep.runtime.mpi.calls import Calls
@@ -98,6 +98,8 @@ class MpiGroup(Named):
         self._lanes: list[Lane] = []
         self._calls = {0: self._make_calls(0)}
         self._open = True
+        self._failed: PeerError | None = None
+        self._abandoned: list[Tensor] = []  # that MPI may write to as long as it lives
 
     # --- reductions ---
 
@@ -105,13 +107,7 @@ class MpiGroup(Named):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Adds tensors over the ranks, in place. Collective."""
         op = _operation(opts)
-        return self._issue(
-            "all_reduce",
-            lambda calls: parts.in_place(lambda each: calls.all_reduce(each, op), tensors),
-            tensors,
-            opts,
-            op,
-        )
+        return self._in_place("all_reduce", lambda calls, each: calls.all_reduce(each, op), tensors, opts, op)
 
     allreduce_coalesced = allreduce
 
@@ -119,13 +115,7 @@ class MpiGroup(Named):
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Adds a tensor over the ranks, in place on the root. Collective."""
         op, root = _operation(opts), opts.rootRank
-        return self._issue(
-            "reduce",
-            lambda calls: parts.in_place(lambda each: calls.reduce(each, op, root), tensors),
-            tensors,
-            opts,
-            op,
-        )
+        return self._in_place("reduce", lambda calls, each: calls.reduce(each, op, root), tensors, opts, op)
 
     @_here
     def reduce_scatter(self, into: Any, tensors: Any, opts: Any = None) -> Any:
@@ -312,13 +302,12 @@ class MpiGroup(Named):
         number = self._ending.count(key)
         came = dict.fromkeys(self._names, (key, number))
         check = functools.partial(self._ending.check, what, came)
-
         ended = profiled.begun(what, tensors if given is None else given)
 
         def carry_out() -> None:
             try:
                 reached()
-                act(self._calls_of(level, check))
+                self._guarded(lambda: act(self._calls_of(level, check)), tensors)
             finally:
                 if ended is not None:
                     ended()
@@ -328,6 +317,17 @@ class MpiGroup(Named):
         if self._blocking:
             self._guard.watch(task, check, self._timeout_s)
         return task
+
+    def _guarded(self, act: Callable[[], None], tensors: Sequence[Tensor]) -> None:
+        """After an error the ranks are out of step, and MPI may still write: all that follows ends alike."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            act()
+        except PeerError as error:
+            self._failed = error
+            self._abandoned.extend(tensors)
+            raise
 
     def _in_place(
         self, what: str, act: Callable[[Calls, Tensor], None], tensors: Any, opts: Any, op: str | None = None

@@ -30,6 +30,7 @@ MPI = "mpi"
 class _Asked:
     """What the group that torch.distributed is making was asked for."""
 
+    name: str
     backends: dict[str, str]
     store: Any
     rank: int
@@ -58,21 +59,24 @@ def _finding_mpi(inner: Any, helper: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the function that makes groups; others than mpi's go through it untouched."""
 
     @functools.wraps(helper)
-    def make(size: int, rank: int, ranks: Sequence[int], backend: Any, store: Any, *args: Any, **named: Any) -> Any:
+    def make(
+        size: int, rank: int, ranks: Sequence[int], backend: Any, store: Any, name: str, *args: Any, **named: Any
+    ) -> Any:
         if MPI not in str(backend):
-            return helper(size, rank, ranks, backend, store, *args, **named)
+            return helper(size, rank, ranks, backend, store, name, *args, **named)
         config = inner.BackendConfig(inner.Backend(backend))
-        backends = {device: str(name) for device, name in config.get_device_backend_map().items()}
+        backends = {device: str(one) for device, one in config.get_device_backend_map().items()}
         if MPI not in backends.values():
-            return helper(size, rank, ranks, backend, store, *args, **named)
+            return helper(size, rank, ranks, backend, store, name, *args, **named)
         if size < 0:  # the world's, which knows its ranks from MPI
             mpi = _loaded()
             size, rank, store = mpi.COMM_WORLD.size, mpi.COMM_WORLD.rank, _served(mpi)
         timeout = named.get("timeout") or timedelta(minutes=30)
-        _asked.append(_Asked(backends, store, rank, size, timeout.total_seconds(), named.get("backend_options")))
+        options = named.get("backend_options")
+        _asked.append(_Asked(name, backends, store, rank, size, timeout.total_seconds(), options))
         before, inner._MPI_AVAILABLE = inner._MPI_AVAILABLE, True  # noqa: SLF001
         try:
-            made = helper(size, rank, ranks, backend, store, *args, **named)
+            made = helper(size, rank, ranks, backend, store, name, *args, **named)
         finally:
             inner._MPI_AVAILABLE = before  # noqa: SLF001
             _asked.pop()
@@ -150,7 +154,7 @@ def _plain(device: str, name: str, asked: _Asked) -> Any:
     maker = getattr(dist, makers.get(name, ""), None)
     if maker is None:
         raise BackendError(f"beside mpi, {device} tensors can go over gloo or nccl, and not over {name!r}")
-    store = dist.PrefixStore(f"beside mpi/{device}", asked.store)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"beside mpi/{asked.name}/{device}", asked.store)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=asked.timeout_s)
     group = dist.ProcessGroup(store, asked.rank, asked.size)
     kind = getattr(dist.ProcessGroup.BackendType, name.upper())
