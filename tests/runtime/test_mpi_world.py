@@ -149,3 +149,11 @@ def test_what_mpiexec_cannot_do_alone_is_refused(words):
     done = samestep("run", "--mpi", *words, ROOT / "examples" / "mpi_hello.py")
     assert done.returncode == 2
     assert "--mpi has the mpiexec of this machine start the ranks, so many as -n says" in done.stderr
+
+
+def test_ranks_that_end_one_after_another_are_no_failure_to_mpiexec(tmp_path):
+    text = "import torch.distributed as dist, time\ndist.init_process_group('mpi')\ntime.sleep(dist.get_rank())\n"
+    (tmp_path / "train.py").write_text(text + "dist.destroy_process_group()\n")
+    for _ in range(3):  # it was one, 3 times of 7
+        done = mpiexec("mpich", 3, *SAMESTEP, "run", "train.py", folder=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr

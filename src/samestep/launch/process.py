@@ -125,6 +125,11 @@ def leaving_with() -> int | None:
     return _leaving[0][0] if _leaving else None
 
 
+def skips_exit_handlers() -> bool:
+    """Whether this process ends by `os._exit`, as ranks of the launcher do: exit handlers of C libraries do not run."""
+    return bool(_leaving) and _leaving[0][1]
+
+
 def is_known_to_fail() -> bool:
     """Whether this process certainly ends with another code than 0, and its launcher knows."""
     return bool(_leaving) and _leaving[0][1] and _leaving[0][0] != 0
