@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import secrets
@@ -23,6 +24,7 @@ from samestep.launch.devices import visible_gpus
 from samestep.launch.following import follow
 from samestep.launch.gather import Call, farewell
 from samestep.launch.head import Head
+from samestep.launch.process import end_for_mpiexec
 from samestep.launch.replacement import Replacement
 from samestep.launch.run import Plan, launch, part_here, summary
 from samestep.launch.script import find_module
@@ -84,8 +86,10 @@ def main(arguments: Sequence[str]) -> int:
         _show(options)
         return 0
     where = place(options)
-    if isinstance(where, Sibling) and where.index > 0:
-        return follow(where, own_ranks(options, where), say)
+    if isinstance(where, Sibling):
+        atexit.register(end_for_mpiexec)  # with the code of this task, whatever has become of its rank
+        if where.index > 0:
+            return follow(where, own_ranks(options, where), say)
     if where is None and options.lost_host == "continue":
         raise UsageError("--lost-host continue goes on with the hosts that are left, and this is the only one")
     if options.json is not None:

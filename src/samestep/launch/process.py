@@ -13,6 +13,7 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,8 @@ from typing import Protocol
 from samestep.rankenv import variable
 
 __all__: list[str] = []
+
+ANSWER_S = 1.0  # for mpiexec to hear that a process has ended MPI
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
@@ -106,10 +109,21 @@ def mpi_channel() -> list[int]:
     """
     told = variable("PMI_FD") or ""
     try:
-        os.fstat(int(told))
-    except (ValueError, OSError):  # there is none, or it was closed on the way here
+        with socket.socket(fileno=os.dup(int(told))) as channel:
+            return [int(told)] if channel.family == socket.AF_UNIX else []
+    except (ValueError, OSError):  # there is none, or it was closed and something else has its number
         return []
-    return [int(told)]
+
+
+def end_for_mpiexec() -> None:
+    """Tells MPICH's mpiexec that MPI has ended in this process: one that closes its channel without a word has failed.
+
+    The library says so when C's exit handlers run, which is never in a process that ends by `os._exit`.
+    """
+    for channel in mpi_channel():
+        with contextlib.suppress(OSError):  # it has been said, and mpiexec has hung up
+            os.write(channel, b"cmd=finalize\n")
+            select.select([channel], [], [], ANSWER_S)
 
 
 _leaving: list[tuple[int, bool]] = []

@@ -15,10 +15,8 @@ and wrong where it was merely done first. So a rank that ends tells the others h
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import os
-import select
 import sys
 import time
 from collections import Counter
@@ -27,9 +25,9 @@ from typing import Any, NoReturn
 
 from samestep.errors import PeerError
 from samestep.launch.process import (
+    end_for_mpiexec,
     is_known_to_fail,
     leaving_with,
-    mpi_channel,
     note_leaving,
     skips_exit_handlers,
 )
@@ -39,7 +37,6 @@ __all__: list[str] = []
 
 LEFT, MOURNED = 1, 2  # tags
 LOOK_S = 0.02  # between looks while the others still work
-ANSWER_S = 1.0  # for mpiexec to hear that this process has ended MPI
 GRACE_S = 5.0  # for mpiexec to hear of the culprit before it hears of us
 
 
@@ -58,7 +55,6 @@ class Ending:
         self._process = os.getpid()
         self._sent: list[Any] = []
         self._mourned = self._mourns = False
-        self._channel = _Channel()
         self._has_left = False
 
     def count(self, key: str) -> int:
@@ -95,7 +91,7 @@ class Ending:
         if self._all_leave():
             self._mpi.Finalize()
             if skips_exit_handlers():
-                self._channel.hang_up()
+                end_for_mpiexec()
         elif not leaving_with():
             write(f"samestep: rank {self._communicator.rank} has ended while others waited for it\n")
             os._exit(1)  # mpiexec would take a 0 for the whole job's
@@ -122,30 +118,6 @@ class Ending:
                 self._left[status.source] = told
             else:
                 self._mourned = True
-
-
-class _Channel:
-    """The socket over which MPICH's mpiexec hears this process; one that closes without a word it takes for a failure.
-
-    The library says the word when C's exit handlers run, which is never in a process that ends by `os._exit`.
-    """
-
-    def __init__(self) -> None:
-        self._descriptor = next(iter(mpi_channel()), None)
-        self._socket = self._now()
-
-    def hang_up(self) -> None:
-        """Says that this process has ended MPI, unless the library has said so and let go of the socket."""
-        with contextlib.suppress(OSError):
-            if self._descriptor is not None and self._socket == self._now():
-                os.write(self._descriptor, b"cmd=finalize\n")
-                select.select([self._descriptor], [], [], ANSWER_S)
-
-    def _now(self) -> tuple[int, int] | None:
-        if self._descriptor is None:
-            return None
-        found = os.fstat(self._descriptor)
-        return found.st_dev, found.st_ino
 
 
 def _note_exit() -> None:

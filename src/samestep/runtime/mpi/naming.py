@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from samestep import rankenv
-from samestep.errors import BackendError
+from samestep.errors import BackendError, RankVariablesError
 
 __all__: list[str] = []
 
@@ -108,11 +108,16 @@ class _Factory:
 
 
 def _loaded(rank: int | None = None, size: int | None = None) -> Any:
-    """Returns the library; where the caller names no rank, it must be mpiexec's, or a launcher's that has none."""
+    """Returns the library; the launcher's word on rank and size is heard where the caller has none."""
     from samestep.runtime.mpi.library import load, started_by
 
-    if rank is None and started_by() is None:
-        told = rankenv.read_rank_variables()
+    if rank is None:
+        try:
+            told = rankenv.read_rank_variables()
+        except RankVariablesError:  # half set, in a shell perhaps; mpiexec knows better
+            if started_by() is None:
+                raise
+            told = None
         rank, size = (None, None) if told is None else (told.rank, told.size)
     return load(rank, size)
 
