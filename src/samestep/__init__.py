@@ -12,7 +12,7 @@ General layout. The tree is the architecture, floor by floor; imports go down, n
 
 `docs/structure.md` walks through it. Public names are loaded on first use (PEP 562), so that `samestep --help`
 and the launcher start without waiting for torch; importing has no effects but one: torch.distributed, once it is
-there, knows a backend `samestep`.
+there, knows a backend `samestep`, and takes `mpi` for MPI.
 """
 
 from __future__ import annotations

@@ -20,6 +20,14 @@ x = torch.ones(3)
 dist.all_reduce(x)
 """
 MORE = [pytest.param(name, marks=pytest.mark.prove) for name in WHEELS]
+LEFT = """
+from samestep.runtime.mpi.ending import ending_of
+from samestep.runtime.mpi.library import load
+def until_left(other):
+    ending = ending_of(load())
+    while other not in ending._left:
+        ending._hear()
+"""
 LIBRARIES = ["mpich", pytest.param("openmpi", marks=pytest.mark.prove), *MORE]
 
 
@@ -40,7 +48,7 @@ ENDS = {
 @pytest.mark.parametrize("library", ["mpich", "openmpi", *MORE])
 def test_a_failing_rank_ends_the_job_with_its_own_code(library, end, tmp_path):
     act, code, said = ENDS[end]
-    done = job(tmp_path, library, f"if rank == 1:\n    {act}\ndist.barrier()\ntime.sleep(600)")
+    done = job(tmp_path, library, f"if rank == 1:\n    {act}\ndist.barrier()")
     assert done.returncode == code, done.stderr
     assert said in done.stderr
 
@@ -72,19 +80,14 @@ def test_a_killed_rank_ends_the_job(library, tmp_path):
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_rank_that_is_done_early_waits_for_those_that_still_work(library, tmp_path):
-    done = job(tmp_path, library, "if rank == 0:\n    time.sleep(2)\n    print('worked on')")
+    done = job(tmp_path, library, f"{LEFT}if rank == 0:\n    until_left(1)\n    print('worked on')")
     assert done.returncode == 0, done.stderr
     assert "worked on" in done.stdout
 
 
 def test_a_root_may_leave_when_the_others_have_yet_to_receive(tmp_path):
-    text = """
-        if rank == 1:
-            time.sleep(2)
-        dist.broadcast(x, 0)
-        print("got", x[0].item())
-    """
-    done = job(tmp_path, "mpich", text)
+    late = f"{LEFT}if rank == 1:\n    until_left(0)\ndist.broadcast(x, 0)\nprint('got', x[0].item())"
+    done = job(tmp_path, "mpich", late)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("got 2.0") == 2
 

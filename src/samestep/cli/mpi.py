@@ -14,6 +14,8 @@ from samestep.rankenv import set_variables, variable
 
 __all__: list[str] = []
 
+STARTED = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")  # set by mpiexec
+
 
 def under_mpiexec(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Becomes an mpiexec of as many tasks; does not return."""
@@ -22,6 +24,8 @@ def under_mpiexec(options: argparse.Namespace, arguments: Sequence[str]) -> None
             "--mpi has the mpiexec of this machine start the ranks, so many as -n says: `samestep run --mpi -n 4 "
             "train.py`; on several hosts write the mpiexec yourself: `mpiexec --hostfile F -n 8 samestep run train.py`"
         )
+    if any(variable(name) is not None for name in STARTED):
+        raise UsageError("an mpiexec has started this process already: leave out either it or --mpi")
     task = (sys.executable, "-P", "-m", "samestep", "run", *_without_mpi(arguments, len(options.program)))
     words = mpiexec.command(options.ranks, task)
     if options.dry_run:

@@ -13,6 +13,7 @@ from pathlib import Path
 from samestep.cli.options import Parser
 from samestep.cli.run import check_json, check_program
 from samestep.errors import UsageError
+from samestep.launch import mpiexec
 from samestep.verification.findings import EXIT_CODES
 from samestep.verification.pages import PAGES
 from samestep.verification.report import Report
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     check_program(program, is_module=options.module)
     if options.json is not None:
         check_json(options.json)
+    if options.mpi:
+        mpiexec.mpiexec()  # there is one
     return _verify(options, Script(program=program, arguments=tuple(rest), is_module=options.module, mpi=options.mpi))
 
 

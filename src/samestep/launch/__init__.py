@@ -42,6 +42,7 @@ several hosts
   hostlist    which hosts take part, as a user writes them down
   transport   starts an agent on each over ssh, pdsh or clush
   slurm       the batch script that Slurm takes
+  mpiexec     the command that has mpiexec start the ranks
   meeting     the file through which tasks of srun or mpiexec find each other
   wire        the connection between head and agent, proved on both sides
   gather      brings the agents together

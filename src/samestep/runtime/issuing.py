@@ -26,9 +26,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.errors import PeerError
+from samestep.errors import PeerError, StepError
 from samestep.runtime.promise import Promise
-from samestep.runtime.worker import Act, Worker
+from samestep.runtime.worker import Act, Worker, depth
 
 __all__: list[str] = []
 
@@ -62,6 +62,46 @@ class Lane:
         """Ends the threads when they have done what they were given."""
         self.carrying.close()
         self.calling.close()
+
+
+class Lanes:
+    """The lanes of one group, each made when the first is issued on it.
+
+    Args:
+        name: of the group.
+        ranks: its members' numbers in the world.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int]) -> None:
+        self._name = name
+        self._ranks = list(ranks)
+        self._lock = threading.Lock()
+        self._lanes: list[Lane] | None = []
+
+    def here(self) -> tuple[int, Lane]:
+        """Returns the lane that this thread issues on, and its depth.
+
+        Raises:
+            StepError: the group is destroyed.
+        """
+        with self._lock:
+            self.check_open()
+            assert self._lanes is not None
+            while len(self._lanes) <= depth():
+                self._lanes.append(Lane(self._name, len(self._lanes)))
+            return depth(), self._lanes[depth()]
+
+    def check_open(self) -> None:
+        """Raises StepError where the group is destroyed."""
+        if self._lanes is None:
+            raise StepError(f"the process group of ranks {self._ranks} is destroyed: make a new one")
+
+    def close(self) -> None:
+        """Takes nothing more, and ends the threads when they have done what they were given."""
+        with self._lock:
+            lanes, self._lanes = self._lanes or [], None
+        for lane in lanes:
+            lane.close()
 
 
 class Pending(dist.Work):

@@ -22,7 +22,6 @@ So every collective that C++ looks for has an override here, if only one that ha
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,12 +31,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from samestep.collectives.plan import Operation
-from samestep.errors import StepError, UsageError
+from samestep.errors import UsageError
 from samestep.runtime.carrier import Carrier
 from samestep.runtime.group_memory import SERVED, Place, meet
 from samestep.runtime.group_messages import operations
-from samestep.runtime.issuing import Lane, Task
-from samestep.runtime.worker import depth
+from samestep.runtime.issuing import Lanes, Task
 
 __all__: list[str] = []
 
@@ -75,10 +73,8 @@ class SamestepGroup(dist.ProcessGroup):
         self._place = Place(rank, names, meet(self._store, rank, size), told.timeout.total_seconds())
         self._operations = set() if algorithm is None else operations(algorithm, self._place)
         self._algorithm = algorithm
-        self._lock = threading.Lock()
-        self._lanes: list[Lane] = []
+        self._lanes = Lanes(self._name, names)
         self._carriers: dict[int, Carrier] = {}
-        self._open = True
         self._in_memory = self._carrier(0).memory is not None
 
     def _plain(self, told: Any) -> dist.ProcessGroup:
@@ -138,7 +134,8 @@ class SamestepGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None, **named: Any) -> Any:  # type: ignore[override]
         """Waits for all ranks, and for what was issued before. Collective."""
         work = self.gloo.barrier(*_given(opts), **named)
-        return self._lane().issue(work.wait, [], at_once=not getattr(opts, "asyncOp", True))
+        _, lane = self._lanes.here()
+        return lane.issue(work.wait, [], at_once=not getattr(opts, "asyncOp", True))
 
     # what C++ looks for, and what gloo does
     all_gather_single_coalesced = _by_gloo("all_gather_single_coalesced")
@@ -162,38 +159,23 @@ class SamestepGroup(dist.ProcessGroup):
         return operation in self._operations and len(tensors) == 1 and _is_plain(tensors[0])
 
     def _issue(self, act: Callable[[Carrier], None], tensors: Sequence[Tensor], opts: Any) -> Task:
-        level = depth()
+        level, lane = self._lanes.here()
         at_once = not getattr(opts, "asyncOp", True)
-        return self._lane().issue(lambda: act(self._carrier(level)), tensors, at_once=at_once)
-
-    def _lane(self) -> Lane:
-        with self._lock:
-            self._check_open()
-            while len(self._lanes) <= depth():
-                self._lanes.append(Lane(self._name, len(self._lanes)))
-            return self._lanes[depth()]
+        return lane.issue(lambda: act(self._carrier(level)), tensors, at_once=at_once)
 
     def _carrier(self, level: int) -> Carrier:
         """Returns what carries the lane's collectives out; called by the lane alone."""
-        self._check_open()
+        self._lanes.check_open()
         if level not in self._carriers:
             self._carriers[level] = Carrier(PrefixStore(f"lane {level}", self._store), self._place, self._algorithm)
         return self._carriers[level]
 
-    def _check_open(self) -> None:
-        if not self._open:
-            raise StepError(f"the process group of ranks {list(self._place.names)} is destroyed: make a new one")
-
     def shutdown(self) -> None:
         """Tells the others that this rank has left; `destroy_process_group` calls it."""
-        with self._lock:
-            self._open = False
-            lanes, self._lanes = self._lanes, []
-            carriers, self._carriers = self._carriers, {}
+        self._lanes.close()
+        carriers, self._carriers = self._carriers, {}
         for carrier in carriers.values():
             carrier.leave()
-        for lane in lanes:
-            lane.close()
 
     def abort(self) -> None:
         """The same, in haste."""

@@ -1,4 +1,4 @@
-"""The name `samestep` among torch.distributed's backends, there as soon as both have been imported, in either order.
+"""The names `samestep` and `mpi` among torch.distributed's backends, there as soon as both have been imported.
 
     import samestep, torch.distributed as dist
     dist.init_process_group("samestep")
@@ -20,7 +20,7 @@ NAME = "samestep"
 
 
 def register(distributed: ModuleType) -> None:
-    """Tells torch.distributed of the backend, once.
+    """Tells torch.distributed of the backends, once.
 
     Args:
         distributed: the module.

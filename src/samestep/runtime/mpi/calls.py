@@ -179,7 +179,9 @@ class Calls:
 
 
 def memory_of(mpi: Any, tensor: Tensor) -> Any:
-    """Returns a tensor's memory as mpi4py takes it. The tensor must live until MPI is done with it."""
+    """Returns a tensor's memory as mpi4py takes it, to be read at once; the tensor must live until MPI is done."""
+    if tensor.is_cuda:  # which a CUDA-aware MPI reads itself, and knows nothing of what is still being computed
+        torch.cuda.current_stream(tensor.device).synchronize()
     if tensor.numel() == 0:
         return mpi.buffer.allocate(0)
     return mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)

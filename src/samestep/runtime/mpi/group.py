@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.errors import PeerError, StepError
-from samestep.runtime.issuing import Lane, Task
+from samestep.errors import PeerError
+from samestep.runtime.issuing import Lanes, Task
 from samestep.runtime.mpi import parts, profiled, staging
 from samestep.runtime.mpi.calls import Calls
 from samestep.runtime.mpi.datatypes import check_reducible
@@ -33,7 +33,6 @@ from samestep.runtime.mpi.messages import Message, Messages
 from samestep.runtime.mpi.named import Named
 from samestep.runtime.mpi.sharing import is_better_blocking
 from samestep.runtime.mpi.waiting import Waiting
-from samestep.runtime.worker import depth
 
 __all__: list[str] = []
 
@@ -95,9 +94,8 @@ class MpiGroup(Named):
         self._messages: Messages | None = None
         self._guard = Guard()
         self._lock = threading.Lock()
-        self._lanes: list[Lane] = []
+        self._lanes = Lanes("mpi", names)
         self._calls = {0: self._make_calls(0)}
-        self._open = True
         self._failed: PeerError | None = None
         self._abandoned: list[Tensor] = []  # that MPI may write to as long as it lives
 
@@ -264,8 +262,8 @@ class MpiGroup(Named):
 
     def _for_messages(self, tensors: Sequence[Tensor]) -> Messages:
         staging.noted(tensors)()
+        self._lanes.check_open()
         with self._lock:
-            self._check_open()
             if self._messages is None:
                 self._messages = Messages(
                     self._mpi, self._talking, self._name, self._names, self._ending, self._timeout_s
@@ -295,8 +293,7 @@ class MpiGroup(Named):
         """
         for tensor in tensors if op is not None else ():
             check_reducible(tensor, str(op))
-        level = depth()
-        lane = self._lane(level)
+        level, lane = self._lanes.here()
         reached = staging.noted(tensors)
         key = f"{self._name} {level}"
         number = self._ending.count(key)
@@ -337,13 +334,6 @@ class MpiGroup(Named):
 
         return self._issue(what, carry_out, tensors, opts, op)
 
-    def _lane(self, level: int) -> Lane:
-        with self._lock:
-            self._check_open()
-            while len(self._lanes) <= level:
-                self._lanes.append(Lane("mpi", len(self._lanes)))
-            return self._lanes[level]
-
     def _calls_of(self, level: int, check: Callable[[], None]) -> Calls:
         """Returns the collectives of a lane; called by the lane alone, one after another."""
         if level not in self._calls:
@@ -362,17 +352,9 @@ class MpiGroup(Named):
         made.Set_errhandler(self._mpi.ERRORS_RETURN)  # mpi4py raises them
         return made
 
-    def _check_open(self) -> None:
-        if not self._open:
-            raise StepError(f"the process group of ranks {list(self._names)} is destroyed: make a new one")
-
     def shutdown(self) -> None:
         """Ends the group's threads when they have done what they were given; `destroy_process_group` calls it."""
-        with self._lock:
-            self._open = False
-            lanes, self._lanes = self._lanes, []
-        for lane in lanes:
-            lane.close()
+        self._lanes.close()
         if self._messages is not None:
             self._messages.close()
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep import rankenv
-from samestep.errors import BackendError
+from samestep.errors import BackendError, RankVariablesError
 
 __all__: list[str] = []
 
@@ -34,7 +34,6 @@ class Family:
 
     Attributes:
         name: as a person knows it.
-        abi: as mpi4py does.
         size: the variable in which its mpiexec says how many processes there are.
         rank: the same of this process's number.
         library: the file's name.
@@ -42,7 +41,6 @@ class Family:
     """
 
     name: str
-    abi: str
     size: str
     rank: str
     library: str
@@ -50,8 +48,8 @@ class Family:
 
 
 FAMILIES = (
-    Family("Open MPI", "openmpi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "libmpi.so.40", "openmpi"),
-    Family("MPICH or Intel MPI", "mpich", "PMI_SIZE", "PMI_RANK", "libmpi.so.12", "mpich"),
+    Family("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "libmpi.so.40", "openmpi"),
+    Family("MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK", "libmpi.so.12", "mpich"),
 )
 
 
@@ -62,6 +60,20 @@ def started_by() -> tuple[Family, int, int] | None:
         if size is not None and rank is not None:
             return family, int(rank), int(size)
     return None
+
+
+def told() -> rankenv.RankVariables | None:
+    """Returns what the launcher says of this rank; None where mpiexec knows better than variables that are half set.
+
+    Raises:
+        RankVariablesError: they are half set, and no mpiexec has started this process.
+    """
+    try:
+        return rankenv.read_rank_variables()
+    except RankVariablesError:  # WORLD_SIZE of a shell, say
+        if started_by() is None:
+            raise
+        return None
 
 
 def load(rank: int | None = None, size: int | None = None) -> Any:

@@ -18,8 +18,7 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from samestep import rankenv
-from samestep.errors import BackendError, RankVariablesError
+from samestep.errors import BackendError
 
 __all__: list[str] = []
 
@@ -109,16 +108,10 @@ class _Factory:
 
 def _loaded(rank: int | None = None, size: int | None = None) -> Any:
     """Returns the library; the launcher's word on rank and size is heard where the caller has none."""
-    from samestep.runtime.mpi.library import load, started_by
+    from samestep.runtime.mpi.library import load, told
 
-    if rank is None:
-        try:
-            told = rankenv.read_rank_variables()
-        except RankVariablesError:  # half set, in a shell perhaps; mpiexec knows better
-            if started_by() is None:
-                raise
-            told = None
-        rank, size = (None, None) if told is None else (told.rank, told.size)
+    if rank is None and (place := told()) is not None:
+        rank, size = place.rank, place.size
     return load(rank, size)
 
 

@@ -19,7 +19,8 @@ import torch
 from samestep.errors import UsageError
 from samestep.launch.cores import binding_warning, read_unbound
 from samestep.launch.warning import warn
-from samestep.rankenv import read_rank_variables, variable
+from samestep.rankenv import variable
+from samestep.runtime.mpi.library import told
 
 __all__: list[str] = []
 
@@ -69,9 +70,9 @@ def warn_of_binding(mpi: Any) -> None:
     Under `samestep run` the launcher says it, before it starts anything.
     """
     found = affinities(mpi, mpi.COMM_WORLD)
-    told = read_rank_variables()
-    if variable("SAMESTEP_LOGS") is not None or told is None or told.local_rank:
+    place = told()
+    if variable("SAMESTEP_LOGS") is not None or place is None or place.local_rank:
         return
-    said = binding_warning(found, read_unbound(), launcher=told.source)
+    said = binding_warning(found, read_unbound(), launcher=place.source)
     if said is not None:
         warn(said)
