@@ -1,0 +1,60 @@
+"""Fewer bytes for gradients: codecs, one file of mathematics each, and what adds them up.
+
+codec       what a codec is; plain rows, which lose nothing
+half        float16 with scales, bfloat16
+int8        int8 with scales, stochastic or nearest
+sign        one bit an element
+topk        the largest only
+lowrank     thin matrices: PowerSGD
+chunks      what travels together, and who adds what
+memory      what a rank remembers: error feedback
+noise       for stochastic rounding
+schemes     the mean of all ranks in compressed messages
+simulate    all ranks in one process
+
+A codec is given to `samestep.replicate(model, world, compress=…)`, by name or as a value with settings:
+
+    "fp16"   "bf16"   "int8"   "sign"   "topk"   "powersgd"          Int8(block=256, rounding="nearest")
+"""
+
+from __future__ import annotations
+
+from samestep.compress.codec import Codec
+from samestep.compress.half import BFloat16, Float16
+from samestep.compress.int8 import Int8
+from samestep.compress.lowrank import PowerSGD
+from samestep.compress.sign import Sign
+from samestep.compress.topk import TopK
+from samestep.errors import UsageError
+
+__all__ = ["BFloat16", "Codec", "Float16", "Int8", "PowerSGD", "Sign", "TopK", "named"]
+
+NAMES: dict[str, type[Codec]] = {
+    "fp16": Float16,
+    "bf16": BFloat16,
+    "int8": Int8,
+    "sign": Sign,
+    "topk": TopK,
+    "powersgd": PowerSGD,
+}
+
+
+def named(codec: str | Codec) -> Codec:
+    """Returns a codec by its name, with its usual settings; a codec as it is.
+
+    Raises:
+        UsageError: there is none of that name.
+
+    Example:
+        >>> named("int8").block
+        512
+    """
+    if isinstance(codec, Codec):
+        return codec
+    kind = NAMES.get(codec) if isinstance(codec, str) else None
+    if kind is None:
+        raise UsageError(
+            f"compress={codec!r} is no codec: use {', '.join(map(repr, NAMES))}, or one of samestep.compress with "
+            "settings, as Int8(block=256)"
+        )
+    return kind()

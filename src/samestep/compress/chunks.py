@@ -1,0 +1,155 @@
+"""What travels together: parameters' gradients cut into pieces, and pieces put into chunks.
+
+    parameters    embedding.weight (2.5 M)                     fc1.weight (0.3 M)   fc2.weight (0.2 M)
+    pieces        [0 .. 1 M)   [1 M .. 2 M)   [2 M .. 2.5 M)   fc1.weight           fc2.weight
+    chunks        0            1              2                 └─────── 3 ────────────────┘
+
+A piece is cut and numbered by the model alone. So what it becomes does not depend on DistributedDataParallel's buckets,
+which change after the first step and are others after a resume; chunks may.
+
+A rank has a share of each chunk: it adds the rows of its share for all. Row j of piece p is rank (j + p) mod N's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+MOST = 1 << 20  # elements of a piece, and of a chunk of several
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a parameter's gradient, or all of it.
+
+    Attributes:
+        parameter: its name.
+        number: among all pieces of the model.
+        begin: its first element in the parameter.
+        shape: of all its elements: one dim where the parameter is cut.
+    """
+
+    parameter: str
+    number: int
+    begin: int
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The parameter's, and where the piece begins."""
+        return f"{self.parameter}@{self.begin}"
+
+    @property
+    def elements(self) -> int:
+        """How many there are."""
+        return torch.Size(self.shape).numel()
+
+
+def pieces_of(parameter: str, shape: Sequence[int], first: int, *, most: int | None = MOST) -> list[Piece]:
+    """Cuts a parameter's gradient.
+
+    Args:
+        parameter: its name.
+        shape: its shape.
+        first: the number of its first piece.
+        most: elements of a piece, None for one piece.
+    """
+    size = torch.Size(shape).numel()
+    if most is None or size <= most:
+        return [Piece(parameter, first, 0, tuple(shape))]
+    begins = range(0, size, most)
+    return [Piece(parameter, first + place, begin, (min(most, size - begin),)) for place, begin in enumerate(begins)]
+
+
+def chunks_of(pieces: Iterable[Piece], block: int, most: int = MOST) -> list[Chunk]:
+    """Puts pieces together, in their order, as long as they have `most` elements at most."""
+    chunks: list[list[Piece]] = []
+    room = 0
+    for piece in pieces:
+        if not chunks or piece.elements > room:
+            chunks.append([])
+            room = most
+        chunks[-1].append(piece)
+        room -= piece.elements
+    return [Chunk(tuple(chunk), block) for chunk in chunks]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Pieces one after another, each from the beginning of a row on.
+
+    Attributes:
+        pieces: in order.
+        block: elements of a row.
+    """
+
+    pieces: tuple[Piece, ...]
+    block: int
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """How many rows each piece has; its last may be filled up with zeros."""
+        return tuple(-(-piece.elements // self.block) for piece in self.pieces)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Elements of each piece's rows."""
+        return tuple(rows * self.block for rows in self.rows)
+
+    @property
+    def length(self) -> int:
+        """Elements of all rows."""
+        return sum(self.lengths)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Returns the pieces in `flat`, [length], in their shapes."""
+        parts = flat.split_with_sizes(list(self.lengths))
+        return [part[: piece.elements].view(piece.shape) for part, piece in zip(parts, self.pieces, strict=True)]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Whose row is whose.
+
+    Attributes:
+        order: [R], the rows, rank after rank.
+        counts: how many each rank has.
+        places: [R], where each row stands when `most` rows of each rank are put together.
+        pieces: [rank][piece], how many rows of each piece.
+    """
+
+    order: Tensor
+    counts: tuple[int, ...]
+    places: Tensor
+    pieces: tuple[tuple[int, ...], ...]
+
+    @property
+    def most(self) -> int:
+        """The largest share."""
+        return max(self.counts)
+
+
+def shares_of(chunk: Chunk, size: int, device: torch.device | str = "cpu") -> Shares:
+    """Returns the ranks' shares of a chunk."""
+    owners = torch.cat(
+        [(torch.arange(rows) + piece.number) % size for piece, rows in zip(chunk.pieces, chunk.rows, strict=True)]
+    )
+    order = torch.argsort(owners, stable=True)
+    counts = tuple(torch.bincount(owners, minlength=size).tolist())
+    within = torch.cat([torch.arange(count) for count in counts])
+    places = torch.empty_like(order)
+    places[order] = owners[order] * max(counts) + within
+    pieces = tuple(tuple(_rows_of(rank, chunk, size)) for rank in range(size))
+    return Shares(order.to(device), counts, places.to(device), pieces)
+
+
+def _rows_of(rank: int, chunk: Chunk, size: int) -> Iterator[int]:
+    for piece, rows in zip(chunk.pieces, chunk.rows, strict=True):
+        first = (rank - piece.number) % size
+        yield len(range(first, rows, size))

@@ -1,0 +1,66 @@
+"""A product of two thin matrices for each gradient.
+
+    M   [n, m]   a rank's gradient, with what it owes         P = M Q         summed over ranks, orthogonalised
+    P   [n, r]   Q   [m, r]                                   Q = Mᵀ P        likewise; P Qᵀ is the mean gradient
+
+One step of subspace iteration, begun where the last step ended. Both sums are linear, so ranks add thin matrices and
+not their products. PyTorch's hook for it stands still on gloo with two buckets, and begins late.
+
+Source: T. Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+NeurIPS 2019.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samestep.compress.codec import Codec
+from samestep.errors import UsageError
+
+__all__ = ["PowerSGD"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD(Codec):
+    """A matrix of low rank for each gradient; kernels of more dims count as [first, all others].
+
+    Args:
+        rank: of the matrix: r (n + m) numbers travel for n·m; a tensor that would not halve is exempt.
+    """
+
+    rank: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise UsageError(f"rank={self.rank!r} is no rank of a matrix: give a whole number, 1 or more")
+
+    @property
+    def rounds(self) -> int:
+        """How many messages a sum takes."""
+        return 4
+
+    def takes(self, shape: torch.Size) -> bool:
+        """Whether a tensor of this shape is compressed."""
+        rows, columns = as_matrix(shape)
+        return super().takes(shape) and 2 * self.rank * (rows + columns) <= rows * columns
+
+
+def as_matrix(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+    """Returns rows and columns of a tensor taken as a matrix."""
+    size = torch.Size(shape).numel()
+    return (shape[0], size // max(shape[0], 1)) if shape else (1, 1)
+
+
+def first_guess(columns: int, rank: int, seed: int) -> Tensor:
+    """Returns a Q to begin with, [columns, rank], the same on every rank."""
+    return torch.randn(columns, rank, generator=torch.Generator().manual_seed(seed))
+
+
+def orthonormal(matrix: Tensor) -> Tensor:
+    """Returns an orthonormal basis of the columns, [n, r]; of columns that are 0, any."""
+    basis: Tensor = torch.linalg.qr(matrix).Q
+    return basis
