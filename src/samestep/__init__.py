@@ -4,6 +4,7 @@ General layout. The tree is the architecture, floor by floor; imports go down, n
 
     0  errors  rankenv  topology  seeding  paths  progress     words: pure Python, no torch
     1  launch                                                 start processes and watch them, no torch
+    2  collectives  compress                                  algorithms and codecs: mathematics, no ranks
     3  runtime                                                inside one rank: world, devices, seeds
     4  data  replicas                                         training in parallel
     5  running                                                over a run: evaluation, checkpoints
@@ -24,6 +25,7 @@ from samestep._version import __version__ as __version__
 from samestep.launch.imports import when_imported
 
 if TYPE_CHECKING:
+    from samestep import compress as compress
     from samestep.data.once import once as once
     from samestep.data.shards import Shards as Shards
     from samestep.data.sharing import shards as shards
@@ -55,6 +57,7 @@ _HOMES = {
     "World": "samestep.runtime.world",
     "checkpoint": "samestep.running.checkpoints.commit",
     "clip_grad_norm_": "samestep.replicas.clipping",
+    "compress": "samestep",  # a room of its own
     "evaluate": "samestep.running.evaluation",
     "once": "samestep.data.once",
     "replicate": "samestep.replicas.replicate",
@@ -75,7 +78,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         message = f"module 'samestep' has no attribute {name!r}"
         raise AttributeError(message)
-    value = getattr(import_module(home), name)
+    value = import_module(f"samestep.{name}") if home == "samestep" else getattr(import_module(home), name)
     globals()[name] = value
     return value
 

@@ -138,7 +138,7 @@ BAD = [
     (lambda: compress.Int8(exempt=-1), "exempt=-1 is no number"),
     (lambda: compress.named("int4"), "compress='int4' is no codec: use 'fp16', 'bf16', 'int8'"),
     (lambda: compress.named(8), "compress=8 is no codec"),
-    (lambda: compress.Int8().check_dtype("w", torch.complex64), "codes real numbers .* w is complex64"),
+    (lambda: compress.Int8().check_dtype("w", torch.complex64), "codes float32, .* w is complex64"),
     (lambda: compress.Float16().check_dtype("w", torch.bfloat16), "saves nothing where gradients have 2 bytes"),
 ]
 

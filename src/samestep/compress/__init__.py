@@ -8,6 +8,7 @@ topk        the largest only
 lowrank     thin matrices: PowerSGD
 chunks      what travels together, and who adds what
 memory      what a rank remembers: error feedback
+folding     that, told to another number of ranks
 noise       for stochastic rounding
 schemes     the mean of all ranks in compressed messages
 simulate    all ranks in one process

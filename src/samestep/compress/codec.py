@@ -56,6 +56,11 @@ class Codec:
         """How many messages, one after another, a sum takes."""
         return 2
 
+    @property
+    def cuts(self) -> bool:
+        """Whether a tensor may be cut into pieces."""
+        return True
+
     def declared(self) -> dict[str, Any]:
         """Returns all that shapes the result, as JSON."""
         return {"codec": self.name, **dataclasses.asdict(self)}
@@ -74,8 +79,11 @@ class Codec:
         Raises:
             UsageError: it is complex, say.
         """
-        if not dtype.is_floating_point or dtype.itemsize < 2:
-            raise UsageError(f"{self.name} codes real numbers of 2 bytes or more, and {name} is {_short(dtype)}")
+        if dtype not in (torch.float32, *HALVES):
+            raise UsageError(
+                f"{self.name} codes float32, float16 and bfloat16, and {name} is {_short(dtype)}: train in one of "
+                "these, or leave compress out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,11 @@ class PowerSGD(Codec):
         """How many messages a sum takes."""
         return 4
 
+    @property
+    def cuts(self) -> bool:
+        """Whether a tensor may be cut into pieces."""
+        return False
+
     def takes(self, shape: torch.Size) -> bool:
         """Whether a tensor of this shape is compressed."""
         rows, columns = as_matrix(shape)

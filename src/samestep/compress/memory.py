@@ -23,10 +23,13 @@ class Memory:
 
     Args:
         device: where it lies.
+
+    Attributes:
+        device: likewise.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._device = device
+        self.device = torch.device(device)
         self._pieces: State = {}
         self._joined: dict[tuple[str, tuple[str, ...]], Tensor] = {}
 
@@ -46,7 +49,7 @@ class Memory:
 
     def _join(self, kind: str, names: tuple[str, ...], lengths: Sequence[int]) -> Tensor:
         pieces = self._pieces.setdefault(kind, {})
-        zeros = torch.zeros(max(lengths, default=0), device=self._device)
+        zeros = torch.zeros(max(lengths, default=0), device=self.device)
         parts = [pieces.get(name, zeros[:length]) for name, length in zip(names, lengths, strict=True)]
         joined = torch.cat(parts) if parts else zeros
         for old in [key for key in self._joined if key[0] == kind and not set(names).isdisjoint(key[1])]:
@@ -63,6 +66,6 @@ class Memory:
         """Takes over what `state` has returned, here or on another device."""
         self._joined.clear()
         self._pieces = {
-            kind: {name: part.to(self._device, torch.float32) for name, part in pieces.items()}
+            kind: {name: part.to(self.device, torch.float32) for name, part in pieces.items()}
             for kind, pieces in state.items()
         }

@@ -4,6 +4,7 @@
     "shared"    in shared memory on each host [1], between hosts over the backend [2]; on CPUs
     "ordered"   in the order of the ranks, whatever bucket an element lies in: [1] on one host, else [3]
     None        [1] [2] where they can be had, else "gloo": always the fastest that is right
+    a codec     in compressed messages [4], where one is asked for
 
 On CPUs the cores are busy with the backward, so [1] works in the thread that comes by: a bucket that all ranks have
 ready is added when the next one is handed in, the rest when the last is. Nobody waits before that.
@@ -35,6 +36,7 @@ from samestep.collectives.board import Board, is_ordered
 from samestep.collectives.shared_memory import Region, SharedMemory, is_shared, mean_of, overflows
 from samestep.errors import UsageError
 from samestep.launch.warning import warn
+from samestep.replicas.compression import Compression
 from samestep.runtime.axes import Axis
 from samestep.runtime.neighbours import across_hosts, open_board
 
@@ -57,12 +59,24 @@ class Way:
     let_go: Callable[[], None] = lambda: None
 
 
-def bring_in(model: DistributedDataParallel, axis: Axis, asked: Reduce | None) -> Way:
+def bring_in(
+    model: DistributedDataParallel, axis: Axis, asked: Reduce | None, compression: Compression | None = None
+) -> Way:
     """Has a model's gradients added as asked; returns how. Collective: every rank must call it.
+
+    Args:
+        model: the engine.
+        axis: the ranks.
+        asked: the way, or None for the best.
+        compression: goes before any other way, or None.
 
     Raises:
         UsageError: shared memory was asked for and is not to be had; says why.
     """
+    if compression is not None:
+        compression.connect(axis)
+        register(model, axis, _compressed_by(compression))
+        return Way(beside=True)
     why_not = None if asked == "gloo" else _why_not_shared(axis, next(model.parameters()).device)
     one_host = axis.neighbours is not None and axis.neighbours.is_one_host
     if asked == "shared" and why_not is not None:
@@ -151,6 +165,17 @@ class SharedHook:
         """Tells the ranks of this host that this one will add nothing more."""
         self._regions.clear()
         self._board.leave()
+
+
+def _compressed_by(compression: Compression) -> Hook:
+    """[4] Averages buckets in compressed messages."""
+
+    def hook(axis: Axis, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.buffer().layout is not torch.strided:
+            return add_by_backend(axis, bucket)
+        return compression.take(axis, bucket)
+
+    return hook
 
 
 def _too_small(wanted: int) -> str:

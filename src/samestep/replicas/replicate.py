@@ -25,11 +25,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from samestep.compress import Codec, named
 from samestep.data.batches import tensors_of
 from samestep.errors import DataError, DeviceError, EmptyBatchError, ModelError, SamestepError, StepError, UsageError
 from samestep.launch.failure import lost_peer
+from samestep.launch.warning import warn
 from samestep.replicas.buckets import BucketPlan
 from samestep.replicas.buffers import equalise_buffers
+from samestep.replicas.compression import Compression
 from samestep.replicas.nonfinite import POLICIES, Guard, Policy
 from samestep.replicas.norm import synchronise_batchnorm
 from samestep.replicas.reduction import WAYS, Reduce
@@ -63,6 +66,7 @@ class Replica(nn.Module):
     module: nn.Module
     nonfinite: Guard | None = None
     _plan: BucketPlan | None = None  # of an engine that is released
+    _compression: Compression | None = None  # likewise
 
     def __init__(
         self, module: nn.Module, world: World, batchnorm: str, synchroniser: Synchroniser | SliceEngine | None
@@ -132,6 +136,12 @@ class Replica(nn.Module):
         return engine if isinstance(engine, SliceEngine) else None
 
     @property
+    def compression(self) -> Compression | None:
+        """What compresses its gradients: the codec, and how many bytes were sent; None without one."""
+        engine = self.__dict__["_synchroniser"]
+        return engine.compression if isinstance(engine, Synchroniser) else self._compression
+
+    @property
     def buckets(self) -> BucketPlan | None:
         """What was found out about bucket sizes, and which were chosen."""
         engine = self.__dict__["_synchroniser"]
@@ -139,7 +149,7 @@ class Replica(nn.Module):
 
     def release(self) -> None:
         """Lets go of the process group, when the world closes."""
-        engine, self._plan = self.__dict__["_synchroniser"], self.buckets
+        engine, self._plan, self._compression = self.__dict__["_synchroniser"], self.buckets, self.compression
         if engine is not None:
             engine.release()
         self.__dict__["_synchroniser"] = None
@@ -187,6 +197,7 @@ def replicate(
     batchnorm: BatchNormMode | None = None,
     find_unused_parameters: bool = False,
     nonfinite: Policy | None = None,
+    compress: str | Codec | None = None,
 ) -> Replica:
     """Returns the model as one replica of many, whose gradients are averaged over `world.data` when a step ends.
 
@@ -217,6 +228,10 @@ def replicate(
             state change), "warn" goes on; each looks at every element, for two passes over the gradients a step. By
             default it stops, after a glance that costs next to nothing: of tensors with more than 131,072 elements it
             sees a row and a column. "off" does not look.
+        compress: for slow links: gradients travel in fewer bytes, "fp16", "bf16", "int8", "sign", "topk" or "powersgd",
+            or a codec of `samestep.compress` with settings. Another training, which converges where the codec suits it;
+            `samestep bench compress` tells whether it is quicker on this network, and `docs/compression.md` more. What
+            a rank still owes is saved in checkpoints of the model. On a world of one it changes nothing.
 
     Raises:
         ModelError: nothing to train, or the model is wrapped in DataParallel or DistributedDataParallel.
@@ -237,6 +252,7 @@ def replicate(
         raise UsageError(f"reduce={reduce!r} is unknown: use 'shared', 'ordered' or 'gloo', or leave it out")
     if nonfinite is not None and nonfinite not in POLICIES:
         raise UsageError(f"nonfinite={nonfinite!r} is unknown: use 'stop', 'skip', 'warn' or 'off'")
+    codec = _codec(compress, world, buckets, reduce)
     if mode == "synchronised":
         model = synchronise_batchnorm(model, world.data, world.device)
     guard = Guard(model, world, nonfinite)
@@ -245,6 +261,7 @@ def replicate(
         synchroniser = SliceEngine(model, world, world.virtual)
     elif world.data.size > 1:
         equalise_buffers(model, world.data)  # DDP sends rank 0's parameters
+        compression = None if codec is None else Compression(model, codec, world.seed or 0)
         synchroniser = Synchroniser(
             model,
             world,
@@ -252,6 +269,7 @@ def replicate(
             reduce=reduce,
             find_unused_parameters=find_unused_parameters,
             local=guard.local,
+            compression=compression,
         )
     world.set_streams_apart()
     replica = Replica(model, world, mode, synchroniser)
@@ -274,6 +292,25 @@ def _batchnorm_mode(model: nn.Module, world: World, asked: str | None) -> str:
             "over all of them are not to be had: replicate(model, world, batchnorm='local') takes each slice's own"
         )
     return mode
+
+
+def _codec(asked: str | Codec | None, world: World, buckets: object, reduce: object) -> Codec | None:
+    """Returns the codec, None where there is nothing to compress."""
+    if asked is None:
+        return None
+    codec = named(asked)
+    if reduce is not None or buckets == "auto":
+        other = f"reduce={reduce!r}" if reduce is not None else "buckets='auto'"
+        raise UsageError(f"compress has a way of its own to add gradients, and chunks of its own: leave {other} out")
+    if world.virtual is not None:
+        raise UsageError(
+            "virtual ranks are for the same bits on any number of ranks, and what compress loses depends on it: leave "
+            "one of them out"
+        )
+    if world.data.size == 1:
+        warn(f"compress={codec.name} changes nothing on one rank, which sends no gradients")
+        return None
+    return codec
 
 
 def _check_buckets(buckets: object) -> None:

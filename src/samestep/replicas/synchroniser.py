@@ -25,6 +25,7 @@ from samestep.data.batches import tensors_of
 from samestep.errors import ModelError, StepError
 from samestep.launch.warning import warn
 from samestep.replicas.buckets import BucketPlan
+from samestep.replicas.compression import Compression
 from samestep.replicas.local_gradients import LocalGradients
 from samestep.replicas.reduction import Reduce, Way, bring_in
 from samestep.replicas.tuning import Caps, Tuning, argument, why_not
@@ -48,6 +49,7 @@ class Synchroniser:
         reduce: how the ranks' gradients are added; see `reduction`.
         find_unused_parameters: as in DDP.
         local: is told of what this rank brings before it is averaged, or None.
+        compression: averages in compressed messages, or None.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Synchroniser:
         reduce: Reduce | None,
         find_unused_parameters: bool,
         local: LocalGradients | None = None,
+        compression: Compression | None = None,
     ) -> None:
         self.module = module
         self.world = world
@@ -67,6 +70,7 @@ class Synchroniser:
         self.reduce = reduce
         self.find_unused_parameters = find_unused_parameters
         self.local = local
+        self.compression = compression
         self.engine, self.way = self._wrapped(module)
         self.trained = self._trained()
         self.tuning: Tuning | None = None
@@ -157,7 +161,7 @@ class Synchroniser:
             **_WITHOUT_BUFFERS,
             **({"bucket_cap_mb": self.buckets} if caps is None else argument(caps)),
         )
-        return engine, bring_in(engine, self.world.data, self.reduce)
+        return engine, bring_in(engine, self.world.data, self.reduce, self.compression)
 
     def _use(self, caps: Caps | None = None, *, is_alike: bool = True) -> Way:
         """Changes to another engine, once the old one's memory is free. Collective."""
@@ -191,6 +195,8 @@ class Synchroniser:
     def release(self) -> None:
         """Tells the other ranks that this one brings no more gradients, and leaves nothing behind in the model."""
         self.way.let_go()
+        if self.compression is not None:
+            self.compression.release()
         if self.tuning is not None:
             self.tuning.close()
 

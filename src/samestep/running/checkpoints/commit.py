@@ -31,7 +31,7 @@ from torch import Tensor
 from samestep._version import __version__
 from samestep.errors import CheckpointError, Preempted, UsageError
 from samestep.progress import note_step, phase
-from samestep.running.checkpoints import streams, virtual
+from samestep.running.checkpoints import compression, streams, virtual
 from samestep.running.checkpoints.background import Outcome
 from samestep.running.checkpoints.directory import Keep, what_is_left
 from samestep.running.checkpoints.due import Due
@@ -241,6 +241,7 @@ class Checkpoint:
         try:
             manifest, tensors, holding = self._store.together(self._snapshot)
             drawn = streams.gather(self._world) | virtual.gather(self._world, self._named)
+            drawn |= compression.gather(self._world, self._named)
             random = Encoder(tensors).encode(drawn, "random")
             self._report(self._store.begin(replace(manifest, random=random), holding, self._keep))
         finally:
@@ -348,7 +349,9 @@ class Checkpoint:
         manifest, tensors = store.read(name, lambda saved: wanted(saved, self._named))
         saved, random = store.together(lambda: self._fitting(name, manifest, tensors))
         of_virtual_ranks = store.together(lambda: virtual.check(random, self._world))
+        store.together(lambda: compression.check(random, self._world, self._named))
         store.together(lambda: self._load(saved))
+        store.together(lambda: compression.restore(random, self._world, self._named))
         self.step, self.epoch = manifest.step, manifest.epoch
         if of_virtual_ranks:
             store.together(lambda: virtual.restore(random, self._named))
