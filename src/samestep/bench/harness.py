@@ -121,6 +121,7 @@ class Report:
 
     Attributes:
         rows: figures to show beside the times, where each comparison is to be one row of a table.
+        conclusion: what follows, where there is more to say than what was promised.
         curves: by name, (bytes, GB/s) of what the plot shows.
     """
 
@@ -129,11 +130,14 @@ class Report:
     setting: dict[str, Any] = field(default_factory=dict)
     rows: tuple[str, ...] = ()
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    conclusion: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """The report as `samestep bench --json` writes it."""
         comparisons = [comparison.as_json() for comparison in self.comparisons]
-        return {"bench": self.bench, "setting": self.setting, "comparisons": comparisons}
+        return {"bench": self.bench, "setting": self.setting, "comparisons": comparisons} | (
+            {"conclusion": self.conclusion} if self.conclusion else {}
+        )
 
 
 def alternate(

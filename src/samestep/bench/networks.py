@@ -1,7 +1,8 @@
-"""Three small networks of some 5 million parameters, which compute unlike much per byte of gradient.
+"""Four small networks of some 5 million parameters, which compute unlike much per byte of gradient.
 
 The mlp (512-2048-1536-512, 64 rows a rank) and the cnn (two convolutions before a large linear layer) compute little
-for their 20 MB of gradients, the transformer (6 encoder layers of width 256, 8 rows of 32 tokens) several times more.
+for their 20 MB of gradients, the transformer (6 encoder layers of width 256, 8 rows of 32 tokens) several times more,
+the wide one (six layers of 1024 x 1024, 16 rows) next to nothing for 25 MB.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Task:
     """What is trained.
 
     Attributes:
-        name: "mlp", "cnn" or "transformer".
+        name: "mlp", "cnn", "transformer" or "wide".
         batch: samples a rank and step.
         shape: of a sample.
         samples: in the dataset.
@@ -45,7 +46,7 @@ class Task:
         import torch
 
         torch.manual_seed(0)
-        return {"mlp": _mlp, "cnn": _cnn, "transformer": _transformer}[self.name]()
+        return {"mlp": _mlp, "cnn": _cnn, "transformer": _transformer, "wide": _wide}[self.name]()
 
     def dataset(self) -> Dataset[tuple[Tensor, ...]]:
         """Returns the data, always the same."""
@@ -66,6 +67,7 @@ class Task:
 MLP = Task("mlp", 64, (WIDTHS[0],), classes=WIDTHS[-1])
 CNN = Task("cnn", 64, (3, 32, 32), samples=4096)
 TRANSFORMER = Task("transformer", 8, (32, 256), samples=1024)
+WIDE = Task("wide", 16, (1024,), samples=1024, classes=1024)
 
 
 def _mlp() -> nn.Module:
@@ -73,6 +75,12 @@ def _mlp() -> nn.Module:
 
     layers = [layer for widths in itertools.pairwise(WIDTHS) for layer in (nn.Linear(*widths), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
+
+
+def _wide() -> nn.Module:
+    from torch import nn
+
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.ReLU())))
 
 
 def _cnn() -> nn.Module:

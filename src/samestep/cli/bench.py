@@ -13,6 +13,7 @@ from samestep.bench import BENCHMARKS, benchmark, load
 from samestep.bench.harness import Comparison, Options, Report
 from samestep.bench.plot import check_plot, draw
 from samestep.cli.options import Parser
+from samestep.rankenv import read_rank_variables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,6 +31,9 @@ benchmarks:
 EXAMPLES = """examples:
   samestep bench allreduce -n 4           four processes, every size: a minute
   samestep bench buckets                  bucket sizes that were chosen, against the default: four minutes
+  samestep bench compress                 every codec beside a step without: half a minute
+  samestep run --hosts node1,node2 -n 1 -m samestep bench compress
+                                          the same between these hosts
   samestep bench launch -n 4              four processes, 10 pairs: two minutes
   samestep bench checkpoint               two processes, 8 pairs: two minutes
   samestep bench mpi                      under mpiexec, on an idle and on a busy machine: two minutes
@@ -51,6 +55,9 @@ def main(arguments: Sequence[str]) -> int:
     if options.plot is not None:
         check_plot(options.name)
     report = load(chosen)(Options(options.ranks, options.repeats or chosen.repeats))
+    started = read_rank_variables()
+    if started is not None and started.rank > 0:  # the first of ranks that measure together speaks for all
+        return 0
     _show(report)
     if options.plot is not None:
         draw(report, options.plot)
@@ -91,7 +98,7 @@ def _show(report: Report) -> None:
     console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in report.setting.items()))
     if report.rows:
         console.print(_rows(report))
-        console.print(_kept(report))
+        console.print(report.conclusion or _kept(report))
         return
     for comparison in report.comparisons:
         console.print(_table(comparison))

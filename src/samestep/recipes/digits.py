@@ -137,7 +137,8 @@ def train(asked: argparse.Namespace) -> None:
 
 def build(asked: argparse.Namespace, world: samestep.World, train_set: TensorDataset) -> Training:
     """Model, optimizer, schedule and loader. Collective: every rank must call."""
-    model = samestep.replicate(DigitNet().to(world.device, options.dtype(asked.precision)), world)
+    network = DigitNet().to(world.device, options.dtype(asked.precision))
+    model = samestep.replicate(network, world, compress=asked.compress)
     optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr, weight_decay=0.05)
     batches = samestep.shards(
         train_set,

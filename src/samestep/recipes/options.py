@@ -1,6 +1,6 @@
 """What every recipe's command line has in common, and how each one ends.
 
-    seed, epochs, batch size, micro-batch size, learning rate, workers, checkpoint, precision, backend
+    seed, epochs, batch size, micro-batch size, learning rate, workers, checkpoint, precision, compress, backend
 
 argparse's own types accept a batch size of -3 and a learning rate of nan; those below refuse them with one line.
 A recipe's `main` returns 0, or prints `name: error: …` in one line and returns the error's exit code (2 for what
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import samestep
+from samestep.compress import NAMES
 
 __all__ = [
     "add_training_options",
@@ -98,6 +99,7 @@ def add_training_options(to: argparse.ArgumentParser, *, epochs: int, batch_size
     add("--precision", choices=sorted(PRECISIONS), default="float32", help="bf16 is mixed: weights stay float32")
     add("--device", default=None, metavar="NAME", help="cpu or cuda; by default this rank's GPU, if there is one")
     add_virtual_ranks(to)
+    add("--compress", choices=sorted(NAMES), default=None, metavar="CODEC", help=f"gradients by {', '.join(NAMES)}")
     add("--backend", default=None, metavar="NAME", help="process group backend, instead of the rule's choice")
 
 

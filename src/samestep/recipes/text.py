@@ -132,7 +132,8 @@ def display(asked: argparse.Namespace, world: samestep.World, batches: samestep.
 def build(asked: argparse.Namespace, world: samestep.World, train_set: corpus.ByteSequences) -> Training:
     """Model, optimizer, schedule and loader. Collective: every rank must call."""
     network = GPT(corpus.SYMBOLS, context=asked.context, layers=asked.layers, heads=asked.heads, width=asked.width)
-    model = samestep.replicate(network.to(world.device, options.dtype(asked.precision)), world)
+    network.to(world.device, options.dtype(asked.precision))
+    model = samestep.replicate(network, world, compress=asked.compress)
     optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr, betas=(0.9, 0.95))
     batches = samestep.shards(
         train_set,

@@ -1,0 +1,180 @@
+"""Whether compressing gradients pays on this network: a step with each codec, beside the step without.
+
+All train the same network of 6.3 million parameters (six linear layers of 1024 x 1024, 16 rows a rank, which compute
+little for 25 MB of gradients) in the same processes, a step each in turn. Beside the time it is told what a rank sends,
+what encoding and decoding take by themselves, and on which links it therefore pays: bytes that are saved, over that
+time. Compression has lost in all but 6 of 200 settings of a data centre (S. Agarwal et al., "On the Utility of Gradient
+Compression in Distributed Training Systems", MLSys 2022), so it is never on by itself.
+
+On one host its processes talk through the loopback device, if not through memory, and nothing is to be gained. To
+measure a network, start it on its hosts:
+
+    samestep run --hosts node1,node2 -n 1 -m samestep bench compress
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from samestep.bench.harness import Comparison, Options, Report, alternate
+from samestep.bench.networks import WIDE
+from samestep.bench.step import align, setting, steps_of
+from samestep.errors import UsageError
+from samestep.launch.devices import visible_gpus
+from samestep.launch.spawn import spawn
+from samestep.rankenv import read_rank_variables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from samestep.compress.codec import Codec
+    from samestep.replicas.replicate import Replica
+    from samestep.runtime.world import World
+
+__all__: list[str] = []
+
+CODECS = ("fp16", "bf16", "int8", "sign", "topk", "powersgd")
+AS_IT_COMES = "as it comes"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank found out.
+
+    Attributes:
+        times: seconds of steps, by way; "backend" is without compression.
+        sent: bytes that a rank sends a step, by codec.
+        coding: seconds that encoding and decoding take, by codec.
+        plain: bytes that a rank sends a step without compression.
+        conditions: that a report names.
+    """
+
+    times: dict[str, list[float]]
+    sent: dict[str, float]
+    coding: dict[str, float]
+    plain: float
+    conditions: dict[str, Any]
+
+
+def run(options: Options) -> Report:
+    """Measures among the ranks that have been started, or else starts some here; returns the report."""
+    started = read_rank_variables()
+    if max(options.ranks, 0 if started is None else started.size) < 2:
+        raise UsageError("compression needs 2 ranks or more: samestep bench compress -n 2")
+    if started is not None and started.size > 1:
+        found = measure(None, options.repeats)
+    else:
+        device = None if visible_gpus() >= options.ranks else "cpu"
+        found = spawn(measure, options.ranks, device, options.repeats, progress=False)[0]
+    comparisons = [_compared(codec, found) for codec in CODECS]
+    comparisons.append(Comparison(AS_IT_COMES, "step", *_pair(found, AS_IT_COMES), figures=_figures(0.0, 0.0, 0.0)))
+    rows = ("sent_mb", "coding_ms", "pays_below_mbit")
+    return Report("compress", comparisons, found.conditions, rows, conclusion=conclusion(comparisons))
+
+
+def _pair(found: Found, way: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    return tuple(found.times[way]), tuple(found.times["backend"])
+
+
+def _compared(codec: str, found: Found) -> Comparison:
+    sent, coding = found.sent[codec], found.coding[codec]
+    figures = _figures(sent, coding, 8 * (found.plain - sent) / coding)
+    return Comparison(codec, "step", *_pair(found, codec), figures=figures)
+
+
+def _figures(sent: float, coding: float, pays_below: float) -> dict[str, float]:
+    return {"sent_mb": sent / 1e6, "coding_ms": 1e3 * coding, "pays_below_mbit": pays_below / 1e6}
+
+
+def conclusion(comparisons: list[Comparison]) -> str:
+    """Says whether compression pays here: whether a codec is surely quicker than the best way without."""
+    without = min([1.0, *(one.ratio for one in comparisons if one.name == AS_IT_COMES)])
+    codecs = [one for one in comparisons if one.name != AS_IT_COMES]
+    paying = sorted((one for one in codecs if one.interval[1] < without), key=lambda one: one.ratio)
+    if not paying:
+        return "Nothing is gained by compression on this network: leave compress out."
+    told = ", ".join(f"{one.name} {without / one.ratio:.1f} times" for one in paying)
+    return f"Compression pays on this network: {told} as quick a step as without it. Whether it trains as well, try."
+
+
+def measure(device: str | None, repeats: int) -> Found:
+    """Runs on every rank; returns what it found. Collective."""
+    import samestep
+
+    with samestep.world(device=device) as world:
+        ways = {codec: _replica(world, codec) for codec in CODECS}
+        ways |= {"backend": _replica(world, None, "gloo"), AS_IT_COMES: _replica(world, None)}
+        loops = {name: steps_of(WIDE, model, world) for name, model in ways.items()}
+        times = alternate(
+            *(lambda steps=steps: next(steps) for steps in loops.values()), pairs=repeats, align=lambda: align(world)
+        )
+        compressions = {name: ways[name].compression for name in CODECS}
+        return Found(
+            times=dict(zip(loops, times, strict=True)),
+            sent={name: one.sent / one.steps for name, one in compressions.items() if one is not None},
+            coding={name: coding_time(one.codec, world) for name, one in compressions.items() if one is not None},
+            plain=2 * (world.size - 1) / world.size * sum(p.nbytes for p in ways["backend"].module.parameters()),
+            conditions=setting(world, WIDE) | {"steps_per_block": 1},
+        )
+
+
+def _replica(world: World, codec: str | None, reduce: Any = None) -> Replica:
+    import samestep
+
+    return samestep.replicate(WIDE.network().to(world.device), world, compress=codec, reduce=reduce)
+
+
+def coding_time(codec: Codec, world: World, repeats: int = 3) -> float:
+    """Returns the seconds that a rank takes to encode and decode a step's gradients. Not collective.
+
+    Every message is answered by itself, as if all ranks had said the same.
+    """
+    import torch
+
+    from samestep.compress.chunks import MOST, chunks_of, pieces_of
+    from samestep.compress.codec import RowCodec
+    from samestep.compress.memory import Memory
+    from samestep.compress.schemes import Part, mean
+
+    memory, seconds = Memory(world.device), []
+    named = [(name, each.shape) for name, each in WIDE.network().named_parameters() if codec.takes(each.shape)]
+    pieces = [
+        piece
+        for number, (name, shape) in enumerate(named)
+        for piece in pieces_of(name, shape, number, most=MOST if codec.cuts else None)
+    ]
+    chunks = chunks_of(pieces, codec.block if isinstance(codec, RowCodec) else 1)
+    flats = [torch.randn(chunk.length, device=world.device) for chunk in chunks]
+    for step in range(repeats + 1):  # the first takes memory
+        begin = time.perf_counter()
+        for chunk, flat in zip(chunks, flats, strict=True):
+            _answered(mean(codec, Part(chunk, world.rank, world.size, step, 0, memory), flat), world)
+        _synchronise(world)
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds[1:])
+
+
+def _answered(scheme: Iterator[Any], world: World) -> None:
+    import torch
+
+    from samestep.compress.schemes import ToEach
+
+    message = next(scheme)
+    while True:
+        packets = message.packets
+        if isinstance(message, ToEach):
+            packets = packets[: message.counts[world.rank]]
+        try:
+            message = scheme.send(torch.stack([packets] * world.size))  # type: ignore[attr-defined]
+        except StopIteration:
+            return
+
+
+def _synchronise(world: World) -> None:
+    import torch
+
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)

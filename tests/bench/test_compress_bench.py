@@ -1,0 +1,44 @@
+"""The benchmark of compression: real ranks, few steps; and what it concludes."""
+
+from __future__ import annotations
+
+import pytest
+
+from samestep.bench import compress
+from samestep.bench.harness import Comparison, Options
+from samestep.errors import UsageError
+
+
+def test_real_ranks_time_every_codec_beside_the_step_without():
+    report = compress.run(Options(2, 2))
+    assert [one.name for one in report.comparisons] == [*compress.CODECS, "as it comes"]
+    plain = 6 * (1024 * 1024 + 1024) * 4 / 1e6  # of two ranks, each sends as much as the gradients have
+    for one in report.comparisons[:-1]:
+        assert len(one.ours) == len(one.theirs) == 2
+        assert 0 < one.figures["sent_mb"] < 0.51 * plain
+        assert one.figures["coding_ms"] > 0
+    int8 = next(one for one in report.comparisons if one.name == "int8")
+    assert int8.figures["sent_mb"] == pytest.approx(plain / 4, rel=0.02)
+
+
+def compared(name, ratio):
+    return Comparison(name, "step", (ratio,) * 9, (1.0,) * 9)
+
+
+@pytest.mark.parametrize(
+    ("int8", "as_it_comes", "said"),
+    [
+        (0.25, 1.0, "Compression pays on this network: int8 4.0 times as quick"),
+        (0.25, 0.5, "int8 2.0 times as quick a step as without it"),
+        (0.25, 0.1, "Nothing is gained by compression on this network"),
+        (1.1, 1.0, "Nothing is gained"),
+    ],
+)
+def test_it_pays_only_where_it_is_quicker_than_the_best_way_without(int8, as_it_comes, said):
+    found = compress.conclusion([compared("int8", int8), compared("as it comes", as_it_comes)])
+    assert said in found
+
+
+def test_one_rank_has_nothing_to_compress():
+    with pytest.raises(UsageError, match="needs 2 ranks or more"):
+        compress.run(Options(1, 2))

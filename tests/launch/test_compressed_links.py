@@ -1,0 +1,80 @@
+"""Compressed gradients between hosts: what goes over the wire, counted there, and on a slow one the time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from namespaces import hosts
+
+SECRET = "between these two hosts alone"
+TRAIN = """
+import sys, torch, samestep
+from samestep.bench.networks import WIDE
+
+def sent():
+    with open("/sys/class/net/eth0/statistics/tx_bytes") as counter:
+        return int(counter.read())
+
+def bytes_of(model, steps):
+    x = torch.ones(16, 1024)
+    for step in range(steps + 2):  # after two the buckets stay
+        if step == 2:
+            world.barrier()
+            before = sent()
+        model(x).sum().backward()
+    world.barrier()
+    return (sent() - before) / steps
+
+with samestep.world() as world:
+    plain = samestep.replicate(WIDE.network(), world, reduce="gloo")
+    int8 = samestep.replicate(WIDE.network(), world, compress="int8")
+    found = bytes_of(plain, 5), bytes_of(int8, 5), int8.compression.sent / 7
+    if world.is_first:
+        print("BYTES", *found, flush=True)
+"""
+
+
+def on_both(lab, folder, *command):
+    """Runs a command on both hosts as one run; returns what each said."""
+    started = []
+    for number, name in enumerate(lab.names):
+        where = ["--nnodes", "2", "--node-rank", str(number), "--rendezvous", f"{lab.address('node1')}:29517"]
+        words = [sys.executable, "-m", "samestep", "run", "-n", "1", *where, *command]
+        environment = {**os.environ, "SAMESTEP_TOKEN": SECRET}
+        piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment, "cwd": folder}
+        # /sys shows the interfaces of the network that it was mounted in
+        started.append(
+            lab.start(name, ["unshare", "-m", "sh", "-c", 'mount -t sysfs s /sys && exec "$@"', "sh", *words], **piped)
+        )
+    said = [process.communicate(timeout=1500)[0].decode() for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    return said
+
+
+def test_int8_puts_a_quarter_of_the_bytes_on_the_wire(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    with hosts(tmp_path, 2, servers=False) as lab:
+        said, _ = on_both(lab, tmp_path, "train.py")
+    plain, int8, told = map(float, said.split("BYTES ")[1].split()[:3])
+    assert plain > 4 * 6 * 1024 * 1025  # all gradients, and what wraps them
+    assert 0.25 < int8 / plain < 0.262
+    assert told < int8 < 1.03 * told  # what it says that it sends, and headers
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1700)
+@pytest.mark.parametrize("rate", ["1gbit", "100mbit"])
+def test_on_a_slow_link_a_step_is_three_times_as_quick(tmp_path, rate):
+    with hosts(tmp_path, 2, servers=False) as lab:
+        for name in lab.names:
+            lab.limit(name, rate)
+        said, _ = on_both(lab, tmp_path, "-m", "samestep", "bench", "compress", "--json", str(tmp_path / "found.json"))
+    print(said)
+    found = json.loads((tmp_path / "found.json").read_text())
+    ratios = {one["name"]: one["ratio"]["median"] for one in found["comparisons"]}
+    if rate == "100mbit":
+        assert 1 / ratios["int8"] >= 3
