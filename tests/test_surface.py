@@ -37,7 +37,8 @@ SIGNATURES = {
     "clip_grad_norm_": "(model, max_norm, norm_type, error_if_nonfinite)",
     "evaluate": "(fn, dataset, world, *, batch_size, metrics, workers, collate_fn)",
     "once": "(path, *, timeout)",
-    "replicate": "(model, world, *, buckets, reduce, batchnorm, find_unused_parameters, nonfinite, compress)",
+    "replicate": "(model, world, *, buckets, reduce, batchnorm, find_unused_parameters, nonfinite, compress, "
+    "average_every)",
     "shards": "(dataset, world, *, batch_size, micro_batch_size, weight, workers, seed, shuffle, drop_last, "
     "collate_fn, sample_streams, on_bad_sample, cost, bucket, splits_itself)",
     "spawn": "(fn, n, *args, timeout, progress)",

@@ -17,22 +17,20 @@ Source: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Par
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
-from samestep.compress import Codec, named
+from samestep.compress import Codec
 from samestep.data.batches import tensors_of
-from samestep.errors import DataError, DeviceError, EmptyBatchError, ModelError, SamestepError, StepError, UsageError
+from samestep.errors import DataError, EmptyBatchError, SamestepError, StepError, UsageError
 from samestep.launch.failure import lost_peer
-from samestep.launch.warning import warn
+from samestep.replicas import asked
 from samestep.replicas.buckets import BucketPlan
-from samestep.replicas.buffers import equalise_buffers
+from samestep.replicas.buffers import equalise, equalise_buffers
 from samestep.replicas.compression import Compression
+from samestep.replicas.local_steps import LocalSteps
 from samestep.replicas.nonfinite import POLICIES, Guard, Policy
 from samestep.replicas.norm import synchronise_batchnorm
 from samestep.replicas.reduction import WAYS, Reduce
@@ -42,6 +40,7 @@ from samestep.runtime.world import World
 
 __all__ = ["Replica", "replicate"]
 
+Engine = Synchroniser | SliceEngine | LocalSteps
 BatchNormMode = Literal["synchronised", "local"]
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # how torch's batch_norm says it
@@ -68,9 +67,7 @@ class Replica(nn.Module):
     _plan: BucketPlan | None = None  # of an engine that is released
     _compression: Compression | None = None  # likewise
 
-    def __init__(
-        self, module: nn.Module, world: World, batchnorm: str, synchroniser: Synchroniser | SliceEngine | None
-    ) -> None:
+    def __init__(self, module: nn.Module, world: World, batchnorm: str, synchroniser: Engine | None) -> None:
         super().__init__()
         self.module = module
         self.world = world
@@ -112,9 +109,9 @@ class Replica(nn.Module):
             f"input of {shape}: {'take larger batches' if few is None else few()}"
         )
 
-    def _synchronised(self) -> Synchroniser | SliceEngine:
+    def _synchronised(self) -> Engine:
         self.world.check_open()
-        synchroniser: Synchroniser | SliceEngine | None = self.__dict__["_synchroniser"]
+        synchroniser: Engine | None = self.__dict__["_synchroniser"]
         if synchroniser is None:
             raise StepError(
                 f"this {type(self.module).__name__} is a copy of a replica, whose gradients nobody averages: train "
@@ -123,7 +120,8 @@ class Replica(nn.Module):
         return synchroniser
 
     def equalise_buffers(self) -> None:
-        """Makes buffers equal on all ranks, where local BatchNorm let them differ. Collective: every rank calls it."""
+        """Makes buffers equal on all ranks, and parameters where ranks step by themselves. Collective: all call it."""
+        self.average()
         if (slices := self.slices) is not None:
             slices.buffers.equalise()
         else:
@@ -146,6 +144,15 @@ class Replica(nn.Module):
         """What was found out about bucket sizes, and which were chosen."""
         engine = self.__dict__["_synchroniser"]
         return engine.plan if isinstance(engine, Synchroniser) else self._plan
+
+    def average(self) -> None:
+        """Makes all ranks' parameters, and optimizer state, their mean; nothing where gradients are averaged.
+
+        Before the end of a training with `average_every` that neither evaluates nor saves. Collective: every rank must
+        call it.
+        """
+        if isinstance(engine := self.__dict__["_synchroniser"], LocalSteps):
+            engine.average(state=True)
 
     def release(self) -> None:
         """Lets go of the process group, when the world closes."""
@@ -198,6 +205,7 @@ def replicate(
     find_unused_parameters: bool = False,
     nonfinite: Policy | None = None,
     compress: str | Codec | None = None,
+    average_every: int | None = None,
 ) -> Replica:
     """Returns the model as one replica of many, whose gradients are averaged over `world.data` when a step ends.
 
@@ -232,6 +240,9 @@ def replicate(
             or a codec of `samestep.compress` with settings. Another training, which converges where the codec suits it;
             `samestep bench compress` tells whether it is quicker on this network, and `docs/compression.md` more. What
             a rank still owes is saved in checkpoints of the model. On a world of one it changes nothing.
+        average_every: for links slower still: ranks step by themselves, and average their parameters every so many
+            optimizer steps, before every evaluation and save, and in `model.average()` (local SGD). Another training,
+            too; gradients are each rank's own, so `nonfinite` judges them rank by rank.
 
     Raises:
         ModelError: nothing to train, or the model is wrapped in DataParallel or DistributedDataParallel.
@@ -245,36 +256,25 @@ def replicate(
         ...     list(model.state_dict())
         ['weight', 'bias']
     """
-    _check_model(model, world)
-    mode = _batchnorm_mode(model, world, batchnorm)
-    _check_buckets(buckets)
+    asked.check_model(model, world, Replica)
+    mode = asked.batchnorm_mode(model, world, batchnorm)
+    asked.check_buckets(buckets)
     if reduce is not None and reduce not in WAYS:
         raise UsageError(f"reduce={reduce!r} is unknown: use 'shared', 'ordered' or 'gloo', or leave it out")
     if nonfinite is not None and nonfinite not in POLICIES:
         raise UsageError(f"nonfinite={nonfinite!r} is unknown: use 'stop', 'skip', 'warn' or 'off'")
-    codec = _codec(compress, world, buckets, reduce)
+    codec = asked.codec(compress, world, buckets, reduce)
+    asked.check_average(average_every, world, codec)
     if mode == "synchronised":
         model = synchronise_batchnorm(model, world.data, world.device)
     guard = Guard(model, world, nonfinite)
-    synchroniser: Synchroniser | SliceEngine | None = None
-    if world.virtual is not None:
-        synchroniser = SliceEngine(model, world, world.virtual)
-    elif world.data.size > 1:
-        equalise_buffers(model, world.data)  # DDP sends rank 0's parameters
-        compression = None if codec is None else Compression(model, codec, world.seed or 0)
-        synchroniser = Synchroniser(
-            model,
-            world,
-            buckets=buckets,
-            reduce=reduce,
-            find_unused_parameters=find_unused_parameters,
-            local=guard.local,
-            compression=compression,
-        )
+    engine = _engine(model, world, guard, codec, average_every, buckets, reduce, find_unused_parameters)
     world.set_streams_apart()
-    replica = Replica(model, world, mode, synchroniser)
+    replica = Replica(model, world, mode, engine)
     replica.nonfinite = guard
     guard.number, guard.slices = replica.number, replica.slices
+    if isinstance(engine, LocalSteps):
+        engine.number = replica.number
     return replica
 
 
@@ -282,61 +282,32 @@ def _needs_engine(world: World) -> bool:
     return world.data.size > 1 or world.virtual is not None
 
 
-def _batchnorm_mode(model: nn.Module, world: World, asked: str | None) -> str:
-    mode = asked or "synchronised"
-    if mode not in ("synchronised", "local"):
-        raise ModelError(f"batchnorm={asked!r} is unknown: use 'synchronised' (the default) or 'local'")
-    if mode == "synchronised" and world.virtual is not None and any(isinstance(m, _BatchNorm) for m in model.modules()):
-        raise ModelError(
-            f"{type(model).__name__} has BatchNorm, and virtual ranks are computed one after another, so statistics "
-            "over all of them are not to be had: replicate(model, world, batchnorm='local') takes each slice's own"
-        )
-    return mode
-
-
-def _codec(asked: str | Codec | None, world: World, buckets: object, reduce: object) -> Codec | None:
-    """Returns the codec, None where there is nothing to compress."""
-    if asked is None:
-        return None
-    codec = named(asked)
-    if reduce is not None or buckets == "auto":
-        other = f"reduce={reduce!r}" if reduce is not None else "buckets='auto'"
-        raise UsageError(f"compress has a way of its own to add gradients, and chunks of its own: leave {other} out")
+def _engine(
+    model: nn.Module,
+    world: World,
+    guard: Guard,
+    codec: Codec | None,
+    average_every: int | None,
+    buckets: float | Literal["auto"] | None,
+    reduce: Reduce | None,
+    find_unused_parameters: bool,
+) -> Engine | None:
+    """Returns what makes one training of the ranks'; None where there is nobody else. Collective."""
     if world.virtual is not None:
-        raise UsageError(
-            "virtual ranks are for the same bits on any number of ranks, and what compress loses depends on it: leave "
-            "one of them out"
-        )
+        return SliceEngine(model, world, world.virtual)
     if world.data.size == 1:
-        warn(f"compress={codec.name} changes nothing on one rank, which sends no gradients")
         return None
-    return codec
-
-
-def _check_buckets(buckets: object) -> None:
-    is_number = isinstance(buckets, (int, float)) and not isinstance(buckets, bool)
-    if buckets is None or buckets == "auto" or (is_number and 0 < buckets < math.inf):  # type: ignore[operator]
-        return
-    raise UsageError(
-        f"buckets={buckets!r} is no bucket size: give MiB above 0, such as 25, or 'auto' to have them chosen, or leave "
-        "it out"
+    equalise_buffers(model, world.data)  # DDP sends rank 0's parameters
+    if average_every is not None:
+        equalise(list(model.parameters()), world.data)
+        guard.local = None  # a rank's own gradients are all there are
+        return LocalSteps(model, world, average_every)
+    return Synchroniser(
+        model,
+        world,
+        buckets=buckets,
+        reduce=reduce,
+        find_unused_parameters=find_unused_parameters,
+        local=guard.local,
+        compression=None if codec is None else Compression(model, codec, world.seed or 0),
     )
-
-
-def _check_model(model: nn.Module, world: World) -> None:
-    if isinstance(model, nn.DataParallel):
-        raise ModelError(
-            "nn.DataParallel drives many GPUs from one process, slowly and with other BatchNorm statistics. Instead: "
-            "model = samestep.replicate(model.module.to(world.device), world), started with `samestep run -n auto`"
-        )
-    if isinstance(model, (DistributedDataParallel, Replica)):
-        raise ModelError(f"the model is wrapped in {type(model).__name__} already: replicate(model.module, world)")
-    trainable = [(name, tensor) for name, tensor in model.named_parameters() if tensor.requires_grad]
-    if not trainable:
-        raise ModelError(f"{type(model).__name__} has no trainable parameter: there is no gradient to average")
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device != world.device:
-            raise DeviceError(
-                f"{name} is on {tensor.device}, but rank {world.rank} trains on {world.device}: call "
-                f"model.to(world.device) before replicate"
-            )
