@@ -12,6 +12,7 @@ from samestep import errors
 PUBLIC = [
     "Axis",
     "Checkpoint",
+    "DriftGuard",
     "RankFailure",
     "Replica",
     "Report",
@@ -38,7 +39,7 @@ SIGNATURES = {
     "evaluate": "(fn, dataset, world, *, batch_size, metrics, workers, collate_fn)",
     "once": "(path, *, timeout)",
     "replicate": "(model, world, *, buckets, reduce, batchnorm, find_unused_parameters, nonfinite, compress, "
-    "average_every)",
+    "average_every, guard)",
     "shards": "(dataset, world, *, batch_size, micro_batch_size, weight, workers, seed, shuffle, drop_last, "
     "collate_fn, sample_streams, on_bad_sample, cost, bucket, splits_itself)",
     "spawn": "(fn, n, *args, timeout, progress)",
@@ -59,6 +60,7 @@ EXIT_CODES = {
     "EmptyBatchError": 1,
     "StepError": 1,
     "NonFiniteError": 1,
+    "DriftError": 1,
     "PeerError": 1,
     "Preempted": 75,
     "CheckpointError": 1,

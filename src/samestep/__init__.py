@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from samestep.errors import UsageError as UsageError
     from samestep.launch.spawn import spawn as spawn
     from samestep.replicas.clipping import clip_grad_norm_ as clip_grad_norm_
+    from samestep.replicas.drift import DriftGuard as DriftGuard
     from samestep.replicas.replicate import Replica as Replica
     from samestep.replicas.replicate import replicate as replicate
     from samestep.running.checkpoints.commit import Checkpoint as Checkpoint
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Axis": "samestep.runtime.world",
     "Checkpoint": "samestep.running.checkpoints.commit",
+    "DriftGuard": "samestep.replicas.drift",
     "RankFailure": "samestep.errors",
     "Report": "samestep.verification.report",
     "Replica": "samestep.replicas.replicate",

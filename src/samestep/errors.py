@@ -11,6 +11,7 @@
     ├── EmptyBatchError               1   the model cannot digest the empty batch of a rank without samples
     ├── StepError                     1   the calls of one training step do not fit together
     ├── NonFiniteError                1   a gradient is NaN or infinite; says of which rank and tensor
+    ├── DriftError                    1   replicas are not alike any more; says of which rank and tensor
     ├── PeerError                     1   another rank failed, and this one was told
     ├── CheckpointError               1   a checkpoint cannot be written, or cannot be trusted
     └── RankFailure                   1   a rank of `spawn` or `run_ranks` failed; carries which, and why
@@ -30,6 +31,7 @@ __all__ = [
     "CheckpointError",
     "DataError",
     "DeviceError",
+    "DriftError",
     "EmptyBatchError",
     "ModelError",
     "NonFiniteError",
@@ -116,6 +118,21 @@ class NonFiniteError(SamestepError):
         other = NonFiniteError(message, ranks=self.ranks)
         other.secondary = self.secondary
         return other
+
+
+class DriftError(SamestepError):
+    """The replicas are not alike any more; raised on every rank after the same step, with the same sentence.
+
+    On a rank that is as it should be, `secondary` is true.
+
+    Attributes:
+        ranks: those that differ from most; empty where nobody can tell who is right.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), mine: int = 0) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.secondary = bool(ranks) and mine not in ranks
 
 
 class PeerError(SamestepError):

@@ -162,6 +162,25 @@ def test_ranks_that_part_unaveraged_are_told(two_ranks):
     assert two_ranks(parted) == [True, True]
 
 
+def of_two_optimizers():
+    torch.set_num_threads(1)
+    with samestep.world() as world:
+        model = samestep.replicate(network(), world, average_every=2)
+        optimizers = [torch.optim.SGD(model.module[layer].parameters(), lr=0.1) for layer in (0, 2)]
+        for step in range(2):
+            model(inputs(world.rank, step)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        model.average()
+        return bits(model)
+
+
+def test_what_a_second_optimizer_did_behind_an_average_is_averaged_at_the_end(two_ranks):
+    mine, other = two_ranks(of_two_optimizers)
+    assert same(mine, other)
+
+
 def averaged(dtype):
     with samestep.world() as world:
         generator = torch.Generator().manual_seed(world.rank)

@@ -34,6 +34,7 @@ EXAMPLES = """examples:
   samestep bench compress                 every codec beside a step without: half a minute
   samestep run --hosts node1,node2 -n 1 -m samestep bench compress
                                           the same between these hosts
+  samestep bench guard                    two processes, 60 pairs of 16 steps: a minute and a half
   samestep bench launch -n 4              four processes, 10 pairs: two minutes
   samestep bench checkpoint               two processes, 8 pairs: two minutes
   samestep bench mpi                      under mpiexec, on an idle and on a busy machine: two minutes

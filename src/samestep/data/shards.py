@@ -160,6 +160,7 @@ class Shards:
         progress.note_phase("train")
         self._consume()
         self._go_to(self._epoch + 1, 0)
+        self._world.step.end_epoch()
 
     def _run(self) -> Iterator[Any]:
         self._dealt = None if self._costs is None else Dealt(self._order, self._cut, self._costs, self._cursor)

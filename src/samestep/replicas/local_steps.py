@@ -17,18 +17,17 @@ Mini-batches, Use Local SGD", ICLR 2020 (to change over late).
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from samestep.errors import StepError
 from samestep.launch.warning import warn
+from samestep.replicas.rounds import Rounds, watch_steps
 from samestep.runtime.axes import Axis
 from samestep.runtime.world import World
 
@@ -54,10 +53,9 @@ class LocalSteps:
         self.world = world
         self.every = every
         self.since = self.averages = 0
-        self.number = 0  # of the replica
-        self._optimizers: list[weakref.ref[Optimizer]] = []
-        _engines.add(self)
-        _watch_optimizers()
+        self._are_alike = True
+        self._rounds = Rounds(keeps=True)
+        watch_steps(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the model returns."""
@@ -65,16 +63,15 @@ class LocalSteps:
         self.world.step.averaged = self.world.step.averaged or self.world.step.step_ends
         return outputs
 
-    def note_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped; the first that has parameters of this model counts the steps. Collective."""
-        alive = [found for reference in self._optimizers if (found := reference()) is not None]
-        if all(optimizer is not each for each in alive):
-            own = set(map(id, self.module.parameters()))
-            if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-                return
-            alive.append(optimizer)
-            self._optimizers = [weakref.ref(each) for each in alive]
-        if alive[0] is not optimizer:
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has parameters of this model."""
+        own = set(map(id, self.module.parameters()))
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+    def note_step(self, optimizer: Optimizer, number: int) -> None:
+        """An optimizer of this model, the `number`-th of all, has stepped. Collective: on every rank."""
+        self._are_alike = False  # also behind an average, where a second optimizer steps
+        if self.world.data.closed or not self._rounds.begins_with(optimizer, number):
             return
         if not self.world.step.step_ends:
             raise StepError(
@@ -91,30 +88,26 @@ class LocalSteps:
         Args:
             state: optimizers' state too, as before a save.
         """
-        if self.since == 0:
+        if self._are_alike:
             return
         tensors: list[Tensor] = list(self.module.parameters())
         if state:
             tensors += self._state()
         average(tensors, self.world.data)
-        self.since = 0
+        self.since, self._are_alike = 0, True
         self.averages += 1
 
     def _state(self) -> Iterable[Tensor]:
-        for reference in self._optimizers:
-            if (optimizer := reference()) is None:
-                continue
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    kept = optimizer.state.get(parameter, {})
-                    for name in sorted(kept):
-                        if isinstance(kept[name], Tensor) and kept[name].is_floating_point() and kept[name].dim():
-                            yield kept[name]
+        for optimizer in self._rounds.optimizers():
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                kept = optimizer.state.get(parameter, {})
+                for name in sorted(kept):
+                    if isinstance(kept[name], Tensor) and kept[name].is_floating_point() and kept[name].dim():
+                        yield kept[name]
 
     def release(self) -> None:
         """Says so where ranks part with parameters of their own."""
-        _engines.discard(self)
-        if self.since and self.world.is_first:
+        if not self._are_alike and self.world.is_first:
             warn(
                 f"the world closes {self.since} steps after the last average, and every rank keeps parameters of its "
                 "own: call model.average() before, as samestep.evaluate and a save do"
@@ -150,16 +143,3 @@ def flat_views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     sizes = [tensor.numel() for tensor in like]
     parts = flat[: sum(sizes)].split_with_sizes(sizes)
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
-
-
-_engines: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_post_hook(_after_step)
-
-
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
-    for engine in sorted(_engines, key=lambda engine: engine.number):
-        engine.note_step(optimizer)

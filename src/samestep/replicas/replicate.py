@@ -30,6 +30,7 @@ from samestep.replicas import asked
 from samestep.replicas.buckets import BucketPlan
 from samestep.replicas.buffers import equalise, equalise_buffers
 from samestep.replicas.compression import Compression
+from samestep.replicas.drift import DriftGuard, DriftWatch, guard_of
 from samestep.replicas.local_steps import LocalSteps
 from samestep.replicas.nonfinite import POLICIES, Guard, Policy
 from samestep.replicas.norm import synchronise_batchnorm
@@ -58,12 +59,14 @@ class Replica(nn.Module):
         batchnorm: "synchronised" or "local".
         number: the same on every rank; models are numbered as they are replicated.
         nonfinite: watches its gradients for NaN and Inf, and counts the steps that it leaves out; None for a copy.
+        drift: compares its weights with those of the other ranks; None where nobody asked for it.
         buckets: what was found out about bucket sizes; `print` shows a table. None without `buckets="auto"`, before it
             is decided, and where there is nothing to decide.
     """
 
     module: nn.Module
     nonfinite: Guard | None = None
+    drift: DriftWatch | None = None
     _plan: BucketPlan | None = None  # of an engine that is released
     _compression: Compression | None = None  # likewise
 
@@ -206,6 +209,7 @@ def replicate(
     nonfinite: Policy | None = None,
     compress: str | Codec | None = None,
     average_every: int | None = None,
+    guard: int | DriftGuard | None = None,
 ) -> Replica:
     """Returns the model as one replica of many, whose gradients are averaged over `world.data` when a step ends.
 
@@ -243,6 +247,10 @@ def replicate(
         average_every: for links slower still: ranks step by themselves, and average their parameters every so many
             optimizer steps, before every evaluation and save, and in `model.average()` (local SGD). Another training,
             too; gradients are each rank's own, so `nonfinite` judges them rank by rank.
+        guard: makes sure every so many optimizer steps that all ranks hold the same weights, bit for bit, and names
+            rank and tensors where they do not: a number of steps, such as 16, or a `samestep.DriftGuard`, which can
+            also warn or repair, look at optimizers' state, and send rank 0's weights to all every so many epochs.
+            `model.drift` counts.
 
     Raises:
         ModelError: nothing to train, or the model is wrapped in DataParallel or DistributedDataParallel.
@@ -265,16 +273,19 @@ def replicate(
         raise UsageError(f"nonfinite={nonfinite!r} is unknown: use 'stop', 'skip', 'warn' or 'off'")
     codec = asked.codec(compress, world, buckets, reduce)
     asked.check_average(average_every, world, codec)
+    if (drift := guard_of(guard)) is not None and average_every is not None:
+        raise UsageError("with average_every ranks hold weights of their own between averages: leave guard out")
     if mode == "synchronised":
         model = synchronise_batchnorm(model, world.data, world.device)
-    guard = Guard(model, world, nonfinite)
-    engine = _engine(model, world, guard, codec, average_every, buckets, reduce, find_unused_parameters)
+    finite = Guard(model, world, nonfinite)
+    engine = _engine(model, world, finite, codec, average_every, buckets, reduce, find_unused_parameters)
     world.set_streams_apart()
     replica = Replica(model, world, mode, engine)
-    replica.nonfinite = guard
-    guard.number, guard.slices = replica.number, replica.slices
-    if isinstance(engine, LocalSteps):
-        engine.number = replica.number
+    replica.nonfinite = finite
+    finite.number, finite.slices = replica.number, replica.slices
+    if drift is not None:
+        replica.drift = DriftWatch(model, world, drift)
+        world.step.epoch_ends.append(replica.drift.end_epoch)
     return replica
 
 

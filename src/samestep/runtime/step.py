@@ -30,6 +30,7 @@ class StepState:
         listens: whether wishes travel; until somebody listens, a step's report is half as long.
         averaged: a backward has averaged gradients since a step ended last.
         steps: how many steps have ended or were abandoned.
+        epoch_ends: called on every rank where a loop over a loader has come to its end.
         few: says why the micro-batch handed out last has so few samples, and what to do; None outside of steps.
     """
 
@@ -39,6 +40,7 @@ class StepState:
     averaged: bool = False
     steps: int = 0
     few: Callable[[], str] | None = None
+    epoch_ends: list[Callable[[], None]] = field(default_factory=list)
     _open: dict[int, bool] = field(default_factory=dict)  # loaders in a step; whether its last micro-batch is out
 
     @property
@@ -60,6 +62,11 @@ class StepState:
         self.steps += self._open.pop(loader, None) is not None
         if not self._open:
             self.few = None
+
+    def end_epoch(self) -> None:
+        """A loop over a loader has come to the end of its epoch. Collective: as the loop is."""
+        for act in list(self.epoch_ends):
+            act()
 
     def listen(self) -> None:
         """Lets wishes travel from now on. Collective: every rank must call it, at the same step."""

@@ -1,0 +1,368 @@
+"""The guard of the replicas: every few steps all ranks make sure that they still hold the same weights, bit for bit.
+
+Every rank gets the same averaged gradients and takes the same step with them, so replicas that were alike stay alike.
+What parts them is outside: a tensor that one rank changes by itself, an optimizer's state that was loaded on one rank
+only, a bit that a faulty core or memory has flipped (Meta: 6 times in 54 days on 16,384 GPUs, "The Llama 3 Herd of
+Models", 2024). DistributedDataParallel compares parameters once, when it is made, and from then on averages gradients
+that belong to different weights, without a word; Horovod's advice is to send all weights again after every epoch,
+which hides what went wrong.
+
+    step        1 … 15   16                                17 … 31   32
+    rank 0               h, ~h ┐                                     h, ~h ┐
+    rank 1               h, ~h ├ max: alike on all ranks             h, ~h ├ max: not alike: whose? ── stop, warn
+    rank 2               h, ~h ┘                                     h, ~h ┘                            or repair
+
+One all-reduce of 16 bytes tells it: since ~x = -1 - x falls where x rises, max(~h) = ~min(h), and max(h) = ~max(~h)
+just where the largest h is the smallest [1]. Where it is not, the ranks send each other the digests of every tensor
+(`differing`). The digest is one read of the weights (`digests`); `samestep bench guard` tells what a step pays for it.
+
+What a step of a model is, where it has several optimizers, is told in `rounds`. A GAN's two models have a guard each,
+and are counted apart.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from samestep.errors import DriftError, StepError, UsageError
+from samestep.launch.warning import warn
+from samestep.replicas.differing import Difference, culprits, differences, first_of, ranks_named, who
+from samestep.replicas.digests import Item, bytes_of, digest_of_all, items_of_model, items_of_optimizer
+from samestep.replicas.rounds import Rounds, watch_steps
+from samestep.runtime.axes import Axis
+from samestep.runtime.exchange import gather_json, tell_json
+from samestep.runtime.world import World
+
+__all__ = ["DriftGuard", "DriftWatch"]
+
+Policy = Literal["stop", "warn", "repair"]
+POLICIES = ("stop", "warn", "repair")
+
+MOST_SAID = 10  # warnings or repairs that are told; the counts have all
+MOST_IN_A_ROW = 3  # checks at which one rank has drifted: then something there is broken
+_ADVICE = (
+    "Averaged gradients do not part them: look for what one rank alone does to its model or optimizer, or for a faulty "
+    "machine; DriftGuard(policy='repair') sends all what most have"
+)
+
+
+@dataclass(frozen=True)
+class DriftGuard:
+    """How replicas are compared; for `samestep.replicate(model, world, guard=…)`.
+
+    Args:
+        every: so many optimizer steps.
+        policy: what happens where they differ. "stop" raises on every rank and names rank and tensors; "warn" does so
+            as a warning, on the first rank; "repair" sends all ranks what most of them hold, and stops where the same
+            rank has drifted at three checks in a row.
+        optimizer_state: whether the optimizers' state and numbers (learning rate, betas) are compared, too. Not for
+            ZeroRedundancyOptimizer, which gives each rank a part of it.
+        buffers: whether buffers are compared, too. The running statistics of a BatchNorm that is not synchronised never
+            are, and none on virtual ranks, whose slices have their own. A model that updates other buffers from its own
+            samples holds different ones on every rank.
+        resync_epochs: after so many epochs rank 0's parameters and buffers are sent to all, whatever was found; None
+            never does.
+
+    Raises:
+        UsageError: a value is none of these.
+
+    Example:
+        >>> DriftGuard(every=100, policy="repair").every
+        100
+        >>> DriftGuard(every=0)
+        Traceback (most recent call last):
+        samestep.errors.UsageError: every=0 is no number of steps: give a whole number of at least 1, such as 16
+    """
+
+    every: int = 16
+    policy: Policy = "stop"
+    optimizer_state: bool = False
+    buffers: bool = True
+    resync_epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.every):
+            raise UsageError(
+                f"every={self.every!r} is no number of steps: give a whole number of at least 1, such as 16"
+            )
+        if self.policy not in POLICIES:
+            raise UsageError(f"policy={self.policy!r} is unknown: use 'stop', 'warn' or 'repair'")
+        for name in ("optimizer_state", "buffers"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise UsageError(f"{name}={value!r} must be True or False")
+        if self.resync_epochs is not None and not _is_count(self.resync_epochs):
+            raise UsageError(
+                f"resync_epochs={self.resync_epochs!r} is no number of epochs: give a whole number of at least 1, or "
+                "None to send no weights"
+            )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def guard_of(asked: int | DriftGuard | None) -> DriftGuard | None:
+    """Returns what `guard=` of :func:`samestep.replicate` asks for.
+
+    Raises:
+        UsageError: it is neither a number of steps nor a DriftGuard.
+
+    Example:
+        >>> guard_of(100)
+        DriftGuard(every=100, policy='stop', optimizer_state=False, buffers=True, resync_epochs=None)
+    """
+    if asked is None or isinstance(asked, DriftGuard):
+        return asked
+    if not _is_count(asked):
+        raise UsageError(
+            f"guard={asked!r} is unknown: give the steps from one check to the next, such as 16, or a DriftGuard"
+        )
+    return DriftGuard(every=asked)
+
+
+class DriftWatch:
+    """The guard of one replica, at work.
+
+    Collective: every rank must make it, for a model that is alike on all. Alone it does nothing. It can be given to
+    `samestep.checkpoint(…, guard=model.drift)`, and then counts on after a resume.
+
+    Args:
+        module: the bare model.
+        world: whose data axis holds its replicas.
+        guard: how they are compared.
+
+    Attributes:
+        guard: likewise.
+        active: where false, steps are not counted and nothing is looked at; the same on every rank.
+        steps: that the model has taken.
+        epochs: that it was trained in; see :meth:`end_epoch`.
+        checks: how often the replicas were compared.
+        found: checks at which they were not alike.
+        repaired: of them, those after which they were made alike.
+        last_alike: the step of the last check at which they were alike; None before.
+
+    Example:
+        >>> import samestep, torch
+        >>> with samestep.world() as world:
+        ...     model = samestep.replicate(torch.nn.Linear(2, 1).to(world.device), world)
+        ...     drift = DriftWatch(model.module, world, DriftGuard(every=1))
+        ...     drift.check(), drift.checks
+        (True, 0)
+    """
+
+    def __init__(self, module: nn.Module, world: World, guard: DriftGuard) -> None:
+        self.guard = guard
+        self.active = True
+        self.steps = self.epochs = self.checks = self.found = self.repaired = 0
+        self.last_alike: int | None = None
+        self.number = world.next_number()
+        self._module = weakref.ref(module)
+        self._axis = world.data
+        self._virtual = world.virtual is not None
+        self._rounds = Rounds(keeps=guard.optimizer_state)
+        self._in_a_row: dict[int, int] = {}  # by position: checks at which it has drifted, up to the last
+        self._steps_at_epoch = 0
+        if self._axis.size > 1:
+            watch_steps(self)
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has parameters of this model."""
+        names = self._names()
+        return any(id(parameter) in names for group in optimizer.param_groups for parameter in group["params"])
+
+    def note_step(self, optimizer: Optimizer, number: int) -> None:
+        """An optimizer of this model, the `number`-th of all, has stepped. Collective: on every rank."""
+        if not self.active or self._axis.closed or not self._rounds.begins_with(optimizer, number):
+            return
+        self.steps += 1
+        if self.steps % self.guard.every == 0:
+            self.check()
+
+    @torch.no_grad()
+    def check(self) -> bool:
+        """Compares the replicas now; returns whether they are alike. Collective: every rank must call it.
+
+        Raises:
+            DriftError: they are not, and the policy is "stop", or it is "repair" and that is of no use.
+            StepError: the ranks are at different steps, or the world was closed.
+        """
+        if self._axis.size == 1:
+            return True
+        self._axis.check_open()
+        self.checks += 1
+        items = self._items()
+        if self._are_alike(items):
+            self.last_alike = self.steps
+            self._in_a_row.clear()
+            return True
+        self.found += 1
+        self._treat(items)
+        return False
+
+    def _are_alike(self, items: Sequence[Item]) -> bool:
+        return same_everywhere(self._axis, digest_of_all(items, f"{self.number} {self.steps}"))
+
+    def _treat(self, items: Sequence[Item]) -> None:
+        found = self._differences(items)
+        ranks = tuple(self._axis.ranks[position] for position in culprits(found))
+        text = f"the replicas of {self._model} are not alike: {who(found, self._axis.ranks)}; {self._since()}"
+        if self.guard.policy == "stop":
+            raise self._error(f"{text}. {_ADVICE}", ranks)
+        if self.guard.policy == "warn":
+            if self._says(self.found):
+                warn(f"{text}{_rest(self.found)}")
+            return
+        self._repair(found, items, text, ranks)
+
+    def _differences(self, items: Sequence[Item]) -> list[Difference]:
+        """Returns what differs, the same on every rank. Collective."""
+        mine = {"at": [self.number, self.steps], "of": {item.name: [item.digest(), item.kind] for item in items}}
+        told = gather_json(self._axis, mine)
+        if any(one["at"] != mine["at"] for one in told):
+            steps = ", ".join(
+                f"rank {rank} at step {one['at'][1]} of model {one['at'][0]}"
+                for rank, one in zip(self._axis.ranks, told, strict=True)
+            )
+            raise StepError(f"the ranks came to different checks of their replicas: {steps}")
+        found = differences([one["of"] for one in told])
+        if not found:
+            raise self._error(
+                f"the digests of all {self._model} differ, and those of its tensors do not: the ranks registered them "
+                "in different orders, or memory does not hold what is written to it"
+            )
+        return found
+
+    def _repair(self, found: Sequence[Difference], items: Sequence[Item], text: str, ranks: tuple[int, ...]) -> None:
+        drifted = {position for one in found for position in one.others}
+        self._in_a_row = {position: self._in_a_row.get(position, 0) + 1 for position in drifted}
+        if again := [self._axis.ranks[p] for p, times in self._in_a_row.items() if times >= MOST_IN_A_ROW]:
+            again.sort()
+            raise self._error(
+                f"{ranks_named(again)} {'has' if len(again) == 1 else 'have'} drifted at {MOST_IN_A_ROW} checks in a "
+                f"row, so repairing does not help, and something there is broken: {text}",
+                tuple(again),
+            )
+        if unlike := [one.name for one in found if not one.can_be_sent]:
+            raise self._error(f"{text}; {first_of(unlike)} cannot be repaired: not of one shape on all ranks", ranks)
+        by_name = {item.name: item for item in items}
+        for one in found:
+            send(by_name[one.name], self._axis, one.source)
+        if not self._are_alike(self._items()):
+            raise self._error(f"{text}; sent to all again, they still are not alike, so something is broken", ranks)
+        self.repaired += 1
+        self.last_alike = self.steps
+        if self._says(self.repaired):
+            sys.stderr.write(f"samestep: {text}; {self._sent(found)}{_rest(self.repaired)}\n")
+
+    def _sent(self, found: Sequence[Difference]) -> str:
+        sources = sorted({self._axis.ranks[one.source] for one in found})
+        whose = f"repaired: all have what {ranks_named(sources)} had"
+        return whose if all(one.is_decided for one in found) else f"{whose}, be it right or wrong"
+
+    def resync(self) -> None:
+        """Sends rank 0's parameters and buffers to all, between two steps. Collective: every rank must call it.
+
+        On virtual ranks the buffers stay, since the slices have their own.
+        """
+        self._axis.check_open()
+        module = self._module()
+        if self._axis.size == 1 or module is None:
+            return
+        for tensor in [*module.parameters(), *(() if self._virtual else module.buffers())]:
+            send(Item("", tensor), self._axis, 0)
+
+    def end_epoch(self) -> None:
+        """An epoch is over: counts it if the model was trained in it, and sends the weights if that is due. Collective.
+
+        Called where a loop over :func:`samestep.shards` ends; with a loader of your own, call it on every rank.
+        """
+        if self.steps == self._steps_at_epoch and self._axis.size > 1:
+            return  # a loop for evaluation
+        self._steps_at_epoch = self.steps
+        self.epochs += 1
+        if self.guard.resync_epochs is not None and self.epochs % self.guard.resync_epochs == 0:
+            self.resync()
+
+    def state_dict(self) -> dict[str, int | None]:
+        """Returns the counts, the same on every rank."""
+        return {name: getattr(self, name) for name in _COUNTS}
+
+    def load_state_dict(self, state: dict[str, int | None]) -> None:
+        """Counts on from there."""
+        for name in _COUNTS:
+            setattr(self, name, state[name])
+        self._steps_at_epoch = self.steps
+        self._in_a_row.clear()
+
+    def _names(self) -> dict[int, str]:
+        module = self._module()
+        return {} if module is None else {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def _items(self) -> list[Item]:
+        module = self._module()
+        if module is None:
+            return []
+        items = list(items_of_model(module, buffers=self.guard.buffers and not self._virtual))
+        names = self._names()
+        for place, optimizer in enumerate(self._rounds.optimizers()):
+            items += items_of_optimizer(optimizer, names, place)
+        return items
+
+    @property
+    def _model(self) -> str:
+        return type(self._module()).__name__
+
+    def _since(self) -> str:
+        if self.last_alike is None:
+            return f"found at step {self.steps}; no check before it found them alike"
+        return f"after step {self.last_alike} they were alike, at step {self.steps} no longer"
+
+    def _says(self, count: int) -> bool:
+        return self._axis.rank == 0 and count <= MOST_SAID
+
+    def _error(self, text: str, ranks: tuple[int, ...] = ()) -> DriftError:
+        return DriftError(text, ranks=ranks, mine=self._axis.ranks[self._axis.rank])
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return (type(None), ())  # a saved or copied model is guarded once it is replicated
+
+
+_COUNTS = ("steps", "epochs", "checks", "found", "repaired", "last_alike")
+
+
+def _rest(count: int) -> str:
+    return "; more will only be counted" if count == MOST_SAID else ""
+
+
+def same_everywhere(axis: Axis, word: int) -> bool:
+    """Whether all ranks of the axis hold the same int64, by one all-reduce of 16 bytes [1]. Collective."""
+    assert axis.control is not None
+    pair = torch.tensor([word, ~word])
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    axis.control.allreduce([pair], options).wait()
+    largest, other = pair.tolist()
+    return bool(largest == ~other)
+
+
+@torch.no_grad()
+def send(item: Item, axis: Axis, source: int) -> None:
+    """Gives all ranks an item as the one at position `source` has it, in place, through host memory. Collective."""
+    if not isinstance(item.value, torch.Tensor):
+        told = tell_json(axis, item.value, source)
+        item.home[item.key] = tuple(told) if isinstance(item.value, tuple) else told
+        return
+    data = bytes_of(item.value).to("cpu", copy=True)
+    if data.numel():
+        dist.broadcast(data, src=axis.ranks[source], group=axis.control)
+    if data.numel() and axis.rank != source:
+        item.value.copy_(data.view(item.value.dtype).view(item.value.shape))
