@@ -12,7 +12,7 @@ resumes bit for bit.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from samestep.runtime.axes import Axis
 __all__: list[str] = []
 
 Future = torch.futures.Future[Tensor]
+Watch = Callable[[Axis, GradBucket], None]
 
 
 @dataclass
@@ -63,6 +64,7 @@ class Compression:
         codec: as declared.
         steps: reductions so far.
         memory: what this rank remembers.
+        watch: is called with every bucket before anything of it is sent; None where nobody watches.
 
     Raises:
         UsageError: the codec does not fit a parameter's dtype.
@@ -71,6 +73,7 @@ class Compression:
     def __init__(self, module: nn.Module, codec: Codec, seed: int) -> None:
         self.codec = codec
         self.steps = 0
+        self.watch: Watch | None = None
         self._seed = seed
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._pieces: dict[str, list[Piece]] = {}
@@ -102,6 +105,8 @@ class Compression:
     def take(self, axis: Axis, bucket: GradBucket) -> Future:
         """Takes a bucket; the future is done when its gradients are averaged."""
         assert self._line is not None
+        if self.watch is not None:
+            self.watch(axis, bucket)
         loads, buffer, step = self._loads_of(axis, bucket.parameters()), bucket.buffer(), self.steps
         self.steps += bucket.is_last()
         future = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])

@@ -33,6 +33,8 @@ def judge(runner: Runner, record: Record, report: Report) -> None:
     if report.errors or not {"shards", "replicate"} <= used or not record.steps:
         return
     steps = min(record.steps, _MOST_STEPS)
+    if any(rank.of("compresses") for rank in record.ranks):
+        report.remarks.append("in float64, and as virtual ranks, gradients are not compressed")
     in_float64(runner, steps, report)
     if not report.errors:
         bit_for_bit(runner, record.size, steps, report)

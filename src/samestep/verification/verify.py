@@ -16,7 +16,17 @@ from samestep.errors import UsageError
 from samestep.verification import equality, journal, runs
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, Finding, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging import chance, communication, control, evaluation, moved, samples, states, storage
+from samestep.verification.judging import (
+    chance,
+    communication,
+    control,
+    declared,
+    evaluation,
+    moved,
+    samples,
+    states,
+    storage,
+)
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.reference import Comparison
@@ -219,6 +229,7 @@ def _compare(runner: Runner, record: Record, report: Report) -> Run:
     if record.steps and states.foreign_to(record) is None:
         permuted = functools.partial(alone, "another order", permuted=True)
         Comparison(record, whole, Others(permuted, of_ranks, virtual_ranks, merged, apart, at_step)).judge(report)
+        declared.judge(record, whole, report)
         moved.judge(record, whole, report)
         evaluation.judge(record, whole.record, report)
         _conclude_on_data(record, report)

@@ -10,6 +10,7 @@ from typing import Any
 from samestep.verification import journal
 from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.ahead import settled
+from samestep.verification.judging.averaged import Averaged
 
 __all__: list[str] = []
 
@@ -80,7 +81,17 @@ class Record:
         return [rank.steps[index] for rank in self.ranks]
 
     def gradients(self, step: Event) -> Any:
-        """Returns the gradients of a step whose values were kept; what is cut is put together from all ranks."""
+        """Returns the gradients of a step whose values were kept, those that were compressed as they were before."""
+        told = self.compressed(step)
+        return self.used(step) if not told.models else told.brought()
+
+    def compressed(self, step: Event) -> Averaged:
+        """Returns what the ranks recorded of a step's compressed gradients."""
+        told = [[one for one in rank.of("compressed") if one["event"] == step["event"]] for rank in self.ranks]
+        return Averaged(told, self.value)
+
+    def used(self, step: Event) -> Any:
+        """Returns the gradients with which the optimizer steps; what is cut is put together from all ranks."""
         return self._whole([rank.steps[step["event"]] for rank in self.ranks])
 
     def state(self, window: int) -> Any:

@@ -56,8 +56,10 @@ class Comparison:
         mine = [event for event in self.record.ranks[0].steps[: self.record.steps] if event["kept"] is not None]
         common = [event for event in mine if event["event"] in self.whole.steps]
         common = [event for event in common if not apart or event["window"] < (apart[0].step or 0)]
+        unknown = {event["event"]: self.record.compressed(event).why_not(event) for event in common}
+        common = [event for event in common if unknown[event["event"]] is None]
         if not common:
-            report.cover("gradients", unchecked(self._why()))
+            report.cover("gradients", unchecked(next(filter(None, unknown.values()), None) or self._why()))
             return
         if report.coverage.get("gradients") == REFUTED:
             return

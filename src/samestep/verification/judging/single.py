@@ -29,6 +29,11 @@ class Run:
         """Returns the gradients at a step."""
         return self.record.value(0, self.steps[event]["kept"])
 
+    def used(self, event: int) -> Any:
+        """Returns those that the optimizer used, where `gradients` are those before clipping; else None."""
+        kept = self.steps[event].get("used")
+        return None if kept is None else self.record.value(0, kept)
+
     @property
     def is_out_of_step(self) -> bool:
         """Whether it took its steps at other batches than the ranks."""

@@ -3,7 +3,8 @@
 checkpoint     every run saves into a folder of its own: the second shall not resume from what the first has saved
 world          with virtual ranks, where a run is ordered to have them
 replicate      in float64, likewise; virtual ranks have statistics of BatchNorm of their own; three ranks and more add
-               in rank order where a run that was stopped shall have the bits of one that was not
+               in rank order where a run that was stopped shall have the bits of one that was not; codecs always do.
+               In float64 and on virtual ranks nothing is compressed
 shards         in float64; one process takes the micro-batches of all ranks together, as BatchNorm does
 """
 
@@ -40,7 +41,10 @@ def _replicated(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, 
     if order.get("double"):
         (kwargs["model"] if "model" in kwargs else args[0]).double().register_forward_pre_hook(_cast, with_kwargs=True)
     changed = {"batchnorm": "local"} if order.get("virtual_ranks") else {}
-    return args, kwargs | changed | ({"reduce": "ordered"} if order.get("ordered") else {})
+    if order.get("double") or order.get("virtual_ranks"):
+        kwargs = {name: value for name, value in kwargs.items() if name != "compress"}
+    in_order = order.get("ordered") and kwargs.get("compress") is None
+    return args, kwargs | changed | ({"reduce": "ordered"} if in_order else {})
 
 
 def _sharded(order: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from samestep.rankenv import variable
 from samestep.verification.journal import SPAWNED, STOP
 from samestep.verification.recording.adjusting import kill_once_saved
 from samestep.verification.recording.chance import ORDERING, keep, note_order
+from samestep.verification.recording.compressing import Compressing
 from samestep.verification.recording.optimizers import digests, held
 from samestep.verification.recording.witness import EnoughError, Witness
 from samestep.verification.watching.listener import Batch, Epoch
@@ -51,6 +52,7 @@ class Recorder(Witness):
         self._last_micro = 1
         self._stop = Path(order["folder"]) / STOP
         self._scaled: Any = None
+        self.compressing = Compressing(self.journal, first=seat.rank == 0, wanted=lambda: self._sampled)
         self._datasets: dict[str, Any] = {}
         self._dropped_in = -1
         self._loaded: str | None = None
@@ -194,6 +196,7 @@ class Recorder(Witness):
     def after_backward(self) -> None:
         """Writes down how large one gradient is by now: whether somebody divides it before the step."""
         self.journal.write("accumulated", window=self.window, norm=self.optimizers.probe())
+        self.compressing.settle(self._events)
 
     def before_step(self, optimizer: Any) -> None:
         """Writes down the gradients that it will use."""
@@ -228,6 +231,12 @@ class Recorder(Witness):
             left_out=self.optimizers.left_out() if self.window <= 1 else [],
             kept=kept,
         )
+        if self._sampled:
+            self.compressing.tell(optimizer, self._events, self._scale())
+
+    def _scale(self) -> float:
+        """By what a scaler has multiplied the loss of this window."""
+        return float(self._scaled.get_scale()) if self._scaled is not None and self._scaled.is_enabled() else 1.0
 
     def _keep(self, value: Callable[[], Any]) -> int | None:
         """Of replicas the first rank's values are enough; of what is cut every rank keeps its parts."""
@@ -248,6 +257,7 @@ class Recorder(Witness):
         self.window += 1
         self._last_micro = self.micro or 1
         self.is_open, self._sampled, self.micro, self._scaled = False, False, 0, None
+        self.compressing.forget()
         if self._is_enough(optimizer.samestep_steps):
             raise EnoughError(0)
         if self.rank == 0 and self.order.get("killed_at") == optimizer.samestep_steps:
@@ -276,6 +286,9 @@ class Recorder(Witness):
         """Writes down everything else."""
         if kind == "mode":
             self.note_mode(training=fields["training"])
+            return
+        if kind == "compresses":
+            self.compressing.add(**fields)
             return
         if kind == "scaled":
             self._scaled = fields["scaler"]

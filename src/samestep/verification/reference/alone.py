@@ -22,6 +22,7 @@ from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import passes
 from samestep.verification.recording.witness import EnoughError, Witness
+from samestep.verification.reference.brought import Brought
 from samestep.verification.reference.pretending import pretend
 from samestep.verification.watching.listener import Batch, Epoch
 from samestep.verification.watching.storage import save_unseen
@@ -52,6 +53,7 @@ class Alone(Witness):
         self._steps, self._last = first.steps, _last(self.record)
         self._lengths = {event["key"]: event["length"] for event in first.of("pass")}
         self._drawn = self._recorded_draws()
+        self._brought = Brought(first)
         self.sizes: list[int] = []  # of the parts of the batch that is trained on
         self._loaded: list[list[int]] = []  # those of every batch of the pass
         self._used = 0  # and how many of them have been trained on
@@ -243,6 +245,7 @@ class Alone(Witness):
         """Keeps what has added up so far, where that is asked for."""
         self._used += 1
         self._use_sizes()
+        self._brought.note(self._event, self.optimizers.all)
         wanted = self._apart.get(self.window)
         for optimizer in self.optimizers.all:
             if optimizer.samestep_number == wanted:
@@ -260,8 +263,10 @@ class Alone(Witness):
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.journal.write("rates", event=self._event, optimizer=number, rates=rates)
         if self._event < len(self._steps) and self._steps[self._event]["kept"] is not None:
-            kept = self._keep_gradients(optimizer)
-            self.journal.write("step", event=self._event, optimizer=number, kept=kept)
+            kept, used = self._keep_gradients(optimizer), None
+            if (brought := self._brought.of(optimizer)) is not None:
+                kept, used = self.journal.keep(lambda path: save_unseen(brought, path)), kept
+            self.journal.write("step", event=self._event, optimizer=number, kept=kept, used=used)
 
     def after_step(self, optimizer: Any) -> None:
         """Counts, and ends where the recording has ended."""
@@ -269,6 +274,7 @@ class Alone(Witness):
         self._event += 1
         self.window += 1
         self.is_open, self.micro = False, 0
+        self._brought.forget()
         if self._last is not None and self._event >= self._last:
             raise EnoughError(0)
         if not self._replayed:
@@ -280,6 +286,8 @@ class Alone(Witness):
             self.journal.write(kind, window=self.window, **fields)
         elif kind == "mode":
             self.note_mode(training=fields["training"])
+        elif kind == "scaled":
+            self._brought.scaler = fields["scaler"]
 
     # --- chance ------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ _CALLED = {
 def watch(listener: Listener) -> None:
     """Changes the functions as soon as they are imported."""
     when_imported("samestep.running.evaluation", functools.partial(_watch_evaluations, listener))
+    when_imported("samestep.replicas.compression", functools.partial(_watch_compression, listener))
     for name, home in _CALLED.items():
         when_imported(home, functools.partial(_watch_calls, listener, name))
 
@@ -38,6 +39,18 @@ def _watch_evaluations(listener: Listener, module: Any) -> None:
         return metrics
 
     module.evaluate = evaluate
+
+
+def _watch_compression(listener: Listener, module: Any) -> None:
+    original = module.Compression.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, model: Any, codec: Any, seed: int) -> None:  # noqa: N807
+        original(self, model, codec, seed)
+        where = site(sys._getframe(1))  # noqa: SLF001
+        listener.told("compresses", compression=self, model=model, seed=seed, where=where)
+
+    module.Compression.__init__ = __init__
 
 
 def _watch_calls(listener: Listener, name: str, module: Any) -> None:

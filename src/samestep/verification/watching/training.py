@@ -126,7 +126,8 @@ def _watch_forward(listener: Listener, wrapper: Any) -> None:
     @functools.wraps(registering)
     def register_comm_hook(model: Any, state: Any, hook: Any) -> None:
         name = getattr(hook, "__name__", type(hook).__name__)
-        plain = getattr(hook, "__module__", "") == "samestep.replicas.reduction"  # adds, and nothing else
+        # it adds, and nothing else; where it compresses, that is told by itself
+        plain = getattr(hook, "__module__", "") == "samestep.replicas.reduction"
         if plain or not listener.hooked(name, site(sys._getframe(1))):  # noqa: SLF001
             registering(model, state, hook)
 

@@ -1,0 +1,51 @@
+"""The gradients of one process when a step's last backward is over: what compressed gradients are held against.
+
+Of a compressed step it is known what the ranks brought before it was averaged, so before clipping, and multiplied by a
+scaler's factor, which one process may have found to be another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from samestep.verification.judging.record import Rank
+
+__all__: list[str] = []
+
+
+class Brought:
+    """Copies, at the recorded steps whose gradients were compressed.
+
+    Attributes:
+        scaler: that has multiplied the loss of this step; None without one.
+    """
+
+    def __init__(self, recorded: Rank) -> None:
+        self._events = {event["event"] for event in recorded.of("compressed")}
+        self.scaler: Any = None
+        self._copies: dict[int, Any] = {}
+
+    def note(self, event: int, optimizers: Iterable[Any]) -> None:
+        """A backward pass of a step has ended."""
+        if event in self._events:
+            gradients = {id(one): one.grad for each in optimizers for one in _parameters(each)}
+            scale = self._scale()
+            self._copies = {key: one.detach() / scale for key, one in gradients.items() if one is not None}
+
+    def of(self, optimizer: Any) -> list[Any] | None:
+        """Returns an optimizer's; None where they are not asked for, or no backward has been."""
+        return [self._copies.get(id(one)) for one in _parameters(optimizer)] if self._copies else None
+
+    def forget(self) -> None:
+        """A step has been taken."""
+        self._copies, self.scaler = {}, None
+
+    def _scale(self) -> float:
+        return float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    from samestep.verification.recording.naming import of_optimizer
+
+    return of_optimizer(optimizer)
