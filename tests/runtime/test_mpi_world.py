@@ -47,6 +47,20 @@ with samestep.world(backend="mpi") as world:
         print(model.module.weight.tolist())
 """
 
+COMPRESSED = """
+import torch, samestep
+from samestep.runtime.digest import digest
+with samestep.world(backend="mpi") as world:
+    for codec in ("int8", "topk", "powersgd"):
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(100, 400), torch.nn.ReLU(), torch.nn.Linear(400, 300)
+        model = samestep.replicate(torch.nn.Sequential(*layers), world, compress=codec, buckets=0.2)
+        for step in range(3):
+            x = torch.randn(8, 100, generator=torch.Generator().manual_seed(10 * step + world.rank))
+            model(x).square().mean().backward()
+        print(codec, *map(digest, (parameter.grad for parameter in model.parameters())))
+"""
+
 TWO_BACKENDS = """
 import torch, torch.distributed as dist, samestep
 dist.init_process_group("cpu:gloo,cuda:mpi")
@@ -88,6 +102,14 @@ def test_a_world_over_mpi_takes_the_steps_of_one_process(tmp_path):
 
     ranks, alone = (job(tmp_path, "mpich", TRAIN, count) for count in (2, 1))
     assert_close(tensor(eval(ranks)), tensor(eval(alone)))
+
+
+def test_compressed_gradients_have_the_same_bits_over_mpi_and_over_gloo(tmp_path):
+    over_mpi = job(tmp_path, "mpich", COMPRESSED, 2).splitlines()
+    (tmp_path / "gloo.py").write_text(COMPRESSED.replace('backend="mpi"', ""))
+    over_gloo = samestep("run", "-n", "2", "--run-dir", tmp_path / "gloo", tmp_path / "gloo.py").stdout.splitlines()
+    assert len(over_mpi) == 6
+    assert sorted(over_mpi) == sorted(line.partition("] ")[2] for line in over_gloo)
 
 
 def test_another_backend_serves_the_tensors_of_another_device(tmp_path):

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -88,10 +87,9 @@ class Part:
         """Whose row is whose."""
         return shares_of(self.chunk, self.size, device)
 
-    @cached_property
-    def noise(self) -> Noise:
-        """Of this rank in this step."""
-        return Noise(self.seed, self.step, self.rank, torch.device("cpu"))
+    def noise(self, stage: int, lengths: list[int], device: torch.device) -> Tensor:
+        """Returns uniform numbers, [sum of lengths], for what this rank brings (stage 0) or has added (1)."""
+        return Noise(self.seed, self.step, self.rank, device).of(self.chunk, stage, lengths)
 
 
 def mean(codec: Codec, part: Part, flat: Tensor, shares: Shares | None = None) -> Scheme:
@@ -129,7 +127,7 @@ def _mean_of_rows(codec: RowCodec, part: Part, flat: Tensor, shares: Shares) -> 
 
 def _encoded(codec: RowCodec, part: Part, rows: Tensor, stage: int, lengths: list[int]) -> Tensor:
     """Returns packets of rows and what is owed, and remembers what they lose."""
-    noise = part.noise.of(part.chunk, stage, lengths).to(rows.device).view_as(rows) if codec.needs_noise else None
+    noise = part.noise(stage, lengths, rows.device).view_as(rows) if codec.needs_noise else None
     if not codec.feedback:
         return codec.encode(rows, noise)
     owed = part.memory.of(("brought", "added")[stage], part.chunk, lengths).view_as(rows)

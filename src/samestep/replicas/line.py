@@ -19,12 +19,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from samestep.compress.schemes import Scheme, ToAll, ToEach
 from samestep.compress.simulate import bytes_sent
 from samestep.runtime.axes import Axis
+from samestep.runtime.neighbours import group_of
 from samestep.runtime.worker import Worker
 
 __all__: list[str] = []
@@ -49,9 +49,7 @@ class Line:
     def __init__(self, axis: Axis, rounds: int, *, threads: bool) -> None:
         timeout = timedelta(seconds=axis.timeout_s)
         self._axis = axis
-        self._groups = [
-            dist.new_group(list(axis.ranks), timeout=timeout, use_local_synchronization=True) for _ in range(rounds)
-        ]
+        self._groups = [group_of(axis.ranks, timeout) for _ in range(rounds)]
         self._workers = [Worker(f"compresses {number}") for number in range(rounds + 1)] if threads else []
         self.sent = 0
 

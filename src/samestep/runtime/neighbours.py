@@ -10,6 +10,7 @@ import functools
 import mmap
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -80,8 +81,20 @@ def across_hosts(axis: Axis) -> dist.ProcessGroup | None:
         return None
     if axis.across is None:
         place = axis.neighbours.beside(axis.rank).index(axis.rank)
-        ranks = [axis.ranks[host[place]] for host in axis.neighbours.hosts]
-        name = dist.get_backend()
-        backend = spelled(name) if name == "mpi" else None  # torch refuses its plain name here, without need
-        axis.across = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        axis.across = group_of([axis.ranks[host[place]] for host in axis.neighbours.hosts])
     return axis.across
+
+
+def group_of(ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """Returns a new group of the world's backend. Collective: these ranks must call it, and no others.
+
+    Args:
+        ranks: global ones.
+        timeout: how long a collective may take, None for the backend's usual.
+    """
+    name = dist.get_backend()
+    backend = spelled(name) if name == "mpi" else None  # torch refuses its plain name here, without need
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
+    )
+    return group
