@@ -35,6 +35,8 @@ def judge(runner: Runner, record: Record, report: Report) -> None:
     steps = min(record.steps, _MOST_STEPS)
     if any(rank.of("compresses") for rank in record.ranks):
         report.remarks.append("in float64, and as virtual ranks, gradients are not compressed")
+    if any(rank.of("local_steps") for rank in record.ranks):
+        report.remarks.append("in float64, and as virtual ranks, gradients are averaged at every step")
     in_float64(runner, steps, report)
     if not report.errors:
         bit_for_bit(runner, record.size, steps, report)

@@ -226,7 +226,7 @@ def _compare(runner: Runner, record: Record, report: Report) -> Run:
         return [alone(f"{name} {rank}", only=[step["window"], rank]) for rank in everybody]
 
     whole = alone("all samples")
-    if record.steps and states.foreign_to(record) is None:
+    if record.steps and states.foreign_to(record) is None and states.local_steps(record) is None:
         permuted = functools.partial(alone, "another order", permuted=True)
         Comparison(record, whole, Others(permuted, of_ranks, virtual_ranks, merged, apart, at_step)).judge(report)
         declared.judge(record, whole, report)

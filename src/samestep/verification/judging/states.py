@@ -43,6 +43,10 @@ def judge(record: Record, report: Report) -> None:
     if found is not None and not report.errors:
         report.add([found])
     report.cover("parameters", copies if record.steps > 1 or found is None else AGREES, margin)
+    if (declared := local_steps(record)) is not None:
+        why = f"ranks step by themselves, as average_every={declared['every']} declares"
+        report.cover("gradients", unchecked(why))
+        report.margins["parameters"] = f"{why}: alike before the first step and behind every average"
     _stale(record, report)
     report.add(_undone(record))
 
@@ -136,7 +140,28 @@ def _made(events: Sequence[Event]) -> str | None:
     return made[0]["where"] if made else None
 
 
+def local_steps(record: Record) -> Event | None:
+    """Returns what declares that ranks step by themselves, if anything does."""
+    return next(iter(record.ranks[0].of("local_steps")), None) if record.ranks else None
+
+
+def _stand_alike(record: Record) -> set[int]:
+    """The steps before which ranks that step by themselves are alike: the first, and those behind an average."""
+    found, index, alike = set(), 0, True
+    for event in record.ranks[0].of("average", "step"):
+        if event["kind"] == "average":
+            alike = True
+            continue
+        if alike:
+            found.add(index)
+        index, alike = index + 1, False
+    return found
+
+
 def _first_difference(record: Record) -> Iterator[Finding]:
+    if local_steps(record) is not None:
+        yield from _first_after_average(record)
+        return
     for index in range(record.steps):
         events = record.events_of_step(index)
         if bad := _differing_ranks(events, "parameters"):
@@ -149,6 +174,13 @@ def _first_difference(record: Record) -> Iterator[Finding]:
     last = record.events_of_step(record.steps - 1)
     if all(event["after"] is not None for event in last) and (bad := _differing_ranks(last, "after")):
         yield of_parameters(record, record.steps, *bad)
+
+
+def _first_after_average(record: Record) -> Iterator[Finding]:
+    for index in sorted(_stand_alike(record) & set(range(record.steps))):
+        if bad := _differing_ranks(record.events_of_step(index), "parameters"):
+            yield of_parameters(record, index, *bad)
+            return
 
 
 def _differing_ranks(events: list[Event], key: str) -> tuple[int, list[str]] | None:

@@ -42,7 +42,7 @@ def _replicated(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, 
         (kwargs["model"] if "model" in kwargs else args[0]).double().register_forward_pre_hook(_cast, with_kwargs=True)
     changed = {"batchnorm": "local"} if order.get("virtual_ranks") else {}
     if order.get("double") or order.get("virtual_ranks"):
-        kwargs = {name: value for name, value in kwargs.items() if name != "compress"}
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("compress", "average_every")}
     in_order = order.get("ordered") and kwargs.get("compress") is None
     return args, kwargs | changed | ({"reduce": "ordered"} if in_order else {})
 

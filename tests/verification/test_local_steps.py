@@ -1,0 +1,70 @@
+"""`samestep verify` on ranks that step by themselves: their gradients differ, and behind an average nothing does."""
+
+from __future__ import annotations
+
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import samestep
+from samestep import Report
+
+TRAIN = """
+    import samestep, torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    with samestep.world(seed=1) as world:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 3))
+        model = samestep.replicate(net, world, average_every=3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        data = TensorDataset(torch.randn(64, 20, generator=torch.Generator().manual_seed(1)))
+        batches = samestep.shards(data, world, batch_size=8)
+        for (x,) in batches:
+            batches.mean(model(x).square().mean(1)).backward()
+            if batches.step_ends:
+                optimizer.step()
+                optimizer.zero_grad()
+        model.average()
+"""
+UNMINDFUL = """
+    import samestep.replicas.local_steps as local_steps
+    def average(tensors, axis, original=local_steps.average):
+        kept = [tensor.detach().clone() for tensor in tensors]
+        original(tensors, axis)
+        if axis.rank == 1:
+            with torch.no_grad():
+                tensors[0].copy_(kept[0])
+    local_steps.average = average
+"""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+    def verified(before: str) -> Report:
+        path: Path = tmp_path_factory.mktemp("script") / "train.py"
+        path.write_text(textwrap.dedent(TRAIN.replace("    with ", f"{before}    with ", 1)), encoding="utf-8")
+        return samestep.verify(path, ranks=2)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(verified, ("", UNMINDFUL)))
+
+
+pytestmark = pytest.mark.timeout(500)
+
+
+def test_ranks_may_step_by_themselves_where_it_is_declared(reports: list[Report]) -> None:
+    report = reports[0]
+    assert report.findings == []
+    assert report.coverage["gradients"] == "not checked: ranks step by themselves, as average_every=3 declares"
+    assert report.coverage["parameters"] == "proved"
+    assert "alike before the first step and behind every average" in report.margins["parameters"]
+    assert any(remark.startswith("in float64 ranks and one process agree") for remark in report.remarks), report
+
+
+def test_a_rank_that_does_not_take_an_average_over_is_named(reports: list[Report]) -> None:
+    (found,) = reports[1].errors
+    assert (found.code, found.rank, found.tensor) == ("parameters-diverged", 1, "0.weight")
+    assert found.step == 2  # behind which the first average comes
