@@ -65,6 +65,14 @@ ON_ONE_RANK = """
 USUAL = {"codec": "'int8'", "scaled": "False", "loss": "loss", "between": "", "behind": ""}
 FORGETTING = "world.rank == 1 and model.compression.memory.load({})"
 CLIPPING = "nn.utils.clip_grad_norm_(model.parameters(), 0.05)"
+EVALUATING = (
+    "samestep.evaluate(lambda b: (model(b[0]), b[1]), data, world, batch_size=32, "
+    "metrics={'loss': lambda o, y: nn.functional.cross_entropy(o, y)})"
+)
+PADDED = "DataLoader(TensorDataset(*data[:95]), 10, sampler=DistributedSampler(range(95), world.size, world.rank))"
+PADDING = (
+    f"with torch.no_grad(): torch.distributed.all_reduce(sum(model(x).isfinite()[:, 0].sum() for x, y in {PADDED}))"
+)
 DIVIDING = "[p.grad.div_(world.size) for p in model.parameters()]"
 
 # name -> ranks, what is not as usual, what stands before the script
@@ -75,6 +83,8 @@ SCRIPTS: dict[str, tuple[int, dict[str, str], str]] = {
     "doubled": (2, {"loss": "world.size * loss"}, ""),
     "louder": (2, {}, LOUDER),
     "forgetting": (2, {"behind": FORGETTING}, ""),
+    "evaluating": (2, {"codec": "TopK(fraction=0.05)", "behind": EVALUATING}, ""),
+    "padding": (2, {"behind": PADDING}, ""),
 }
 FURTHER: dict[str, tuple[int, dict[str, str], str]] = {
     "topk": (2, {"codec": "TopK(fraction=0.05, momentum=0.9)"}, ""),
@@ -149,6 +159,20 @@ def test_micro_batches_agree_and_what_is_owed_outlives_a_kill(reports: dict[str,
 def test_a_wrong_loss_is_found_as_without_compression(reports: dict[str, Report]) -> None:
     (found,) = reports["doubled"].errors
     assert (found.code, found.factor) == ("gradient-scale", pytest.approx(2.0, rel=1e-3))
+
+
+def test_evaluations_are_compared_where_the_ranks_weights_are_known(reports: dict[str, Report]) -> None:
+    """The script alone steps with gradients that are not compressed, so weights of its own would prove nothing."""
+    report = reports["evaluating"]
+    report.require_same()
+    assert report.findings == []
+    assert report.coverage["evaluation"] == "agrees"
+
+
+def test_a_wrong_evaluation_is_found_as_without_compression(reports: dict[str, Report]) -> None:
+    (found,) = reports["padding"].errors
+    assert found.code == "evaluation-inexact"
+    assert "all_reduce" in (found.where and Path(found.where.rpartition(":")[0]).read_text(encoding="utf-8"))
 
 
 @pytest.mark.prove

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from samestep.verification.findings import AGREES, PROVED, REFUTED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.printed import Difference, metrics_alike
-from samestep.verification.judging.record import Record
+from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.samples import Pass, loads_for_all, passes
 from samestep.verification.judging.states import differing
 from samestep.verification.judging.words import listed, plural
@@ -35,19 +35,21 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
         alone = None  # the ranks evaluate different models
     elif out_of_step and loads_for_all(record) is not None:
         alone = None  # it evaluates other weights
-    exact = list(_metrics(record, alone))
-    report.add(exact[:1])
+    alone = None if alone is None or not alone.ranks else _placed(record, alone)
+    compared = list(_metrics(record, alone))
+    report.add([finding for finding in compared if finding is not None][:1])
     if not any(rank.of("evaluated") for rank in record.ranks):
         if any(rank.of("metrics") for rank in record.ranks):
-            report.cover("evaluation", AGREES if alone is not None else unchecked("the script did not run alone"))
+            why = "the script did not run alone" if alone is None else "no number of it could be compared"
+            report.cover("evaluation", AGREES if compared else unchecked(why))
             return
         report.cover("evaluation", unchecked("none was reached in the steps that were recorded; see --steps"))
         return
     mine = _brought(record)
-    theirs = _brought(alone) if alone is not None and alone.ranks else {}
+    theirs = _brought(alone) if alone is not None else {}
     common = [place for place in mine if place in theirs and mine[place]["last"] and theirs[place]["last"]]
     found = list(_different(record, mine, theirs, common))
-    printed = None if alone is None or not alone.ranks else metrics_alike(record.ranks[0], alone.ranks[0])
+    printed = None if alone is None else metrics_alike(record.ranks[0], alone.ranks[0])
     sampled = list(_samples(record))
     if not found and printed is not None and printed.different is not None:
         found = [_printed(printed.different, record)]
@@ -92,14 +94,32 @@ def _tails(record: Record) -> Iterator[Finding]:
             return
 
 
-def _metrics(record: Record, alone: Record | None) -> Iterator[Finding]:
-    """What samestep.evaluate has returned, on the ranks and alone, from the same weights."""
-    if alone is None or not alone.ranks:
-        return
-    for here, there in zip(record.ranks[0].of("metrics"), alone.ranks[0].of("metrics"), strict=False):
-        for name, value in here["metrics"].items():
-            if name in there["metrics"] and not _close(value, there["metrics"][name]):
-                yield _inexact(here["where"], value, there["metrics"][name], 1)
+def _placed(record: Record, alone: Record) -> Record:
+    """The script alone; of compressed steps, which bring it to other weights, what it evaluates with the recorded."""
+    if not record.ranks[0].of("compressed"):
+        return alone
+    ranks = [Rank(rank.number, [one for one in rank.events if one.get("placed", True)]) for rank in alone.ranks]
+    return Record(alone.folder, ranks)
+
+
+def _metrics(record: Record, alone: Record | None) -> Iterator[Finding | None]:
+    """What samestep.evaluate has returned, on the ranks and alone, from the same weights; None where it agrees."""
+    theirs = {} if alone is None else _returned(alone)
+    for place, here in _returned(record).items():
+        for name in here["metrics"].keys() & theirs.get(place, {"metrics": {}})["metrics"].keys():
+            mine, other = here["metrics"][name], theirs[place]["metrics"][name]
+            yield None if _close(mine, other) else _inexact(here["where"], mine, other, 1)
+
+
+def _returned(record: Record) -> Values:
+    """(window, line, how many there before) -> what samestep.evaluate has returned."""
+    seen: Counter[tuple[int, str]] = Counter()
+    returned: Values = {}
+    for event in record.ranks[0].of("metrics"):
+        place = (event["window"], event["where"])
+        returned[(*place, seen[place])] = event
+        seen[place] += 1
+    return returned
 
 
 def _judge_buffers(record: Record, report: Report) -> None:

@@ -23,8 +23,15 @@ _GATHERS = {"all_gather", "gather", "all_gather_into_tensor", "all_gather_object
 class Evaluations:
     """Counts and describes them; a training that has not begun has none."""
 
-    def __init__(self, journal: Journal, buffers: Callable[[], dict[str, Any]], inputs: Inputs) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        buffers: Callable[[], dict[str, Any]],
+        inputs: Inputs,
+        is_placed: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._journal = journal
+        self._is_placed = is_placed
         self._inputs = inputs
         self._buffers = buffers
         self._count = 0
@@ -80,7 +87,7 @@ class Evaluations:
     def printed(self, text: Callable[[], str], where: str) -> None:
         """Writes down what is printed of an evaluation."""
         if self._recent:
-            self._journal.write("printed", phase=self._count, text=text(), where=where)
+            self._journal.write("printed", phase=self._count, placed=self._is_placed(), text=text(), where=where)
 
     def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
         """Writes down what a collective has brought."""
@@ -93,7 +100,7 @@ class Evaluations:
             told["rows"] = _rows(tensors)
         else:
             return
-        self._journal.write("collected", phase=self._count, **told)
+        self._journal.write("collected", phase=self._count, placed=self._is_placed(), **told)
 
 
 def _rows(tensors: list[Any]) -> int | None:

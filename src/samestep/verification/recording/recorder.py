@@ -113,7 +113,7 @@ class Recorder(Witness):
             self.evaluations.batch(batch.epoch.key, batch.epoch.number, batch.index)
         self._is_over = False
         evaluating = self.evaluations.lasts  # gradients may be off only around the model
-        self._begin_window(evaluating=evaluating, ends=not evaluating and self._ends_pass(batch))
+        self.open_window(evaluating=evaluating, ends=not evaluating and self._ends_pass(batch))
         number = self.journal.keep(lambda path: save_unseen(rows.held(batch.value), path)) if training else None
         self.journal.write(
             "batch",
@@ -142,9 +142,10 @@ class Recorder(Witness):
     def forwarding(self) -> None:
         """A window begins here, at the latest, whose batch was loaded before the last step."""
         if self._is_over:
-            self._begin_window(evaluating=False, ends=True)
+            self.open_window(ends=True)
 
-    def _begin_window(self, *, evaluating: bool, ends: bool = False) -> None:
+    def open_window(self, *, evaluating: bool = False, ends: bool = False) -> None:
+        """Keeps the values that it begins with, if it is one of those that are looked at."""
         if self.is_open or not self.optimizers.all:
             return
         self.is_open = True
@@ -189,7 +190,7 @@ class Recorder(Witness):
         from samestep.verification.recording.passes import scale_of
 
         self.evaluations.end()
-        self._begin_window(evaluating=False)
+        self.open_window()
         self.micro += 1
         self.journal.write("backward", window=self.window, where=where, **scale_of(root))
 
@@ -205,7 +206,7 @@ class Recorder(Witness):
         if torch.compiler.is_compiling():
             return
         self.optimizer_made(optimizer, "")
-        self._begin_window(evaluating=False)
+        self.open_window()
         parameters = self.optimizers.parameters(optimizer)
         gradients = {name: parameter.grad for name, parameter in parameters.items()}
         if self._loaded is not None:
@@ -286,6 +287,9 @@ class Recorder(Witness):
         """Writes down everything else."""
         if kind == "mode":
             self.note_mode(training=fields["training"])
+            return
+        if kind == "evaluates":
+            self.note_evaluation()
             return
         if kind == "compresses":
             self.compressing.add(**fields)

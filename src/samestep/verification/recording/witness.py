@@ -35,7 +35,7 @@ class Witness(Observer, Listener):
         self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
         self.optimizers = Optimizers(self.journal)
         self.inputs = Inputs(self.journal, unseen, self.forwarding)
-        self.evaluations = Evaluations(self.journal, self.optimizers.buffers, self.inputs)
+        self.evaluations = Evaluations(self.journal, self.optimizers.buffers, self.inputs, lambda: self.is_placed)
         self.draws = Draws()
         self.window = 0
         self.micro = 0  # backward passes of this window, so far
@@ -82,6 +82,19 @@ class Witness(Observer, Listener):
         if self.order.get("double"):
             when_imported("torch", lambda torch: torch.set_default_dtype(torch.float64))
         begin(self, chance=bool(self.order.get("chance")))
+
+    def open_window(self, *, evaluating: bool = False) -> None:
+        """Something of a window has been seen, of an evaluation or of its training."""
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether what is evaluated now is what the ranks had."""
+        return True
+
+    def note_evaluation(self) -> None:
+        """All that an evaluation needs is in place, and its first batch is about to be loaded."""
+        self.evaluations.begin()
+        self.open_window(evaluating=True)
 
     def note_mode(self, *, training: bool) -> None:
         """A model that is set to evaluate before it has trained is only being built."""

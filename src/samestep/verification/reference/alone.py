@@ -113,7 +113,7 @@ class Alone(Witness):
             self._is_over = False
             first = next(iter(events.values()))
             self._keep_pace(first["loaded"] if "loaded" in first else first["window"])
-            self._begin_window()
+            self.open_window()
             chosen = self._whole_window(parts, index) if first["window"] in self._merged else [*events.items()]
             if self._only is not None and first["window"] == self._only[0]:
                 chosen = [(rank, event) for rank, event in chosen if rank == self._only[1]]
@@ -158,7 +158,7 @@ class Alone(Witness):
                 self.evaluations.batch(epoch.key, epoch.number, batch.index)
             elif self._last is not None and self._event >= len(self._steps) and self._replayed:
                 raise EnoughError(0)  # beyond what the ranks have trained on, data of its own prove nothing
-            self._begin_window()
+            self.open_window()
             yield batch.value
 
     def _joined(self, events: list[tuple[int, Event]], loader: Any) -> Any:
@@ -196,7 +196,9 @@ class Alone(Witness):
 
     # --- windows -----------------------------------------------------------------------------
 
-    def _begin_window(self) -> None:
+    def open_window(self, *, evaluating: bool = False) -> None:
+        """Puts the values back that the ranks had when it began."""
+        del evaluating
         if self.is_open or not self.optimizers.all:
             return
         self.is_open = True
@@ -210,7 +212,7 @@ class Alone(Witness):
     def forwarding(self) -> None:
         """A window begins here, at the latest, whose batch was loaded before the last step."""
         if self._is_over:
-            self._begin_window()
+            self.open_window()
 
     def _put_back(self, values: dict[str, Any]) -> None:
         import torch
@@ -229,6 +231,11 @@ class Alone(Witness):
                 if value is not None and value.shape == buffer.shape:
                     buffer.data.copy_(value)
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether this window has begun with the ranks' values, and none of its own steps has changed them."""
+        return self.is_open and self._put == self.window
+
     def hooked(self, name: str, where: str) -> bool:
         """One process has nothing to send, so nothing is lost on the way."""
         del name, where
@@ -238,7 +245,7 @@ class Alone(Witness):
         """A window without a DataLoader begins here at the latest."""
         del root, where
         self.evaluations.end()
-        self._begin_window()
+        self.open_window()
         self.micro += 1
 
     def after_backward(self) -> None:
@@ -278,11 +285,15 @@ class Alone(Witness):
         if self._last is not None and self._event >= self._last:
             raise EnoughError(0)
         if not self._replayed:
-            self._begin_window()
+            self.open_window()
 
     def told(self, kind: str, **fields: Any) -> None:
         """Writes down what is compared: the norms that clipping has seen, say."""
-        if kind in {"clip", "metrics", "scheduler"}:
+        if kind == "evaluates":
+            self.note_evaluation()
+        elif kind == "metrics":
+            self.journal.write(kind, window=self.window, placed=self.is_placed, **fields)
+        elif kind in {"clip", "scheduler"}:
             self.journal.write(kind, window=self.window, **fields)
         elif kind == "mode":
             self.note_mode(training=fields["training"])

@@ -30,7 +30,12 @@ def watch(listener: Listener) -> None:
 
 
 def _watch_evaluations(listener: Listener, module: Any) -> None:
-    original = module.evaluate
+    original, runs = module.evaluate, module._run  # noqa: SLF001
+
+    @functools.wraps(runs)
+    def _run(*args: Any, **kwargs: Any) -> Any:
+        listener.told("evaluates")  # the ranks' parameters and buffers are equal by now
+        return runs(*args, **kwargs)
 
     @functools.wraps(original)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
@@ -39,7 +44,7 @@ def _watch_evaluations(listener: Listener, module: Any) -> None:
         listener.told("metrics", metrics=numbers, where=site(sys._getframe(1)))  # noqa: SLF001
         return metrics
 
-    module.evaluate = evaluate
+    module._run, module.evaluate = _run, evaluate  # noqa: SLF001
 
 
 def _watch_compression(listener: Listener, module: Any) -> None:
