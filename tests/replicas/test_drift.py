@@ -448,6 +448,18 @@ def test_the_same_rank_three_times_in_a_row_stops(three_ranks):
         assert (ranks, secondary, count) == ((2,), rank != 2, 2)
 
 
+def test_of_two_nobody_is_blamed_for_three_in_a_row(two_ranks):
+    for found, count in two_ranks(drifts_again, [[1], [1], [1]]):
+        assert (found[:2], count) == ([None, None], 2)
+        text, ranks, secondary = found[2]
+        assert text.startswith(
+            "replicas have parted at 3 checks in a row, so repairing does not help, and something is broken: the "
+            "replicas of Sequential are not alike: ranks 0 and 1 differ in 0.bias, and of two nobody can tell"
+        )
+        assert text.endswith("neither compared nor repaired without optimizer_state=True")
+        assert (ranks, secondary) == ((), False)
+
+
 @pytest.mark.parametrize("steps", [[[2], [2], [], [2], [2]], [[2], [2], [1], [2], [2]]])
 def test_three_times_not_in_a_row_are_repaired(three_ranks, steps):
     repairs = sum(bool(ranks) for ranks in steps)
@@ -693,21 +705,60 @@ def test_resync_sends_parameters_and_buffers_of_rank_0(three_ranks):
 
 def epochs(every, count):
     with samestep.world() as world:
-        training = Training(world, DriftGuard(every=100, resync_epochs=every))
+        training = Training(world, DriftGuard(every=100, policy="warn", resync_epochs=every))
         alike = []
         for epoch in range(count):
             if world.rank == 1:
                 training.parameter("3.bias").data.fill_(epoch + 1.0)
             training.step()
-            training.watch.end_epoch()
-            training.watch.end_epoch()  # of a loop for evaluation: no step in between
-            alike.append(caught(training.watch.check) is None)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                training.watch.end_epoch()
+                training.watch.end_epoch()  # of a loop for evaluation: no step in between
+                alike.append(training.watch.check())
         return alike, training.watch.epochs
 
 
 def test_weights_are_sent_again_every_few_epochs_of_training(two_ranks):
     assert two_ranks(epochs, 2, 5) == [([False, True, False, True, False], 5)] * 2
     assert two_ranks(epochs, None, 2) == [([False, False], 2)] * 2
+
+
+def in_an_epoch(guard, steps, at):
+    """Trains one epoch over samestep.shards; before its step `at` rank 1 goes its own way."""
+    with redirect_stderr(io.StringIO()) as told, warnings.catch_warnings(), samestep.world() as world:
+        warnings.simplefilter("ignore")
+        model = samestep.replicate(net(), world, guard=guard)
+        optimizer = sgd(model.parameters())
+        data = torch.utils.data.TensorDataset(torch.randn(8 * steps, 6), torch.arange(8 * steps) % 3)
+        found = None
+        try:
+            for number, (x, y) in enumerate(samestep.shards(data, world, batch_size=8)):
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if (number, world.rank) == (at, 1):
+                    model.module[0].weight.data[1, 1] += 1
+        except DriftError as error:
+            found = str(error)
+        watch = model.drift
+        counts = watch.steps, watch.checks, watch.found
+    return found, counts, told.getvalue()
+
+
+def test_what_changes_behind_the_last_check_is_found_at_the_end_of_the_epoch(two_ranks):
+    for found, counts, _ in two_ranks(in_an_epoch, DriftGuard(every=4), 6, 5):
+        assert "differ in 0.weight, and of two nobody can tell which is right" in found
+        assert "after step 4 they were alike, at step 6 no longer" in found
+        assert found.endswith("sends all what the lower rank has")
+        assert counts == (6, 2, 1)
+    assert [one[:2] for one in two_ranks(in_an_epoch, DriftGuard(every=4), 8, 99)] == [(None, (8, 2, 0))] * 2
+
+
+def test_how_often_is_told_at_the_end_where_not_all_was(two_ranks):
+    first, other = two_ranks(in_an_epoch, DriftGuard(every=1, policy="warn"), 14, 1)
+    assert first[2] == "samestep: the replicas of Sequential were not alike at 12 of 14 checks\n"
+    assert other[2] == ""
 
 
 # --- the digest ------------------------------------------------------------------------------
@@ -825,6 +876,16 @@ def test_without_a_majority_the_lowest_of_those_that_agree_with_most_is_the_sour
     assert culprits([found]) == ()
     (half,) = differences(told_of(a=[2, 1, 1, 2]))
     assert (half.source, half.is_decided) == (0, False)
+
+
+def test_numbers_are_told_before_tensors():
+    """A learning rate of one rank's own explains all the tensors."""
+    told = told_of(**{name: [1, 1, 2] for name in "abcde"})
+    for rank, one in enumerate(told):
+        one["lr of AdamW's group 0"] = [int(rank == 2), "number"]
+    assert (
+        who(differences(told), range(3)) == "rank 2 differs from the others in lr of AdamW's group 0, a, b and 3 more"
+    )
 
 
 def test_the_sentence_names_the_first_few():

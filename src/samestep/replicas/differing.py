@@ -6,7 +6,8 @@
     2.weight       40…       99…       e1…        no version is on most ranks: nobody can tell who is right
 
 More than half of the ranks are taken to be right, tensor by tensor. The version that a repair would send to all is
-theirs, otherwise that of the lowest rank among those that agree with most.
+theirs, otherwise that of the lowest rank among those that agree with most. An optimizer's numbers are told first: one
+rank's own learning rate explains all the tensors behind it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 __all__: list[str] = []
 
+NUMBER = "number"  # the kind of an optimizer's numbers
 MOST_NAMES = 3  # of tensors, in a sentence
 MOST_PARTIES = 4  # ranks or sets of ranks that differ, likewise
 _MOST_LETTERS = 200  # of a name
@@ -34,6 +36,7 @@ class Difference:
         others: the positions of those that hold another version than it.
         is_decided: whether most ranks hold the source's version.
         can_be_sent: whether all ranks have it, of one type and shape.
+        is_number: whether it is an optimizer's number, and no tensor.
     """
 
     name: str
@@ -41,15 +44,16 @@ class Difference:
     others: tuple[int, ...]
     is_decided: bool
     can_be_sent: bool
+    is_number: bool = False
 
 
 def differences(told: Sequence[Told]) -> list[Difference]:
-    """Returns what is not alike.
+    """Returns what is not alike, numbers first.
 
     Args:
         told: by position: every rank's digests and kinds, by name.
     """
-    return list(_differences(told))
+    return sorted(_differences(told), key=lambda one: not one.is_number)
 
 
 def _differences(told: Sequence[Told]) -> Iterator[Difference]:
@@ -63,7 +67,8 @@ def _differences(told: Sequence[Told]) -> Iterator[Difference]:
             others = tuple(position for position in range(len(told)) if position not in right)
             kinds = {None if version is None else version[1] for version in versions}
             is_decided = 2 * len(right) > len(told)
-            yield Difference(name, right[0], others, is_decided, len(kinds) == 1 and None not in kinds)
+            can_be_sent = len(kinds) == 1 and None not in kinds
+            yield Difference(name, right[0], others, is_decided, can_be_sent, is_number=NUMBER in kinds)
 
 
 def culprits(found: Sequence[Difference]) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from samestep.replicas.differing import NUMBER
 from samestep.replicas.norm import SyncBatchNorm
 from samestep.runtime.digest import short_digest
 
@@ -71,7 +72,7 @@ class Item:
     def kind(self) -> str:
         """What another rank must have to take it over."""
         if not isinstance(self.value, Tensor):
-            return "number"
+            return NUMBER
         return f"{str(self.value.dtype).removeprefix('torch.')} {list(self.value.shape)}"
 
     @property

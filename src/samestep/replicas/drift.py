@@ -51,7 +51,7 @@ MOST_SAID = 10  # warnings or repairs that are told; the counts have all
 MOST_IN_A_ROW = 3  # checks at which one rank has drifted: then something there is broken
 _ADVICE = (
     "Averaged gradients do not part them: look for what one rank alone does to its model or optimizer, or for a faulty "
-    "machine; DriftGuard(policy='repair') sends all what most have"
+    "machine; DriftGuard(policy='repair') sends all what {whose}"
 )
 
 
@@ -60,7 +60,7 @@ class DriftGuard:
     """How replicas are compared; for `samestep.replicate(model, world, guard=…)`.
 
     Args:
-        every: so many optimizer steps.
+        every: so many optimizer steps; the last ones of an epoch of :func:`samestep.shards` are looked at, too.
         policy: what happens where they differ. "stop" raises on every rank and names rank and tensors; "warn" does so
             as a warning, on the first rank; "repair" sends all ranks what most of them hold, and stops where the same
             rank has drifted at three checks in a row.
@@ -170,6 +170,7 @@ class DriftWatch:
         self._virtual = world.virtual is not None
         self._rounds = Rounds(keeps=guard.optimizer_state)
         self._in_a_row: dict[int, int] = {}  # by position: checks at which it has drifted, up to the last
+        self._checked_at = 0  # which step was looked at last
         self._steps_at_epoch = 0
         if self._axis.size > 1:
             watch_steps(self)
@@ -199,6 +200,7 @@ class DriftWatch:
             return True
         self._axis.check_open()
         self.checks += 1
+        self._checked_at = self.steps
         items = self._items()
         if self._are_alike(items):
             self.last_alike = self.steps
@@ -216,7 +218,8 @@ class DriftWatch:
         ranks = tuple(self._axis.ranks[position] for position in culprits(found))
         text = f"the replicas of {self._model} are not alike: {who(found, self._axis.ranks)}; {self._since()}"
         if self.guard.policy == "stop":
-            raise self._error(f"{text}. {_ADVICE}", ranks)
+            whose = "the lower rank has" if self._axis.size == 2 else "most have"
+            raise self._error(f"{text}. {_ADVICE.format(whose=whose)}", ranks)
         if self.guard.policy == "warn":
             if self._says(self.found):
                 warn(f"{text}{_rest(self.found)}")
@@ -242,15 +245,11 @@ class DriftWatch:
         return found
 
     def _repair(self, found: Sequence[Difference], items: Sequence[Item], text: str, ranks: tuple[int, ...]) -> None:
-        drifted = {position for one in found for position in one.others}
+        drifted = {*culprits(found), *(_UNKNOWN for one in found if not one.is_decided)}
         self._in_a_row = {position: self._in_a_row.get(position, 0) + 1 for position in drifted}
-        if again := [self._axis.ranks[p] for p, times in self._in_a_row.items() if times >= MOST_IN_A_ROW]:
-            again.sort()
-            raise self._error(
-                f"{ranks_named(again)} {'has' if len(again) == 1 else 'have'} drifted at {MOST_IN_A_ROW} checks in a "
-                f"row, so repairing does not help, and something there is broken: {text}",
-                tuple(again),
-            )
+        again = sorted(position for position, times in self._in_a_row.items() if times >= MOST_IN_A_ROW)
+        if again:
+            raise self._again(tuple(self._axis.ranks[position] for position in again if position != _UNKNOWN), text)
         if unlike := [one.name for one in found if not one.can_be_sent]:
             raise self._error(f"{text}; {first_of(unlike)} cannot be repaired: not of one shape on all ranks", ranks)
         by_name = {item.name: item for item in items}
@@ -262,6 +261,21 @@ class DriftWatch:
         self.last_alike = self.steps
         if self._says(self.repaired):
             sys.stderr.write(f"samestep: {text}; {self._sent(found)}{_rest(self.repaired)}\n")
+
+    def _again(self, ranks: tuple[int, ...], text: str) -> DriftError:
+        who = (
+            f"{ranks_named(ranks)} {'has' if len(ranks) == 1 else 'have'} drifted" if ranks else "replicas have parted"
+        )
+        state = (
+            ""
+            if self.guard.optimizer_state
+            else ". Optimizers may differ, too, and are neither compared nor repaired without optimizer_state=True"
+        )
+        return self._error(
+            f"{who} at {MOST_IN_A_ROW} checks in a row, so repairing does not help, and something "
+            f"{'there ' if ranks else ''}is broken: {text}{state}",
+            ranks,
+        )
 
     def _sent(self, found: Sequence[Difference]) -> str:
         sources = sorted({self._axis.ranks[one.source] for one in found})
@@ -281,9 +295,10 @@ class DriftWatch:
             send(Item("", tensor), self._axis, 0)
 
     def end_epoch(self) -> None:
-        """An epoch is over: counts it if the model was trained in it, and sends the weights if that is due. Collective.
+        """An epoch is over: compares the replicas after its last steps, or sends the weights if that is due.
 
-        Called where a loop over :func:`samestep.shards` ends; with a loader of your own, call it on every rank.
+        Collective. A loop in which the model was not trained is none. Called where a loop over :func:`samestep.shards`
+        ends; with a loader of your own, call it on every rank.
         """
         if self.steps == self._steps_at_epoch and self._axis.size > 1:
             return  # a loop for evaluation
@@ -291,6 +306,16 @@ class DriftWatch:
         self.epochs += 1
         if self.guard.resync_epochs is not None and self.epochs % self.guard.resync_epochs == 0:
             self.resync()
+        elif self.active and self._checked_at != self.steps:
+            self.check()
+
+    def release(self) -> None:
+        """The world closes: says how many checks have found the replicas to differ, where not all was said."""
+        if self.found > MOST_SAID and self._axis.rank == 0:
+            mended = f", and repaired {self.repaired} times" if self.guard.policy == "repair" else ""
+            sys.stderr.write(
+                f"samestep: the replicas of {self._model} were not alike at {self.found} of {self.checks} checks{mended}\n"
+            )
 
     def state_dict(self) -> dict[str, int | None]:
         """Returns the counts, the same on every rank."""
@@ -300,7 +325,7 @@ class DriftWatch:
         """Counts on from there."""
         for name in _COUNTS:
             setattr(self, name, state[name])
-        self._steps_at_epoch = self.steps
+        self._steps_at_epoch = self._checked_at = self.steps
         self._in_a_row.clear()
 
     def _names(self) -> dict[int, str]:
@@ -336,6 +361,7 @@ class DriftWatch:
         return (type(None), ())  # a saved or copied model is guarded once it is replicated
 
 
+_UNKNOWN = -1  # in the place of a rank, where nobody can tell which it is
 _COUNTS = ("steps", "epochs", "checks", "found", "repaired", "last_alike")
 
 

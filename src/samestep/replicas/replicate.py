@@ -162,6 +162,8 @@ class Replica(nn.Module):
         engine, self._plan, self._compression = self.__dict__["_synchroniser"], self.buckets, self.compression
         if engine is not None:
             engine.release()
+        if self.drift is not None:
+            self.drift.release()
         self.__dict__["_synchroniser"] = None
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
