@@ -4,6 +4,8 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -17,18 +19,11 @@ from samestep.compress.memory import Memory
 from samestep.compress.schemes import PLAIN, Part, mean
 from samestep.errors import CheckpointError, UsageError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CODECS = [*map(compress.named, compress.NAMES), compress.Int8(rounding="nearest", block=64)]
 CODECS += [compress.TopK(fraction=0.05, momentum=0.9, warmup=3)]
 BUCKETS = 0.02  # MiB: several, and others after the first step
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As the ranks have: how a sum is cut among threads shows in its last bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def network():
@@ -272,13 +267,36 @@ def test_what_does_not_go_together_is_refused_on_every_rank(two_ranks, settings,
         assert said in found
 
 
+def with_momentum(codec, make):
+    with samestep.world() as world, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = samestep.replicate(network(), world, compress=codec)
+        optimizer = make(model.parameters())
+        for step in range(3):
+            model(inputs(world.rank, step)).sum().backward()
+            optimizer.step()
+        return [str(one.message) for one in said]
+
+
+def test_an_optimizers_momentum_beside_top_ks_is_noticed_once(two_ranks):
+    sgd = partial(torch.optim.SGD, lr=0.01)
+    (told,), others = two_ranks(with_momentum, compress.TopK(fraction=0.1, momentum=0.9), partial(sgd, momentum=0.8))
+    assert told == "SGD has a momentum of 0.8 beside that of TopK, so it counts twice: leave one of them at 0"
+    assert others == []
+    assert (
+        "AdamW has a momentum of 0.9" in two_ranks(with_momentum, compress.TopK(momentum=0.9), torch.optim.AdamW)[0][0]
+    )
+    assert two_ranks(with_momentum, compress.TopK(fraction=0.1, momentum=0.9), sgd) == [[], []]
+    assert two_ranks(with_momentum, compress.TopK(fraction=0.1), partial(sgd, momentum=0.8)) == [[], []]
+
+
 def test_on_one_rank_it_changes_nothing_and_says_so_once():
     with samestep.world() as world:
         with pytest.warns(UserWarning, match="compress=Int8 changes nothing on one rank") as told:
             model = samestep.replicate(network(), world, compress="int8")
         model(inputs(0, 0)).sum().backward()  # warnings are errors in tests
     assert len(told) == 1
-    assert model.compression is None
+    assert (model.compression.sent, model.compression.codec.name) == (0, "Int8")  # one script for any number of ranks
 
 
 def test_virtual_ranks_are_not_compressed():

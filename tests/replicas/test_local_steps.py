@@ -10,14 +10,7 @@ import samestep
 from samestep.errors import UsageError
 from samestep.replicas.local_steps import average
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As the ranks have: how a sum is cut among threads shows in its last bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def network():

@@ -17,17 +17,10 @@ from samestep.errors import UsageError
 from samestep.replicas import reduction
 from samestep.runtime.axes import Neighbours
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WIDTHS = (40, 64, 64, 10)
 BUCKETS = 0.01  # MiB: several buckets, and others after the first step
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As the ranks have: how a sum is cut among threads shows in its last bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def network(dtype=torch.float32):

@@ -29,7 +29,7 @@ def batchnorm_mode(model: nn.Module, world: World, asked: str | None) -> str:
 
 
 def codec(asked: str | Codec | None, world: World, buckets: object, reduce: object) -> Codec | None:
-    """Returns the codec, None where there is nothing to compress."""
+    """Returns the codec, None without one; on one rank it has nothing to do, and that is said."""
     if asked is None:
         return None
     codec = named(asked)
@@ -43,7 +43,6 @@ def codec(asked: str | Codec | None, world: World, buckets: object, reduce: obje
         )
     if world.data.size == 1:
         warn(f"compress={codec.name} changes nothing on one rank, which sends no gradients")
-        return None
     return codec
 
 

@@ -20,13 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.optim.optimizer import Optimizer
 
 from samestep.compress.chunks import MOST, Chunk, Piece, Shares, chunks_of, pieces_of
 from samestep.compress.codec import Codec, RowCodec
 from samestep.compress.folding import folded
 from samestep.compress.memory import Memory, State
 from samestep.compress.schemes import PLAIN, Part, Scheme, mean
+from samestep.compress.topk import TopK
+from samestep.launch.warning import warn
 from samestep.replicas.line import Line
+from samestep.replicas.rounds import watch_steps
 from samestep.runtime.axes import Axis
 
 __all__: list[str] = []
@@ -89,6 +93,7 @@ class Compression:
         self._line: Line | None = None
         self._loads: dict[tuple[int, ...], list[_Load]] = {}
         self._sent_before = 0
+        self._has_warned = False
 
     @property
     def sent(self) -> int:
@@ -100,7 +105,24 @@ class Compression:
         if self._line is None:
             rounds = max(self.codec.rounds, PLAIN.rounds)
             self._line = Line(axis, rounds, threads=self.memory.device.type == "cpu")
+            if axis.rank == 0 and isinstance(self.codec, TopK) and self.codec.momentum:
+                watch_steps(self)
         self._loads.clear()
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has parameters of this model."""
+        return any(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"])
+
+    def note_step(self, optimizer: Optimizer, number: int) -> None:
+        """Warns of an optimizer with momentum beside the codec's: what is sent has gone through both."""
+        del number
+        own = max(group.get("momentum", 0) or group.get("betas", (0,))[0] for group in optimizer.param_groups)
+        if own and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"{type(optimizer).__name__} has a momentum of {own:g} beside that of {self.codec.name}, so it counts "
+                "twice: leave one of them at 0"
+            )
 
     def take(self, axis: Axis, bucket: GradBucket) -> Future:
         """Takes a bucket; the future is done when its gradients are averaged."""

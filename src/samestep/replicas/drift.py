@@ -313,9 +313,8 @@ class DriftWatch:
         """The world closes: says how many checks have found the replicas to differ, where not all was said."""
         if self.found > MOST_SAID and self._axis.rank == 0:
             mended = f", and repaired {self.repaired} times" if self.guard.policy == "repair" else ""
-            sys.stderr.write(
-                f"samestep: the replicas of {self._model} were not alike at {self.found} of {self.checks} checks{mended}\n"
-            )
+            often = f"{self.found} of {self.checks} checks"
+            sys.stderr.write(f"samestep: the replicas of {self._model} were not alike at {often}{mended}\n")
 
     def state_dict(self) -> dict[str, int | None]:
         """Returns the counts, the same on every rank."""

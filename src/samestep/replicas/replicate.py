@@ -60,6 +60,7 @@ class Replica(nn.Module):
         number: the same on every rank; models are numbered as they are replicated.
         nonfinite: watches its gradients for NaN and Inf, and counts the steps that it leaves out; None for a copy.
         drift: compares its weights with those of the other ranks; None where nobody asked for it.
+        compression: of its gradients: the codec, and how many bytes were sent; None without one.
         buckets: what was found out about bucket sizes; `print` shows a table. None without `buckets="auto"`, before it
             is decided, and where there is nothing to decide.
     """
@@ -67,8 +68,8 @@ class Replica(nn.Module):
     module: nn.Module
     nonfinite: Guard | None = None
     drift: DriftWatch | None = None
+    compression: Compression | None = None
     _plan: BucketPlan | None = None  # of an engine that is released
-    _compression: Compression | None = None  # likewise
 
     def __init__(self, module: nn.Module, world: World, batchnorm: str, synchroniser: Engine | None) -> None:
         super().__init__()
@@ -137,12 +138,6 @@ class Replica(nn.Module):
         return engine if isinstance(engine, SliceEngine) else None
 
     @property
-    def compression(self) -> Compression | None:
-        """What compresses its gradients: the codec, and how many bytes were sent; None without one."""
-        engine = self.__dict__["_synchroniser"]
-        return engine.compression if isinstance(engine, Synchroniser) else self._compression
-
-    @property
     def buckets(self) -> BucketPlan | None:
         """What was found out about bucket sizes, and which were chosen."""
         engine = self.__dict__["_synchroniser"]
@@ -159,7 +154,7 @@ class Replica(nn.Module):
 
     def release(self) -> None:
         """Lets go of the process group, when the world closes."""
-        engine, self._plan, self._compression = self.__dict__["_synchroniser"], self.buckets, self.compression
+        engine, self._plan = self.__dict__["_synchroniser"], self.buckets
         if engine is not None:
             engine.release()
         if self.drift is not None:
@@ -280,10 +275,11 @@ def replicate(
     if mode == "synchronised":
         model = synchronise_batchnorm(model, world.data, world.device)
     finite = Guard(model, world, nonfinite)
-    engine = _engine(model, world, finite, codec, average_every, buckets, reduce, find_unused_parameters)
+    compression = None if codec is None else Compression(model, codec, world.seed or 0)
+    engine = _engine(model, world, finite, compression, average_every, buckets, reduce, find_unused_parameters)
     world.set_streams_apart()
     replica = Replica(model, world, mode, engine)
-    replica.nonfinite = finite
+    replica.nonfinite, replica.compression = finite, compression
     finite.number, finite.slices = replica.number, replica.slices
     if drift is not None:
         replica.drift = DriftWatch(model, world, drift)
@@ -299,7 +295,7 @@ def _engine(
     model: nn.Module,
     world: World,
     guard: Guard,
-    codec: Codec | None,
+    compression: Compression | None,
     average_every: int | None,
     buckets: float | Literal["auto"] | None,
     reduce: Reduce | None,
@@ -322,5 +318,5 @@ def _engine(
         reduce=reduce,
         find_unused_parameters=find_unused_parameters,
         local=guard.local,
-        compression=None if codec is None else Compression(model, codec, world.seed or 0),
+        compression=compression,
     )

@@ -98,5 +98,8 @@ def _spelled(declared: Mapping[str, Any]) -> str:
 
 
 def _compressions(named: Mapping[str, Any]) -> dict[str, Compression]:
-    found = {name: thing.compression for name, thing in named.items() if isinstance(thing, Replica)}
-    return {name: compression for name, compression in found.items() if compression is not None}
+    """Returns those at work: one rank owes nobody."""
+    replicas = {
+        name: thing for name, thing in named.items() if isinstance(thing, Replica) and thing.world.data.size > 1
+    }
+    return {name: one.compression for name, one in replicas.items() if one.compression is not None}
