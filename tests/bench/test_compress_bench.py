@@ -19,6 +19,7 @@ def test_real_ranks_time_every_codec_beside_the_step_without():
         assert one.figures["coding_ms"] > 0
     int8 = next(one for one in report.comparisons if one.name == "int8")
     assert int8.figures["sent_mb"] == pytest.approx(plain / 4, rel=0.02)
+    assert "Too few steps" in report.conclusion
 
 
 def compared(name, ratio):
@@ -28,15 +29,23 @@ def compared(name, ratio):
 @pytest.mark.parametrize(
     ("int8", "as_it_comes", "said"),
     [
-        (0.25, 1.0, "Compression pays on this network: int8 4.0 times as quick"),
-        (0.25, 0.5, "int8 2.0 times as quick a step as without it"),
+        (0.25, 1.0, "Compression pays on this network: a step is int8 4.0 times as quick"),
+        (0.25, 0.5, "int8 2.0 times as quick as without"),
         (0.25, 0.1, "Nothing is gained by compression on this network"),
         (1.1, 1.0, "Nothing is gained"),
     ],
 )
 def test_it_pays_only_where_it_is_quicker_than_the_best_way_without(int8, as_it_comes, said):
-    found = compress.conclusion([compared("int8", int8), compared("as it comes", as_it_comes)])
+    found = compress.conclusion([compared("int8", int8), compared("as it comes", as_it_comes)], hosts=2)
     assert said in found
+
+
+def test_nothing_is_concluded_from_few_steps_nor_of_a_network_from_one_host():
+    few = [Comparison("int8", "step", (0.1,) * 5, (1.0,) * 5)]
+    assert compress.conclusion(few, hosts=2).startswith("Too few steps to tell")
+    found = compress.conclusion([compared("int8", 1.5)], hosts=1)
+    assert "Nothing is gained by compression among processes of one host" in found
+    assert "--hosts" in found
 
 
 def test_one_rank_has_nothing_to_compress():

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from samestep.bench.harness import Comparison, Options, Report, alternate
+from samestep.bench.harness import FEWEST, Comparison, Options, Report, alternate
 from samestep.bench.networks import WIDE
 from samestep.bench.step import align, setting, steps_of
 from samestep.errors import UsageError
@@ -38,6 +38,10 @@ __all__: list[str] = []
 
 CODECS = ("fp16", "bf16", "int8", "sign", "topk", "powersgd")
 AS_IT_COMES = "as it comes"
+LEGEND = (
+    "ours: with this codec, or as samestep reduces without one; theirs: without, over the backend; sooner: theirs over "
+    "ours; coding: to encode and decode, by itself; pays below: on links of fewer Mbit/s, by bytes and coding alone."
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ def run(options: Options) -> Report:
     comparisons = [_compared(codec, found) for codec in CODECS]
     comparisons.append(Comparison(AS_IT_COMES, "step", *_pair(found, AS_IT_COMES), figures=_figures(0.0, 0.0, 0.0)))
     rows = ("sent_mb", "coding_ms", "pays_below_mbit")
-    return Report("compress", comparisons, found.conditions, rows, conclusion=conclusion(comparisons))
+    told = f"{LEGEND}\n\n{conclusion(comparisons, hosts=found.conditions['hosts'])}"
+    return Report("compress", comparisons, found.conditions, rows, conclusion=told)
 
 
 def _pair(found: Found, way: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -89,15 +94,24 @@ def _figures(sent: float, coding: float, pays_below: float) -> dict[str, float]:
     return {"sent_mb": sent / 1e6, "coding_ms": 1e3 * coding, "pays_below_mbit": pays_below / 1e6}
 
 
-def conclusion(comparisons: list[Comparison]) -> str:
-    """Says whether compression pays here: whether a codec is surely quicker than the best way without."""
+def conclusion(comparisons: list[Comparison], hosts: int) -> str:
+    """Says whether compression pays here: whether a codec is surely quicker than the best way without.
+
+    Args:
+        comparisons: with every codec, and as it comes.
+        hosts: on which the ranks are.
+    """
+    if not all(one.is_enough for one in comparisons):
+        return f"Too few steps to tell whether compression pays: --repeats {FEWEST} or more."
+    where = "on this network" if hosts > 1 else "among processes of one host"
     without = min([1.0, *(one.ratio for one in comparisons if one.name == AS_IT_COMES)])
     codecs = [one for one in comparisons if one.name != AS_IT_COMES]
     paying = sorted((one for one in codecs if one.interval[1] < without), key=lambda one: one.ratio)
     if not paying:
-        return "Nothing is gained by compression on this network: leave compress out."
+        other = "" if hosts > 1 else " Between hosts it may: samestep run --hosts A,B -n 1 -m samestep bench compress"
+        return f"Nothing is gained by compression {where}: leave compress out.{other}"
     told = ", ".join(f"{one.name} {without / one.ratio:.1f} times" for one in paying)
-    return f"Compression pays on this network: {told} as quick a step as without it. Whether it trains as well, try."
+    return f"Compression pays {where}: a step is {told} as quick as without. Whether it trains as well, try."
 
 
 def measure(device: str | None, repeats: int) -> Found:
@@ -117,8 +131,15 @@ def measure(device: str | None, repeats: int) -> Found:
             sent={name: one.sent / one.steps for name, one in compressions.items() if one is not None},
             coding={name: coding_time(one.codec, world) for name, one in compressions.items() if one is not None},
             plain=2 * (world.size - 1) / world.size * sum(p.nbytes for p in ways["backend"].module.parameters()),
-            conditions=setting(world, WIDE) | {"steps_per_block": 1},
+            conditions=setting(world, WIDE) | {"steps_per_block": 1, "hosts": _hosts(world)},
         )
+
+
+def _hosts(world: World) -> int:
+    """Returns how many hosts there are. Collective."""
+    from samestep.runtime.exchange import gather_json
+
+    return len(set(gather_json(world.data, world.host_index)))
 
 
 def _replica(world: World, codec: str | None, reduce: Any = None) -> Replica:

@@ -30,6 +30,8 @@ __all__: list[str] = []
 Block = Callable[[], object]
 Measure = Callable[[], float]
 
+FEWEST = 6  # pairs: of 5, all lie on one side of the median once in 16 times
+
 
 @dataclass(frozen=True)
 class Options:
@@ -85,8 +87,13 @@ class Comparison:
         return lower, upper
 
     @property
+    def is_enough(self) -> bool:
+        """Whether there are pairs enough for `interval` to hold what it says."""
+        return len(self.ours) >= FEWEST
+
+    @property
     def interval(self) -> tuple[float, float]:
-        """Between these two lies the true median ratio, 19 times in 20."""
+        """Between these two lies the true median ratio, 19 times in 20; of fewer than 6 pairs seldom enough."""
         ordered = sorted(self.ratios)
         reach = 0.98 * math.sqrt(len(ordered))
         lower = max(0, math.floor(len(ordered) / 2 - reach))
@@ -96,7 +103,7 @@ class Comparison:
     def kept(self) -> bool | None:
         """Whether what was promised is kept; None where nothing is promised, or too few pairs cannot tell."""
         lower, upper = self.interval
-        if self.most is None or lower <= self.most < upper:
+        if self.most is None or not self.is_enough or lower <= self.most < upper:
             return None
         return upper <= self.most
 

@@ -14,6 +14,7 @@ any rank can take any row:
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +88,7 @@ class Codec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowCodec(Codec):
+class RowCodec(Codec, ABC):
     """A codec of rows.
 
     Args:
@@ -107,10 +108,11 @@ class RowCodec(Codec):
         return False
 
     @property
+    @abstractmethod
     def row_bytes(self) -> int:
         """Bytes of a row's packet, a multiple of 4."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode(self, rows: Tensor, noise: Tensor | None = None) -> Tensor:
         """Returns packets, [R, row_bytes] of uint8.
 
@@ -120,11 +122,10 @@ class RowCodec(Codec):
             rows: [R, block] of float32; not changed.
             noise: likewise, uniform in [0, 1), where it is needed.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, packets: Tensor) -> Tensor:
         """Returns rows, [R, block] of float32."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

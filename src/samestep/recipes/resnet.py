@@ -21,6 +21,7 @@ file loads.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
@@ -34,7 +35,7 @@ def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.C
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
 
 
-class Block(nn.Module):
+class Block(nn.Module, ABC):
     """A residual block: `relu(branch(x) + shortcut(x))`. The branch is what the two kinds differ in."""
 
     expansion: ClassVar[int]
@@ -47,14 +48,14 @@ class Block(nn.Module):
         if stride != 1 or inputs != outputs:
             self.downsample = nn.Sequential(convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
 
+    @abstractmethod
     def branch(self, x: torch.Tensor) -> torch.Tensor:
         """The residual, before it is added: same shape as the shortcut."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def last_norm(self) -> nn.BatchNorm2d:
         """The BatchNorm that ends the branch; its weight scales the whole residual."""
-        raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
