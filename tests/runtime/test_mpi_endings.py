@@ -115,7 +115,10 @@ def alone(folder, **extra):
 def test_ranks_that_no_mpiexec_has_started_are_told_how(tmp_path):
     done = alone(tmp_path)
     assert done.returncode == 2
-    assert "needs its ranks to be started by mpiexec or srun, and these 2 were not: `mpiexec -n 2 " in done.stderr
+    assert (
+        "needs its ranks to be started by mpiexec or srun, and these 2 were not: `samestep run --mpi -n 2 "
+        in done.stderr
+    )
 
 
 def test_several_ranks_in_one_task_are_told_how(tmp_path):
@@ -124,12 +127,74 @@ def test_several_ranks_in_one_task_are_told_how(tmp_path):
     done = mpiexec("mpich", 2, *words, "train.py", folder=tmp_path)
     assert done.returncode == 2
     assert "mpiexec has started 2 processes, and this is rank" in done.stderr
+    assert "with `samestep run --mpi -n 4 SCRIPT`" in done.stderr
+
+
+def test_ranks_that_could_be_started_once_only_are_not_started_again(tmp_path):
+    words = (sys.executable, "-P", "-m", "samestep", "run", "--restarts", "2")
+    (tmp_path / "train.py").write_text(BEGIN)
+    done = mpiexec("mpich", 2, *words, "train.py", folder=tmp_path)
+    assert done.returncode == 2
+    assert "MPI cannot begin twice under one mpiexec" in done.stderr
+    refused = subprocess.run(
+        [*words[:5], "--mpi", "-n", "2", "--restarts", "2", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert refused.returncode == 2
+    assert "--restarts does not go with --mpi" in refused.stderr
+
+
+def test_who_waits_too_long_says_in_what(tmp_path):
+    text = """
+        from datetime import timedelta
+        groups = {way: dist.new_group(timeout=timedelta(seconds=1), pg_options={"waiting": way}) for way in WAYS}
+        if rank == 0:
+            for way, group in groups.items():
+                for act in (lambda: dist.barrier(group=group), lambda: dist.recv(x, 1, group=group)):
+                    try:
+                        act()
+                    except Exception as error:
+                        print(way, error, flush=True)
+            os._exit(0)
+        time.sleep(20)
+    """
+    begin = f"from samestep.runtime.mpi.sharing import WAYS\n{BEGIN}"
+    said = job(tmp_path, "mpich", text, begin=begin).stdout
+    for way in ("polling", "blocking"):
+        assert f"{way} waited 1." in said
+        assert " s in barrier (call 1 of this group) for the other ranks; the timeout is over" in said
+    assert said.count(" s in recv for rank 1; the timeout is over") == 2
+
+
+def test_a_message_to_nobody_and_an_unknown_option_are_refused(tmp_path):
+    text = """
+        for act in (lambda: dist.send(x, 5), lambda: dist.recv(x, 5)):
+            try:
+                act()
+            except Exception as error:
+                print(type(error).__name__, error)
+        dist.destroy_process_group()
+        dist.init_process_group("mpi", pg_options={"waiting": "nonsense"})
+    """
+    done = job(tmp_path, "mpich", text)
+    assert done.returncode != 0
+    assert done.stdout.count("UsageError there is no rank 5 in a group of 2") == 4
+    assert "UsageError: the backend mpi has one option, 'waiting', which is 'blocking' or 'polling'" in done.stderr
+
+
+def test_options_of_the_default_group_are_heard(tmp_path):
+    begin = BEGIN.replace('"mpi")', '"mpi", pg_options={"waiting": "blocking"})')
+    done = job(tmp_path, "mpich", "print('blocking', dist.group.WORLD._blocking)", begin=begin)
+    assert done.stdout.count("blocking True") == 2, done.stderr
 
 
 def test_a_missing_library_is_one_line(tmp_path):
     done = job(tmp_path, "mpich", "", MPI4PY_LIBMPI="/nowhere/libmpi.so.12", MPI4PY_MPIABI="")
     assert done.returncode == 1
-    assert "BackendError: mpi4py finds no MPI library (cannot load MPI library): pip install mpich" in done.stderr
+    assert "BackendError: mpi4py finds no MPI library (cannot load MPI library): MPI4PY_LIBMPI names /no" in done.stderr
 
 
 def test_a_library_that_does_not_hear_this_mpiexec_is_named(tmp_path):

@@ -24,6 +24,11 @@ def under_mpiexec(options: argparse.Namespace, arguments: Sequence[str]) -> None
             "--mpi has the mpiexec of this machine start the ranks, so many as -n says: `samestep run --mpi -n 4 "
             "train.py`; on several hosts write the mpiexec yourself: `mpiexec --hostfile F -n 8 samestep run train.py`"
         )
+    if options.restarts:
+        raise UsageError(
+            "MPI cannot begin twice under one mpiexec, so --restarts does not go with --mpi: leave it out, and call "
+            "the command again; a checkpoint goes on from there"
+        )
     if any(variable(name) is not None for name in STARTED):
         raise UsageError("an mpiexec has started this process already: leave out either it or --mpi")
     task = (sys.executable, "-P", "-m", "samestep", "run", *_without_mpi(arguments, len(options.program)))

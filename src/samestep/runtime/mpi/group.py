@@ -299,12 +299,13 @@ class MpiGroup(Named):
         number = self._ending.count(key)
         came = dict.fromkeys(self._names, (key, number))
         check = functools.partial(self._ending.check, what, came)
+        waited = f"{what} (call {number} of this group) for the other ranks"
         ended = profiled.begun(what, tensors if given is None else given)
 
         def carry_out() -> None:
             try:
                 reached()
-                self._guarded(lambda: act(self._calls_of(level, check)), tensors)
+                self._guarded(lambda: act(self._calls_of(level, check, waited)), tensors)
             finally:
                 if ended is not None:
                     ended()
@@ -312,7 +313,7 @@ class MpiGroup(Named):
         by_lane = self._blocking or ended is not None or getattr(opts, "asyncOp", True)
         task = lane.issue(carry_out, tensors, at_once=not by_lane)
         if self._blocking:
-            self._guard.watch(task, check, self._timeout_s)
+            self._guard.watch(task, check, self._timeout_s, waited)
         return task
 
     def _guarded(self, act: Callable[[], None], tensors: Sequence[Tensor]) -> None:
@@ -334,16 +335,16 @@ class MpiGroup(Named):
 
         return self._issue(what, carry_out, tensors, opts, op)
 
-    def _calls_of(self, level: int, check: Callable[[], None]) -> Calls:
+    def _calls_of(self, level: int, check: Callable[[], None], what: str) -> Calls:
         """Returns the collectives of a lane; called by the lane alone, one after another."""
         if level not in self._calls:
             self._calls[level] = self._make_calls(level)
         calls = self._calls[level]
-        calls.waiting.check = check
+        calls.waiting.check, calls.waiting.what = check, what
         return calls
 
     def _make_calls(self, level: int) -> Calls:
-        waiting = Waiting(blocking=self._blocking, timeout_s=self._timeout_s, check=lambda: None)
+        waiting = Waiting(blocking=self._blocking, timeout_s=self._timeout_s, check=lambda: None, what="MPI")
         return Calls(self._mpi, self._communicator(level), waiting)
 
     def _communicator(self, number: int) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from samestep.errors import PeerError
 from samestep.runtime.issuing import Task
+from samestep.runtime.mpi.waiting import too_late
 
 __all__: list[str] = []
 
@@ -25,6 +26,7 @@ class _Watched:
     task: Task
     check: Callable[[], None]
     timeout_s: float
+    what: str
     since: float = field(default_factory=time.monotonic)
 
     def is_over(self) -> bool:
@@ -36,7 +38,7 @@ class _Watched:
                 self.task.settle(error)
         waited = time.monotonic() - self.since
         if waited > self.timeout_s:
-            self.task.settle(PeerError(f"waited {waited:.1f} s for the other ranks; the timeout is over"))
+            self.task.settle(too_late(self.what, waited))
         return self.task.is_completed()
 
 
@@ -48,16 +50,17 @@ class Guard:
         self._thread: threading.Thread | None = None
         self._changed = threading.Lock()
 
-    def watch(self, task: Task, check: Callable[[], None], timeout_s: float) -> None:
+    def watch(self, task: Task, check: Callable[[], None], timeout_s: float, what: str) -> None:
         """Looks at a task until it is done.
 
         Args:
             task: that is carried out by another thread.
             check: raises PeerError where the task will never be done.
             timeout_s: how long it may take.
+            what: it is, and for whom it waits.
         """
         with self._changed:
-            self._watched.append(_Watched(task, check, timeout_s))
+            self._watched.append(_Watched(task, check, timeout_s, what))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._look, name="mpi guard", daemon=True)
                 self._thread.start()

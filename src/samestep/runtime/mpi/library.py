@@ -103,12 +103,17 @@ def _check_started(rank: int | None, size: int | None) -> None:
     if found is None:
         raise BackendError(
             f"backend 'mpi' needs its ranks to be started by mpiexec or srun, and these {size} were not: "
-            f"`mpiexec -n {size} samestep run SCRIPT`, or `mpiexec -n {size} python SCRIPT`"
+            f"`samestep run --mpi -n {size} SCRIPT`, or `mpiexec -n {size} samestep run SCRIPT`"
         )
     if found[1:] != (rank, size):
         raise BackendError(
             f"mpiexec has started {found[2]} processes, and this is rank {rank} of {size}: let it start every rank "
-            f"by itself, with `mpiexec -n {size} samestep run SCRIPT`"
+            f"by itself, with `samestep run --mpi -n {size} SCRIPT` or `mpiexec -n {size} samestep run SCRIPT`"
+        )
+    if int(rankenv.variable("TORCHELASTIC_MAX_RESTARTS") or 0):
+        raise BackendError(
+            "MPI cannot begin twice under one mpiexec, so --restarts cannot start these ranks again: leave it out, and "
+            "have whoever calls mpiexec call it again; a checkpoint goes on from there"
         )
 
 
@@ -121,14 +126,18 @@ def check_installed() -> None:
 @functools.cache
 def _start() -> Any:
     check_installed()
+    named = rankenv.variable("MPI4PY_LIBMPI")
     _choose()
     try:
         mpi = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
-        raise BackendError(
-            f"mpi4py finds no MPI library ({first}): pip install mpich, or install your system's Open MPI or MPICH"
-        ) from error
+        mend = (
+            "pip install mpich, or install your system's Open MPI or MPICH"
+            if named is None
+            else f"MPI4PY_LIBMPI names {named}; name another file, or unset it"
+        )
+        raise BackendError(f"mpi4py finds no MPI library ({first}): {mend}") from error
     if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:

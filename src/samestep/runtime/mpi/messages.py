@@ -57,20 +57,24 @@ class Messages:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Message:
         """Sends a tensor; the memory is the message's until it is done."""
+        to = self._member(to)
         ended = profiled.begun("send", [tensor])
         values = staging.staged(tensor)
         self._ending.count(self._key(self._communicator.rank, to))
         requests = [self._communicator.Isend(piece, to, self._tag(tag)) for piece in self._pieces(values)]
-        return self._posted(Message(tensor, values, requests, self._waiting("send", {}), self._calling, ended=ended))
+        waiting = self._waiting("send", f"for rank {self._names[to]}", {})
+        return self._posted(Message(tensor, values, requests, waiting, self._calling, ended=ended))
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Message:
         """Receives a tensor from a rank of the group."""
+        source = self._member(source)
         ended = profiled.begun("recv", [tensor])
         values = staging.staged(tensor)
         number = self._ending.count(f"received {self._key(source, self._communicator.rank)}")
         came = {self._names[source]: (self._key(source, self._communicator.rank), number)}
         requests = [self._communicator.Irecv(piece, source, self._tag(tag)) for piece in self._pieces(values)]
-        message = Message(tensor, values, requests, self._waiting("recv", came), self._calling, back=True, ended=ended)
+        waiting = self._waiting("recv", f"for rank {self._names[source]}", came)
+        message = Message(tensor, values, requests, waiting, self._calling, back=True, ended=ended)
         message.source = self._names[source]
         return self._posted(message)
 
@@ -88,7 +92,7 @@ class Messages:
             message.source = self._names[status.source]
             return [self._communicator.Irecv(piece, status.source, self._tag(tag)) for piece in others]
 
-        waiting = self._waiting("recv", {})
+        waiting = self._waiting("recv", "for any rank", {})
         message = Message(
             tensor, values, [request], waiting, self._calling, back=True, ended=ended, rest=rest, status=status
         )
@@ -109,8 +113,18 @@ class Messages:
         parts = [flat[start : start + each] for start in range(0, max(1, flat.numel()), each)]
         return [[calls.memory_of(self._mpi, part), part.nbytes, self._mpi.BYTE] for part in parts]
 
-    def _waiting(self, what: str, came: Mapping[int, tuple[str, int]]) -> Waiting:
-        return Waiting(blocking=False, timeout_s=self._timeout_s, check=lambda: self._ending.check(what, came))
+    def _waiting(self, what: str, whom: str, came: Mapping[int, tuple[str, int]]) -> Waiting:
+        return Waiting(
+            blocking=False,
+            timeout_s=self._timeout_s,
+            check=lambda: self._ending.check(what, came),
+            what=f"{what} {whom}",
+        )
+
+    def _member(self, rank: int) -> int:
+        if not 0 <= rank < len(self._names):
+            raise UsageError(f"there is no rank {rank} in a group of {len(self._names)}")
+        return rank
 
     def _key(self, source: int, to: int) -> str:
         return f"{self._name} {source} to {to}"

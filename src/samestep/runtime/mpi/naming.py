@@ -12,6 +12,7 @@ one, and tells its address by MPI.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -70,8 +71,11 @@ def _finding_mpi(inner: Any, helper: Callable[..., Any]) -> Callable[..., Any]:
         if size < 0:  # the world's, which knows its ranks from MPI
             mpi = _loaded()
             size, rank, store = mpi.COMM_WORLD.size, mpi.COMM_WORLD.rank, _served(mpi)
+            # torch.distributed hands its MPI no options: those of init_process_group are in its frame alone
+            options = sys._getframe(1).f_locals.get("pg_options")  # noqa: SLF001
+        else:
+            options = named.get("backend_options")
         timeout = named.get("timeout") or timedelta(minutes=30)
-        options = named.get("backend_options")
         _asked.append(_Asked(name, backends, store, rank, size, timeout.total_seconds(), options))
         before, inner._MPI_AVAILABLE = inner._MPI_AVAILABLE, True  # noqa: SLF001
         try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from samestep.errors import PeerError
@@ -29,6 +29,15 @@ LOOK_S = 0.01  # the longest pause of all
 ASKING_S = 0.2  # between looks for ranks that have left
 
 
+def too_late(what: str, seconds: float) -> PeerError:
+    """Returns the error of a call that has taken longer than it may.
+
+    >>> too_late("all_reduce (call 17 of this group) for the other ranks", 60.01)
+    PeerError('waited 60.0 s in all_reduce (call 17 of this group) for the other ranks; the timeout is over')
+    """
+    return PeerError(f"waited {seconds:.1f} s in {what}; the timeout is over")
+
+
 @dataclass
 class Waiting:
     """How the calls of one communicator wait.
@@ -37,15 +46,17 @@ class Waiting:
         blocking: in MPI itself.
         timeout_s: how long a call may take.
         check: raises PeerError where a rank has left that the call needs.
+        what: is waited in, and for whom.
     """
 
     blocking: bool
     timeout_s: float
     check: Callable[[], None]
+    what: str
 
     def within(self, seconds: float) -> Waiting:
         """Returns the same with another timeout."""
-        return Waiting(blocking=self.blocking, timeout_s=seconds, check=self.check)
+        return replace(self, timeout_s=seconds)
 
     def until_done(self, requests: Sequence[Any]) -> None:
         """Returns when all requests are done.
@@ -72,6 +83,6 @@ class Waiting:
                 asked = now
                 self.check()
                 if now - began > self.timeout_s:
-                    raise PeerError(f"waited {now - began:.1f} s for the other ranks; the timeout is over")
+                    raise too_late(self.what, now - began)
             time.sleep(pause)
             pause = min(GROWTH * pause, max(LONGEST_S, min(SHARE * (now - began), LOOK_S)))
