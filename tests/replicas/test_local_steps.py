@@ -1,6 +1,7 @@
 """Ranks that step by themselves: alike after every average, as computed in one process, evaluated and saved as one."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -153,6 +154,23 @@ def parted():
 
 def test_ranks_that_part_unaveraged_are_told(two_ranks):
     assert two_ranks(parted) == [True, True]
+
+
+def failing():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            with samestep.world() as world:
+                model = samestep.replicate(network(), world, average_every=10)
+                train(model, optimizer_of(model), world.rank, 0)
+                raise ValueError
+        except ValueError:
+            pass
+    return [str(one.message) for one in said]
+
+
+def test_after_an_exception_nothing_is_said_of_averages(two_ranks):
+    assert two_ranks(failing) == [[], []]
 
 
 def of_two_optimizers():

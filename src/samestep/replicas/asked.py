@@ -54,6 +54,8 @@ def check_average(every: object, world: World, codec: Codec | None) -> None:
     if codec is not None or world.virtual is not None:
         other = "virtual ranks add" if codec is None else "compress is about"
         raise UsageError(f"average_every leaves gradients where they are, and {other} gradients: leave one of them out")
+    if world.data.size == 1:
+        warn(f"average_every={every} changes nothing on one rank")
 
 
 def check_buckets(buckets: object) -> None:

@@ -17,6 +17,7 @@ Mini-batches, Use Local SGD", ICLR 2020 (to change over late).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from samestep.errors import StepError
+from samestep.launch.process import is_known_to_fail
 from samestep.launch.warning import warn
 from samestep.replicas.rounds import Rounds, watch_steps
 from samestep.runtime.axes import Axis
@@ -106,8 +108,8 @@ class LocalSteps:
                         yield kept[name]
 
     def release(self) -> None:
-        """Says so where ranks part with parameters of their own."""
-        if not self._are_alike and self.world.is_first:
+        """Says so where ranks part with parameters of their own, and nothing worse has happened."""
+        if not self._are_alike and self.world.is_first and sys.exc_info()[0] is None and not is_known_to_fail():
             warn(
                 f"the world closes {self.since} steps after the last average, and every rank keeps parameters of its "
                 "own: call model.average() before, as samestep.evaluate and a save do"

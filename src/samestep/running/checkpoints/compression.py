@@ -60,8 +60,8 @@ def check(random: Mapping[str, Any] | None, world: World, named: Mapping[str, An
         if was != now:
             raise CheckpointError(
                 f"{name} was saved with compress={_spelled(was)}, and is now compressed by {_spelled(now)}, which "
-                "cannot use what the ranks still owe: give the codec that was, or compress=None to drop it, or another "
-                "directory"
+                "cannot use what the ranks still owe: give the codec that was, or save once with compress=None, which "
+                "drops it, or take another directory"
             )
         ranks = len(saved[name]["owed"])
         if ranks != world.data.size:

@@ -101,7 +101,9 @@ def judge(record: Record, report: Report) -> None:
     """Adds what the samples tell."""
     training = [group for group in together(record) if all(one.is_training for one in group)]
     if not training:
-        report.cover("data", unchecked("no DataLoader was trained on"))
+        report.cover(
+            "data", unchecked("no DataLoader tells which samples were trained on, and no gradients were compared")
+        )
         return
     for group in training:
         report.add(_first_of_its_kind([*_lengths(group), *_same_data(group, record), *_once(group, record)], report))
