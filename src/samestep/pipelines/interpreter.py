@@ -1,0 +1,113 @@
+"""Carries out one rank's part of a plan: a loop over its actions, on its stages, with what others send.
+
+The plan says everything: what to do next, whose result it needs, who needs its own. So there is one loop for every
+schedule and every transport; torch.distributed.pipelining has a class for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from samestep.pipelines.stage import Lose, Stage, Tensors
+from samestep.schedule.plan import BACKWARDS, Action, Plan
+
+__all__: list[str] = []
+
+
+class Transport(Protocol):
+    """What carries tensors from rank to rank."""
+
+    def begin(self, kinds: Sequence[Hashable]) -> None:
+        """A step begins."""
+
+    def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        """Sends what an action gives."""
+
+    def receive(self, action: Action) -> tuple[list[Tensor], list[bool]]:
+        """Returns what another rank's action gives, and which of it wants gradients."""
+
+    def end(self) -> None:
+        """A step is over."""
+
+
+class Interpreter:
+    """One rank of a pipeline.
+
+    Args:
+        plan: of every step.
+        rank: on the pipeline.
+        stages: those of this rank, by number.
+        transport: to the other ranks.
+    """
+
+    def __init__(self, plan: Plan, rank: int, stages: Mapping[int, Stage], transport: Transport) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._stages = stages
+        self._transport = transport
+        self._here: dict[Action, tuple[list[Tensor], list[bool]]] = {}  # from a stage of this rank to another
+
+    def run(
+        self,
+        inputs: Callable[[int], Tensors],
+        lose: Callable[[int], Lose],
+        kinds: Sequence[Hashable],
+    ) -> list[Tensor]:
+        """Does a step; returns the micro-batches' losses on the rank of the last stage, nothing on others.
+
+        Collective: every rank of the pipeline must call it.
+
+        Args:
+            inputs: a micro-batch's, for the first stage.
+            lose: what makes a loss of a micro-batch's outputs, for the last.
+            kinds: by micro-batch, its shapes; the same on all ranks.
+        """
+        losses: list[Tensor] = []
+        self._transport.begin(kinds)
+        with torch.set_grad_enabled(self._plan.trains):
+            for action in self._plan.orders[self._rank]:
+                if action.kind == "F":
+                    losses += self._forward(action, inputs, lose)
+                elif action.kind in BACKWARDS:
+                    self._backward(action)
+                else:
+                    self._stages[action.stage].backward_weights(action.micro_batch)
+        self._transport.end()
+        return losses
+
+    def _forward(self, action: Action, inputs: Callable[[int], Tensors], lose: Callable[[int], Lose]) -> list[Tensor]:
+        stage, micro_batch = self._stages[action.stage], action.micro_batch
+        if action.stage == 0:
+            given: Sequence[Tensor] = inputs(micro_batch)
+            wants = [False] * len(given)
+        else:
+            given, wants = self._taken(Action("F", action.stage - 1, micro_batch))
+        if action.stage + 1 < self._plan.stages:
+            self._give(action, stage.forward(micro_batch, given, wants))
+            return []
+        return [each.detach() for each in stage.forward(micro_batch, given, wants, lose(micro_batch))]
+
+    def _backward(self, action: Action) -> None:
+        stage, micro_batch = self._stages[action.stage], action.micro_batch
+        behind = next((one for one in self._plan.needs(action) if one.stage == action.stage + 1), None)
+        gradients = None if behind is None else self._taken(behind)[0]
+        act = stage.backward if action.kind == "B" else stage.backward_inputs
+        found = act(micro_batch, gradients)
+        if action.stage:
+            self._give(action, found)
+
+    def _taken(self, action: Action) -> tuple[list[Tensor], list[bool]]:
+        """Returns what an action gives, and which of it wants gradients."""
+        if self._plan.placement[action.stage] == self._rank:
+            return self._here.pop(action)
+        return self._transport.receive(action)
+
+    def _give(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        if self._plan.taker(action) == self._rank:
+            self._here[action] = (list(tensors), [each.requires_grad for each in tensors])
+        else:
+            self._transport.send(action, tensors)

@@ -1,0 +1,204 @@
+"""Activations ahead and gradients back, between the ranks of a pipeline, over torch.distributed.
+
+Nobody waits to send. Who receives has said so before: the buffers of the next few messages of each neighbour wait for
+them, in the order in which he sends, which the plan knows. So a message travels while both compute.
+
+The shapes are found out once for each shape of micro-batch: the first message of a kind is preceded by a header, and
+both sides remember it. torch.distributed.pipelining finds them out by running every stage once more, in training, on
+garbage (torch 2.13): running statistics and random streams are others after it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.errors import ModelError
+from samestep.runtime.axes import Axis
+from samestep.schedule.plan import Action, Plan
+
+__all__: list[str] = []
+
+AHEAD = 2  # messages of a neighbour that are waited for before they are needed
+MOST_TENSORS, MOST_DIMS = 8, 8  # of a message
+_TAGS = MOST_TENSORS + 1  # of a message: its header, then its tensors
+_TYPES = (
+    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is known of a tensor before it comes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    wants_gradient: bool = False
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+Forms = tuple[Form, ...]
+
+
+@dataclass
+class _Coming:
+    """A message that is waited for."""
+
+    forms: Forms
+    tensors: list[Tensor]
+    works: list[Any]
+
+
+class Messages:
+    """One rank's messages in the steps of a plan.
+
+    Args:
+        plan: of every step.
+        axis: the ranks of the pipeline, in the order of the plan's.
+        device: that tensors are wanted on.
+    """
+
+    def __init__(self, plan: Plan, axis: Axis, device: torch.device) -> None:
+        self._plan = plan
+        self._axis = axis
+        self._device = device
+        self._from: dict[int, list[Action]] = {
+            source: [one for one in order if plan.taker(one) == axis.rank] if source != axis.rank else []
+            for source, order in enumerate(plan.orders)
+        }
+        self._places = {one: place for sent in self._from.values() for place, one in enumerate(sent)}
+        self._sends: dict[Action, int] = {}
+        counts: defaultdict[int, int] = defaultdict(int)
+        for one in plan.orders[axis.rank]:
+            if (target := plan.taker(one)) not in {None, axis.rank}:
+                self._sends[one] = counts[target or 0]
+                counts[target or 0] += 1
+        self._known: dict[Hashable, Forms] = {}
+        self._kinds: Sequence[Hashable] = ()
+        self._posted: dict[int, int] = {}
+        self._coming: dict[Action, _Coming] = {}
+        self._going: list[tuple[Any, Tensor]] = []
+
+    def begin(self, kinds: Sequence[Hashable]) -> None:
+        """A step begins.
+
+        Args:
+            kinds: by micro-batch, something that is the same on all ranks, and for micro-batches of one shape.
+        """
+        self._kinds = kinds
+        self._posted = dict.fromkeys(self._from, 0)
+
+    def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        """Sends what an action gives to the rank that needs it; does not wait.
+
+        Raises:
+            ModelError: it is not what micro-batches of this kind were before, or too much to tell.
+        """
+        target, tag = self._target(action), self._sends[action] * _TAGS
+        forms = tuple(Form(each.dtype, tuple(each.shape), each.requires_grad) for each in tensors)
+        known = self._known.get(self._key(action))
+        if known is None:
+            self._remember(action, forms)
+            self._go(_header(action, forms), target, tag)
+        elif known != forms:
+            raise ModelError(
+                f"stage {action.stage} gives {_told(forms)} for a micro-batch of a shape for which it gave "
+                f"{_told(known)} before: what it gives may depend on shapes alone"
+            )
+        for place, tensor in enumerate(tensors, 1):
+            self._go(tensor.detach().contiguous(), target, tag + place)
+
+    def receive(self, action: Action) -> tuple[list[Tensor], list[bool]]:
+        """Returns what an action of another rank gives, and for which of it gradients are wanted."""
+        source = self._plan.placement[action.stage]
+        self._post(source, self._places[action] + 1, heard=True)
+        self._post(source, self._places[action] + 1 + AHEAD, heard=False)
+        coming = self._coming.pop(action)
+        for work in coming.works:
+            work.wait()
+        return coming.tensors, [form.wants_gradient for form in coming.forms]
+
+    def end(self) -> None:
+        """Waits until all that was sent has gone."""
+        for work, _ in self._going:
+            work.wait()
+        self._going.clear()
+
+    def _post(self, source: int, end: int, *, heard: bool) -> None:
+        """Posts the buffers of a rank's messages up to `end`; of those of unknown forms only once that is `heard`."""
+        sent = self._from[source]
+        while self._posted[source] < min(end, len(sent)):
+            action = sent[self._posted[source]]
+            tag = self._posted[source] * _TAGS
+            forms = self._known.get(self._key(action))
+            if forms is None and not heard:
+                return
+            if forms is None:
+                forms = self._hear(source, tag)
+                self._remember(action, forms)
+            tensors = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms]
+            works = [self._come(tensor, source, tag + place) for place, tensor in enumerate(tensors, 1)]
+            self._coming[action] = _Coming(forms, tensors, works)
+            self._posted[source] += 1
+
+    def _hear(self, source: int, tag: int) -> Forms:
+        header = torch.empty(_length(), dtype=torch.int64, device=self._device)
+        self._come(header, source, tag).wait()
+        return _read(header.tolist())
+
+    def _key(self, action: Action) -> Hashable:
+        return action.kind == "F", action.stage, self._kinds[action.micro_batch]
+
+    def _remember(self, action: Action, forms: Forms) -> None:
+        self._known[self._key(action)] = forms
+
+    def _target(self, action: Action) -> int:
+        target = self._plan.taker(action)
+        assert target is not None
+        return target
+
+    def _go(self, tensor: Tensor, target: int, tag: int) -> None:
+        work = dist.isend(tensor, self._axis.ranks[target], group=self._axis.group, tag=tag)
+        self._going.append((work, tensor))
+
+    def _come(self, tensor: Tensor, source: int, tag: int) -> Any:
+        return dist.irecv(tensor, self._axis.ranks[source], group=self._axis.group, tag=tag)
+
+
+def _told(forms: Forms) -> str:
+    return ", ".join(map(str, forms))
+
+
+def _length() -> int:
+    return 1 + MOST_TENSORS * (3 + MOST_DIMS)
+
+
+def _header(action: Action, forms: Forms) -> Tensor:
+    """What tells forms, in int64 of one length: how many, then type, flag, dims and sizes of each."""
+    if len(forms) > MOST_TENSORS or any(len(form.shape) > MOST_DIMS for form in forms):
+        raise ModelError(
+            f"stage {action.stage} gives {len(forms)} tensors, of up to {max(len(form.shape) for form in forms)} dims: "
+            f"{MOST_TENSORS} of {MOST_DIMS} can be sent"
+        )
+    words = [len(forms)]
+    for form in forms:
+        if form.dtype not in _TYPES:
+            raise ModelError(f"stage {action.stage} gives a tensor of {form.dtype}, which cannot be sent")
+        padding = [0] * (MOST_DIMS - len(form.shape))
+        words += [_TYPES.index(form.dtype), int(form.wants_gradient), len(form.shape), *form.shape, *padding]
+    return torch.tensor(words + [0] * (_length() - len(words)))
+
+
+def _read(words: list[int]) -> Forms:
+    each = 3 + MOST_DIMS
+    parts = [words[1 + each * number : 1 + each * (number + 1)] for number in range(words[0])]
+    return tuple(Form(_TYPES[kind], tuple(sizes[:dims]), bool(wants)) for kind, wants, dims, *sizes in parts)

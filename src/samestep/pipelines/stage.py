@@ -1,0 +1,137 @@
+"""What one stage of a pipeline computes, micro-batch by micro-batch, and what it keeps until the backward.
+
+    from the stage before ──▶ inputs ──▶ module ──▶ outputs ──▶ to the stage behind        the last gives a loss instead
+                          ◀── their .grad ◀── backward ◀── gradients ◀──
+
+The inputs are leaves of a graph of their own, so a backward ends there, and each stage adds to its parameters' `.grad`
+what one process would have added: the same bits, since nothing else is computed and nothing in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import ModelError
+
+__all__: list[str] = []
+
+Tensors = tuple[Tensor, ...]
+Lose = Callable[[Tensors], Tensor]  # outputs -> the micro-batch's part of the step's loss, a scalar
+
+_IN_PLACE = "a leaf Variable that requires grad"
+
+
+@dataclass
+class _Kept:
+    """Of a micro-batch, between its forward and its backward.
+
+    Attributes:
+        inputs: leaves; those from another stage want gradients.
+        outputs: of the module, or the loss.
+        gradients: of the outputs, between the two halves of a backward.
+    """
+
+    inputs: Tensors
+    outputs: Tensors
+    gradients: list[Tensor | None] = field(default_factory=list)
+
+
+class Stage:
+    """One stage.
+
+    Args:
+        number: from 0.
+        module: takes what the stage before gives, one argument for each tensor, and gives a tensor or several.
+    """
+
+    def __init__(self, number: int, module: nn.Module) -> None:
+        self.number = number
+        self.module = module
+        self._kept: dict[int, _Kept] = {}
+
+    def forward(
+        self, micro_batch: int, inputs: Sequence[Tensor], wants: Sequence[bool], lose: Lose | None = None
+    ) -> Tensors:
+        """Returns what the stage gives for a micro-batch; with `lose`, its part of the loss.
+
+        Args:
+            micro_batch: which.
+            inputs: of the batch, or what the stage before gives.
+            wants: for each of them, whether its gradient is wanted.
+            lose: makes a loss of the outputs.
+
+        Raises:
+            ModelError: the stage gives something else than tensors, or changes its inputs in place.
+        """
+        pairs = zip(inputs, wants, strict=True)
+        leaves = tuple(each.detach().requires_grad_(want and torch.is_grad_enabled()) for each, want in pairs)
+        try:
+            outputs = self._tensors(self.module(*leaves))
+        except RuntimeError as error:
+            if _IN_PLACE in str(error):
+                raise ModelError(
+                    f"stage {self.number} changes its inputs in place, which are another stage's outputs: begin it "
+                    "with another layer, or say inplace=False"
+                ) from error
+            raise
+        if lose is not None:
+            outputs = (lose(outputs),)
+        if torch.is_grad_enabled():
+            self._kept[micro_batch] = _Kept(leaves, outputs)
+        return outputs
+
+    def _tensors(self, given: object) -> Tensors:
+        found = tuple(given) if isinstance(given, tuple | list) else (given,)
+        other = next((each for each in found if not isinstance(each, Tensor)), None)
+        if other is not None or not found:
+            what = (
+                f"{type(given).__name__}" if other is given or other is None else f"tuple with a {type(other).__name__}"
+            )
+            raise ModelError(
+                f"stage {self.number} gives a {what}: between stages a tensor can be sent, or several in a tuple"
+            )
+        return found
+
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor] | None) -> list[Tensor]:
+        """Adds to the parameters' gradients; returns those of the inputs that want one.
+
+        Args:
+            micro_batch: whose.
+            gradients: of the outputs that have one; None for a loss.
+        """
+        kept = self._kept.pop(micro_batch)
+        outputs, given = self._pairs(kept, gradients)
+        if outputs:
+            torch.autograd.backward(outputs, given)
+        return [_or_zeros(each, each.grad) for each in kept.inputs if each.requires_grad]
+
+    def backward_inputs(self, micro_batch: int, gradients: Sequence[Tensor] | None) -> list[Tensor]:
+        """Returns the gradients of the inputs alone; :meth:`backward_weights` does the rest."""
+        kept = self._kept[micro_batch]
+        outputs, kept.gradients = self._pairs(kept, gradients)
+        wanting = [each for each in kept.inputs if each.requires_grad]
+        if not outputs or not wanting:
+            return [torch.zeros_like(each) for each in wanting]
+        found = torch.autograd.grad(outputs, wanting, kept.gradients, retain_graph=True, allow_unused=True)
+        return [_or_zeros(each, gradient) for each, gradient in zip(wanting, found, strict=True)]
+
+    def backward_weights(self, micro_batch: int) -> None:
+        """Adds to the parameters' gradients what :meth:`backward_inputs` has left."""
+        kept = self._kept.pop(micro_batch)
+        outputs = [each for each in kept.outputs if each.requires_grad]
+        own = [each for each in self.module.parameters() if each.requires_grad]
+        if outputs and own:
+            torch.autograd.backward(outputs, kept.gradients, inputs=own)
+
+    def _pairs(self, kept: _Kept, gradients: Sequence[Tensor] | None) -> tuple[list[Tensor], list[Tensor | None]]:
+        outputs = [each for each in kept.outputs if each.requires_grad]
+        return outputs, [None] * len(outputs) if gradients is None else list(gradients)
+
+
+def _or_zeros(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+    """An input that nothing depends on has no gradient, and the stage before waits for one all the same."""
+    return torch.zeros_like(tensor) if gradient is None else gradient

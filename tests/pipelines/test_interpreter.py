@@ -1,0 +1,207 @@
+"""Every schedule on real ranks leaves the bits of one process that takes one micro-batch after another."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import samestep
+from samestep.pipelines.interpreter import Interpreter
+from samestep.pipelines.messages import Messages
+from samestep.pipelines.stage import Stage
+from samestep.schedule.choose import STRAIGHT, named
+from samestep.schedule.forward_only import forward_only
+from samestep.testing import assert_same_bits
+
+SIZES = [4, 4, 3, 3, 3]  # samples of the micro-batches: the last ones are smaller
+
+
+class Two(nn.Module):
+    """Gives a tensor, one that wants no gradient, and another."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, x):
+        return self.linear(x), x.detach().argmax(dim=1), x.tanh()
+
+
+class One(nn.Module):
+    def forward(self, x, places, y):
+        return x + y.roll(1, 0) * places[:, None].remainder(3)
+
+
+def layers(kind):
+    torch.manual_seed(0)
+    if kind == "tuples":
+        return [nn.Linear(6, 12), Two(), One(), nn.Linear(12, 12), nn.Tanh(), Two(), One(), nn.Linear(12, 3)]
+    return [
+        nn.Linear(6, 12), nn.GELU(), nn.LayerNorm(12), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12), nn.ReLU(),
+        nn.Linear(12, 3),
+    ]  # fmt: skip
+
+
+def data(step):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(sum(SIZES), 6, generator=generator)
+    return x.split(SIZES), torch.randint(0, 3, (sum(SIZES),), generator=generator).split(SIZES)
+
+
+def loss(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="sum") / sum(SIZES)
+
+
+class Several(nn.Sequential):
+    """Layers one after another, which hand on several tensors."""
+
+    def forward(self, *given):
+        for layer in self:
+            given = layer(*given)
+            given = given if isinstance(given, tuple) else (given,)
+        return given if len(given) > 1 else given[0]
+
+
+def alone(kind, steps):
+    """What one process has after each step: gradients by the number of the layer, and the losses."""
+    model, found = Several(*layers(kind)), []
+    for step in range(steps):
+        model.zero_grad()
+        losses = []
+        for x, y in zip(*data(step), strict=True):
+            one = loss(model(x), y)
+            one.backward()
+            losses.append(one.detach())
+        found.append(({name: each.grad.clone() for name, each in model.named_parameters()}, losses))
+    return found
+
+
+def piped(name, chunks, kind, steps):
+    torch.set_num_threads(1)
+    with samestep.world(pipeline=int(os.environ["WORLD_SIZE"])) as world:
+        axis = world.pipeline
+        plan = named(name, axis.size, len(SIZES), chunks)
+        parts = torch.arange(8).tensor_split(plan.stages)
+        own = {stage for stage, rank in enumerate(plan.placement) if rank == axis.rank}
+        every = layers(kind)
+        modules = {stage: Several(*(every[place] for place in parts[stage])) for stage in own}
+        stages = {stage: Stage(stage, module) for stage, module in modules.items()}
+        interpreter = Interpreter(plan, axis.rank, stages, Messages(plan, axis, world.device))
+        found = []
+        for step in range(steps):
+            x, y = data(step)
+            for module in modules.values():
+                module.zero_grad()
+            losses = interpreter.run(lambda n, x=x: (x[n],), lambda n, y=y: lambda out: loss(*out, y[n]), SIZES)
+            gradients = {
+                f"{int(parts[stage][0]) + int(each.partition('.')[0])}.{each.partition('.')[2]}": parameter.grad.clone()
+                for stage, module in modules.items()
+                for each, parameter in module.named_parameters()
+            }
+            found.append((gradients, losses))
+        return found
+
+
+def check(results, kind, steps):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks have
+    expected = alone(kind, steps)
+    torch.set_num_threads(threads)
+    for step, (gradients, losses) in enumerate(expected):
+        merged = {name: each for result in results for name, each in result[step][0].items()}
+        assert merged.keys() == gradients.keys()
+        assert_same_bits(merged, gradients)
+        (told,) = [result[step][1] for result in results if result[step][1]]
+        assert_same_bits(dict(enumerate(told)), dict(enumerate(losses)))
+
+
+@pytest.mark.parametrize("kind", ["plain", "tuples"])
+@pytest.mark.parametrize("name", STRAIGHT)
+def test_two_stages_leave_the_bits_of_one_process(two_ranks, name, kind):
+    check(two_ranks(piped, name, 1, kind, 2), kind, 2)
+
+
+@pytest.mark.parametrize("kind", ["plain", "tuples"])
+@pytest.mark.parametrize("name", STRAIGHT)
+def test_four_stages_leave_the_bits_of_one_process(four_ranks, name, kind):
+    check(four_ranks(piped, name, 1, kind, 2), kind, 2)
+
+
+@pytest.mark.parametrize("kind", ["plain", "tuples"])
+def test_two_stages_a_rank_leave_the_bits_of_one_process(two_ranks, three_ranks, kind):
+    check(two_ranks(piped, "interleaved", 2, kind, 2), kind, 2)
+    check(two_ranks(piped, "interleaved", 4, kind, 1), kind, 1)
+    check(three_ranks(piped, "interleaved", 2, kind, 2), kind, 2)
+
+
+def evaluated():
+    torch.set_num_threads(1)
+    with samestep.world(pipeline=2) as world:
+        plan = forward_only(2, len(SIZES))
+        every = layers("plain")
+        module = Several(*every[:4]) if world.rank == 0 else Several(*every[4:])
+        interpreter = Interpreter(
+            plan, world.rank, {world.rank: Stage(world.rank, module)}, Messages(plan, world.pipeline, world.device)
+        )
+        x, y = data(0)
+        found = interpreter.run(lambda n: (x[n],), lambda n: lambda out: loss(*out, y[n]), SIZES)
+        assert all(parameter.grad is None for parameter in module.parameters())
+        return found
+
+
+def test_an_evaluation_gives_the_losses_of_one_process_and_no_gradients(two_ranks):
+    first, last = two_ranks(evaluated)
+    assert first == []
+    assert_same_bits(dict(enumerate(last)), dict(enumerate(alone("plain", 1)[0][1])))
+
+
+# --- what cannot be sent ---------------------------------------------------------------------
+
+
+class Gives(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, x):
+        return self.what(x)
+
+
+def stopped(first, second):
+    """What the first rank to fail says."""
+    with samestep.world(pipeline=2) as world:
+        plan = named("fill-drain", 2, 2)
+        module = [first, second][world.rank]
+        interpreter = Interpreter(
+            plan, world.rank, {world.rank: Stage(world.rank, module)}, Messages(plan, world.pipeline, world.device)
+        )
+        x = torch.ones(2, 3).requires_grad_()
+        interpreter.run(lambda n: (x + n,), lambda n: lambda out: out[0].sum(), ["alike", "alike"])
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (lambda x: {"hidden": x}, "stage 0 gives a dict: between stages a tensor can be sent, or several in a tuple"),
+        (lambda x: (x, 3), "stage 0 gives a tuple with a int"),
+        (lambda x: (), "stage 0 gives a tuple: between"),
+        (lambda x: [x] * 9, "stage 0 gives 9 tensors, of up to 2 dims: 8 of 8 can be sent"),
+        (
+            lambda x: x[: int(x[0, 0])],
+            r"gives float32 \[2, 3\] for a micro-batch of a shape for which it gave fl",
+        ),
+    ],
+)
+def test_what_cannot_be_sent_is_named(two_ranks, first, said):
+    with pytest.raises(samestep.RankFailure, match=said):
+        two_ranks(stopped, Gives(first), nn.Linear(3, 1))
+
+
+def test_a_stage_that_changes_what_it_was_sent_is_named(two_ranks):
+    second = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 1))
+    with pytest.raises(samestep.RankFailure, match="stage 1 changes its inputs in place, which are another stage's"):
+        two_ranks(stopped, nn.Linear(3, 3), second)
