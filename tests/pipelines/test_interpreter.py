@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import samestep
+from samestep.errors import ModelError
 from samestep.pipelines.interpreter import Interpreter
 from samestep.pipelines.messages import Messages
 from samestep.pipelines.stage import Stage
@@ -171,37 +172,56 @@ class Gives(nn.Module):
         return self.what(x)
 
 
-def stopped(first, second):
-    """What the first rank to fail says."""
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (lambda x: {"hidden": x}, "stage 3 gives a dict: between stages a tensor can be sent, or several in a tuple"),
+        (lambda x: (x, 3), "stage 3 gives a tuple with a int"),
+        (lambda _: (), "stage 3 gives a tuple: between"),
+        (lambda _: None, "stage 3 gives a NoneType: between"),
+    ],
+)
+def test_what_is_no_tensor_is_named(what, said):
+    with pytest.raises(ModelError, match=said):
+        Stage(3, Gives(what)).forward(0, [torch.ones(2, 3)], [False])
+
+
+def test_a_stage_that_changes_what_it_was_sent_is_named():
+    stage = Stage(1, nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 1)))
+    with pytest.raises(ModelError, match="stage 1 changes its inputs in place, which are another stage's outputs"):
+        stage.forward(0, [torch.ones(2, 3)], [True])
+
+
+def refused(given):
+    with samestep.world(pipeline=2) as world:
+        plan = named("fill-drain", 2, 1)
+        messages = Messages(plan, world.pipeline, world.device)
+        messages.begin(["any"])
+        try:
+            messages.send(plan.orders[0][0], given) if world.is_first else None
+        except ModelError as error:
+            return str(error)
+
+
+def test_what_is_too_much_for_a_header_is_named(two_ranks):
+    many, deep, quantised = [torch.ones(1)] * 9, [torch.ones([1] * 9)], [torch.ones(1, dtype=torch.float8_e4m3fn)]
+    assert "stage 0 gives 9 tensors, of up to 1 dims: 8 of 8 can be sent" in two_ranks(refused, many)[0]
+    assert "stage 0 gives 1 tensors, of up to 9 dims" in two_ranks(refused, deep)[0]
+    assert "stage 0 gives a tensor of torch.float8_e4m3fn, which cannot be sent" in two_ranks(refused, quantised)[0]
+
+
+def growing():
+    """A stage whose output's size depends on values."""
     with samestep.world(pipeline=2) as world:
         plan = named("fill-drain", 2, 2)
-        module = [first, second][world.rank]
+        module = Gives(lambda x: x[: int(x[0, 0])]) if world.rank == 0 else nn.Linear(3, 1)
         interpreter = Interpreter(
             plan, world.rank, {world.rank: Stage(world.rank, module)}, Messages(plan, world.pipeline, world.device)
         )
-        x = torch.ones(2, 3).requires_grad_()
-        interpreter.run(lambda n: (x + n,), lambda n: lambda out: out[0].sum(), ["alike", "alike"])
+        x = torch.ones(2, 3)
+        interpreter.run(lambda n: (x + n,), lambda _: lambda out: out[0].sum(), ["alike", "alike"])
 
 
-@pytest.mark.parametrize(
-    ("first", "said"),
-    [
-        (lambda x: {"hidden": x}, "stage 0 gives a dict: between stages a tensor can be sent, or several in a tuple"),
-        (lambda x: (x, 3), "stage 0 gives a tuple with a int"),
-        (lambda x: (), "stage 0 gives a tuple: between"),
-        (lambda x: [x] * 9, "stage 0 gives 9 tensors, of up to 2 dims: 8 of 8 can be sent"),
-        (
-            lambda x: x[: int(x[0, 0])],
-            r"gives float32 \[2, 3\] for a micro-batch of a shape for which it gave fl",
-        ),
-    ],
-)
-def test_what_cannot_be_sent_is_named(two_ranks, first, said):
-    with pytest.raises(samestep.RankFailure, match=said):
-        two_ranks(stopped, Gives(first), nn.Linear(3, 1))
-
-
-def test_a_stage_that_changes_what_it_was_sent_is_named(two_ranks):
-    second = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 1))
-    with pytest.raises(samestep.RankFailure, match="stage 1 changes its inputs in place, which are another stage's"):
-        two_ranks(stopped, nn.Linear(3, 3), second)
+def test_a_stage_whose_shapes_depend_on_values_is_named(two_ranks):
+    with pytest.raises(samestep.RankFailure, match=r"gives float32 \[2, 3\] for a micro-batch of a shape for which it"):
+        two_ranks(growing)

@@ -1,7 +1,14 @@
 """Floor 4: a model over several devices: where it is cut, and what each stage does when.
 
-layers    what each layer of a model costs, and what devices and links can do
-balance   the cuts of which none is better, by an exact dynamic programme
+where it is cut
+  layers        what each layer of a model costs, and what devices and links can do
+  bounds        how short a step can be at best, cut so
+  balance       the cut of which it is proved that none is better
+
+carried out
+  stage         what one stage computes, and keeps until its backward
+  interpreter   one rank's part of a schedule, over any transport
+  messages      the transport over torch.distributed
 """
 
 from __future__ import annotations

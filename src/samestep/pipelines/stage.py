@@ -86,11 +86,10 @@ class Stage:
 
     def _tensors(self, given: object) -> Tensors:
         found = tuple(given) if isinstance(given, tuple | list) else (given,)
-        other = next((each for each in found if not isinstance(each, Tensor)), None)
-        if other is not None or not found:
-            what = (
-                f"{type(given).__name__}" if other is given or other is None else f"tuple with a {type(other).__name__}"
-            )
+        others = [each for each in found if not isinstance(each, Tensor)]
+        if others or not found:
+            inside = f" with a {type(others[0]).__name__}" if others and isinstance(given, tuple | list) else ""
+            what = f"{type(given).__name__}{inside}"
             raise ModelError(
                 f"stage {self.number} gives a {what}: between stages a tensor can be sent, or several in a tuple"
             )
