@@ -22,7 +22,7 @@ def test_every_size_is_timed_in_both_kinds_against_gloo(two_ranks):
 
 
 def test_bandwidths_and_the_limit_follow_from_time_and_size():
-    one = Timed("registered", 25 * MIB, [0.002, 0.002, 0.002], [0.020, 0.020, 0.020])
+    one = Timed("registered", 25 * MIB, [0.002] * 6, [0.020] * 6)
     comparison = allreduce._comparison(one, 4, 80e9)
     assert comparison.name == "25 MiB, registered"
     assert comparison.ratio == pytest.approx(0.1)

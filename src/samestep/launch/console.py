@@ -162,8 +162,9 @@ class Channel:
         if len(rest) >= CHUNK or (rest and not data):
             lines.append(bytearray(rest))
             self.held = bytearray()
+        now = time.monotonic()
         for line in lines:
-            self.folder.feed(self.rank, overwritten(bytes(line)), time.monotonic())
+            self.folder.feed(self.rank, overwritten(bytes(line)), now)
 
     def close(self) -> None:
         """Takes an unfinished last line and closes the file."""

@@ -57,13 +57,17 @@ class Folder:
         self._alike: defaultdict[bytes, list[_Entry]] = defaultdict(list)
         self._last: dict[int, int] = {}  # the number of the line that each rank has said last
         self._numbers = 0
+        self._plain: list[bytes] = []  # lines that wait for nobody
 
     def feed(self, rank: int, text: bytes, now: float) -> None:
         """Takes one line of a rank."""
-        alike = self._alike[text]
-        place = bisect_right(alike, self._last.get(rank, 0), key=lambda entry: entry.number)
-        entry = alike[place] if place < len(alike) else None
-        if entry is None:
+        if not self._hold:
+            self._plain.append(b"[rank %d] %b" % (rank, text))
+            return
+        alike, last = self._alike[text], self._last.get(rank, 0)
+        if alike and alike[-1].number > last:
+            entry = alike[bisect_right(alike, last, key=lambda entry: entry.number)]
+        else:
             self._numbers += 1
             entry = _Entry(self._numbers, text, now)
             self._waiting.append(entry)
@@ -73,7 +77,7 @@ class Folder:
 
     def take(self, now: float, *, everything: bool = False) -> list[bytes]:
         """Returns the lines that need wait no longer, as they are to be shown."""
-        shown = []
+        shown, self._plain = self._plain, []
         while self._waiting and (everything or self._is_ripe(self._waiting[0], now)):
             entry = self._waiting.popleft()
             alike = self._alike[entry.text]
@@ -87,7 +91,7 @@ class Folder:
         return now - entry.since >= self._hold or len(entry.ranks) == self._size or len(self._waiting) > MOST_HELD
 
     def due(self) -> float | None:
-        """Returns when the first line that waits need wait no longer; None where none does."""
+        """Returns when the first line that waits need wait no longer; None where none waits for others."""
         return self._waiting[0].since + self._hold if self._waiting else None
 
 

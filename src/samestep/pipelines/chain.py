@@ -1,0 +1,92 @@
+"""Models as chains of layers, and a stage's part of one: the same modules under their own names.
+
+    Sequential(                     0                 layers, in the order in which they are called, by the names that
+      0: Linear                     1.proj            their parameters have in the state_dict
+      1: Sequential(                1.act
+        proj: Linear                2
+        act: ReLU)
+      2: Linear)                    a part of [1, 3):   Sequential(1: Sequential(proj: Linear, act: ReLU))
+
+A part's state_dict has the keys of the whole model's, so the parts' together are the model's, and a checkpoint of one is
+a checkpoint of the other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from samestep.errors import ModelError
+
+__all__: list[str] = []
+
+
+def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns name and module of each layer, in the order in which they are called.
+
+    Raises:
+        ModelError: the model is no chain that can be read off it, or a layer cannot be in a pipeline.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 1)))
+        >>> [name for name, _ in layers_of(model)]
+        ['0', '1.0', '1.1']
+    """
+    if type(model) is not nn.Sequential:
+        raise ModelError(
+            f"{type(model).__name__} is no nn.Sequential, and what its forward does between its layers cannot be read "
+            "off it: put its layers into an nn.Sequential"
+        )
+    layers = list(_flat(model, ""))
+    for name, layer in layers:
+        norm = next((inner for inner in layer.modules() if isinstance(inner, _BatchNorm)), None)
+        if norm is not None:
+            raise ModelError(
+                f"layer {name} has a {type(norm).__name__}, whose statistics would be those of a micro-batch and not "
+                "of the batch: use GroupNorm or LayerNorm in a pipeline"
+            )
+    return layers
+
+
+def _flat(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if type(child) is nn.Sequential and len(child):
+            yield from _flat(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name, child
+
+
+def part_of(model: nn.Sequential, names: Sequence[str]) -> nn.Sequential:
+    """Returns the layers of some names, in the order of the model, nested and named as they are there.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 1)))
+    >>> list(part_of(model, ["1.1"]).state_dict())
+    ['1.1.weight', '1.1.bias']
+    """
+    inside: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        head, _, rest = name.partition(".")
+        inside[head].append(rest)
+    part = nn.Sequential()
+    for head, child in model.named_children():
+        if head in inside:
+            nested = inside[head] != [""] and isinstance(child, nn.Sequential)
+            part.add_module(head, part_of(child, inside[head]) if nested else child)  # type: ignore[arg-type]
+    return part
+
+
+def shared(layers: Sequence[tuple[str, nn.Module]]) -> list[frozenset[int]]:
+    """Returns the sets of layers that share a parameter or a buffer.
+
+    >>> tied = nn.Linear(2, 2)
+    >>> shared([("a", tied), ("b", nn.ReLU()), ("c", tied)])
+    [frozenset({0, 2})]
+    """
+    holders: defaultdict[int, set[int]] = defaultdict(set)
+    for number, (_, layer) in enumerate(layers):
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            holders[id(tensor)].add(number)
+    return list(dict.fromkeys(frozenset(numbers) for numbers in holders.values() if len(numbers) > 1))
