@@ -7,8 +7,8 @@
         act: ReLU)
       2: Linear)                    a part of [1, 3):   Sequential(1: Sequential(proj: Linear, act: ReLU))
 
-A part's state_dict has the keys of the whole model's, so the parts' together are the model's, and a checkpoint of one is
-a checkpoint of the other.
+A part's state_dict has the keys of the whole model's, so the parts' together are the model's, and a checkpoint of one
+is a checkpoint of the other.
 """
 
 from __future__ import annotations
