@@ -59,19 +59,19 @@ def test_digits_learn_under_every_codec(two_ranks, codec):
 
 @pytest.fixture(scope="module")
 def digits_without(two_ranks):
-    return [two_ranks(digits_trained, seed, None)[0] for seed in SEEDS]
+    return [two_ranks(digits_trained, seed, None, timeout=600)[0] for seed in SEEDS]
 
 
 @pytest.fixture(scope="module")
 def text_without(two_ranks):
-    return [two_ranks(text_trained, seed, None)[0] for seed in SEEDS]
+    return [two_ranks(text_trained, seed, None, timeout=1800)[0] for seed in SEEDS]
 
 
 @pytest.mark.prove
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("codec", NAMES)
 def test_digits_come_as_far_as_without(two_ranks, digits_without, codec):
-    found = [two_ranks(digits_trained, seed, codec)[0] for seed in SEEDS]
+    found = [two_ranks(digits_trained, seed, codec, timeout=600)[0] for seed in SEEDS]
     (loss, accuracy), (loss_with, accuracy_with) = (
         tuple(map(mean, zip(*each, strict=True))) for each in (digits_without, found)
     )
@@ -86,7 +86,7 @@ def test_digits_come_as_far_as_without(two_ranks, digits_without, codec):
 @pytest.mark.timeout(9000)
 @pytest.mark.parametrize("codec", PROMISED)
 def test_text_comes_as_far_as_without(two_ranks, text_without, codec):
-    found = [two_ranks(text_trained, seed, codec)[0] for seed in SEEDS]
+    found = [two_ranks(text_trained, seed, codec, timeout=1800)[0] for seed in SEEDS]
     print(f"text {codec}: bits per byte {mean(text_without):.4f} and {mean(found):.4f}")
     print("  ", *(f"{before:.4f}/{after:.4f}" for before, after in zip(text_without, found, strict=True)))
     assert mean(found) < 1.01 * mean(text_without)

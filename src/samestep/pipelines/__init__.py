@@ -1,7 +1,9 @@
 """Floor 4: a model over several devices: where it is cut, and what each stage does when.
 
 where it is cut
+  chain         models as chains of layers, and a stage's part of one
   layers        what each layer of a model costs, and what devices and links can do
+  measure       what it costs, measured while the whole model runs
   bounds        how short a step can be at best, cut so
   balance       the cut of which it is proved that none is better
 
@@ -9,6 +11,7 @@ carried out
   stage         what one stage computes, and keeps until its backward
   interpreter   one rank's part of a schedule, over any transport
   messages      the transport over torch.distributed
+  pipeline      one rank's stages of a model, and the step that all take with them
 """
 
 from __future__ import annotations

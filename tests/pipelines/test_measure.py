@@ -1,0 +1,95 @@
+"""What is measured of layers is what they take, and nothing of the model is changed by it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from samestep.errors import UsageError
+from samestep.pipelines.measure import measure
+from samestep.testing import assert_same_bits
+
+
+class Clock:
+    """Time that only layers of known cost let pass."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+
+class _Takes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, clock, forward, inputs, weights):
+        clock.seconds += forward
+        ctx.clock, ctx.seconds = clock, (inputs, weights)
+        return x + 0 * weight.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        for wanted, seconds in zip(ctx.needs_input_grad, ctx.seconds, strict=False):
+            ctx.clock.seconds += seconds * wanted
+        return gradient, None, None, None, None, None
+
+
+class Takes(nn.Module):
+    """A layer of known cost; `kind` is the size of its weight, by which layers are told apart."""
+
+    def __init__(self, clock, kind, *seconds):
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
+        self.weight = nn.Parameter(torch.ones(kind))
+
+    def forward(self, x):
+        return _Takes.apply(x, self.weight, self.clock, *self.seconds)
+
+
+KNOWN = [(4.0, 3.0, 2.0), (10.0, 6.0, 12.0), (2.0, 8.0, 0.0), (6.0, 1.0, 3.0)]
+
+
+def test_layers_of_known_cost_are_measured(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
+    layers = [(str(number), Takes(clock, number + 1, *seconds)) for number, seconds in enumerate(KNOWN)]
+    found = measure(layers, [torch.ones(3, 5)], torch.sum, 5)
+    assert [(layer.forward, layer.inputs, layer.weights) for layer in found] == [(4.0, 0.0, 2.0), *KNOWN[1:]]
+
+
+def test_layers_that_are_alike_share_the_median_of_all(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
+    layers = [(str(number), Takes(clock, 1, *seconds)) for number, seconds in enumerate(KNOWN)]
+    first, *others = measure(layers, [torch.ones(3, 5)], torch.sum, 3)
+    assert (first.forward, first.inputs) == (4.0, 0.0)  # another: nobody wants its inputs' gradients
+    assert {(layer.forward, layer.inputs, layer.weights) for layer in others} == {
+        (6.0, 6.0, 2.0)
+    }  # of 18, 8 and 4 whole
+
+
+def test_bytes_are_counted():
+    model = nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 3, bias=False))
+    found = measure(list(model.named_children()), [torch.ones(4, 10)], torch.sum, 1)
+    assert [layer.activations for layer in found] == [4 * 80, 4 * 80, 4 * 12]
+    assert [layer.parameters for layer in found] == [(200 + 20) * 4, 0, 60 * 4]
+    assert [layer.saved for layer in found] == [4 * 40, 4 * 80, 4 * 80]  # an input, an output, an input
+
+
+def test_nothing_of_the_model_is_changed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.InstanceNorm1d(4, track_running_stats=True))
+    model[0].weight.grad = torch.ones(4, 4)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    state = torch.get_rng_state()
+    measure(list(model.named_children()), [torch.randn(2, 4, 4, generator=torch.Generator())], torch.sum, 1)
+    assert_same_bits(dict(model.state_dict()), before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
+    assert model[0].bias.grad is None
+    assert all(each.requires_grad for each in model.parameters())
+
+
+def test_no_passes_are_refused():
+    with pytest.raises(UsageError, match="the median of 0 passes is to be taken"):
+        measure([("0", nn.Linear(1, 1))], [torch.ones(1, 1)], torch.sum, 0)

@@ -1,0 +1,214 @@
+"""A model in stages takes the step of one process: on one replica its bits, on several its numbers."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import samestep
+from samestep.errors import DataError, ModelError, UsageError
+from samestep.pipelines.chain import layers_of, part_of, shared
+from samestep.pipelines.pipeline import Pipeline
+from samestep.testing import assert_same_bits
+from samestep.topology import cut_evenly
+
+IGNORED = -100
+BATCHES = (13, 8, 3, 2)  # samples of a replica's batches: uneven, and fewer than micro-batches
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.LayerNorm(12))
+    return nn.Sequential(nn.Linear(6, 12), nn.GELU(), inner, nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4)).to(dtype)
+
+
+def batch(step, replica, dtype=torch.float32, padded=False):
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    count = BATCHES[step] - replica
+    x = torch.randn(count, 6, generator=generator, dtype=dtype)
+    y = torch.randint(0, 4, (count,), generator=generator)
+    if padded:
+        y[torch.rand(count, generator=generator) < 0.4] = IGNORED
+        y[0] = 1
+    return x, y
+
+
+def counted(targets):
+    return (targets != IGNORED).sum()
+
+
+def piped(ends, schedule, stages, dtype, padded, steps):
+    torch.set_num_threads(1)
+    with samestep.world(pipeline=stages) as world:
+        pipeline = Pipeline(
+            model(dtype), world, F.cross_entropy, ends=ends, schedule=schedule, weight=counted if padded else None
+        )
+        found = []
+        for step in range(steps):
+            pipeline.zero_grad()
+            loss = pipeline.step(batch(step, world.data.rank, dtype, padded))
+            found.append((float(loss), {name: each.grad.clone() for name, each in pipeline.named_parameters()}))
+        return found, {name: each for part in pipeline.parts.values() for name, each in part.state_dict().items()}
+
+
+def one_after_another(steps):
+    """One process that takes the micro-batches of one replica, in their order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone, found = model(), []
+    for step in range(steps):
+        alone.zero_grad()
+        x, y = batch(step, 0)
+        total = torch.zeros(1, dtype=torch.float64)
+        for begin, end in cut_evenly(len(x), min(4, len(x))):
+            loss = F.cross_entropy(alone(x[begin:end]), y[begin:end]) * (float(end - begin) / float(len(x)))
+            loss.backward()
+            total += loss.detach().double()
+        found.append((float(total), {name: each.grad.clone() for name, each in alone.named_parameters()}))
+    torch.set_num_threads(threads)
+    return found
+
+
+def at_once(steps, replicas, padded):
+    """One process that takes the whole batch, in float64."""
+    alone, found = model(torch.float64), []
+    for step in range(steps):
+        alone.zero_grad()
+        parts = [batch(step, replica, torch.float64, padded) for replica in range(replicas)]
+        x, y = (torch.cat(each) for each in zip(*parts, strict=True))
+        loss = F.cross_entropy(alone(x), y, ignore_index=IGNORED)
+        loss.backward()
+        found.append((loss.item(), {name: each.grad.clone() for name, each in alone.named_parameters()}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ends", "schedule"),
+    [((3, 8), "fill-drain"), ((5, 8), "1f1b"), ((1, 8), "zero-bubble"), ((2, 4, 6, 8), "interleaved")],
+)
+def test_one_replica_has_the_bits_of_one_process(two_ranks, ends, schedule):
+    results = two_ranks(piped, ends, schedule, 2, torch.float32, False, len(BATCHES))
+    for step, (loss, gradients) in enumerate(one_after_another(len(BATCHES))):
+        assert [found[step][0] for found, _ in results] == [loss] * 2
+        merged = {name: each for found, _ in results for name, each in found[step][1].items()}
+        assert list(merged) == list(gradients) or set(merged) == set(gradients)
+        assert_same_bits(merged, {name: gradients[name] for name in merged})
+
+
+def check_numbers(results, expected):
+    for step, (loss, gradients) in enumerate(expected):
+        for found, _ in results:
+            assert found[step][0] == pytest.approx(loss, rel=1e-12)
+            for name, gradient in found[step][1].items():
+                torch.testing.assert_close(gradient, gradients[name], rtol=1e-12, atol=1e-14)
+    assert {name for found, _ in results for name in found[0][1]} == set(expected[0][1])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_two_replicas_of_two_stages_take_the_step_of_one_process(four_ranks, padded):
+    """Replicas with different numbers of samples, and of items that count among them."""
+    results = four_ranks(piped, (4, 8), "1f1b", 2, torch.float64, padded, 3)
+    check_numbers(results, at_once(3, 2, padded))
+
+
+def test_padding_in_micro_batches_changes_nothing(two_ranks):
+    results = two_ranks(piped, (4, 8), "fill-drain", 2, torch.float64, True, 3)
+    check_numbers(results, at_once(3, 1, padded=True))
+
+
+def test_the_parts_states_are_the_models(two_ranks):
+    results = two_ranks(piped, (4, 8), "1f1b", 2, torch.float32, False, 0)
+    states = [state for _, state in results]
+    assert not states[0].keys() & states[1].keys()
+    assert_same_bits(states[0] | states[1], dict(model().state_dict()))
+
+
+# --- chains ----------------------------------------------------------------------------------
+
+
+def test_layers_have_the_names_of_the_model():
+    assert [name for name, _ in layers_of(model())] == ["0", "1", "2.0", "2.1", "2.2", "3", "4", "5"]
+
+
+def test_a_part_computes_what_its_layers_do_in_the_model():
+    whole = model()
+    names = [name for name, _ in layers_of(whole)]
+    x = torch.randn(3, 6)
+    for cut in range(1, len(names)):
+        first, second = part_of(whole, names[:cut]), part_of(whole, names[cut:])
+        assert torch.equal(second(first(x)), whole(x))
+        assert list((first.state_dict() | second.state_dict()).keys()) == list(whole.state_dict())
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def tied():
+    made = model()
+    made[5].weight = nn.Parameter(torch.zeros(4, 8))
+    made[3] = nn.Linear(12, 8)
+    made.append(nn.Linear(8, 4))
+    made[6].weight = made[5].weight
+    return made
+
+
+def test_layers_that_share_a_weight_are_found():
+    assert shared(layers_of(tied())) == [frozenset({7, 8})]
+    assert shared(layers_of(model())) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "ends", "error", "said"),
+    [
+        (Branching, [1], ModelError, "Branching is no nn.Sequential"),
+        (lambda: model().append(nn.BatchNorm1d(4)), [4, 9], ModelError, "layer 6 has a BatchNorm1d, whose statistics"),
+        (tied, [8, 9], ModelError, "layers 5 and 6 share a weight, and are in different stages"),
+        (model, [4, 7], UsageError, r"ends=\[4, 7\] do not cut 8 layers into stages"),
+        (model, [4, 4, 8], UsageError, r"ends=\[4, 4, 8\] do not cut 8 layers"),
+        (model, [], UsageError, r"ends=\[\] do not cut 8 layers"),
+    ],
+)
+def test_what_cannot_be_cut_so_is_refused(make, ends, error, said):
+    with samestep.world() as world, pytest.raises(error, match=said):
+        Pipeline(make(), world, F.cross_entropy, ends=ends)
+
+
+def uneven():
+    with samestep.world(pipeline=int(os.environ["WORLD_SIZE"])) as world:
+        try:
+            Pipeline(model(), world, F.cross_entropy, ends=[2, 4, 8])
+        except UsageError as error:
+            return str(error)
+
+
+def test_stages_that_cannot_be_dealt_evenly_are_refused(two_ranks):
+    assert two_ranks(uneven) == ["3 stages cannot be dealt evenly to 2 ranks: give a multiple of 2"] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((torch.ones(3, 6), torch.ones(4)), "the tensors of a batch have 3 and 4 samples: dim 0 must agree"),
+        ((torch.ones(0, 6), torch.ones(0)), "the batch has no sample"),
+    ],
+)
+def test_batches_that_make_no_sense_are_refused(given, said):
+    with samestep.world() as world, pytest.raises(DataError, match=said):
+        Pipeline(model(), world, F.cross_entropy, ends=[8]).step(given)
+
+
+def test_alone_it_is_the_model_in_micro_batches():
+    with samestep.world() as world:
+        pipeline = Pipeline(copy.deepcopy(model()), world, F.cross_entropy, ends=[8])
+        loss = pipeline.step(batch(0, 0))
+    ((expected, gradients),) = one_after_another(1)
+    torch.testing.assert_close(float(loss), expected)
+    for name, each in pipeline.named_parameters():
+        torch.testing.assert_close(each.grad, gradients[name])
