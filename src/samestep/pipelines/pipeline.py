@@ -136,6 +136,8 @@ class Pipeline(nn.Module):
         return float(sum_)
 
     def _part(self, outputs: Tensors, targets: Any, weight: float, total: float) -> Tensor:
+        if not weight:  # the mean of nothing is NaN; this is 0, and its gradients are
+            return sum(each.flatten()[:0].sum() for each in outputs if each.is_floating_point())  # type: ignore[return-value]
         losses = self._loss_fn(outputs[0] if len(outputs) == 1 else outputs, targets)
         return losses * (weight / total) if losses.dim() == 0 else losses.sum() / total
 
