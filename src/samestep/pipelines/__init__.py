@@ -6,6 +6,7 @@ where it is cut
   measure       what it costs, measured while the whole model runs
   bounds        how short a step can be at best, cut so
   balance       the cut of which it is proved that none is better
+  choose        the cut, the schedule and the number of micro-batches, for a model and a batch
 
 carried out
   stage         what one stage computes, and keeps until its backward

@@ -24,9 +24,11 @@ from torch import Tensor, nn
 
 from samestep.errors import DataError, ModelError, UsageError
 from samestep.pipelines.chain import layers_of, part_of, shared
+from samestep.pipelines.choose import PipelinePlan
 from samestep.pipelines.interpreter import Interpreter
 from samestep.pipelines.messages import Messages
 from samestep.pipelines.stage import Lose, Stage, Tensors
+from samestep.runtime.exchange import tell_json
 from samestep.runtime.world import World
 from samestep.schedule.choose import named
 from samestep.topology import cut_evenly
@@ -172,6 +174,22 @@ class Pipeline(nn.Module):
         """Yields this rank's buffers likewise."""
         for part in self.parts.values():
             yield from part.named_buffers(*args, **kwargs)
+
+
+def pipeline(model: nn.Module, world: World, plan: PipelinePlan) -> Pipeline:
+    """Returns this rank's stages of a model that is cut as planned: on all ranks as rank 0 has planned it.
+
+    Collective: every rank of the world must call it. Times that were measured differ between ranks, and so may plans.
+
+    Args:
+        model: that was planned for, on this rank's device.
+        world: made with `pipeline=` the number of stages.
+        plan: made by :func:`plan_pipeline`.
+    """
+    ends, schedule, micro_batches = tell_json(world.everyone, [plan.ends, plan.schedule, plan.micro_batches])
+    return Pipeline(
+        model, world, plan.loss_fn, ends=ends, schedule=schedule, micro_batches=micro_batches, weight=plan.weight
+    )
 
 
 def _checked(ends: Sequence[int], layers: Sequence[tuple[str, nn.Module]], ranks: int) -> list[tuple[int, int]]:

@@ -1,0 +1,189 @@
+"""Which cut, which schedule and how many micro-batches: all that come into question are played, and the best is kept.
+
+    micro-batches of a batch of 96     2 x 48      4 x 24      8 x 12      16 x 6
+    layers, measured at that size      t(48)       t(24)       t(12)       t(6)           fewer samples, worse kernels
+    schedules, with their best cuts    fill-drain, 1F1B, eager 1F1B, zero bubble          more of them, less bubble
+
+So "96 : 16 or 120 : 20", a batch and a split size, is answered by times of layers and not by a rule: both have as much
+bubble, and differ in what kernels make of 16 or 20 samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from samestep.errors import UsageError
+from samestep.pipelines.balance import Problem
+from samestep.pipelines.chain import layers_of, shared
+from samestep.pipelines.layers import Device, Layer, Link
+from samestep.pipelines.measure import REPEATS, measure
+from samestep.schedule.choose import STRAIGHT, named
+from samestep.schedule.simulate import Timeline, simulate
+from samestep.topology import cut_evenly
+
+__all__ = ["PipelinePlan", "plan_pipeline"]
+
+AT_MOST = 8  # micro-batches for each stage, where they are chosen
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How a model is cut, and in which order its stages work; made by :func:`samestep.plan_pipeline`.
+
+    Attributes:
+        layers: what each layer costs for a micro-batch, in their order.
+        ends: by stage, the layer behind its last.
+        schedule: by name: "fill-drain", "1f1b", "eager-1f1b" or "zero-bubble".
+        micro_batches: that a batch is cut into.
+        samples: of the batch that was measured.
+        loss_fn: of outputs and targets.
+        weight: of targets, or None: the samples.
+        timeline: the step that is predicted.
+        bound: seconds that no cut undercuts with this schedule.
+    """
+
+    layers: tuple[Layer, ...]
+    ends: tuple[int, ...]
+    schedule: str
+    micro_batches: int
+    samples: int
+    loss_fn: Callable[[Any, Any], Tensor] = field(repr=False)
+    weight: Callable[[Any], float] | None = field(repr=False)
+    timeline: Timeline = field(repr=False)
+    bound: float
+
+    @property
+    def seconds(self) -> float:
+        """What a step is predicted to take, without the optimizer."""
+        return self.timeline.seconds
+
+    @property
+    def alone(self) -> float:
+        """What one device would take for the same micro-batches."""
+        return self.micro_batches * sum(layer.forward + layer.inputs + layer.weights for layer in self.layers)
+
+    def __str__(self) -> str:
+        """The cut and what it comes to, for people."""
+        each = -(-self.samples // self.micro_batches)
+        lines = [f"{len(self.ends)} stages, {self.schedule}, {self.micro_batches} micro-batches of {each} samples"]
+        for stage, (begin, end) in enumerate(zip((0, *self.ends), self.ends, strict=False)):
+            own = self.layers[begin:end]
+            names = own[0].name if len(own) == 1 else f"{own[0].name} to {own[-1].name}"
+            forward = 1e3 * sum(layer.forward for layer in own)
+            backward = 1e3 * sum(layer.inputs + layer.weights for layer in own)
+            sent = f", sends {own[-1].activations / 1e6:.2f} MB" if end < len(self.layers) else ""
+            lines.append(f"  stage {stage}   {names}: forward {forward:.2f} ms, backward {backward:.2f} ms{sent}")
+        gap = 1 - self.bound / self.seconds
+        proved = "no other cut is better" if gap <= 0 else f"another cut is better by {100 * gap:.1f} % at most"
+        lines.append(
+            f"  predicted {1e3 * self.seconds:.1f} ms a step, {self.alone / self.seconds:.2f} times as quick as one "
+            f"device; {100 * self.timeline.idle:.0f} % idle; {proved}"
+        )
+        return "\n".join(lines)
+
+
+def plan_pipeline(
+    model: nn.Module,
+    sample: Sequence[Any],
+    loss_fn: Callable[[Any, Any], Tensor],
+    *,
+    stages: int = 2,
+    micro_batches: int | Literal["auto"] = "auto",
+    schedule: str = "auto",
+    devices: Sequence[Device] | None = None,
+    link: Link | None = None,
+    weight: Callable[[Any], float] | None = None,
+    repeats: int = REPEATS,
+) -> PipelinePlan:
+    """Measures a model's layers, and returns the cut and the schedule of which none is predicted to be quicker.
+
+    Args:
+        model: an nn.Sequential, on the device that it is measured on.
+        sample: inputs and targets of one replica's batch, there too; dim 0 of all runs over the samples.
+        loss_fn: of outputs and targets: the mean loss of a micro-batch, or all of its losses.
+        stages: one for each rank of the pipeline.
+        micro_batches: that a batch is cut into; "auto" tries 1, 2, 4, … up to 8 for each stage.
+        schedule: a name, or "auto": all of "fill-drain", "1f1b", "eager-1f1b", "zero-bubble".
+        devices: by stage; all as quick as this one, with memory enough, if None.
+        link: between a stage and the next; messages that take no time if None.
+        weight: of targets: how many items their mean loss is of; their samples if None.
+        repeats: passes of which the median is taken.
+
+    Raises:
+        ModelError: the model is no chain that can be cut.
+        UsageError: there are more stages than layers, a name is unknown, or no cut fits into memory.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> batch = torch.randn(8, 4), torch.zeros(8, dtype=torch.int64)
+        >>> plan = plan_pipeline(model, batch, nn.functional.cross_entropy, micro_batches=4, repeats=1)
+        >>> len(plan.ends), plan.micro_batches
+        (2, 4)
+    """
+    layers = layers_of(model)
+    devices = [Device()] * stages if devices is None else devices
+    if len(devices) != stages:
+        raise UsageError(f"{len(devices)} devices for {stages} stages: give one for each")
+    asked = _Asked(layers, sample, loss_fn, weight, devices, link or Link(), repeats)
+    names = list(STRAIGHT) if schedule == "auto" else [schedule]
+    counts = _counts(micro_batches, stages, len(sample[-1]))
+    return min((plan for count in counts for plan in asked.plans(count, names)), key=lambda plan: plan.seconds)
+
+
+def _counts(asked: int | Literal["auto"], stages: int, samples: int) -> list[int]:
+    if asked == "auto":
+        return [count for power in range(16) if (count := 2**power) <= min(samples, AT_MOST * stages)]
+    if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= samples:
+        raise UsageError(
+            f"micro_batches={asked!r} of a batch of {samples} samples: give a whole number from 1 to {samples}, or "
+            "'auto'"
+        )
+    return [asked]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What :func:`plan_pipeline` was told."""
+
+    layers: Sequence[tuple[str, nn.Module]]
+    sample: Sequence[Any]
+    loss_fn: Callable[[Any, Any], Tensor]
+    weight: Callable[[Any], float] | None
+    devices: Sequence[Device]
+    link: Link
+    repeats: int
+
+    def plans(self, count: int, names: Sequence[str]) -> Iterator[PipelinePlan]:
+        """Yields the best cut under each schedule of so many micro-batches."""
+        measured = self.measured(count)
+        for name in names:
+            plan = named(name, len(self.devices), count)
+            problem = Problem(measured, self.devices, plan, self.link, together=shared(self.layers))
+            split = problem.best()
+            yield PipelinePlan(
+                layers=tuple(measured),
+                ends=split.ends,
+                schedule=name,
+                micro_batches=count,
+                samples=len(self.sample[-1]),
+                loss_fn=self.loss_fn,
+                weight=self.weight,
+                timeline=simulate(plan, problem.costs(split.ends)),
+                bound=split.bound,
+            )
+
+    def measured(self, count: int) -> list[Layer]:
+        """Returns what layers cost for the largest of so many micro-batches."""
+        begin, end = cut_evenly(len(self.sample[-1]), count)[0]
+        *inputs, targets = (each[begin:end] for each in self.sample)
+
+        def lose(outputs: Any) -> Tensor:
+            losses = self.loss_fn(outputs, targets)
+            return losses if losses.dim() == 0 else losses.mean()
+
+        return measure(self.layers, inputs, lose, self.repeats)

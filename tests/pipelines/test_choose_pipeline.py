@@ -1,0 +1,100 @@
+"""A plan is the quickest of all that were asked for, by layers that were measured."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from known_layers import Clock, Takes
+from torch import nn
+from torch.nn import functional as F
+
+import samestep
+from samestep.errors import UsageError
+from samestep.pipelines.choose import plan_pipeline
+from samestep.pipelines.layers import Device, Link
+from samestep.pipelines.pipeline import pipeline
+
+BATCH = torch.ones(96, 5), torch.ones(96, 5)
+
+
+@pytest.fixture
+def chain(monkeypatch):
+    """Makes a model of layers that take 1 second forward and 2 backward, on a clock of their own."""
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
+    return lambda count: nn.Sequential(*(Takes(clock, number + 1, 1.0, 1.0, 1.0) for number in range(count)))
+
+
+def test_a_plan_says_what_a_step_takes(chain):
+    """Layer 0 takes 2 seconds and not 3: nobody wants the gradients of the batch."""
+    plan = plan_pipeline(chain(6), BATCH, F.mse_loss, micro_batches=6, schedule="fill-drain", repeats=1)
+    assert plan.ends == (3, 6)
+    assert plan.alone == 6 * 17
+    assert plan.seconds == plan.bound == (3 + 5) + (3 + 6) + 5 * (3 + 6)
+    text = str(plan)
+    assert "2 stages, fill-drain, 6 micro-batches of 16 samples" in text
+    assert "stage 0   0 to 2: forward 3000.00 ms, backward 5000.00 ms, sends 0.00 MB" in text
+    assert "predicted 62000.0 ms a step, 1.65 times as quick as one device; 18 % idle; no other cut is better" in text
+
+
+def test_micro_batches_and_schedule_are_chosen(chain):
+    """Layers that take as long for any size: one micro-batch is best. Of eight, the schedule with the least bubble."""
+    assert plan_pipeline(chain(4), BATCH, F.mse_loss, repeats=1).micro_batches == 1
+    best = plan_pipeline(chain(4), BATCH, F.mse_loss, micro_batches=8, repeats=1)
+    others = {
+        name: plan_pipeline(chain(4), BATCH, F.mse_loss, micro_batches=8, schedule=name, repeats=1).seconds
+        for name in ("fill-drain", "1f1b", "eager-1f1b", "zero-bubble")
+    }
+    assert best.seconds == min(others.values()) < others["fill-drain"]
+    assert others[best.schedule] == best.seconds
+
+
+def test_devices_and_links_count(chain):
+    def planned(**options):
+        return plan_pipeline(chain(8), BATCH, F.mse_loss, micro_batches=8, repeats=1, **options)
+
+    assert planned(devices=[Device(), Device(speed=3)]).ends[0] < planned().ends[0]
+    assert planned(link=Link(latency=1.0)).seconds > planned().seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"micro_batches": 0}, "micro_batches=0 of a batch of 96 samples: give a whole number from 1 to 96, or 'auto'"),
+        ({"micro_batches": 97}, "micro_batches=97 of a batch of 96 samples"),
+        ({"micro_batches": "many"}, "micro_batches='many' of a batch"),
+        ({"schedule": "gpipe", "micro_batches": 2}, "there is no schedule 'gpipe'"),
+        ({"stages": 5, "micro_batches": 2}, "5 stages of 4 layers: a stage must have one layer at least"),
+        ({"devices": [Device()]}, "1 devices for 2 stages: give one for each"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(chain, options, said):
+    with pytest.raises(UsageError, match=said):
+        plan_pipeline(chain(4), BATCH, F.mse_loss, repeats=1, **options)
+
+
+def carried_out():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.Tanh())))
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randn(12, 16, generator=generator), torch.randn(12, 16, generator=generator)
+    with samestep.world(pipeline=2) as world:
+        plan = plan_pipeline(model, batch, F.mse_loss, micro_batches=4, repeats=1)
+        stage = pipeline(model, world, plan)
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            losses.append(float(stage.step(batch)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, [name for name, _ in stage.named_parameters()]
+
+
+def test_a_plan_is_carried_out_alike_on_all_ranks(two_ranks):
+    (losses, first), (others, second) = two_ranks(carried_out)
+    assert losses == others
+    assert losses == sorted(losses, reverse=True)
+    assert sorted(first + second) == sorted(f"{number}.{kind}" for number in (0, 2, 4) for kind in ("weight", "bias"))
