@@ -100,6 +100,32 @@ def test_one_replica_has_the_bits_of_one_process(two_ranks, ends, schedule):
         assert_same_bits(merged, {name: gradients[name] for name in merged})
 
 
+def clipped(ends, schedule, norm_type):
+    torch.set_num_threads(1)
+    with samestep.world(pipeline=2) as world:
+        pipeline = Pipeline(model(), world, F.cross_entropy, ends=ends, schedule=schedule)
+        pipeline.step(batch(0, 0))
+        norm = samestep.clip_grad_norm_(pipeline, 0.1, norm_type)
+        return float(norm), {name: each.grad.clone() for name, each in pipeline.named_parameters()}
+
+
+@pytest.mark.parametrize(("ends", "schedule"), [((4, 8), "1f1b"), ((2, 4, 6, 8), "interleaved")])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clipping_is_by_the_norm_of_the_whole_model(two_ranks, ends, schedule, norm_type):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = model()
+    ((_, gradients),) = one_after_another(1)
+    for name, parameter in alone.named_parameters():
+        parameter.grad = gradients[name].clone()
+    norm = samestep.clip_grad_norm_(alone, 0.1, norm_type)
+    torch.set_num_threads(threads)
+    expected = {name: each.grad for name, each in alone.named_parameters()}
+    for found, own in two_ranks(clipped, ends, schedule, norm_type):
+        assert found == float(norm)
+        assert_same_bits(own, {name: expected[name] for name in own})
+
+
 def check_numbers(results, expected):
     for step, (loss, gradients) in enumerate(expected):
         for found, _ in results:

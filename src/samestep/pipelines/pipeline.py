@@ -28,7 +28,7 @@ from samestep.pipelines.choose import PipelinePlan
 from samestep.pipelines.interpreter import Interpreter
 from samestep.pipelines.messages import Messages
 from samestep.pipelines.stage import Lose, Stage, Tensors
-from samestep.runtime.exchange import tell_json
+from samestep.runtime.exchange import gather_json, gather_tensors, tell_json
 from samestep.runtime.world import World
 from samestep.schedule.choose import named
 from samestep.topology import cut_evenly
@@ -164,6 +164,21 @@ class Pipeline(nn.Module):
         if self.world.data.size > 1:
             dist.all_reduce(loss, group=self.world.data.control)
         return loss[0]
+
+    def gradient_norms(self, norm_type: float = 2.0) -> list[Tensor]:
+        """Returns the norm of each gradient of the whole model, in its order. Collective over the pipeline."""
+        own = [
+            (stage, torch.linalg.vector_norm(parameter.grad, norm_type))
+            for stage, part in self.parts.items()
+            for parameter in part.parameters()
+            if parameter.grad is not None
+        ]
+        axis = self.world.pipeline
+        values = torch.stack([norm for _, norm in own]) if own else torch.zeros(0)
+        stages = [stage for told in gather_json(axis, [stage for stage, _ in own]) for stage in told]
+        norms = torch.cat(gather_tensors(axis, values))
+        pairs = sorted(zip(stages, norms, strict=True), key=lambda pair: pair[0])  # those of a stage are in order
+        return [norm for _, norm in pairs]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields this rank's parameters under the names that they have in the model."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import StepError, UsageError
+from samestep.pipelines.pipeline import Pipeline
 from samestep.replicas.replicate import Replica
 
 __all__ = ["clip_grad_norm_"]
@@ -28,11 +29,12 @@ def clip_grad_norm_(
     """Scales all gradients together so that their joint norm is at most `max_norm`; returns the norm before.
 
     The norm is that of the whole step's gradient, over all parameters as one vector; the same bits on every rank.
-    No communication: call it on every rank, between the backward that ends the step and the optimizer's step.
+    No communication but for a pipeline, whose ranks tell each other the norms of their tensors: call it on every rank,
+    between the backward that ends the step and the optimizer's step.
 
     Args:
-        model: a replicated model, any module that holds one, a plain module, or parameters. From parameters alone
-            the world is not known, so there the check below cannot be made.
+        model: a replicated model, any module that holds one, a pipeline, a plain module, or parameters. From
+            parameters alone the world is not known, so there the check below cannot be made.
         max_norm: the largest norm allowed, in the gradients' unit; must not be negative.
         norm_type: the p of the p-norm, `float("inf")` for the largest absolute value.
         error_if_nonfinite: raise if the norm is NaN or infinite, as torch.nn.utils.clip_grad_norm_ does.
@@ -63,11 +65,15 @@ def clip_grad_norm_(
     """
     if not max_norm >= 0:
         raise UsageError(f"max_norm must be 0 or more, got {max_norm}")
-    if isinstance(model, nn.Module):
-        _require_step_end(model)
-        model = model.parameters()
-    parameters = [model] if isinstance(model, Tensor) else list(model)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if isinstance(model, Pipeline):
+        parameters: list[Tensor] = list(model.parameters())
+        gradients = model.gradient_norms(norm_type)  # whose norms are themselves
+    else:
+        if isinstance(model, nn.Module):
+            _require_step_end(model)
+            model = model.parameters()
+        parameters = [model] if isinstance(model, Tensor) else list(model)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
