@@ -4,9 +4,9 @@ General layout. The tree is the architecture, floor by floor; imports go down, n
 
     0  errors  rankenv  topology  seeding  paths  progress     words: pure Python, no torch
     1  launch                                                 start processes and watch them, no torch
-    2  collectives  compress                                  algorithms and codecs: mathematics, no ranks
+    2  collectives  compress  schedule                        algorithms, codecs, orders: mathematics, no ranks
     3  runtime                                                inside one rank: world, devices, seeds
-    4  data  replicas                                         training in parallel
+    4  data  replicas  pipelines                              training in parallel
     5  running                                                over a run: evaluation, checkpoints
     6  bench  verification                                    evidence about a run
     7  cli  recipes                                           the door, and users of the public names

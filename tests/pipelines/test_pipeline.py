@@ -142,6 +142,23 @@ def test_two_replicas_of_two_stages_take_the_step_of_one_process(four_ranks, pad
     check_numbers(results, at_once(3, 2, padded))
 
 
+def accumulated():
+    torch.set_num_threads(1)
+    with samestep.world(pipeline=2) as world:
+        pipeline = Pipeline(model(torch.float64), world, F.cross_entropy, ends=(4, 8))
+        for step in range(3):
+            pipeline.step(batch(step, world.data.rank, torch.float64))
+        return {name: each.grad.clone() for name, each in pipeline.named_parameters()}
+
+
+def test_steps_add_up_until_the_gradients_are_set_to_nothing(four_ranks):
+    expected = at_once(3, 2, padded=False)
+    for gradients in four_ranks(accumulated):
+        for name, gradient in gradients.items():
+            sum_ = sum(each[name] for _, each in expected)
+            torch.testing.assert_close(gradient, sum_, rtol=1e-12, atol=1e-14)
+
+
 def test_padding_in_micro_batches_changes_nothing(two_ranks):
     results = two_ranks(piped, (4, 8), "fill-drain", 2, torch.float64, True, 3)
     check_numbers(results, at_once(3, 1, padded=True))

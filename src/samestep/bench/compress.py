@@ -76,8 +76,8 @@ def run(options: Options) -> Report:
     comparisons = [_compared(codec, found) for codec in CODECS]
     comparisons.append(Comparison(AS_IT_COMES, "step", *_pair(found, AS_IT_COMES), figures=_figures(0.0, 0.0, 0.0)))
     rows = ("sent_mb", "coding_ms", "pays_below_mbit")
-    told = f"{LEGEND}\n\n{conclusion(comparisons, hosts=found.conditions['hosts'])}"
-    return Report("compress", comparisons, found.conditions, rows, conclusion=told)
+    told = conclusion(comparisons, hosts=found.conditions["hosts"])
+    return Report("compress", comparisons, found.conditions, rows, conclusion=told, legend=LEGEND)
 
 
 def _pair(found: Found, way: str) -> tuple[tuple[float, ...], tuple[float, ...]]:

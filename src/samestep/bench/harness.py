@@ -129,6 +129,7 @@ class Report:
     Attributes:
         rows: figures to show beside the times, where each comparison is to be one row of a table.
         conclusion: what follows, where there is more to say than what was promised.
+        legend: what the columns are, for people.
         curves: by name, (bytes, GB/s) of what the plot shows.
     """
 
@@ -138,6 +139,7 @@ class Report:
     rows: tuple[str, ...] = ()
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     conclusion: str = ""
+    legend: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """The report as `samestep bench --json` writes it."""

@@ -99,6 +99,7 @@ def _show(report: Report) -> None:
     console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in report.setting.items()))
     if report.rows:
         console.print(_rows(report))
+        console.print(report.legend, end="\n\n" if report.legend else "")
         console.print(report.conclusion or _kept(report))
         return
     for comparison in report.comparisons:

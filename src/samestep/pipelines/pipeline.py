@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samestep.data.batches import sliced, tensors_of
 from samestep.errors import DataError, ModelError, UsageError
 from samestep.pipelines.chain import layers_of, part_of, shared
 from samestep.pipelines.choose import PipelinePlan
@@ -115,19 +116,20 @@ class Pipeline(nn.Module):
         total = self._total(sum(weights))
 
         def given(number: int) -> Tensors:
-            return tuple(each[slice(*cuts[number])] for each in inputs)
+            return tuple(sliced(each, *cuts[number]) for each in inputs)
 
         def lose(number: int) -> Lose:
-            wanted = _sliced(targets, *cuts[number])
+            wanted = sliced(targets, *cuts[number])
             return lambda outputs: self._part(outputs, wanted, weights[number], total)
 
         kinds = [tuple((each.dtype, each.shape[1:], end - begin) for each in inputs) for begin, end in cuts]
+        before = self._taken_off()
         losses = self._interpreters(len(cuts)).run(given, lose, kinds)
-        self._reduce()
+        self._reduce(before)
         return self._told(losses)
 
     def _weigh(self, targets: Any, begin: int, end: int) -> float:
-        return float(end - begin) if self._weight is None else float(self._weight(_sliced(targets, begin, end)))
+        return float(end - begin) if self._weight is None else float(self._weight(sliced(targets, begin, end)))
 
     def _total(self, own: float) -> float:
         """Returns the weight of the step, of all replicas. Collective over the data axis."""
@@ -143,15 +145,21 @@ class Pipeline(nn.Module):
         losses = self._loss_fn(outputs[0] if len(outputs) == 1 else outputs, targets)
         return losses * (weight / total) if losses.dim() == 0 else losses.sum() / total
 
-    def _reduce(self) -> None:
-        """Adds the replicas' gradients of each stage. Collective over the data axis."""
+    def _taken_off(self) -> dict[nn.Parameter, Tensor | None]:
+        """Takes off what steps before have left, which is of all replicas already; nothing where there is but one."""
         if self.world.data.size == 1:
-            return
-        for parameter in self.parameters():
-            if parameter.requires_grad:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(gradient, group=self.world.data.group)
-                parameter.grad = gradient
+            return {}
+        before = {parameter: parameter.grad for parameter in self.parameters() if parameter.requires_grad}
+        for parameter in before:
+            parameter.grad = None
+        return before
+
+    def _reduce(self, before: dict[nn.Parameter, Tensor | None]) -> None:
+        """Adds the replicas' gradients of each stage to those of the steps before. Collective over the data axis."""
+        for parameter, earlier in before.items():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(gradient, group=self.world.data.group)
+            parameter.grad = gradient if earlier is None else earlier.add_(gradient)
 
     def _told(self, losses: list[Tensor]) -> Tensor:
         """Returns the step's loss, from the rank of the last stage, of all replicas. Collective."""
@@ -226,7 +234,7 @@ def _checked(ends: Sequence[int], layers: Sequence[tuple[str, nn.Module]], ranks
 
 
 def _samples(batch: Sequence[Any]) -> int:
-    sizes = {len(each) for each in _tensors(batch)}
+    sizes = {len(each) for each in tensors_of(batch)}
     if len(sizes) != 1:
         raise DataError(
             f"the tensors of a batch have {' and '.join(map(str, sorted(sizes)))} samples: dim 0 must agree"
@@ -234,24 +242,3 @@ def _samples(batch: Sequence[Any]) -> int:
     if not (samples := sizes.pop()):
         raise DataError("the batch has no sample")
     return samples
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _sliced(value: Any, begin: int, end: int) -> Any:
-    """Returns samples [begin, end) of tensors, nested as they are."""
-    if isinstance(value, Tensor):
-        return value[begin:end]
-    if isinstance(value, dict):
-        return {key: _sliced(each, begin, end) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_sliced(each, begin, end) for each in value)
-    return value
