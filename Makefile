@@ -10,12 +10,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo test prove zoo check format bench readme clean
+.PHONY: help demo compiled test prove zoo check format bench readme clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train the digits recipe on 2 processes, then show the equality with 1"
-	@echo "make test    every test (about 25 minutes on 2 cores)"
+	@echo "make test    every test (more than half an hour on 2 cores)"
 	@echo "make prove   the long sweeps as well"
 	@echo "make zoo     samestep verify on every script of zoo/, and its score"
 	@echo "make check   formatting, lint and types"
@@ -43,11 +43,15 @@ $(VENV)/tested: $(VENV)/installed
 demo: $(VENV)/installed
 	@$(BIN)/python -m samestep.recipes.demo
 
-test: $(VENV)/tested
+# Where PYTHONDONTWRITEBYTECODE is set, every rank would compile samestep for itself: 1 s each.
+compiled: $(VENV)/tested
+	@$(BIN)/python -m compileall -q src
+
+test: compiled
 	@scripts/install-test-tools
 	@$(BIN)/python -m pytest -q -m "not prove" -n $(TESTERS) --dist loadscope
 
-prove: $(VENV)/tested
+prove: compiled
 	@scripts/install-test-tools
 	@$(BIN)/python -m pytest -q
 

@@ -27,10 +27,13 @@ from typing import Any
 
 import torch
 
+from samestep.launch.nursery import Nursery
 from samestep.launch.pool import RankPool
 from samestep.launch.spawn import spawn
 
 __all__ = ["RankSet", "assert_same_bits", "largest_difference", "ranks", "run_ranks"]
+
+VARIABLES = {"OMP_NUM_THREADS": "1"}  # of the ranks: as many as there are cores is too many for all of them
 
 
 def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -53,13 +56,15 @@ class RankSet:
 
     A rank starts every call with torch's defaults (float32, seed 0, nothing deterministic) and the environment of a
     rank, and may call :func:`samestep.world` or `init_process_group()`: each call has a store of its own, so no key
-    of an earlier call is seen. After a failure the processes are replaced. Modules stay imported, so global state of
-    the test's own modules does persist.
+    of an earlier call is seen. After a failure the processes are replaced, in milliseconds: they are forked from one
+    that has imported torch and computes nothing. Modules stay imported, so global state of the test's own modules
+    does persist.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._pool: RankPool | None = None
+        self._nursery: Nursery | None = None
 
     def __call__(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """Returns `[fn(*args) on rank 0, on rank 1, …]`.
@@ -73,7 +78,7 @@ class RankSet:
             RankFailure: a rank raised, died or gave no answer; names it.
         """
         if self._pool is None:
-            self._pool = RankPool(self.size, extra={"OMP_NUM_THREADS": "1"})
+            self._pool = self._start()
         try:
             return self._pool.call(_afresh, (fn, args), timeout=timeout, module_of=fn)
         except BaseException:
@@ -81,11 +86,22 @@ class RankSet:
             self._pool = None
             raise
 
+    def _start(self) -> RankPool:
+        if self._nursery is not None and self._nursery.has_ended():  # killed for memory, say
+            self._nursery.close()
+            self._nursery = None
+        self._nursery = self._nursery or Nursery(VARIABLES)
+        can = self._nursery.objection() is None
+        return RankPool(self.size, extra=VARIABLES, nursery=self._nursery if can else None)
+
     def close(self) -> None:
         """Ends the processes; the next call would start new ones."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+        if self._nursery is not None:
+            self._nursery.close()
+            self._nursery = None
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from samestep.launch.bootstrap import Assignment
 from samestep.launch.calls import Job, dump_call, failure_of, send_job
 from samestep.launch.cells import with_cell_names
 from samestep.launch.failure import Failure, count, culprit, death
+from samestep.launch.nursery import Nursery
 from samestep.launch.process import Process, rank_command, reap, start, stop_all, wait_all
 from samestep.launch.variables import Group, rank_variables
 from samestep.rankenv import child_environment
@@ -67,6 +68,7 @@ class RankPool:
         size: how many ranks.
         extra: environment variables laid over this process's own; None removes one.
         attendant: passes on what the ranks print; without one they write where this process does.
+        nursery: forks the ranks, with its own `extra`; without one each is a fresh interpreter.
 
     Example:
         >>> with RankPool(2) as pool:
@@ -75,13 +77,19 @@ class RankPool:
     """
 
     def __init__(
-        self, size: int, *, extra: Mapping[str, str | None] | None = None, attendant: Attendant | None = None
+        self,
+        size: int,
+        *,
+        extra: Mapping[str, str | None] | None = None,
+        attendant: Attendant | None = None,
+        nursery: Nursery | None = None,
     ) -> None:
         if size < 1:
             raise UsageError(f"a world has at least one rank, not {size}: ask for 1 or more")
         self.size = size
         self._extra = dict(extra or {})
         self._attendant = attendant or Attendant(size)
+        self._nursery = nursery
         self._group = Group(size=size, port=0, run_id=secrets.token_hex(4))
         self._members: list[_Member] = []
         try:
@@ -98,14 +106,13 @@ class RankPool:
         environment = child_environment(rank_variables(self._group, rank) | self._extra)
         with theirs, self._attendant.admit(rank) as means:
             assignment = Assignment(calls=theirs.fileno(), stacks=stacks.fileno(), progress=means.record)
-            process = start(
-                rank_command(*assignment.options()),
-                environment,
-                keep=assignment.descriptors(),
-                stdout=means.stdout,
-                stderr=means.stderr,
-            )
+            process = self._begin(assignment, environment, stdout=means.stdout, stderr=means.stderr)
         return _Member(rank, process, Connection(ours.detach()), stacks)
+
+    def _begin(self, assignment: Assignment, environment: Mapping[str, str], **streams: int | None) -> Process:
+        if self._nursery is not None:
+            return self._nursery.start(assignment, environment, **streams)
+        return start(rank_command(*assignment.options()), environment, keep=assignment.descriptors(), **streams)
 
     def call(
         self,

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from samestep.rankenv import variable
 
@@ -41,6 +41,14 @@ class Process(Protocol):
 
     def send_signal(self, number: int, /) -> None:
         """Sends it a signal, unless it was reaped."""
+
+
+@runtime_checkable
+class Distant(Protocol):
+    """A process that is another's child, which knows what became of it."""
+
+    def status(self) -> int | None:
+        """Returns its exit code once it has ended, without reaping it."""
 
 
 class Forked:
@@ -261,6 +269,8 @@ def exit_status(process: Process) -> int | None:
     """Returns an ended rank's exit code, negative for a signal, without reaping it; None while it runs."""
     if process.returncode is not None:
         return process.returncode
+    if isinstance(process, Distant):
+        return process.status()
     ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if ended is None:
         return None
