@@ -97,7 +97,8 @@ def piped(name, chunks, kind, steps):
             x, y = data(step)
             for module in modules.values():
                 module.zero_grad()
-            losses = interpreter.run(lambda n, x=x: (x[n],), lambda n, y=y: lambda out: loss(*out, y[n]), SIZES)
+            given = interpreter.run(lambda n, x=x: (x[n],), lambda n, y=y: lambda out: loss(*out, y[n]), SIZES)
+            losses = [each for (each,) in given]
             gradients = {
                 f"{int(parts[stage][0]) + int(each.partition('.')[0])}.{each.partition('.')[2]}": parameter.grad.clone()
                 for stage, module in modules.items()
@@ -149,7 +150,8 @@ def evaluated():
             plan, world.rank, {world.rank: Stage(world.rank, module)}, Messages(plan, world.pipeline, world.device)
         )
         x, y = data(0)
-        found = interpreter.run(lambda n: (x[n],), lambda n: lambda out: loss(*out, y[n]), SIZES)
+        given = interpreter.run(lambda n: (x[n],), lambda n: lambda out: loss(*out, y[n]), SIZES)
+        found = [each for (each,) in given]
         assert all(parameter.grad is None for parameter in module.parameters())
         return found
 

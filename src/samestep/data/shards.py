@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from samestep import progress
+from samestep.data.batches import tensors_of
 from samestep.data.buckets import Bucketed, Buckets, check_position
 from samestep.data.costs import Costs, Dealt
 from samestep.data.feed import Feed
@@ -30,6 +31,7 @@ from samestep.data.open_step import OpenStep
 from samestep.data.order import ORDER_VERSION, UNKNOWN, Cut, Order, Positions, Steps
 from samestep.data.report import StepReport
 from samestep.errors import DataError, StepError
+from samestep.runtime.step import StepMean
 from samestep.runtime.sums import Tag
 from samestep.runtime.world import World
 from samestep.seeding import derive_seed
@@ -71,6 +73,7 @@ class Shards:
         self._shuffle = shuffle
         self._number = world.next_number()
         self._kind = kind
+        self._weigh = weigh
         self._costs = costs
         self._buckets = buckets
         by = "" if costs is None else costs.digest
@@ -181,7 +184,9 @@ class Shards:
             for number, batch in enumerate(batches):
                 current.micro = number
                 self.step_ends = current.step_ends
-                self._world.step.enter(self._number, ends=self.step_ends, few=partial(self._why_few, current))
+                self._world.step.enter(
+                    self._number, ends=self.step_ends, few=partial(self._why_few, current), mean=self._mean_of(current)
+                )
                 if self._world.virtual is not None:
                     self._world.virtual.enter(self._number, current.place, self._epoch, current.step.start)
                 yield batch
@@ -190,6 +195,14 @@ class Shards:
             self.finish_step()
         finally:
             self._leave()
+
+    def _mean_of(self, step: OpenStep) -> StepMean:
+        def weigh(samples: Any) -> float:
+            if step.is_empty:
+                return 0.0
+            return float(len(tensors_of(samples)[0]) if self._weigh is None else self._weigh(samples))
+
+        return StepMean(step.weight, weigh, lambda share: self._report.add(share, step.place))
 
     def _was_taken_over(self, step: OpenStep, *, over: bool) -> bool:
         """Whether another step is open, or none though this one is not over."""

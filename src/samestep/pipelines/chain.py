@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from samestep.errors import ModelError
+from samestep.errors import ModelError, UsageError
 
 __all__: list[str] = []
 
@@ -90,3 +90,35 @@ def shared(layers: Sequence[tuple[str, nn.Module]]) -> list[frozenset[int]]:
         for tensor in (*layer.parameters(), *layer.buffers()):
             holders[id(tensor)].add(number)
     return list(dict.fromkeys(frozenset(numbers) for numbers in holders.values() if len(numbers) > 1))
+
+
+def stages_of(layers: Sequence[tuple[str, nn.Module]], ends: Sequence[int], ranks: int) -> list[tuple[int, int]]:
+    """Returns begin and end of the stages, if they are all layers and can be computed apart.
+
+    Args:
+        layers: of the model.
+        ends: by stage, the layer behind its last one.
+        ranks: that the stages are dealt to.
+
+    Raises:
+        UsageError: the stages are not all layers, or are no multiple of the ranks.
+        ModelError: two of them share a weight.
+
+    Example:
+        >>> stages_of([("0", nn.Linear(2, 2)), ("1", nn.ReLU()), ("2", nn.Linear(2, 1))], [2, 3], 2)
+        [(0, 2), (2, 3)]
+    """
+    cuts = list(zip((0, *ends), ends, strict=False))
+    if not cuts or ends[-1] != len(layers) or any(begin >= end for begin, end in cuts):
+        raise UsageError(
+            f"ends={list(ends)} do not cut {len(layers)} layers into stages: give them in order, each stage one layer "
+            f"at least, and {len(layers)} as the last"
+        )
+    if len(cuts) % ranks:
+        raise UsageError(f"{len(cuts)} stages cannot be dealt evenly to {ranks} ranks: give a multiple of {ranks}")
+    stage_of = {layer: stage for stage, (begin, end) in enumerate(cuts) for layer in range(begin, end)}
+    for group in shared(layers):
+        if len({stage_of[layer] for layer in group}) > 1:
+            names = " and ".join(layers[layer][0] for layer in sorted(group))
+            raise ModelError(f"layers {names} share a weight, and are in different stages: put them into one")
+    return cuts

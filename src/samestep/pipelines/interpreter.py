@@ -54,32 +54,34 @@ class Interpreter:
     def run(
         self,
         inputs: Callable[[int], Tensors],
-        lose: Callable[[int], Lose],
+        lose: Callable[[int], Lose] | None,
         kinds: Sequence[Hashable],
-    ) -> list[Tensor]:
-        """Does a step; returns the micro-batches' losses on the rank of the last stage, nothing on others.
+    ) -> list[Tensors]:
+        """Does a step; returns what the last stage gives of each micro-batch on its rank, nothing on others.
 
         Collective: every rank of the pipeline must call it.
 
         Args:
             inputs: a micro-batch's, for the first stage.
-            lose: what makes a loss of a micro-batch's outputs, for the last.
+            lose: what makes a loss of a micro-batch's outputs, for the last; None where outputs are wanted.
             kinds: by micro-batch, its shapes; the same on all ranks.
         """
-        losses: list[Tensor] = []
+        given: list[Tensors] = []
         self._transport.begin(kinds)
         with torch.set_grad_enabled(self._plan.trains):
             for action in self._plan.orders[self._rank]:
                 if action.kind == "F":
-                    losses += self._forward(action, inputs, lose)
+                    given += self._forward(action, inputs, lose)
                 elif action.kind in BACKWARDS:
                     self._backward(action)
                 else:
                     self._stages[action.stage].backward_weights(action.micro_batch)
         self._transport.end()
-        return losses
+        return given
 
-    def _forward(self, action: Action, inputs: Callable[[int], Tensors], lose: Callable[[int], Lose]) -> list[Tensor]:
+    def _forward(
+        self, action: Action, inputs: Callable[[int], Tensors], lose: Callable[[int], Lose] | None
+    ) -> list[Tensors]:
         stage, micro_batch = self._stages[action.stage], action.micro_batch
         if action.stage == 0:
             given: Sequence[Tensor] = inputs(micro_batch)
@@ -89,7 +91,8 @@ class Interpreter:
         if action.stage + 1 < self._plan.stages:
             self._give(action, stage.forward(micro_batch, given, wants))
             return []
-        return [each.detach() for each in stage.forward(micro_batch, given, wants, lose(micro_batch))]
+        last = stage.forward(micro_batch, given, wants, None if lose is None else lose(micro_batch))
+        return [tuple(each.detach() for each in last)]
 
     def _backward(self, action: Action) -> None:
         stage, micro_batch = self._stages[action.stage], action.micro_batch

@@ -23,25 +23,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.data.batches import sliced, tensors_of
-from samestep.errors import DataError, ModelError, UsageError
-from samestep.pipelines.chain import layers_of, part_of, shared
+from samestep.errors import DataError
+from samestep.pipelines.chain import layers_of, part_of, stages_of
 from samestep.pipelines.choose import PipelinePlan
 from samestep.pipelines.interpreter import Interpreter
 from samestep.pipelines.messages import Messages
+from samestep.pipelines.outputs import told
+from samestep.pipelines.reduction import Reduction
 from samestep.pipelines.stage import Lose, Stage, Tensors
+from samestep.replicas.buffers import equalise_buffers
 from samestep.runtime.exchange import gather_json, gather_tensors, tell_json
 from samestep.runtime.world import World
 from samestep.schedule.choose import named
+from samestep.schedule.forward_only import forward_only
+from samestep.schedule.plan import Plan
 from samestep.topology import cut_evenly
 
-__all__: list[str] = []
+__all__ = ["Pipeline", "pipeline"]
 
 Loss = Callable[[Any, Any], Tensor]
 Weight = Callable[[Any], float]
 
 
 class Pipeline(nn.Module):
-    """One rank's stages of a model.
+    """One rank's stages of a model; made by :func:`samestep.pipeline`.
 
     Collective: every rank of the world must make it, with the same model and arguments.
 
@@ -52,7 +57,8 @@ class Pipeline(nn.Module):
         ends: by stage, the layer behind its last one.
         schedule: a name of :data:`samestep.schedule.choose.NAMES`.
         micro_batches: that a batch is cut into; fewer where it has fewer samples.
-        weight: of targets: how many items their mean loss is of, unmasked tokens say; their samples if None.
+        weight: of targets: how many items their mean loss is of, unmasked tokens say; their samples if None. Within a
+            loop over :func:`samestep.shards` its `weight` counts, and this is not asked.
 
     Attributes:
         parts: this rank's stages, by number, under the names that they have in the model.
@@ -75,21 +81,30 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         layers = layers_of(model)
-        cuts = _checked(ends, layers, world.pipeline.size)
+        cuts = stages_of(layers, ends, world.pipeline.size)
         self.world = world
+        self.number = world.next_number()
         self.micro_batches = micro_batches
         self._loss_fn, self._weight = loss_fn, weight
         self._names = [[name for name, _ in layers[begin:end]] for begin, end in cuts]
-        chunks = len(cuts) // world.pipeline.size
-        self._plans = cache(lambda count: named(schedule, world.pipeline.size, count, chunks))
-        own = [stage for stage, rank in enumerate(self._plans(micro_batches).placement) if rank == world.pipeline.rank]
+        self._chunks = len(cuts) // world.pipeline.size
+        self._plans = cache(lambda count: named(schedule, world.pipeline.size, count, self._chunks))
+        self._placement = self._plans(micro_batches).placement
+        own = [stage for stage, rank in enumerate(self._placement) if rank == world.pipeline.rank]
         self.parts = {stage: part_of(model, self._names[stage]) for stage in own}  # type: ignore[arg-type]
         for stage, part in self.parts.items():
             self.add_module(f"stage{stage}", part)
-        self._interpreters = cache(self._interpreter)
+        self._training, self._forwards = cache(self._trains), cache(self._evaluates)
+        self._reduction = Reduction(self, world)
+        world.hold(self)
 
-    def _interpreter(self, count: int) -> Interpreter:
-        plan = self._plans(count)
+    def _trains(self, count: int) -> Interpreter:
+        return self._interpreter(self._plans(count))
+
+    def _evaluates(self, count: int) -> Interpreter:
+        return self._interpreter(forward_only(self.world.pipeline.size, count, self._chunks))
+
+    def _interpreter(self, plan: Plan) -> Interpreter:
         stages = {number: Stage(number, part) for number, part in self.parts.items()}
         axis = self.world.pipeline
         return Interpreter(plan, axis.rank, stages, Messages(plan, axis, self.world.device))
@@ -97,39 +112,88 @@ class Pipeline(nn.Module):
     @property
     def last(self) -> int:
         """The position on the pipeline of the rank that has the last stage."""
-        return self._plans(self.micro_batches).placement[-1]
+        return self._placement[-1]
 
     def step(self, batch: Sequence[Any]) -> Tensor:
         """Adds a batch's gradients to the parameters'; returns its loss, the same on every rank of the world.
 
         Collective: every rank must call it, those of one replica with the same batch.
 
+        Within a loop over :func:`samestep.shards`, the loss is the micro-batch's part of the step's, to which those of
+        all micro-batches and replicas add up, as `Shards.mean` has it; gradients are added up over the replicas with
+        the last micro-batch of the step. Elsewhere each call is a step of its own.
+
         Args:
             batch: inputs and targets; of all tensors in it dim 0 runs over the samples.
 
-        Raises:
-            DataError: the tensors have not as many samples, or the batch has none.
-        """
-        *inputs, targets = batch
-        cuts = cut_evenly(samples := _samples(batch), min(self.micro_batches, samples))
-        weights = [self._weigh(targets, begin, end) for begin, end in cuts]
-        total = self._total(sum(weights))
+        Returns:
+            The mean loss, 0-dim, float64, on the host.
 
-        def given(number: int) -> Tensors:
-            return tuple(sliced(each, *cuts[number]) for each in inputs)
+        Raises:
+            DataError: the tensors have not as many samples, or the batch has none and no loop over shards gave it.
+        """
+        inputs, targets = _split(batch)
+        mean = self.world.step.mean
+        cuts = self._cut(samples_of(batch), nothing=mean is not None)
+        weigh = self._weigh if mean is None else mean.weigh
+        weights = [weigh(sliced(batch, *cut)) for cut in cuts]
+        total = self._total(sum(weights)) if mean is None else mean.total
 
         def lose(number: int) -> Lose:
             wanted = sliced(targets, *cuts[number])
             return lambda outputs: self._part(outputs, wanted, weights[number], total)
 
-        kinds = [tuple((each.dtype, each.shape[1:], end - begin) for each in inputs) for begin, end in cuts]
-        before = self._taken_off()
-        losses = self._interpreters(len(cuts)).run(given, lose, kinds)
-        self._reduce(before)
-        return self._told(losses)
+        self._reduction.begin()
+        losses = self._run(self._training, inputs, cuts, lose)
+        self._reduction.end()
+        share = self._share(losses)
+        if mean is not None:
+            mean.add(share)
+        if self.world.data.size > 1:
+            dist.all_reduce(share, group=self.world.data.control)
+        return share[0]
 
-    def _weigh(self, targets: Any, begin: int, end: int) -> float:
-        return float(end - begin) if self._weight is None else float(self._weight(sliced(targets, begin, end)))
+    def forward(self, *inputs: Any) -> Any:
+        """Returns what the model gives for a batch, the same on every rank of the replica; without gradients.
+
+        Collective over the pipeline: every rank of the replica must call it, with the same batch.
+
+        Args:
+            inputs: of which dim 0 runs over the samples.
+
+        Returns:
+            A tensor, or a tuple of several, of all samples.
+
+        Raises:
+            DataError: the tensors have not as many samples, or none.
+        """
+        cuts = self._cut(samples_of(inputs), nothing=False)
+        given = self._run(self._forwards, inputs, cuts, None)
+        return told(self.world.pipeline, self.last, given, self.world.device)
+
+    def _cut(self, samples: int, *, nothing: bool) -> list[tuple[int, int]]:
+        if not samples and not nothing:
+            raise DataError("the batch has no sample")
+        return cut_evenly(samples, min(self.micro_batches, samples)) if samples else []
+
+    def _run(
+        self,
+        interpreters: Callable[[int], Interpreter],
+        inputs: Sequence[Any],
+        cuts: Sequence[tuple[int, int]],
+        lose: Callable[[int], Lose] | None,
+    ) -> list[Tensors]:
+        if not cuts:  # the replicas beside have all that is left of an epoch
+            return []
+
+        def given(number: int) -> Tensors:
+            return tuple(sliced(each, *cuts[number]) for each in inputs)
+
+        kinds = [tuple((each.dtype, each.shape[1:], end - begin) for each in inputs) for begin, end in cuts]
+        return interpreters(len(cuts)).run(given, lose, kinds)
+
+    def _weigh(self, samples: Sequence[Any]) -> float:
+        return float(samples_of(samples)) if self._weight is None else float(self._weight(samples[-1]))
 
     def _total(self, own: float) -> float:
         """Returns the weight of the step, of all replicas. Collective over the data axis."""
@@ -145,33 +209,22 @@ class Pipeline(nn.Module):
         losses = self._loss_fn(outputs[0] if len(outputs) == 1 else outputs, targets)
         return losses * (weight / total) if losses.dim() == 0 else losses.sum() / total
 
-    def _taken_off(self) -> dict[nn.Parameter, Tensor | None]:
-        """Takes off what steps before have left, which is of all replicas already; nothing where there is but one."""
-        if self.world.data.size == 1:
-            return {}
-        before = {parameter: parameter.grad for parameter in self.parameters() if parameter.requires_grad}
-        for parameter in before:
-            parameter.grad = None
-        return before
-
-    def _reduce(self, before: dict[nn.Parameter, Tensor | None]) -> None:
-        """Adds the replicas' gradients of each stage to those of the steps before. Collective over the data axis."""
-        for parameter, earlier in before.items():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(gradient, group=self.world.data.group)
-            parameter.grad = gradient if earlier is None else earlier.add_(gradient)
-
-    def _told(self, losses: list[Tensor]) -> Tensor:
-        """Returns the step's loss, from the rank of the last stage, of all replicas. Collective."""
-        loss = torch.zeros(1, dtype=torch.float64)
-        for each in losses:
-            loss += each.double().cpu()
+    def _share(self, losses: list[Tensors]) -> Tensor:
+        """Returns the replica's share of the loss, from the rank of the last stage. Collective over the pipeline."""
+        share = torch.zeros(1, dtype=torch.float64)
+        for (each,) in losses:
+            share += each.double().cpu()
         axis = self.world.pipeline
         if axis.size > 1:
-            dist.broadcast(loss, axis.ranks[self.last], group=axis.control)
-        if self.world.data.size > 1:
-            dist.all_reduce(loss, group=self.world.data.control)
-        return loss[0]
+            dist.broadcast(share, axis.ranks[self.last], group=axis.control)
+        return share
+
+    def equalise_buffers(self) -> None:
+        """Makes buffers equal on all replicas. Collective: all call it."""
+        equalise_buffers(self, self.world.data)
+
+    def release(self) -> None:
+        """What the world calls when it closes: there is nothing to let go."""
 
     def gradient_norms(self, norm_type: float = 2.0) -> list[Tensor]:
         """Returns the norm of each gradient of the whole model, in its order. Collective over the pipeline."""
@@ -215,30 +268,21 @@ def pipeline(model: nn.Module, world: World, plan: PipelinePlan) -> Pipeline:
     )
 
 
-def _checked(ends: Sequence[int], layers: Sequence[tuple[str, nn.Module]], ranks: int) -> list[tuple[int, int]]:
-    """Returns begin and end of the stages, if they are all layers and can be computed apart."""
-    cuts = list(zip((0, *ends), ends, strict=False))
-    if not cuts or ends[-1] != len(layers) or any(begin >= end for begin, end in cuts):
-        raise UsageError(
-            f"ends={list(ends)} do not cut {len(layers)} layers into stages: give them in order, each stage one layer "
-            f"at least, and {len(layers)} as the last"
+def _split(batch: Any) -> tuple[Sequence[Any], Any]:
+    """Returns inputs and targets."""
+    if not isinstance(batch, list | tuple) or len(batch) < 2:
+        raise DataError(
+            f"a pipeline's batch is a {type(batch).__name__}: it takes inputs and targets, in a tuple or list, the "
+            "targets last"
         )
-    if len(cuts) % ranks:
-        raise UsageError(f"{len(cuts)} stages cannot be dealt evenly to {ranks} ranks: give a multiple of {ranks}")
-    stage_of = {layer: stage for stage, (begin, end) in enumerate(cuts) for layer in range(begin, end)}
-    for group in shared(layers):
-        if len({stage_of[layer] for layer in group}) > 1:
-            names = " and ".join(layers[layer][0] for layer in sorted(group))
-            raise ModelError(f"layers {names} share a weight, and are in different stages: put them into one")
-    return cuts
+    return batch[:-1], batch[-1]
 
 
-def _samples(batch: Sequence[Any]) -> int:
+def samples_of(batch: Sequence[Any]) -> int:
+    """Returns how many samples a batch has."""
     sizes = {len(each) for each in tensors_of(batch)}
     if len(sizes) != 1:
         raise DataError(
             f"the tensors of a batch have {' and '.join(map(str, sorted(sizes)))} samples: dim 0 must agree"
         )
-    if not (samples := sizes.pop()):
-        raise DataError("the batch has no sample")
-    return samples
+    return sizes.pop()

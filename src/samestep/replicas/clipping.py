@@ -9,15 +9,26 @@ clipping gradients that a GradScaler has multiplied. The first is an error here;
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from samestep.errors import StepError, UsageError
-from samestep.pipelines.pipeline import Pipeline
 from samestep.replicas.replicate import Replica
+from samestep.runtime.world import World
 
 __all__ = ["clip_grad_norm_"]
+
+
+@runtime_checkable
+class _InStages(Protocol):
+    """A model of which this rank has a part; :class:`samestep.Pipeline` is one."""
+
+    world: World
+
+    def gradient_norms(self, norm_type: float) -> list[Tensor]:
+        """Returns the norm of each gradient of the whole model. Collective."""
 
 
 def clip_grad_norm_(
@@ -65,15 +76,15 @@ def clip_grad_norm_(
     """
     if not max_norm >= 0:
         raise UsageError(f"max_norm must be 0 or more, got {max_norm}")
-    if isinstance(model, Pipeline):
-        parameters: list[Tensor] = list(model.parameters())
-        gradients = model.gradient_norms(norm_type)  # whose norms are themselves
-    else:
-        if isinstance(model, nn.Module):
-            _require_step_end(model)
-            model = model.parameters()
-        parameters = [model] if isinstance(model, Tensor) else list(model)
+    staged = model if isinstance(model, _InStages) else None
+    if isinstance(model, nn.Module):
+        _require_step_end(model)
+        model = model.parameters()
+    parameters = [model] if isinstance(model, Tensor) else list(model)
+    if staged is None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    else:
+        gradients = staged.gradient_norms(norm_type)  # whose norms are themselves
     norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
@@ -81,7 +92,7 @@ def clip_grad_norm_(
 
 def _require_step_end(model: nn.Module) -> None:
     for module in model.modules():
-        if isinstance(module, Replica) and not module.world.step.step_ends:
+        if isinstance(module, Replica | _InStages) and not module.world.step.step_ends:
             raise StepError(
                 "clip_grad_norm_ was called after a micro-batch that does not end the step; "
                 "gradients are each rank's own until then, and the ranks would scale by different factors. "

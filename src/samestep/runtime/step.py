@@ -14,11 +14,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 __all__: list[str] = []
 
 WISHES = ("save", "stop")
 _BASE = 1 << 20  # more than there are ranks: wishes of one kind do not run over into the next kind's digits
+
+
+@dataclass(frozen=True)
+class StepMean:
+    """What a loader knows of the mean loss of a step, for who computes it otherwise than by `Shards.mean`.
+
+    Attributes:
+        total: the weight of the step, over all ranks and micro-batches.
+        weigh: returns the weight of some samples of the micro-batch handed out last.
+        add: takes this replica's share of the mean.
+    """
+
+    total: float
+    weigh: Callable[[Any], float]
+    add: Callable[[Tensor], None]
 
 
 @dataclass
@@ -32,6 +50,7 @@ class StepState:
         steps: how many steps have ended or were abandoned.
         epoch_ends: called on every rank where a loop over a loader has come to its end.
         few: says why the micro-batch handed out last has so few samples, and what to do; None outside of steps.
+        mean: of the step whose micro-batch was handed out last; None outside of steps.
     """
 
     agreed: frozenset[str] = frozenset()
@@ -40,6 +59,7 @@ class StepState:
     averaged: bool = False
     steps: int = 0
     few: Callable[[], str] | None = None
+    mean: StepMean | None = None
     epoch_ends: list[Callable[[], None]] = field(default_factory=list)
     _open: dict[int, bool] = field(default_factory=dict)  # loaders in a step; whether its last micro-batch is out
 
@@ -52,16 +72,18 @@ class StepState:
         """
         return not self._open or any(self._open.values())
 
-    def enter(self, loader: int, *, ends: bool, few: Callable[[], str] | None = None) -> None:
+    def enter(
+        self, loader: int, *, ends: bool, few: Callable[[], str] | None = None, mean: StepMean | None = None
+    ) -> None:
         """A loader hands out a micro-batch, which ends its step or does not."""
         self._open[loader] = ends
-        self.few = few
+        self.few, self.mean = few, mean
 
     def leave(self, loader: int) -> None:
         """A loader's step is over, or was abandoned."""
         self.steps += self._open.pop(loader, None) is not None
         if not self._open:
-            self.few = None
+            self.few = self.mean = None
 
     def end_epoch(self) -> None:
         """A loop over a loader has come to the end of its epoch. Collective: as the loop is."""

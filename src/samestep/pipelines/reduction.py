@@ -1,0 +1,85 @@
+"""Gradients of one stage, added up over the replicas of the model, with the backward that ends a step.
+
+    micro-batch of a step     0        1        2, the last
+    .grad                     set aside what earlier steps left ─┐
+                              g0       g0+g1    g0+g1+g2  ──▶ Σ over replicas ──▶ + what was set aside
+
+Between the micro-batches of a step gradients are each replica's own. What earlier steps have left is of all replicas
+already: it is set aside, or it would be added up once more. Losses were divided by the weight of the whole step, so
+the sum is the gradient, and nothing is scaled.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.runtime.world import World
+
+__all__: list[str] = []
+
+BUCKET = 25 << 20  # bytes that travel together, as in DistributedDataParallel
+
+
+class Reduction:
+    """One rank's.
+
+    Args:
+        module: whose parameters' gradients are meant.
+        world: on whose data axis the replicas stand.
+    """
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        self._parameters = list(module.parameters())
+        self._world = world
+        self._aside: dict[nn.Parameter, Tensor | None] | None = None
+        self._step = -1  # in which that was set aside
+
+    def begin(self) -> None:
+        """Before a micro-batch: sets aside what earlier steps have left, if it is the first of its step."""
+        state = self._world.step
+        if self._world.data.size == 1 or (self._aside is not None and self._step == state.steps):
+            return
+        self._aside, self._step = {each: each.grad for each in self._parameters if each.requires_grad}, state.steps
+        for parameter in self._aside:
+            parameter.grad = None
+
+    def end(self) -> None:
+        """After a micro-batch: adds up over the replicas, if it is the last of its step. Collective over them then."""
+        if self._aside is None or not self._world.step.step_ends:
+            return
+        aside, self._aside = self._aside, None
+        for parameter in aside:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for bucket in buckets(parameter.grad for parameter in aside if parameter.grad is not None):
+            flat = torch.cat([each.flatten() for each in bucket])
+            dist.all_reduce(flat, group=self._world.data.group)
+            for each, sum_ in zip(bucket, flat.split_with_sizes([each.numel() for each in bucket]), strict=True):
+                each.copy_(sum_.view_as(each))
+        for parameter, earlier in aside.items():
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+
+def buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yields gradients that travel together: of one type, and no more than a bucket's bytes if there are several.
+
+    >>> [len(bucket) for bucket in buckets([torch.zeros(2), torch.zeros(3), torch.zeros(1, dtype=torch.float64)])]
+    [2, 1]
+    """
+    alike: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for each in gradients:
+        alike[each.dtype].append(each)
+    for tensors in alike.values():
+        bucket: list[Tensor] = []
+        for each in tensors:
+            if bucket and sum(one.nbytes for one in bucket) + each.nbytes > BUCKET:
+                yield bucket
+                bucket = []
+            bucket.append(each)
+        yield bucket

@@ -1,0 +1,221 @@
+"""A pipeline in a loop over shards: the steps, losses and evaluations of one process with the whole batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import samestep
+from samestep.errors import DataError, StepError
+from samestep.pipelines.pipeline import Pipeline
+
+IGNORED = -100
+SAMPLES = 37
+
+
+def model(dropout=0.0):
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 12), nn.Tanh(), nn.Dropout(dropout), nn.Linear(12, 8), nn.GELU(), nn.Linear(8, 4)]
+    return nn.Sequential(*layers).double()
+
+
+def dataset(padded=True):
+    generator = torch.Generator().manual_seed(3)
+    y = torch.randint(0, 4, (SAMPLES,), generator=generator)
+    if padded:
+        y[torch.rand(SAMPLES, generator=generator) < 0.4] = IGNORED
+    return TensorDataset(torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64), y)
+
+
+def counted(batch):
+    return (batch[1] != IGNORED).sum()
+
+
+def accuracy(outputs, targets):
+    return (outputs.argmax(1) == targets).double().mean()
+
+
+def trained(make, options, epochs=2):
+    """Losses of steps, norms, evaluations, and this rank's parameters, after some epochs."""
+    with samestep.world(pipeline=options.pop("stages", 1)) as world:
+        stage = make(world)
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.5, momentum=0.9)
+        batches = samestep.shards(dataset(), world, weight=counted, **options)
+        found = {"losses": [], "norms": [], "scores": []}
+        for _ in range(epochs):
+            for batch in batches:
+                stage.step(batch)
+                if batches.step_ends:
+                    found["norms"].append(float(samestep.clip_grad_norm_(stage, 0.3)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    batches.commit()
+                    found["losses"].append(batches.loss)
+            found["scores"].append(
+                samestep.evaluate(
+                    lambda batch: (stage(batch[0]), batch[1]),
+                    dataset(),
+                    world,
+                    batch_size=10,
+                    metrics={"accuracy": accuracy, "sum": lambda o, _: o.sum()},
+                )
+            )
+        found["model"] = {name: each.detach().clone() for name, each in stage.named_parameters()}
+        return found
+
+
+def mean(outputs, targets):
+    """The mean loss of what counts; 0 where nothing does."""
+    return F.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="sum") / counted((None, targets)).clamp(1)
+
+
+class Whole(nn.Module):
+    """One process, with whole batches, and nothing of a pipeline."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = model()
+
+    def step(self, batch):
+        x, y = batch
+        mean(self.inner(x), y).backward()
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def named_parameters(self, *_args, **_kwargs):
+        return self.inner.named_parameters()
+
+
+def whole_losses(batch_size, epochs=2):
+    """The losses of the steps, computed beside them."""
+    with samestep.world() as world:
+        alone = Whole()
+        optimizer = torch.optim.SGD(alone.parameters(), lr=0.5, momentum=0.9)
+        batches, found = samestep.shards(dataset(), world, batch_size=batch_size, weight=counted), []
+        for _ in range(epochs):
+            for x, y in batches:
+                loss = mean(alone(x), y)
+                loss.backward()
+                samestep.clip_grad_norm_(alone, 0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        return found, {name: each.detach().clone() for name, each in alone.named_parameters()}
+
+
+def piped(ends, schedule, options):
+    torch.set_num_threads(1)
+
+    def make(world):
+        return Pipeline(model(), world, F.cross_entropy, ends=ends, schedule=schedule)
+
+    return trained(make, options)
+
+
+def check(results, batch_size):
+    losses, parameters = whole_losses(batch_size)
+    for found in results:
+        assert found["losses"] == pytest.approx(losses, rel=1e-12)
+        assert found["norms"] == results[0]["norms"]
+        assert found["scores"] == results[0]["scores"]
+        for name, each in found["model"].items():
+            torch.testing.assert_close(each, parameters[name], rtol=1e-11, atol=1e-13)
+    assert {name for found in results for name in found["model"]} == parameters.keys()
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 9}, {"batch_size": 9, "micro_batch_size": 4}])
+def test_two_stages_train_as_one_process_does(two_ranks, options):
+    check(two_ranks(piped, (3, 6), "1f1b", {"stages": 2, **options}), 9)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 12}, {"batch_size": 12, "micro_batch_size": 3}])
+def test_two_replicas_of_two_stages_do_and_one_may_have_no_sample_left(four_ranks, options):
+    assert SAMPLES % 12 == 1
+    check(four_ranks(piped, (2, 6), "zero-bubble", {"stages": 2, **options}), 12)
+
+
+def test_interleaved_stages_do(two_ranks):
+    check(two_ranks(piped, (1, 3, 4, 6), "interleaved", {"stages": 2, "batch_size": 8}), 8)
+
+
+def test_the_score_is_that_of_one_process(two_ranks):
+    alone = trained(lambda _: Whole(), {"batch_size": 9})
+    for found in two_ranks(piped, (3, 6), "1f1b", {"stages": 2, "batch_size": 9}):
+        for score, expected in zip(found["scores"], alone["scores"], strict=True):
+            assert float(score["accuracy"]) == float(expected["accuracy"])
+            assert float(score["sum"]) == pytest.approx(float(expected["sum"]), rel=1e-11)
+
+
+def evaluated():
+    with samestep.world(pipeline=2) as world:
+        stage = Pipeline(model(dropout=0.5), world, F.cross_entropy, ends=[3, 6])
+        x = dataset().tensors[0]
+
+        def outputs():
+            return samestep.evaluate(
+                lambda batch: (stage(batch[0]), batch[1]), dataset(), world, batch_size=9, metrics={"o": lambda o, _: o}
+            )["o"]
+
+        first, second, modes = outputs(), outputs(), {module.training for module in stage.modules()}
+        stage.eval()
+        return first, second, modes, stage(x), {each.grad for each in stage.parameters()}
+
+
+def test_an_evaluation_draws_nothing_and_leaves_modes_and_gradients_alone(two_ranks):
+    alone = model(dropout=0.5).eval()
+    x = dataset().tensors[0]
+    for first, second, modes, all_at_once, gradients in two_ranks(evaluated):
+        assert torch.equal(first, second)
+        assert modes == {True}
+        assert gradients == {None}
+        torch.testing.assert_close(first, alone(x), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(all_at_once, alone(x), rtol=1e-12, atol=1e-14)
+
+
+def clipped_too_early():
+    with samestep.world(pipeline=2) as world:
+        stage = Pipeline(model(), world, F.cross_entropy, ends=[3, 6])
+        batches = iter(samestep.shards(dataset(), world, batch_size=8, micro_batch_size=4))
+        stage.step(next(batches))
+        with pytest.raises(StepError, match="does not end the step"):
+            samestep.clip_grad_norm_(stage, 1.0)
+
+
+def test_clipping_within_a_step_is_refused(two_ranks):
+    two_ranks(clipped_too_early)
+
+
+def abandoned():
+    """A step that is left after its first micro-batch, and the step after it."""
+    with samestep.world(pipeline=2) as world:
+        stage = Pipeline(model(), world, F.cross_entropy, ends=[3, 6])
+        batches = samestep.shards(dataset(padded=False), world, batch_size=8, micro_batch_size=2, shuffle=False)
+        found = []
+        for leave in (True, False):
+            for batch in batches:
+                stage.step(batch)
+                if leave or batches.step_ends:
+                    break
+            found.append({name: each.grad.clone() for name, each in stage.named_parameters()})
+            stage.zero_grad()
+        return found
+
+
+def test_a_step_that_was_abandoned_leaves_nothing_to_the_next(four_ranks):
+    alone = model()
+    x, y = (each[:8] for each in dataset(padded=False).tensors)
+    F.cross_entropy(alone(x), y).backward()
+    expected = {name: each.grad for name, each in alone.named_parameters()}
+    for _, gradients in four_ranks(abandoned):
+        for name, each in gradients.items():
+            torch.testing.assert_close(each, expected[name], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("batch", [torch.ones(3, 6), {"x": torch.ones(3, 6)}, (torch.ones(3, 6),)])
+def test_a_batch_without_targets_is_refused(batch):
+    with samestep.world() as world, pytest.raises(DataError, match="it takes inputs and targets, in a tuple or list"):
+        Pipeline(model(), world, F.cross_entropy, ends=[6]).step(batch)
