@@ -104,10 +104,14 @@ class Order:
 def permute(positions: Words, size: int, keys: Words) -> Indices:
     """Returns where a keyed bijection of [0, size) sends each of `positions`."""
     half_bits = max(SMALLEST_HALF_BITS, -(-(size - 1).bit_length() // 2))
+    words = 1 << 2 * half_bits
+    # where few of all words are wanted, walks are long: each step is looked up
+    step = _feistel(np.arange(words, dtype=np.uint64), half_bits, keys) if words > 4 * size else None
     result = positions.copy()
     walking = np.arange(len(positions))
     while len(walking):  # a walk ends: its cycle comes back to `position`, which is below `size`
-        result[walking] = _feistel(result[walking], half_bits, keys)
+        here = result[walking]
+        result[walking] = _feistel(here, half_bits, keys) if step is None else step[here]
         walking = walking[result[walking] >= np.uint64(size)]
     return result.astype(np.int64)
 
