@@ -1,11 +1,11 @@
 # make            lists the targets
-# Tests: make test TESTERS=2 runs two files at a time
+# Tests: two files at a time, since most of them wait; make test TESTERS=0 runs one
 # Torch: scripts/install-torch picks a build that suits this machine; bring your own with
 #   make demo TORCH="torch==2.12.0"        or        make demo TORCH=/path/to/torch.whl
 
 PYTHON ?= python3
 TORCH  ?=
-TESTERS ?= 0
+TESTERS ?= 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q

@@ -31,6 +31,14 @@ def four_ranks():
 
 
 @pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report):
+    """Names what fails at once: a run that is cut off has no summary."""
+    if report.failed and sys.__stderr__ is not None:
+        why = (report.longreprtext.strip() or "no reason given").splitlines()[-1]
+        sys.__stderr__.write(f"\nFAILED {report.nodeid} ({report.when}): {why}\n")
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
     """Says where python stands, and fails, if it cannot end: a thread or a process that a test left is waited for."""
     if hasattr(config, "workerinput"):

@@ -13,6 +13,8 @@ PUBLIC = [
     "Axis",
     "Checkpoint",
     "DriftGuard",
+    "Pipeline",
+    "PipelinePlan",
     "RankFailure",
     "Replica",
     "Report",
@@ -26,6 +28,8 @@ PUBLIC = [
     "compress",
     "evaluate",
     "once",
+    "pipeline",
+    "plan_pipeline",
     "replicate",
     "shards",
     "spawn",
@@ -38,6 +42,8 @@ SIGNATURES = {
     "clip_grad_norm_": "(model, max_norm, norm_type, error_if_nonfinite)",
     "evaluate": "(fn, dataset, world, *, batch_size, metrics, workers, collate_fn)",
     "once": "(path, *, timeout)",
+    "pipeline": "(model, world, plan)",
+    "plan_pipeline": "(model, sample, loss_fn, *, stages, micro_batches, schedule, devices, link, weight, repeats)",
     "replicate": "(model, world, *, buckets, reduce, batchnorm, find_unused_parameters, nonfinite, compress, "
     "average_every, guard)",
     "shards": "(dataset, world, *, batch_size, micro_batch_size, weight, workers, seed, shuffle, drop_last, "

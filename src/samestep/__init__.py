@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from samestep.errors import SamestepError as SamestepError
     from samestep.errors import UsageError as UsageError
     from samestep.launch.spawn import spawn as spawn
+    from samestep.pipelines.choose import PipelinePlan as PipelinePlan
+    from samestep.pipelines.choose import plan_pipeline as plan_pipeline
+    from samestep.pipelines.pipeline import Pipeline as Pipeline
+    from samestep.pipelines.pipeline import pipeline as pipeline
     from samestep.replicas.clipping import clip_grad_norm_ as clip_grad_norm_
     from samestep.replicas.drift import DriftGuard as DriftGuard
     from samestep.replicas.replicate import Replica as Replica
@@ -50,6 +54,8 @@ _HOMES = {
     "Axis": "samestep.runtime.world",
     "Checkpoint": "samestep.running.checkpoints.commit",
     "DriftGuard": "samestep.replicas.drift",
+    "Pipeline": "samestep.pipelines.pipeline",
+    "PipelinePlan": "samestep.pipelines.choose",
     "RankFailure": "samestep.errors",
     "Report": "samestep.verification.report",
     "Replica": "samestep.replicas.replicate",
@@ -62,6 +68,8 @@ _HOMES = {
     "compress": "samestep",  # a room of its own
     "evaluate": "samestep.running.evaluation",
     "once": "samestep.data.once",
+    "pipeline": "samestep.pipelines.pipeline",
+    "plan_pipeline": "samestep.pipelines.choose",
     "replicate": "samestep.replicas.replicate",
     "shards": "samestep.data.sharing",
     "spawn": "samestep.launch.spawn",

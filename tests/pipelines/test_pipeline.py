@@ -235,6 +235,28 @@ def test_stages_that_cannot_be_dealt_evenly_are_refused(two_ranks):
     assert two_ranks(uneven) == ["3 stages cannot be dealt evenly to 2 ranks: give a multiple of 2"] * 2
 
 
+def test_a_plan_for_another_number_of_stages_is_refused():
+    whole, sample = model(), batch(0, 0)
+    plan = samestep.plan_pipeline(whole, sample, F.cross_entropy, stages=2, micro_batches=2, repeats=1)
+    with samestep.world() as world, pytest.raises(UsageError, match=r"2 stages, and the pipeline 1 ranks: .*=2\)"):
+        samestep.pipeline(whole, world, plan)
+
+
+def planned():
+    """Each rank measures for itself, so their plans may differ."""
+    with samestep.world(pipeline=2) as world:
+        whole = model()
+        plan = samestep.plan_pipeline(whole, batch(0, 0), F.cross_entropy, repeats=1 + world.rank)
+        stage = samestep.pipeline(whole, world, plan)
+        return float(stage.step(batch(0, 0))), list(dict(stage.named_parameters()))
+
+
+def test_all_ranks_take_the_plan_of_the_first(two_ranks):
+    (first, own), (second, others) = two_ranks(planned)
+    assert first == second
+    assert own + others == list(dict(model().named_parameters()))
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 import samestep
 from samestep.errors import DataError, StepError
 from samestep.pipelines.pipeline import Pipeline
+from samestep.testing import assert_same_bits
 
 IGNORED = -100
 SAMPLES = 37
@@ -219,3 +220,48 @@ def test_a_step_that_was_abandoned_leaves_nothing_to_the_next(four_ranks):
 def test_a_batch_without_targets_is_refused(batch):
     with samestep.world() as world, pytest.raises(DataError, match="it takes inputs and targets, in a tuple or list"):
         Pipeline(model(), world, F.cross_entropy, ends=[6]).step(batch)
+
+
+def drawn(stages, ends, schedule):
+    """Gradients of two steps with dropout, and whether the stream of the process stands where it stood."""
+    torch.set_num_threads(1)
+    with samestep.world(pipeline=stages) as world:
+        stage = Pipeline(model(dropout=0.5), world, F.cross_entropy, ends=ends, schedule=schedule)
+        x, y = dataset(padded=False).tensors
+        before, found = torch.get_rng_state(), []
+        for _ in range(2):
+            stage.zero_grad()
+            stage.step((x, y))
+            found.append({name: each.grad.clone() for name, each in stage.named_parameters()})
+        assert torch.equal(torch.get_rng_state(), before)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("ends", "schedule"), [((1, 6), "fill-drain"), ((4, 6), "zero-bubble"), ((1, 2, 5, 6), "interleaved")]
+)
+def test_dropout_is_that_of_one_process_wherever_the_model_is_cut(two_ranks, ends, schedule):
+    threads = torch.get_num_threads()
+    alone = drawn(1, (6,), "1f1b")
+    torch.set_num_threads(threads)
+    assert any(not torch.equal(alone[0][name], alone[1][name]) for name in alone[0])  # a step has masks of its own
+    for results in two_ranks(drawn, 2, ends, schedule):
+        for own, expected in zip(results, alone, strict=True):
+            assert_same_bits(own, {name: expected[name] for name in own})
+
+
+def replicas_draws():
+    with samestep.world(pipeline=2) as world:
+        stage = Pipeline(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), world, lambda o, _: o.sum(), ends=[1, 2])
+        outputs = []
+        for module in stage.modules():
+            if isinstance(module, nn.Dropout):
+                module.register_forward_hook(lambda *given: outputs.append(given[-1]))
+        stage.step((torch.ones(8, 6), torch.ones(8)))
+        return [each.detach() == 0 for each in outputs]
+
+
+def test_micro_batches_and_replicas_draw_masks_of_their_own(four_ranks):
+    masks = [mask for found in four_ranks(replicas_draws) for mask in found]
+    assert len(masks) == 8
+    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == len(masks)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from lazily import Lazily
 
 import samestep
 from samestep import Report
@@ -42,21 +42,19 @@ UNMINDFUL = """
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
-    def verified(before: str) -> Report:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Lazily[Report]:
+    befores = {"as declared": "", "unmindful": UNMINDFUL}
+
+    def verified(name: str) -> Report:
         path: Path = tmp_path_factory.mktemp("script") / "train.py"
-        path.write_text(textwrap.dedent(TRAIN.replace("    with ", f"{before}    with ", 1)), encoding="utf-8")
+        path.write_text(textwrap.dedent(TRAIN.replace("    with ", f"{befores[name]}    with ", 1)), encoding="utf-8")
         return samestep.verify(path, ranks=2)
 
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(verified, ("", UNMINDFUL)))
+    return Lazily(verified)
 
 
-pytestmark = pytest.mark.timeout(500)
-
-
-def test_ranks_may_step_by_themselves_where_it_is_declared(reports: list[Report]) -> None:
-    report = reports[0]
+def test_ranks_may_step_by_themselves_where_it_is_declared(reports: Lazily[Report]) -> None:
+    report = reports["as declared"]
     assert report.findings == []
     assert report.coverage["gradients"] == "not checked: ranks step by themselves, as average_every=3 declares"
     assert report.coverage["parameters"] == "proved"
@@ -64,7 +62,7 @@ def test_ranks_may_step_by_themselves_where_it_is_declared(reports: list[Report]
     assert any(remark.startswith("in float64 ranks and one process agree") for remark in report.remarks), report
 
 
-def test_a_rank_that_does_not_take_an_average_over_is_named(reports: list[Report]) -> None:
-    (found,) = reports[1].errors
+def test_a_rank_that_does_not_take_an_average_over_is_named(reports: Lazily[Report]) -> None:
+    (found,) = reports["unmindful"].errors
     assert (found.code, found.rank, found.tensor) == ("parameters-diverged", 1, "0.weight")
     assert found.step == 2  # behind which the first average comes

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from lazily import Lazily
 from torch.distributed import HashStore
 
 from samestep.verification.checking import seen
@@ -232,7 +232,7 @@ RUNS = {  # script -> code, and a text of the culprit's line
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[subprocess.CompletedProcess[str], Path]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Lazily[tuple[subprocess.CompletedProcess[str], Path]]:
     """Every script under `samestep run --check`, with its run directory."""
     folder = tmp_path_factory.mktemp("checked")
 
@@ -242,13 +242,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[subprocess
         command += ["--json", f"{place}.json", ZOO / name]
         return subprocess.run(command, capture_output=True, text=True, check=False), place
 
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(RUNS, pool.map(run, RUNS), strict=True))
+    return Lazily(run)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_training_goes_on_and_what_differs_is_told_with_its_line(
-    runs: dict[str, tuple[subprocess.CompletedProcess[str], Path]], name: str
+    runs: Lazily[tuple[subprocess.CompletedProcess[str], Path]], name: str
 ) -> None:
     done, place = runs[name]
     code, text = RUNS[name]

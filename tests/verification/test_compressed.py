@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import textwrap
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from lazily import Lazily
 
 import samestep
 from samestep import Report
@@ -104,29 +104,24 @@ def train(changes: dict[str, str], before: str) -> str:
     return TRAIN.replace("    generator =", f"{before}    generator =", 1).format(**(USUAL | changes))
 
 
-def verified(scripts: dict[str, tuple[int, str]], folders: pytest.TempPathFactory) -> dict[str, Report]:
-    """Every script's report, two scripts at a time."""
-    paths = {name: written(text, folders.mktemp("script")) for name, (_, text) in scripts.items()}
-    with ThreadPoolExecutor(2) as pool:
-        running: dict[str, Future[Report]] = {
-            name: pool.submit(samestep.verify, paths[name], ranks=ranks) for name, (ranks, _) in scripts.items()
-        }
-        return {name: future.result() for name, future in running.items()}
+def verified(scripts: dict[str, tuple[int, str]], folders: pytest.TempPathFactory) -> Lazily[Report]:
+    def verify(name: str) -> Report:
+        ranks, text = scripts[name]
+        return samestep.verify(written(text, folders.mktemp("script")), ranks=ranks)
+
+    return Lazily(verify)
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Lazily[Report]:
     scripts = {name: (ranks, train(changes, before)) for name, (ranks, changes, before) in SCRIPTS.items()}
     return verified({"accumulating": (3, ACCUMULATING)} | scripts, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def further(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+def further(tmp_path_factory: pytest.TempPathFactory) -> Lazily[Report]:
     scripts = {name: (ranks, train(changes, before)) for name, (ranks, changes, before) in FURTHER.items()}
     return verified(scripts, tmp_path_factory)
-
-
-pytestmark = pytest.mark.timeout(500)
 
 
 def check_agreement(report: Report, codec: str) -> None:
@@ -138,16 +133,16 @@ def check_agreement(report: Report, codec: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "codec"), [("int8", "Int8"), ("powersgd", "PowerSGD"), ("clipping", "TopK")])
-def test_compressed_gradients_agree_as_declared(reports: dict[str, Report], name: str, codec: str) -> None:
+def test_compressed_gradients_agree_as_declared(reports: Lazily[Report], name: str, codec: str) -> None:
     check_agreement(reports[name], codec)
 
 
 @pytest.mark.prove
-def test_momentum_under_top_k_agrees_as_declared(further: dict[str, Report]) -> None:
+def test_momentum_under_top_k_agrees_as_declared(further: Lazily[Report]) -> None:
     check_agreement(further["topk"], "TopK")
 
 
-def test_micro_batches_agree_and_what_is_owed_outlives_a_kill(reports: dict[str, Report]) -> None:
+def test_micro_batches_agree_and_what_is_owed_outlives_a_kill(reports: Lazily[Report]) -> None:
     report = reports["accumulating"]
     report.require_same()
     assert report.coverage["gradients"] == "agrees as declared"
@@ -156,12 +151,12 @@ def test_micro_batches_agree_and_what_is_owed_outlives_a_kill(reports: dict[str,
     assert "in float64, and as virtual ranks, gradients are not compressed" in report.remarks
 
 
-def test_a_wrong_loss_is_found_as_without_compression(reports: dict[str, Report]) -> None:
+def test_a_wrong_loss_is_found_as_without_compression(reports: Lazily[Report]) -> None:
     (found,) = reports["doubled"].errors
     assert (found.code, found.factor) == ("gradient-scale", pytest.approx(2.0, rel=1e-3))
 
 
-def test_evaluations_are_compared_where_the_ranks_weights_are_known(reports: dict[str, Report]) -> None:
+def test_evaluations_are_compared_where_the_ranks_weights_are_known(reports: Lazily[Report]) -> None:
     """The script alone steps with gradients that are not compressed, so weights of its own would prove nothing."""
     report = reports["evaluating"]
     report.require_same()
@@ -169,20 +164,20 @@ def test_evaluations_are_compared_where_the_ranks_weights_are_known(reports: dic
     assert report.coverage["evaluation"] == "agrees"
 
 
-def test_a_wrong_evaluation_is_found_as_without_compression(reports: dict[str, Report]) -> None:
+def test_a_wrong_evaluation_is_found_as_without_compression(reports: Lazily[Report]) -> None:
     (found,) = reports["padding"].errors
     assert found.code == "evaluation-inexact"
     assert "all_reduce" in (found.where and Path(found.where.rpartition(":")[0]).read_text(encoding="utf-8"))
 
 
 @pytest.mark.prove
-def test_what_is_done_to_averaged_gradients_is_compared_too(further: dict[str, Report]) -> None:
+def test_what_is_done_to_averaged_gradients_is_compared_too(further: Lazily[Report]) -> None:
     (found,) = further["divided again"].errors
     assert (found.code, found.factor) == ("gradient-scale", pytest.approx(0.5, rel=1e-3))
     assert "between backward and step" in found.cause
 
 
-def test_a_codec_that_does_something_else_is_found(reports: dict[str, Report]) -> None:
+def test_a_codec_that_does_something_else_is_found(reports: Lazily[Report]) -> None:
     (found,) = reports["louder"].errors
     assert (found.code, found.step, found.tensor) == ("gradient-differs", 0, "0.weight")
     assert "is not what the declared codec, Int8, gives" in found.cause
@@ -191,13 +186,13 @@ def test_a_codec_that_does_something_else_is_found(reports: dict[str, Report]) -
 
 
 @pytest.mark.prove
-def test_a_codec_that_does_something_else_on_one_rank_is_found_there(further: dict[str, Report]) -> None:
+def test_a_codec_that_does_something_else_on_one_rank_is_found_there(further: Lazily[Report]) -> None:
     codes = {finding.code: finding for finding in further["louder on one rank"].errors}
     assert codes.keys() == {"gradients-not-synchronised", "gradient-differs"}
     assert "is not what the declared codec, Int8, gives" in codes["gradient-differs"].cause
 
 
-def test_a_rank_that_forgets_what_it_owes_is_named(reports: dict[str, Report]) -> None:
+def test_a_rank_that_forgets_what_it_owes_is_named(reports: Lazily[Report]) -> None:
     (found,) = reports["forgetting"].errors
     assert (found.code, found.rank, found.step) == ("gradient-differs", 1, 1)
     assert "what rank 1 remembers" in found.cause
@@ -209,7 +204,7 @@ def test_a_rank_that_forgets_what_it_owes_is_named(reports: dict[str, Report]) -
     ("name", "why"),
     [("twice", "averaged 2 times in a step"), ("clamped", "changes compressed gradients, and not by a")],
 )
-def test_what_cannot_be_judged_is_said(further: dict[str, Report], name: str, why: str) -> None:
+def test_what_cannot_be_judged_is_said(further: Lazily[Report], name: str, why: str) -> None:
     report = further[name]
     assert (report.verdict, report.findings) == ("inconclusive", [])
     assert why in report.coverage["gradients"]

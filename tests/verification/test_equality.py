@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from lazily import Lazily
 
 from samestep import Report
 from samestep.verification import equality
@@ -47,7 +47,7 @@ ALL = "dict(model=model, optimizer=optimizer, schedule=schedule)"
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Lazily[Report]:
     """Of a script that is right, and of single claims on scripts that break them."""
 
     def script(saved: str = ALL, times: str = "") -> Script:
@@ -74,23 +74,19 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
         equality.resumed(forgetful, forgetful.recorded("recording", 2).record, report)
         return report
 
-    with ThreadPoolExecutor(2) as pool:
-        running: dict[str, Future[Report]] = {
-            "2 ranks": pool.submit(examine, script(), 2),
-            "3 ranks": pool.submit(examine, script(), 3),
-            "in float64": pool.submit(in_float64),
-            "bit for bit": pool.submit(bit_for_bit),
-            "resumed": pool.submit(resumed),
-        }
-        return {name: future.result() for name, future in running.items()}
-
-
-pytestmark = pytest.mark.timeout(500)
+    makers = {
+        "2 ranks": lambda: examine(script(), 2),
+        "3 ranks": lambda: examine(script(), 3),
+        "in float64": in_float64,
+        "bit for bit": bit_for_bit,
+        "resumed": resumed,
+    }
+    return Lazily(lambda name: makers[name]())
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_training_with_samestep_is_the_same_also_in_float64_and_through_a_kill(
-    reports: dict[str, Report], size: int
+    reports: Lazily[Report], size: int
 ) -> None:
     report = reports[f"{size} ranks"]
     report.require_same()
@@ -101,7 +97,7 @@ def test_a_training_with_samestep_is_the_same_also_in_float64_and_through_a_kill
 
 
 def test_as_virtual_ranks_processes_and_one_have_the_same_bits_where_their_number_is_a_power_of_two(
-    reports: dict[str, Report],
+    reports: Lazily[Report],
 ) -> None:
     (two,) = [remark for remark in reports["2 ranks"].remarks if "virtual ranks" in remark]
     (three,) = [remark for remark in reports["3 ranks"].remarks if "virtual ranks" in remark]
@@ -109,18 +105,18 @@ def test_as_virtual_ranks_processes_and_one_have_the_same_bits_where_their_numbe
     assert "3 is no power of two" in three
 
 
-def test_an_error_in_the_sixth_digit_shows_in_float64(reports: dict[str, Report]) -> None:
+def test_an_error_in_the_sixth_digit_shows_in_float64(reports: Lazily[Report]) -> None:
     (found,) = reports["in float64"].errors
     assert found.code == "gradient-differs"
 
 
-def test_what_depends_on_the_process_has_other_bits_as_virtual_ranks(reports: dict[str, Report]) -> None:
+def test_what_depends_on_the_process_has_other_bits_as_virtual_ranks(reports: Lazily[Report]) -> None:
     (found,) = reports["bit for bit"].errors
     assert (found.code, found.step) == ("gradient-differs", 0)
     assert "2 processes and one have other bits" in found.cause
 
 
-def test_an_optimizer_that_is_not_saved_is_found_by_the_resume(reports: dict[str, Report]) -> None:
+def test_an_optimizer_that_is_not_saved_is_found_by_the_resume(reports: Lazily[Report]) -> None:
     (found,) = reports["resumed"].errors
     assert found.code == "checkpoint-inexact"
     assert "other bits" in found.cause

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from lazily import Lazily
 
 import samestep
 from samestep import Report, UsageError
@@ -90,8 +90,7 @@ SCRIPTS = {
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    """Every script's report, two scripts at a time."""
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Lazily[Report]:
     folder = tmp_path_factory.mktemp("scripts")
     scripts = {name: ZOO / name / "buggy.py" for name in BROKEN} | {n: ZOO / "healthy" / f"{n}.py" for n in HEALTHY}
     for name, text in SCRIPTS.items():
@@ -99,19 +98,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
         lines = text.strip("\n").splitlines()
         indent = len(lines[0]) - len(lines[0].lstrip())
         scripts[name].write_text("\n".join(line[indent:] for line in lines), encoding="utf-8")
-    with ThreadPoolExecutor(2) as pool:
-        waits = {"waits for ever": 12.0}
-        steps = {"cut by FSDP1": 3}  # of its four
-        running: dict[str, Future[Report]] = {
-            name: pool.submit(samestep.verify, path, timeout=waits.get(name, 60.0), steps=steps.get(name))
-            for name, path in scripts.items()
-        }
-        return {name: future.result() for name, future in running.items()}
+    waits = {"waits for ever": 12.0}
+    steps = {"cut by FSDP1": 3}  # of its four
+    return Lazily(lambda name: samestep.verify(scripts[name], timeout=waits.get(name, 60.0), steps=steps.get(name)))
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_script_is_found_and_its_line_named(reports: dict[str, Report], name: str) -> None:
+def test_a_broken_script_is_found_and_its_line_named(reports: Lazily[Report], name: str) -> None:
     code, text = BROKEN[name]
     (found, *_) = [finding for finding in reports[name].errors if finding.code == code]
     assert reports[name].verdict == "different"
@@ -120,41 +113,36 @@ def test_a_broken_script_is_found_and_its_line_named(reports: dict[str, Report],
         assert text in Path(path).read_text(encoding="utf-8").splitlines()[int(line) - 1]
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_script_is_the_same_training(reports: dict[str, Report], name: str) -> None:
+def test_a_healthy_script_is_the_same_training(reports: Lazily[Report], name: str) -> None:
     reports[name].require_same()
     assert reports[name].steps > 0
     assert reports[name].coverage["gradients"] in {"agrees", "agrees as declared"}
 
 
-@pytest.mark.timeout(400)
-def test_where_nothing_is_trained_nothing_can_be_said(reports: dict[str, Report]) -> None:
+def test_where_nothing_is_trained_nothing_can_be_said(reports: Lazily[Report]) -> None:
     report = reports["trains nothing"]
     assert (report.verdict, report.findings) == ("inconclusive", [])
     assert "there is no training to compare" in str(report)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("name", "why"), [("fails alone too", "no such file"), ("wants a terminal", "EOF when reading a line")]
 )
-def test_what_fails_alone_too_is_no_difference(reports: dict[str, Report], name: str, why: str) -> None:
+def test_what_fails_alone_too_is_no_difference(reports: Lazily[Report], name: str, why: str) -> None:
     report = reports[name]
     assert (report.verdict, report.errors) == ("inconclusive", [])
     assert report.inconclusive is not None
     assert why in report.inconclusive
 
 
-@pytest.mark.timeout(400)
-def test_a_crash_on_one_rank_is_a_difference(reports: dict[str, Report]) -> None:
+def test_a_crash_on_one_rank_is_a_difference(reports: Lazily[Report]) -> None:
     (crash,) = reports["fails on one rank"].errors
     assert (crash.code, crash.rank) == ("crash", 1)
     assert "only here" in crash.cause
 
 
-@pytest.mark.timeout(400)
-def test_a_hang_names_who_is_missing_and_where_both_stand(reports: dict[str, Report]) -> None:
+def test_a_hang_names_who_is_missing_and_where_both_stand(reports: Lazily[Report]) -> None:
     report = reports["waits for ever"]
     (hang,) = report.errors
     assert (hang.code, hang.rank) == ("hang", 1)
@@ -164,8 +152,7 @@ def test_a_hang_names_who_is_missing_and_where_both_stand(reports: dict[str, Rep
     assert any("time.sleep(600)" in place for place in places)
 
 
-@pytest.mark.timeout(400)
-def test_parameters_that_fully_shard_cuts_are_put_together_and_compared(reports: dict[str, Report]) -> None:
+def test_parameters_that_fully_shard_cuts_are_put_together_and_compared(reports: Lazily[Report]) -> None:
     reports["cut by fully_shard"].require_same()
     assert reports["cut by fully_shard"].coverage["gradients"] == "agrees"
     assert "there is one copy" in reports["cut by fully_shard"].margins["parameters"]
@@ -173,25 +160,20 @@ def test_parameters_that_fully_shard_cuts_are_put_together_and_compared(reports:
     assert (summed.code, summed.factor) == ("gradient-scale", pytest.approx(0.5, rel=1e-3))
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("name", "why"), [("cut by tensor parallelism", "whose ranks share samples"), ("cut by FSDP1", "flat pieces")]
 )
-def test_parameters_cut_in_another_way_are_said_not_to_be_checked(
-    reports: dict[str, Report], name: str, why: str
-) -> None:
+def test_parameters_cut_in_another_way_are_said_not_to_be_checked(reports: Lazily[Report], name: str, why: str) -> None:
     report = reports[name]
     assert (report.verdict, report.findings) == ("inconclusive", [])
     assert why in report.coverage["gradients"]
 
 
-@pytest.mark.timeout(400)
-def test_as_many_steps_are_recorded_as_were_asked_for(reports: dict[str, Report]) -> None:
+def test_as_many_steps_are_recorded_as_were_asked_for(reports: Lazily[Report]) -> None:
     assert [reports[name].steps for name in ("cut by FSDP1", "cut by fully_shard")] == [3, 4]
 
 
-@pytest.mark.timeout(400)
-def test_a_report_is_json_with_every_property(reports: dict[str, Report]) -> None:
+def test_a_report_is_json_with_every_property(reports: Lazily[Report]) -> None:
     told = json.loads(json.dumps(reports["loss-summed"].as_json()))
     (finding,) = [one for one in told["findings"] if one["severity"] == "error"]
     assert finding["factor"] == pytest.approx(0.5, rel=1e-3)
@@ -203,7 +185,6 @@ def test_a_report_is_json_with_every_property(reports: dict[str, Report]) -> Non
         reports["loss-summed"].require_same()
 
 
-@pytest.mark.timeout(400)
 def test_the_readme_shows_what_the_command_says() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "readme.py", "--check"], capture_output=True, text=True, check=False

@@ -15,13 +15,41 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from samestep.errors import ModelError, UsageError
 
 __all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What is known of a model on every rank that has a part of it.
+
+    Attributes:
+        state: name -> its entry in the state, without storage, in the model's order.
+        parameters: name -> shape, likewise.
+    """
+
+    state: dict[str, Tensor]
+    parameters: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """Returns that of a model."""
+        return cls(
+            {name: each.detach().to("meta") for name, each in model.state_dict().items()},
+            {name: list(each.shape) for name, each in model.named_parameters()},
+        )
+
+
+def unpacked(given: tuple[Tensor, ...]) -> Any:
+    """As nn.Sequential hands it on: what one layer gives, a tensor or several in a tuple, is one argument."""
+    return given[0] if len(given) == 1 else given
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import UsageError
+from samestep.pipelines.chain import unpacked
 from samestep.pipelines.layers import Layer
 
 __all__: list[str] = []
@@ -132,7 +133,7 @@ class _Chain:
         given = _marked(clock, 0, given)
         for place, (_, layer) in enumerate(self.layers, 1):
             given = _marked(clock, place, _called(layer, given))
-        loss = self.lose(_unpacked(given))
+        loss = self.lose(unpacked(given))
         loss.backward()  # type: ignore[no-untyped-call]
         clock.back.setdefault(0, clock.now())
         count = len(self.layers)
@@ -161,13 +162,8 @@ def _marked(clock: _Clock, place: int, given: tuple[Tensor, ...]) -> tuple[Tenso
 
 
 def _called(layer: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    found = layer(_unpacked(given))
+    found = layer(unpacked(given))
     return tuple(found) if isinstance(found, tuple | list) else (found,)
-
-
-def _unpacked(given: tuple[Tensor, ...]) -> Any:
-    """As nn.Sequential hands it on: what one layer gives, a tuple or not, is one argument."""
-    return given[0] if len(given) == 1 else given
 
 
 def _wanting(given: Sequence[Tensor]) -> Iterator[Tensor]:

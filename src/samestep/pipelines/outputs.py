@@ -1,8 +1,8 @@
-"""What the last stage gives, told to all ranks of the pipeline."""
+"""What one rank of a pipeline has and all want: what the last stage gives, and the state of the stages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.runtime.axes import Axis
-from samestep.runtime.exchange import tell_json
+from samestep.runtime.exchange import gather_json, tell_json
 
 __all__: list[str] = []
 
@@ -33,3 +33,21 @@ def told(axis: Axis, source: int, given: Sequence[tuple[Tensor, ...]], device: t
         for each in whole:
             dist.broadcast(each, axis.ranks[source], group=axis.group)
     return whole[0] if len(whole) == 1 else tuple(whole)
+
+
+def gathered(axis: Axis, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns what all ranks have, under its names, on the host of each. Collective over the pipeline.
+
+    Each tensor travels by itself: beside the result no rank needs memory for more than one.
+    """
+    forms = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in own.items()]
+    found: dict[str, Tensor] = {}
+    for source, told_ in zip(axis.ranks, gather_json(axis, forms), strict=True):
+        for name, dtype, shape in told_:
+            if source == axis.ranks[axis.rank]:
+                found[name] = own[name].detach().to("cpu", copy=True).contiguous()
+            else:
+                found[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            if axis.size > 1:
+                dist.broadcast(found[name], source, group=axis.control)
+    return found

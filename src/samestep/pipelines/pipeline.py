@@ -14,21 +14,24 @@ PyTorch's schedules average the means of micro-batches: with padding that the lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from samestep.data.batches import sliced, tensors_of
-from samestep.errors import DataError
-from samestep.pipelines.chain import layers_of, part_of, stages_of
+from samestep.errors import DataError, UsageError
+from samestep.pipelines.chain import Whole, layers_of, part_of, stages_of, unpacked
 from samestep.pipelines.choose import PipelinePlan
+from samestep.pipelines.draws import Draws
 from samestep.pipelines.interpreter import Interpreter
 from samestep.pipelines.messages import Messages
-from samestep.pipelines.outputs import told
+from samestep.pipelines.outputs import gathered, told
 from samestep.pipelines.reduction import Reduction
 from samestep.pipelines.stage import Lose, Stage, Tensors
 from samestep.replicas.buffers import equalise_buffers
@@ -37,6 +40,7 @@ from samestep.runtime.world import World
 from samestep.schedule.choose import named
 from samestep.schedule.forward_only import forward_only
 from samestep.schedule.plan import Plan
+from samestep.seeding import derive_seed
 from samestep.topology import cut_evenly
 
 __all__ = ["Pipeline", "pipeline"]
@@ -62,6 +66,8 @@ class Pipeline(nn.Module):
 
     Attributes:
         parts: this rank's stages, by number, under the names that they have in the model.
+        whole: the names and shapes of the whole model.
+        draws: the random numbers of its layers.
 
     Raises:
         ModelError: the model cannot be cut so.
@@ -94,6 +100,10 @@ class Pipeline(nn.Module):
         self.parts = {stage: part_of(model, self._names[stage]) for stage in own}  # type: ignore[arg-type]
         for stage, part in self.parts.items():
             self.add_module(f"stage{stage}", part)
+        self._layers = {stage: list(enumerate(layers))[slice(*cuts[stage])] for stage in own}
+        self.whole = Whole.of(model)
+        seed = tell_json(world.everyone, torch.initial_seed())
+        self.draws = Draws(derive_seed(seed, "pipeline", self.number), world.data.rank, world.device)
         self._training, self._forwards = cache(self._trains), cache(self._evaluates)
         self._reduction = Reduction(self, world)
         world.hold(self)
@@ -105,9 +115,22 @@ class Pipeline(nn.Module):
         return self._interpreter(forward_only(self.world.pipeline.size, count, self._chunks))
 
     def _interpreter(self, plan: Plan) -> Interpreter:
-        stages = {number: Stage(number, part) for number, part in self.parts.items()}
+        stages = {number: Stage(number, part, self._call(number)) for number, part in self.parts.items()}
         axis = self.world.pipeline
         return Interpreter(plan, axis.rank, stages, Messages(plan, axis, self.world.device))
+
+    def _call(self, stage: int) -> Callable[[int, Tensors], Any]:
+        """Returns what calls one layer after another, each with random numbers of its own."""
+        layers = [(number, layer) for number, (_, layer) in self._layers[stage]]
+
+        def call(micro_batch: int, inputs: Tensors) -> Any:
+            given: Any = unpacked(inputs)
+            for number, layer in layers:
+                self.draws.at(micro_batch, number)
+                given = layer(given)
+            return given
+
+        return call
 
     @property
     def last(self) -> int:
@@ -144,7 +167,8 @@ class Pipeline(nn.Module):
             return lambda outputs: self._part(outputs, wanted, weights[number], total)
 
         self._reduction.begin()
-        losses = self._run(self._training, inputs, cuts, lose)
+        with self.draws.step():
+            losses = self._run(self._training, inputs, cuts, lose)
         self._reduction.end()
         share = self._share(losses)
         if mean is not None:
@@ -241,6 +265,46 @@ class Pipeline(nn.Module):
         pairs = sorted(zip(stages, norms, strict=True), key=lambda pair: pair[0])  # those of a stage are in order
         return [norm for _, norm in pairs]
 
+    def gathered(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns what all ranks of the pipeline have, under its names, on the host of each. Collective over it.
+
+        Args:
+            own: what this rank has, under names that no other rank uses.
+        """
+        return gathered(self.world.pipeline, own)
+
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """Returns the state of the whole model, on the host of every rank: what an unsplit one loads.
+
+        Collective over the pipeline: every rank of the replica must call it.
+        """
+        found = self.gathered(self.state_dict())
+        return {name: found[name] for name in self.whole.state}
+
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Returns the state of this rank's stages, under the names of the model."""
+        destination = OrderedDict() if destination is None else destination
+        for part in self.parts.values():
+            part.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Takes this rank's part of a state: of the whole model's, or of these stages alone.
+
+        Raises:
+            RuntimeError: shapes differ; with `strict`, an entry is missing, or none of the model's.
+        """
+        own = self.state_dict().keys()
+        missing = [name for name in own if name not in state_dict]
+        beside = [name for name in state_dict if name not in self.whole.state]
+        if strict and (missing or beside):
+            what = f"lacks {', '.join(missing[:6])}" if missing else f"has {', '.join(beside[:6])}, which it has not"
+            raise RuntimeError(f"the state {what}: it is not that of this model")
+        for part in self.parts.values():
+            mine = {name: state_dict[name] for name in part.state_dict() if name in state_dict}
+            part.load_state_dict(mine, strict=strict, assign=assign)
+        return _IncompatibleKeys(missing, beside)
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields this rank's parameters under the names that they have in the model."""
         for part in self.parts.values():
@@ -259,10 +323,51 @@ def pipeline(model: nn.Module, world: World, plan: PipelinePlan) -> Pipeline:
 
     Args:
         model: that was planned for, on this rank's device.
-        world: made with `pipeline=` the number of stages.
-        plan: made by :func:`plan_pipeline`.
+        world: made with `pipeline=` the number of stages; the ranks that remain are replicas of the whole.
+        plan: made by :func:`samestep.plan_pipeline`.
+
+    Returns:
+        A module whose parameters are those of this rank's stages, to be given to an optimizer; its `step` takes the
+        place of forward, loss and backward, and a call of it evaluates.
+
+    Raises:
+        ModelError: the model is no chain of layers, or cannot be cut so.
+        UsageError: the plan is for another number of stages than `world.pipeline` has ranks.
+
+    Example:
+        >>> import samestep
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)
+        >>> with samestep.world(pipeline=1) as world:
+        ...     plan = samestep.plan_pipeline(model, (x, y), nn.functional.cross_entropy, stages=1, repeats=1)
+        ...     stage = samestep.pipeline(model, world, plan)
+        ...     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+        ...     before = stage.step((x, y))
+        ...     optimizer.step()
+        ...     float(stage.step((x, y))) < float(before)
+        True
+
+    On two ranks, with data, clipping and a checkpoint::
+
+        with samestep.world(pipeline=2) as world:
+            stage = samestep.pipeline(model, world, plan)
+            optimizer = torch.optim.AdamW(stage.parameters())
+            batches = samestep.shards(dataset, world, batch_size=64)
+            state = samestep.checkpoint("run", world, model=stage, optimizer=optimizer, data=batches)
+            for epoch in state.epochs(3):
+                for batch in batches:
+                    stage.step(batch)
+                    samestep.clip_grad_norm_(stage, 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    state.commit()
     """
     ends, schedule, micro_batches = tell_json(world.everyone, [plan.ends, plan.schedule, plan.micro_batches])
+    if len(ends) != world.pipeline.size:
+        raise UsageError(
+            f"the plan has {len(ends)} stages, and the pipeline {world.pipeline.size} ranks: "
+            f"samestep.world(pipeline={len(ends)}), or plan for stages={world.pipeline.size}"
+        )
     return Pipeline(
         model, world, plan.loss_fn, ends=ends, schedule=schedule, micro_batches=micro_batches, weight=plan.weight
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +46,15 @@ class Stage:
 
     Args:
         number: from 0.
-        module: takes what the stage before gives, one argument for each tensor, and gives a tensor or several.
+        module: that holds the parameters.
+        call: computes a micro-batch: its number, what the stage before gives -> a tensor or several. If None the
+            module does, with one argument for each tensor.
     """
 
-    def __init__(self, number: int, module: nn.Module) -> None:
+    def __init__(self, number: int, module: nn.Module, call: Callable[[int, Tensors], Any] | None = None) -> None:
         self.number = number
         self.module = module
+        self._call = call or (lambda _, inputs: module(*inputs))
         self._kept: dict[int, _Kept] = {}
 
     def forward(
@@ -70,7 +74,7 @@ class Stage:
         pairs = zip(inputs, wants, strict=True)
         leaves = tuple(each.detach().requires_grad_(want and torch.is_grad_enabled()) for each, want in pairs)
         try:
-            outputs = self._tensors(self.module(*leaves))
+            outputs = self._tensors(self._call(micro_batch, leaves))
         except RuntimeError as error:
             if _IN_PLACE in str(error):
                 raise ModelError(

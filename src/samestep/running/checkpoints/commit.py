@@ -31,7 +31,7 @@ from torch import Tensor
 from samestep._version import __version__
 from samestep.errors import CheckpointError, Preempted, UsageError
 from samestep.progress import note_step, phase
-from samestep.running.checkpoints import compression, streams, virtual
+from samestep.running.checkpoints import compression, stages, streams, virtual
 from samestep.running.checkpoints.background import Outcome
 from samestep.running.checkpoints.directory import Keep, what_is_left
 from samestep.running.checkpoints.due import Due
@@ -43,6 +43,7 @@ from samestep.running.checkpoints.named import State, check_names, differences, 
 from samestep.running.checkpoints.per_rank import gathered, own
 from samestep.running.checkpoints.sharded import wanted
 from samestep.running.checkpoints.shares import Holding
+from samestep.running.checkpoints.stages import Stages
 from samestep.running.checkpoints.store import Store
 from samestep.runtime.world import World
 
@@ -104,8 +105,9 @@ def checkpoint(
         time_limit: how long this job may run from now on, in seconds or as "2 h"; by default until Slurm ends it,
             where Slurm says when. Shortly before, all ranks save the same step and leave with exit code 75; how long
             before follows from how long steps and saves take. ``float("inf")`` ignores what Slurm says.
-        named: anything with ``state_dict`` and ``load_state_dict``: models (wrapped or not: names in the file are
-            those of the bare module), optimizers, learning-rate schedules, a GradScaler, :class:`samestep.Shards`.
+        named: anything with ``state_dict`` and ``load_state_dict``: models (wrapped or not, in stages or not: names in
+            the file are those of the bare, whole module), optimizers, learning-rate schedules, a GradScaler,
+            :class:`samestep.Shards`.
             States may hold plain Python data and tensors, also those that are cut among the ranks (DTensor): each rank
             writes its own parts, and reads those that its objects want, cut in another way or not at all; no pickle is
             written or read.
@@ -154,10 +156,6 @@ class Checkpoint:
     ) -> None:
         self._every = parse_every(every)
         check_names(named)
-        if world.pipeline.size > 1:
-            raise UsageError(
-                f"checkpoint saves what rank 0 holds, which on {world.pipeline.size} pipeline stages is one stage"
-            )
         self.path = path
         self.step = 0
         self.epoch = 0
@@ -241,7 +239,7 @@ class Checkpoint:
         try:
             manifest, tensors, holding = self._store.together(self._snapshot)
             drawn = streams.gather(self._world) | virtual.gather(self._world, self._named)
-            drawn |= compression.gather(self._world, self._named)
+            drawn |= compression.gather(self._world, self._named) | stages.gather(self._named)
             random = Encoder(tensors).encode(drawn, "random")
             self._report(self._store.begin(replace(manifest, random=random), holding, self._keep))
         finally:
@@ -307,8 +305,11 @@ class Checkpoint:
         for thing in self._named.values():
             if isinstance(thing, _Equalisable):
                 thing.equalise_buffers()
-        encoder = Encoder()
-        found = {name: gathered(thing, self._state_of(name), self._world) for name, thing in self._named.items()}
+        encoder, staged = Encoder(), Stages(self._named)
+        found = {
+            name: gathered(thing, staged.whole(name, self._state_of(name)), self._world)
+            for name, thing in self._named.items()
+        }
         manifest = Manifest(
             schema=SCHEMA,
             step=self.step,
@@ -347,11 +348,13 @@ class Checkpoint:
         if store is None or name is None:
             return False
         manifest, tensors = store.read(name, lambda saved: wanted(saved, self._named))
-        saved, random = store.together(lambda: self._fitting(name, manifest, tensors))
+        staged = store.together(lambda: Stages(self._named))
+        saved, random = store.together(lambda: self._fitting(name, manifest, tensors, staged))
         of_virtual_ranks = store.together(lambda: virtual.check(random, self._world))
         store.together(lambda: compression.check(random, self._world, self._named))
         store.together(lambda: self._load(saved))
         store.together(lambda: compression.restore(random, self._world, self._named))
+        stages.restore(random, self._named)
         self.step, self.epoch = manifest.step, manifest.epoch
         if of_virtual_ranks:
             store.together(lambda: virtual.restore(random, self._named))
@@ -365,14 +368,16 @@ class Checkpoint:
         for name in sorted(self._named, key=lambda name: name not in self._data):
             load(self._named[name], saved[name])
 
-    def _fitting(self, name: str, manifest: Manifest, tensors: dict[str, Tensor]) -> tuple[dict[str, State], Any]:
+    def _fitting(
+        self, name: str, manifest: Manifest, tensors: dict[str, Tensor], staged: Stages
+    ) -> tuple[dict[str, State], Any]:
         """Returns the saved states and random streams, after checking that they fit what is named here."""
         states = {key: State(manifest.about[key], decode(tree, tensors)) for key, tree in manifest.state.items()}
         saved = {key: own(state, self._world) for key, state in states.items()}
-        present = {key: state_of(thing) for key, thing in self._named.items()}
+        present = {key: staged.expected(key, state_of(thing)) for key, thing in self._named.items()}
         if lines := differences(saved, present):
             raise CheckpointError(
                 f"{self.path}/{name} does not fit, nothing was loaded (another directory, or deleting this "
                 f"one, starts anew):{shortened(lines)}"
             )
-        return saved, decode(manifest.random, tensors)
+        return {key: staged.own(key, state) for key, state in saved.items()}, decode(manifest.random, tensors)

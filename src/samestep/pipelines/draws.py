@@ -1,0 +1,74 @@
+"""Random numbers of a pipeline's layers, dropout's above all: by step, micro-batch and layer, on whatever rank that is.
+
+    key = (seed, replica) · step · micro-batch · layer        so a layer draws the same, however the model is cut,
+                                                              whatever the schedule, and in one process too
+
+In torch's own pipelines a stage draws from the stream of its process: with other cuts, or micro-batches in another
+order, it is another training. Torch's generators are keyed, on the host and on the rank's device; Python's and NumPy's
+are not. After a step the streams stand where they stood before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from samestep.seeding import derive_seed
+
+__all__: list[str] = []
+
+_BITS = (1 << 63) - 1
+_MIX = 0x9E3779B97F4A7C15  # odd, so that consecutive layers have seeds far apart (2**64 over the golden ratio)
+
+
+class Draws:
+    """Those of one rank.
+
+    Args:
+        seed: of the pipeline.
+        replica: that the rank belongs to.
+        device: where its layers compute.
+
+    Attributes:
+        steps: how many micro-batches of a loader, or steps without one, have been taken.
+    """
+
+    def __init__(self, seed: int, replica: int, device: torch.device) -> None:
+        self.steps = 0
+        self._seed = seed
+        self._replica = replica
+        self._device = device
+        self._keys: dict[int, int] | None = None  # by micro-batch; None outside of a step
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Within it :meth:`at` seeds; after it the streams stand where they stood."""
+        devices = [self._device] if self._device.type == "cuda" else []
+        self._keys = {}
+        try:
+            with torch.random.fork_rng(devices):
+                yield
+        finally:
+            self._keys = None
+            self.steps += 1
+
+    def at(self, micro_batch: int, layer: int) -> None:
+        """Before a layer computes a micro-batch."""
+        if self._keys is None:
+            return
+        if micro_batch not in self._keys:
+            self._keys[micro_batch] = derive_seed(self._seed, self._replica, self.steps, micro_batch)
+        seed = (self._keys[micro_batch] + layer * _MIX) & _BITS
+        torch.default_generator.manual_seed(seed)
+        if self._device.type == "cuda":
+            torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
+
+    def state(self) -> list[int]:
+        """Returns what a resumed run goes on from; the same on every rank."""
+        return [self._seed, self.steps]
+
+    def load(self, state: list[int]) -> None:
+        """Goes on from there."""
+        self._seed, self.steps = state
