@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 from samestep.errors import UsageError
 
@@ -37,6 +37,15 @@ class Grid:
                 f"a world of {self.size} cannot be cut into pipelines of {self.pipeline}: "
                 f"the number of ranks must be a multiple of the number of stages"
             )
+
+    @classmethod
+    def of(cls, size: int, stages: int) -> Self:
+        """Returns that of `size` ranks for pipelines of so many stages; one rank alone holds all stages.
+
+        >>> Grid.of(8, 2).pipeline, Grid.of(1, 2).pipeline
+        (2, 1)
+        """
+        return cls(size, min(stages, 1) if size == 1 else stages)
 
     def coordinates(self, rank: int) -> tuple[int, int]:
         """Returns (position on the data axis, position on the pipeline axis)."""

@@ -235,11 +235,17 @@ def test_stages_that_cannot_be_dealt_evenly_are_refused(two_ranks):
     assert two_ranks(uneven) == ["3 stages cannot be dealt evenly to 2 ranks: give a multiple of 2"] * 2
 
 
-def test_a_plan_for_another_number_of_stages_is_refused():
-    whole, sample = model(), batch(0, 0)
-    plan = samestep.plan_pipeline(whole, sample, F.cross_entropy, stages=2, micro_batches=2, repeats=1)
-    with samestep.world() as world, pytest.raises(UsageError, match=r"2 stages, and the pipeline 1 ranks: .*=2\)"):
-        samestep.pipeline(whole, world, plan)
+def planned_for(stages):
+    with samestep.world(pipeline=2) as world:
+        plan = samestep.plan_pipeline(
+            model(), batch(0, 0), F.cross_entropy, stages=stages, schedule="1f1b", micro_batches=2, repeats=1
+        )
+        with pytest.raises(UsageError, match=r"3 stages, and the pipeline 2 ranks: .*\(pipeline=3\), or .* stages=2"):
+            samestep.pipeline(model(), world, plan)
+
+
+def test_a_plan_for_another_number_of_stages_is_refused(two_ranks):
+    two_ranks(planned_for, 3)
 
 
 def planned():
@@ -255,6 +261,18 @@ def test_all_ranks_take_the_plan_of_the_first(two_ranks):
     (first, own), (second, others) = two_ranks(planned)
     assert first == second
     assert own + others == list(dict(model().named_parameters()))
+
+
+def test_one_process_takes_a_plan_for_several(two_ranks):
+    whole = model()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with samestep.world(pipeline=2) as world:
+        plan = samestep.plan_pipeline(whole, batch(0, 0), F.cross_entropy, micro_batches=4, repeats=1)
+        stage = samestep.pipeline(whole, world, plan)
+        loss = float(stage.step(batch(0, 0)))
+    torch.set_num_threads(threads)
+    assert [found[0][0] for found, _ in two_ranks(piped, (3, 8), "1f1b", 2, torch.float32, False, 1)] == [loss] * 2
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,7 @@ def test_deterministic_mode_is_asked_of_torch_and_cudnn():
         ({"init_method": "file://here", "rank": 0, "size": 2}, UsageError, "absolute path"),
         ({"init_method": "tcp://host:1"}, RankVariablesError, "nobody says which rank"),
         ({"init_method": "tcp://host:1", "rank": 2, "size": 2}, RankVariablesError, "rank is 2 but the world's size"),
-        ({"pipeline": 2}, UsageError, "world of 1 cannot be cut into pipelines of 2"),
+        ({"pipeline": 0}, UsageError, "world of 1 cannot be cut into pipelines of 0"),
         (
             {"init_method": "file:///nowhere/at/all", "rank": 0, "size": 2},
             RendezvousError,

@@ -323,7 +323,8 @@ def pipeline(model: nn.Module, world: World, plan: PipelinePlan) -> Pipeline:
 
     Args:
         model: that was planned for, on this rank's device.
-        world: made with `pipeline=` the number of stages; the ranks that remain are replicas of the whole.
+        world: made with `pipeline=` the number of stages; the ranks that remain are replicas of the whole. A world of
+            one takes the same micro-batches one after another, and comes to the same bits.
         plan: made by :func:`samestep.plan_pipeline`.
 
     Returns:
@@ -363,6 +364,8 @@ def pipeline(model: nn.Module, world: World, plan: PipelinePlan) -> Pipeline:
                     state.commit()
     """
     ends, schedule, micro_batches = tell_json(world.everyone, [plan.ends, plan.schedule, plan.micro_batches])
+    if world.pipeline.size == 1:  # alone it holds all stages, which then are one
+        ends, schedule = ends[-1:], "1f1b"
     if len(ends) != world.pipeline.size:
         raise UsageError(
             f"the plan has {len(ends)} stages, and the pipeline {world.pipeline.size} ranks: "

@@ -47,7 +47,7 @@ class Membership:
 
 
 def stay_alone(asked: torch.device | None, backend: str | None, pipeline: int) -> Membership:
-    Grid(1, pipeline)
+    Grid.of(1, pipeline)
     member = Membership()
     member.device = claim(choose_device(asked, 0, 1))
     if backend is not None:
@@ -93,7 +93,7 @@ class Joining:
         self, init_method: str | None, rank: int | None, size: int | None, timeout_s: float, join_timeout_s: float
     ) -> Membership:
         place = locate(init_method, self.told, rank, size)
-        Grid(place.size, self.pipeline)
+        Grid.of(place.size, self.pipeline)
         if self.backend is not None:
             choose_backend(
                 self.backend, self.device or torch.device("cpu" if self.backend != "nccl" else "cuda"), one_host=True
@@ -165,13 +165,13 @@ def bring_watcher(member: Membership, told: rankenv.RankVariables | None) -> Non
 
 def _make_axes(member: Membership, pipeline: int, timeout_s: float) -> None:
     """Groups for the whole world and for each axis; an axis as long as the world shares the world's."""
-    grid = Grid(member.size, pipeline)
+    grid = Grid.of(member.size, pipeline)
     everybody = tuple(range(member.size))
     whole = dist.group.WORLD
     control = dist.new_group(list(everybody), backend="gloo") if member.size > 1 else None
     member.everyone = Axis("everyone", member.rank, everybody, whole, control)
     data, stage = grid.coordinates(member.rank)
-    if pipeline == 1:
+    if grid.pipeline == 1:
         member.data = Axis("data", member.rank, everybody, whole, control)
         member.pipeline = alone("pipeline", member.rank)
     else:

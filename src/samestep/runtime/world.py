@@ -230,7 +230,8 @@ def world(
         rank: this rank's number, where no launcher says it.
         size: the number of ranks, likewise.
         device: by default the GPU of this local rank if there is one, else the CPU.
-        pipeline: the number of stages of a replica; `size` must be a multiple of it.
+        pipeline: the number of stages of a replica; `size` must be a multiple of it, or 1: a process alone holds all
+            stages.
         virtual_ranks: cuts every step into so many slices, computed alike on any number of ranks that divides it, so
             that a run on 1, 2, 4, … ranks gives the same bits and may stop on one number and go on with another. A
             power of two. Each rank computes its slices one after another, on one CPU thread (a script may call
