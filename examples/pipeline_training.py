@@ -37,6 +37,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--checkpoint", help="a directory to save in, and to go on from")
+    parser.add_argument("--picture", metavar="FILE.html", help="draw a step, predicted and achieved")
     options = parser.parse_args()
     digits = load_digits()
     images, labels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16, torch.tensor(digits.target)
@@ -66,6 +67,11 @@ def main():
             )
             if world.is_first:
                 print(f"epoch {epoch + 1}: loss {batches.loss:.3f}, {scores['accuracy']:.1%} of the held-out digits")
+        report = stage.report()
+        if world.is_first:
+            print(report)
+            if options.picture:
+                report.gantt(options.picture)
 
 
 if __name__ == "__main__":

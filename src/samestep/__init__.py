@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from samestep.pipelines.choose import PipelinePlan as PipelinePlan
     from samestep.pipelines.choose import plan_pipeline as plan_pipeline
     from samestep.pipelines.pipeline import Pipeline as Pipeline
-    from samestep.pipelines.pipeline import pipeline as pipeline
+    from samestep.pipelines.planned import pipeline as pipeline
     from samestep.replicas.clipping import clip_grad_norm_ as clip_grad_norm_
     from samestep.replicas.drift import DriftGuard as DriftGuard
     from samestep.replicas.replicate import Replica as Replica
@@ -68,7 +68,7 @@ _HOMES = {
     "compress": "samestep",  # a room of its own
     "evaluate": "samestep.running.evaluation",
     "once": "samestep.data.once",
-    "pipeline": "samestep.pipelines.pipeline",
+    "pipeline": "samestep.pipelines.planned",
     "plan_pipeline": "samestep.pipelines.choose",
     "replicate": "samestep.replicas.replicate",
     "shards": "samestep.data.sharing",

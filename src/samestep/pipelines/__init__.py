@@ -12,7 +12,16 @@ carried out
   stage         what one stage computes, and keeps until its backward
   interpreter   one rank's part of a schedule, over any transport
   messages      the transport over torch.distributed
+  draws         random numbers of layers, the same on whatever rank
+  reduction     gradients added up over the replicas
+  outputs       what one rank has and all want
   pipeline      one rank's stages of a model, and the step that all take with them
+  planned       a model cut as planned
+
+looked at
+  stopwatch     when each rank did what
+  report        what steps took, what was predicted, where the time went
+  picture       the same, drawn
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -21,8 +22,9 @@ from samestep.pipelines.balance import Problem
 from samestep.pipelines.chain import layers_of, shared
 from samestep.pipelines.layers import Device, Layer, Link
 from samestep.pipelines.measure import REPEATS, measure
+from samestep.pipelines.picture import draw
 from samestep.schedule.choose import STRAIGHT, named
-from samestep.schedule.simulate import Timeline, simulate
+from samestep.schedule.simulate import Costs, Timeline, simulate
 from samestep.topology import cut_evenly
 
 __all__ = ["PipelinePlan", "plan_pipeline"]
@@ -42,6 +44,7 @@ class PipelinePlan:
         samples: of the batch that was measured.
         loss_fn: of outputs and targets.
         weight: of targets, or None: the samples.
+        costs: of the stages, for a micro-batch.
         timeline: the step that is predicted.
         bound: seconds that no cut undercuts with this schedule.
     """
@@ -53,6 +56,7 @@ class PipelinePlan:
     samples: int
     loss_fn: Callable[[Any, Any], Tensor] = field(repr=False)
     weight: Callable[[Any], float] | None = field(repr=False)
+    costs: Costs = field(repr=False)
     timeline: Timeline = field(repr=False)
     bound: float
 
@@ -65,6 +69,14 @@ class PipelinePlan:
     def alone(self) -> float:
         """What one device would take for the same micro-batches."""
         return self.micro_batches * sum(layer.forward + layer.inputs + layer.weights for layer in self.layers)
+
+    def gantt(self, file: str | Path) -> None:
+        """Draws the step that is predicted, in a page that needs no network.
+
+        Raises:
+            UsageError: plotly is not installed.
+        """
+        draw({"predicted": self.timeline}, {}, Path(file))
 
     def __str__(self) -> str:
         """The cut and what it comes to, for people."""
@@ -165,6 +177,7 @@ class _Asked:
             plan = named(name, len(self.devices), count)
             problem = Problem(measured, self.devices, plan, self.link, together=shared(self.layers))
             split = problem.best()
+            costs = problem.costs(split.ends)
             yield PipelinePlan(
                 layers=tuple(measured),
                 ends=split.ends,
@@ -173,7 +186,8 @@ class _Asked:
                 samples=len(self.sample[-1]),
                 loss_fn=self.loss_fn,
                 weight=self.weight,
-                timeline=simulate(plan, problem.costs(split.ends)),
+                costs=costs,
+                timeline=simulate(plan, costs),
                 bound=split.bound,
             )
 

@@ -7,12 +7,14 @@ schedule and every transport; torch.distributed.pipelining has a class for each.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from samestep.pipelines.stage import Lose, Stage, Tensors
+from samestep.pipelines.stopwatch import Stopwatch
 from samestep.schedule.plan import BACKWARDS, Action, Plan
 
 __all__: list[str] = []
@@ -42,13 +44,22 @@ class Interpreter:
         rank: on the pipeline.
         stages: those of this rank, by number.
         transport: to the other ranks.
+        watch: notes when it does what.
     """
 
-    def __init__(self, plan: Plan, rank: int, stages: Mapping[int, Stage], transport: Transport) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        stages: Mapping[int, Stage],
+        transport: Transport,
+        watch: Stopwatch | None = None,
+    ) -> None:
         self._plan = plan
         self._rank = rank
         self._stages = stages
         self._transport = transport
+        self._noted = nullcontext if watch is None else watch.action
         self._here: dict[Action, tuple[list[Tensor], list[bool]]] = {}  # from a stage of this rank to another
 
     def run(
@@ -75,7 +86,8 @@ class Interpreter:
                 elif action.kind in BACKWARDS:
                     self._backward(action)
                 else:
-                    self._stages[action.stage].backward_weights(action.micro_batch)
+                    with self._noted(action):
+                        self._stages[action.stage].backward_weights(action.micro_batch)
         self._transport.end()
         return given
 
@@ -88,18 +100,21 @@ class Interpreter:
             wants = [False] * len(given)
         else:
             given, wants = self._taken(Action("F", action.stage - 1, micro_batch))
-        if action.stage + 1 < self._plan.stages:
-            self._give(action, stage.forward(micro_batch, given, wants))
-            return []
-        last = stage.forward(micro_batch, given, wants, None if lose is None else lose(micro_batch))
-        return [tuple(each.detach() for each in last)]
+        is_last = action.stage + 1 == self._plan.stages
+        with self._noted(action):
+            found = stage.forward(micro_batch, given, wants, lose(micro_batch) if lose and is_last else None)
+        if is_last:
+            return [tuple(each.detach() for each in found)]
+        self._give(action, found)
+        return []
 
     def _backward(self, action: Action) -> None:
         stage, micro_batch = self._stages[action.stage], action.micro_batch
         behind = next((one for one in self._plan.needs(action) if one.stage == action.stage + 1), None)
         gradients = None if behind is None else self._taken(behind)[0]
         act = stage.backward if action.kind == "B" else stage.backward_inputs
-        found = act(micro_batch, gradients)
+        with self._noted(action):
+            found = act(micro_batch, gradients)
         if action.stage:
             self._give(action, found)
 

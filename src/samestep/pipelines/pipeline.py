@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -25,15 +26,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from samestep.data.batches import sliced, tensors_of
-from samestep.errors import DataError, UsageError
+from samestep.errors import DataError
 from samestep.pipelines.chain import Whole, layers_of, part_of, stages_of, unpacked
-from samestep.pipelines.choose import PipelinePlan
 from samestep.pipelines.draws import Draws
 from samestep.pipelines.interpreter import Interpreter
 from samestep.pipelines.messages import Messages
 from samestep.pipelines.outputs import gathered, told
 from samestep.pipelines.reduction import Reduction
+from samestep.pipelines.report import Foreseen, PipelineReport, reported
 from samestep.pipelines.stage import Lose, Stage, Tensors
+from samestep.pipelines.stopwatch import Stopwatch
 from samestep.replicas.buffers import equalise_buffers
 from samestep.runtime.exchange import gather_json, gather_tensors, tell_json
 from samestep.runtime.world import World
@@ -43,7 +45,7 @@ from samestep.schedule.plan import Plan
 from samestep.seeding import derive_seed
 from samestep.topology import cut_evenly
 
-__all__ = ["Pipeline", "pipeline"]
+__all__ = ["Pipeline"]
 
 Loss = Callable[[Any, Any], Tensor]
 Weight = Callable[[Any], float]
@@ -63,6 +65,7 @@ class Pipeline(nn.Module):
         micro_batches: that a batch is cut into; fewer where it has fewer samples.
         weight: of targets: how many items their mean loss is of, unmasked tokens say; their samples if None. Within a
             loop over :func:`samestep.shards` its `weight` counts, and this is not asked.
+        foreseen: what the plan was made with, for the report.
 
     Attributes:
         parts: this rank's stages, by number, under the names that they have in the model.
@@ -84,6 +87,7 @@ class Pipeline(nn.Module):
         schedule: str = "1f1b",
         micro_batches: int = 4,
         weight: Weight | None = None,
+        foreseen: Foreseen | None = None,
     ) -> None:
         super().__init__()
         layers = layers_of(model)
@@ -106,18 +110,19 @@ class Pipeline(nn.Module):
         self.draws = Draws(derive_seed(seed, "pipeline", self.number), world.data.rank, world.device)
         self._training, self._forwards = cache(self._trains), cache(self._evaluates)
         self._reduction = Reduction(self, world)
+        self._watch, self._foreseen = Stopwatch(world.device), foreseen
         world.hold(self)
 
     def _trains(self, count: int) -> Interpreter:
-        return self._interpreter(self._plans(count))
+        return self._interpreter(self._plans(count), self._watch)
 
     def _evaluates(self, count: int) -> Interpreter:
         return self._interpreter(forward_only(self.world.pipeline.size, count, self._chunks))
 
-    def _interpreter(self, plan: Plan) -> Interpreter:
+    def _interpreter(self, plan: Plan, watch: Stopwatch | None = None) -> Interpreter:
         stages = {number: Stage(number, part, self._call(number)) for number, part in self.parts.items()}
         axis = self.world.pipeline
-        return Interpreter(plan, axis.rank, stages, Messages(plan, axis, self.world.device))
+        return Interpreter(plan, axis.rank, stages, Messages(plan, axis, self.world.device), watch)
 
     def _call(self, stage: int) -> Callable[[int, Tensors], Any]:
         """Returns what calls one layer after another, each with random numbers of its own."""
@@ -157,7 +162,8 @@ class Pipeline(nn.Module):
         """
         inputs, targets = _split(batch)
         mean = self.world.step.mean
-        cuts = self._cut(samples_of(batch), nothing=mean is not None)
+        samples = samples_of(batch)
+        cuts = self._cut(samples, nothing=mean is not None)
         weigh = self._weigh if mean is None else mean.weigh
         weights = [weigh(sliced(batch, *cut)) for cut in cuts]
         total = self._total(sum(weights)) if mean is None else mean.total
@@ -166,16 +172,30 @@ class Pipeline(nn.Module):
             wanted = sliced(targets, *cuts[number])
             return lambda outputs: self._part(outputs, wanted, weights[number], total)
 
-        self._reduction.begin()
-        with self.draws.step():
-            losses = self._run(self._training, inputs, cuts, lose)
-        self._reduction.end()
-        share = self._share(losses)
-        if mean is not None:
-            mean.add(share)
-        if self.world.data.size > 1:
-            dist.all_reduce(share, group=self.world.data.control)
+        with self._watched(len(cuts), samples):
+            self._reduction.begin()
+            with self.draws.step():
+                losses = self._run(self._training, inputs, cuts, lose)
+            self._reduction.end()
+            share = self._share(losses)
+            if mean is not None:
+                mean.add(share)
+            if self.world.data.size > 1:
+                dist.all_reduce(share, group=self.world.data.control)
         return share[0]
+
+    def _watched(self, count: int, samples: int) -> AbstractContextManager[None]:
+        return self._watch.step(self._plans(count), samples) if count else nullcontext()
+
+    def report(self) -> PipelineReport:
+        """Returns what the last steps took, what was predicted, and where the time went; the same on every rank.
+
+        Collective over the pipeline: every rank of the replica must call it. Up to 50 steps are kept.
+
+        Raises:
+            StepError: no step was taken.
+        """
+        return reported(self.world, self._watch.steps(), self._foreseen)
 
     def forward(self, *inputs: Any) -> Any:
         """Returns what the model gives for a batch, the same on every rank of the replica; without gradients.
@@ -314,66 +334,6 @@ class Pipeline(nn.Module):
         """Yields this rank's buffers likewise."""
         for part in self.parts.values():
             yield from part.named_buffers(*args, **kwargs)
-
-
-def pipeline(model: nn.Module, world: World, plan: PipelinePlan) -> Pipeline:
-    """Returns this rank's stages of a model that is cut as planned: on all ranks as rank 0 has planned it.
-
-    Collective: every rank of the world must call it. Times that were measured differ between ranks, and so may plans.
-
-    Args:
-        model: that was planned for, on this rank's device.
-        world: made with `pipeline=` the number of stages; the ranks that remain are replicas of the whole. A world of
-            one takes the same micro-batches one after another, and comes to the same bits.
-        plan: made by :func:`samestep.plan_pipeline`.
-
-    Returns:
-        A module whose parameters are those of this rank's stages, to be given to an optimizer; its `step` takes the
-        place of forward, loss and backward, and a call of it evaluates.
-
-    Raises:
-        ModelError: the model is no chain of layers, or cannot be cut so.
-        UsageError: the plan is for another number of stages than `world.pipeline` has ranks.
-
-    Example:
-        >>> import samestep
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> x, y = torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)
-        >>> with samestep.world(pipeline=1) as world:
-        ...     plan = samestep.plan_pipeline(model, (x, y), nn.functional.cross_entropy, stages=1, repeats=1)
-        ...     stage = samestep.pipeline(model, world, plan)
-        ...     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
-        ...     before = stage.step((x, y))
-        ...     optimizer.step()
-        ...     float(stage.step((x, y))) < float(before)
-        True
-
-    On two ranks, with data, clipping and a checkpoint::
-
-        with samestep.world(pipeline=2) as world:
-            stage = samestep.pipeline(model, world, plan)
-            optimizer = torch.optim.AdamW(stage.parameters())
-            batches = samestep.shards(dataset, world, batch_size=64)
-            state = samestep.checkpoint("run", world, model=stage, optimizer=optimizer, data=batches)
-            for epoch in state.epochs(3):
-                for batch in batches:
-                    stage.step(batch)
-                    samestep.clip_grad_norm_(stage, 1.0)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    state.commit()
-    """
-    ends, schedule, micro_batches = tell_json(world.everyone, [plan.ends, plan.schedule, plan.micro_batches])
-    if world.pipeline.size == 1:  # alone it holds all stages, which then are one
-        ends, schedule = ends[-1:], "1f1b"
-    if len(ends) != world.pipeline.size:
-        raise UsageError(
-            f"the plan has {len(ends)} stages, and the pipeline {world.pipeline.size} ranks: "
-            f"samestep.world(pipeline={len(ends)}), or plan for stages={world.pipeline.size}"
-        )
-    return Pipeline(
-        model, world, plan.loss_fn, ends=ends, schedule=schedule, micro_batches=micro_batches, weight=plan.weight
-    )
 
 
 def _split(batch: Any) -> tuple[Sequence[Any], Any]:

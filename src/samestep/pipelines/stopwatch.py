@@ -1,0 +1,106 @@
+"""When each stage of this rank computed which micro-batch, in the last steps: what a report is made of.
+
+On the CPU a time is the host's. On a GPU it is an event in the stream, which costs no waiting, and is looked up when
+somebody asks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from samestep.schedule.plan import Action, Plan
+
+__all__: list[str] = []
+
+KEPT = 50  # steps
+
+
+@dataclass
+class _Step:
+    """One step; times are seconds of the host's clock, or events."""
+
+    plan: Plan
+    samples: int
+    began: float
+    first: Any
+    spans: list[tuple[Action, Any, Any]] = field(default_factory=list)
+    ended: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One step of this rank.
+
+    Attributes:
+        plan: that it followed.
+        samples: of the replica's batch.
+        began: when, in seconds of the host's clock.
+        seconds: of the whole step, with what all ranks do after the last backward.
+        spans: the actions, with begin and end in seconds after the step's begin.
+    """
+
+    plan: Plan
+    samples: int
+    began: float
+    seconds: float
+    spans: tuple[tuple[Action, float, float], ...]
+
+
+class Stopwatch:
+    """Notes the last steps of one rank.
+
+    Args:
+        device: that computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps: deque[_Step] = deque(maxlen=KEPT)
+
+    @contextmanager
+    def step(self, plan: Plan, samples: int) -> Iterator[None]:
+        """Notes a step, if it comes to its end."""
+        step = _Step(plan, samples, time.monotonic(), self._now())
+        self._steps.append(step)
+        try:
+            yield
+            step.ended = time.monotonic()
+        except BaseException:
+            self._steps.pop()
+            raise
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        """Notes an action of the step."""
+        begin = self._now()
+        yield
+        self._steps[-1].spans.append((action, begin, self._now()))
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def steps(self) -> list[Timed]:
+        """Returns the steps, oldest first; on a GPU it waits for the last."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return [self._timed(step) for step in self._steps]
+
+    def _timed(self, step: _Step) -> Timed:
+        def after(mark: Any) -> float:
+            if self._device.type == "cuda":
+                return float(step.first.elapsed_time(mark)) / 1e3
+            return float(mark - step.first)
+
+        spans = tuple((action, after(begin), after(end)) for action, begin, end in step.spans)
+        return Timed(step.plan, step.samples, step.began, step.ended - step.began, spans)
