@@ -13,18 +13,19 @@ class Clock:
         self.seconds = 0.0
 
 
-class _Takes(torch.autograd.Function):
+class _Passes(torch.autograd.Function):
+    """Hands a tensor on; each way takes its time."""
+
     @staticmethod
-    def forward(ctx, x, weight, clock, forward, inputs, weights):
-        clock.seconds += forward
-        ctx.clock, ctx.seconds = clock, (inputs, weights)
-        return x + 0 * weight.sum()
+    def forward(ctx, x, clock, ahead, back):
+        clock.seconds += ahead
+        ctx.clock, ctx.seconds = clock, back
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        for wanted, seconds in zip(ctx.needs_input_grad, ctx.seconds, strict=False):
-            ctx.clock.seconds += seconds * wanted
-        return gradient, None, None, None, None, None
+        ctx.clock.seconds += ctx.seconds
+        return gradient, None, None, None
 
 
 class Takes(nn.Module):
@@ -36,4 +37,6 @@ class Takes(nn.Module):
         self.weight = nn.Parameter(torch.ones(kind))
 
     def forward(self, x):
-        return _Takes.apply(x, self.weight, self.clock, *self.seconds)
+        ahead, inputs, weights = self.seconds
+        weight = _Passes.apply(self.weight, self.clock, 0.0, weights)
+        return _Passes.apply(x, self.clock, ahead, inputs) + 0 * weight.sum()

@@ -14,7 +14,7 @@ import samestep
 from samestep.errors import UsageError
 from samestep.pipelines.choose import plan_pipeline
 from samestep.pipelines.layers import Device, Link
-from samestep.pipelines.pipeline import pipeline
+from samestep.pipelines.planned import pipeline
 
 BATCH = torch.ones(96, 5), torch.ones(96, 5)
 

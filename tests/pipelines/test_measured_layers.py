@@ -22,6 +22,33 @@ def test_layers_of_known_cost_are_measured(monkeypatch):
     layers = [(str(number), Takes(clock, number + 1, *seconds)) for number, seconds in enumerate(KNOWN)]
     found = measure(layers, [torch.ones(3, 5)], torch.sum, 5)
     assert [(layer.forward, layer.inputs, layer.weights) for layer in found] == [(4.0, 0.0, 2.0), *KNOWN[1:]]
+    assert [layer.split for layer in found] == [0.0] * 4
+
+
+class _Whole(torch.autograd.Function):
+    """A backward that does both halves whichever is asked for."""
+
+    @staticmethod
+    def forward(ctx, x, weight, clock):
+        ctx.clock = clock
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.clock.seconds += 5.0
+        return gradient, gradient.sum().reshape(1), None
+
+
+class Whole(Takes):
+    def forward(self, x):
+        return _Whole.apply(x, self.weight, self.clock)
+
+
+def test_what_halves_of_a_backward_take_more_is_measured(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
+    layers = [("0", Whole(clock, 1)), ("1", Whole(clock, 1)), ("2", Takes(clock, 1, 1.0, 2.0, 3.0))]
+    assert [layer.split for layer in measure(layers, [torch.ones(3, 5)], torch.sum, 5)] == [0.0, 5.0, 0.0]
 
 
 def test_layers_that_are_alike_share_the_median_of_all(monkeypatch):

@@ -11,7 +11,7 @@ bubble, and differ in what kernels make of 16 or 20 samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ class PipelinePlan:
     """How a model is cut, and in which order its stages work; made by :func:`samestep.plan_pipeline`.
 
     Attributes:
-        layers: what each layer costs for a micro-batch, in their order.
+        layers: what each layer costs for a micro-batch under the schedule, in their order.
         ends: by stage, the layer behind its last.
         schedule: by name: "fill-drain", "1f1b", "eager-1f1b" or "zero-bubble".
         micro_batches: that a batch is cut into.
@@ -175,11 +175,13 @@ class _Asked:
         measured = self.measured(count)
         for name in names:
             plan = named(name, len(self.devices), count)
-            problem = Problem(measured, self.devices, plan, self.link, together=shared(self.layers))
+            halved = any(action.kind == "W" for order in plan.orders for action in order)
+            layers = [replace(each, weights=each.weights + each.split) for each in measured] if halved else measured
+            problem = Problem(layers, self.devices, plan, self.link, together=shared(self.layers))
             split = problem.best()
             costs = problem.costs(split.ends)
             yield PipelinePlan(
-                layers=tuple(measured),
+                layers=tuple(layers),
                 ends=split.ends,
                 schedule=name,
                 micro_batches=count,

@@ -28,6 +28,7 @@ class Layer:
         activations: bytes that cross a cut behind it.
         saved: bytes that its forward keeps for its backward.
         parameters: bytes.
+        split: seconds more that a backward takes in two halves, apart.
     """
 
     name: str
@@ -37,9 +38,10 @@ class Layer:
     activations: float = 0.0
     saved: float = 0.0
     parameters: float = 0.0
+    split: float = 0.0
 
     def __post_init__(self) -> None:
-        for what in ("forward", "inputs", "weights", "activations", "saved", "parameters"):
+        for what in ("forward", "inputs", "weights", "activations", "saved", "parameters", "split"):
             if not getattr(self, what) >= 0:
                 raise UsageError(f"layer {self.name}: {what}={getattr(self, what)} is negative, or no number")
 

@@ -5,7 +5,8 @@
 
 So caches, allocator and fusion are those of a step. torchgpipe copies each layer, runs it alone and waits for the
 device after each; DeepSpeed counts parameters. A first layer has no gradient to pass on, and a cheaper backward: it is
-measured so too. What a backward takes for inputs alone is measured with parameters that want no gradient.
+measured so too. What a backward takes for inputs alone is measured with parameters that want no gradient, and what
+both halves apart take more than a whole one by doing both, layer for layer.
 
 The median of several passes is taken, after some that are thrown away. Layers of one class, with parameters and inputs
 of the same shapes, are one and the same, and share the median of all: their times differ by noise.
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from samestep.errors import UsageError
 from samestep.pipelines.chain import unpacked
+from samestep.pipelines.halves import Halves
 from samestep.pipelines.layers import Layer
 
 __all__: list[str] = []
@@ -96,9 +98,11 @@ def measure(
         whole = [chain.passed() for _ in range(WARM_UP + repeats)][WARM_UP:]
         with _without_gradients(layers):
             inputs = [chain.passed(inputs=True) for _ in range(WARM_UP + repeats)][WARM_UP:]
+        split = [chain.split() for _ in range(WARM_UP + repeats)][WARM_UP:]
         saved, sizes, alike = chain.sized()
     forward, backward = _medians([one for one, _ in whole], alike), _medians([each for _, each in whole], alike)
     half = _medians([each for _, each in inputs], alike)
+    more = _medians(split, alike)
     half[0] = 0.0  # nobody wants the gradients of a batch
     return [
         Layer(
@@ -109,6 +113,7 @@ def measure(
             activations=float(sizes[number]),
             saved=float(saved[number]),
             parameters=float(sum(each.nbytes for each in layer.parameters())),
+            split=max(0.0, more[number]),
         )
         for number, (name, layer) in enumerate(layers)
     ]
@@ -139,6 +144,30 @@ class _Chain:
         count = len(self.layers)
         forward = [clock.ahead[place + 1] - clock.ahead[place] for place in range(count)]
         return forward, list(_spent(clock.back, count))
+
+    def split(self) -> list[float]:
+        """Returns, by layer, the seconds that two halves of a backward, apart, take more than a whole one."""
+        clock, more = _Clock(self.sample[0].device), []
+        given: Any = tuple(self.sample)
+        for number, (_, layer) in enumerate(self.layers):
+            own = [each for each in layer.parameters() if each.requires_grad]
+            seconds = []
+            for halved in (False, True):
+                leaves = tuple(_wanting(given) if number else given)
+                found = _called(layer, leaves)
+                outputs = [each for each in found if each.requires_grad]
+                gradients = [torch.ones_like(each) for each in outputs]
+                begin = clock.now()
+                if halved:
+                    halves = Halves(outputs, gradients, [each for each in leaves if each.requires_grad], own)
+                    halves.first()
+                    halves.second()
+                elif outputs:
+                    torch.autograd.backward(outputs, gradients)
+                seconds.append(clock.now() - begin)
+            more.append(seconds[1] - seconds[0])
+            given = tuple(each.detach() for each in found)
+        return more
 
     def sized(self) -> tuple[list[int], list[int], list[int]]:
         """Returns, by layer, bytes that it saves and gives, and the number of the first layer that it is like."""

@@ -10,13 +10,14 @@ what one process would have added: the same bits, since nothing else is computed
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samestep.errors import ModelError
+from samestep.pipelines.halves import Halves
 
 __all__: list[str] = []
 
@@ -33,12 +34,10 @@ class _Kept:
     Attributes:
         inputs: leaves; those from another stage want gradients.
         outputs: of the module, or the loss.
-        gradients: of the outputs, between the two halves of a backward.
     """
 
     inputs: Tensors
     outputs: Tensors
-    gradients: list[Tensor | None] = field(default_factory=list)
 
 
 class Stage:
@@ -56,6 +55,7 @@ class Stage:
         self.module = module
         self._call = call or (lambda _, inputs: module(*inputs))
         self._kept: dict[int, _Kept] = {}
+        self._halves: dict[int, Halves] = {}
 
     def forward(
         self, micro_batch: int, inputs: Sequence[Tensor], wants: Sequence[bool], lose: Lose | None = None
@@ -114,21 +114,15 @@ class Stage:
 
     def backward_inputs(self, micro_batch: int, gradients: Sequence[Tensor] | None) -> list[Tensor]:
         """Returns the gradients of the inputs alone; :meth:`backward_weights` does the rest."""
-        kept = self._kept[micro_batch]
-        outputs, kept.gradients = self._pairs(kept, gradients)
+        kept = self._kept.pop(micro_batch)
         wanting = [each for each in kept.inputs if each.requires_grad]
-        if not outputs or not wanting:
-            return [torch.zeros_like(each) for each in wanting]
-        found = torch.autograd.grad(outputs, wanting, kept.gradients, retain_graph=True, allow_unused=True)
-        return [_or_zeros(each, gradient) for each, gradient in zip(wanting, found, strict=True)]
+        own = [each for each in self.module.parameters() if each.requires_grad]
+        halves = self._halves[micro_batch] = Halves(*self._pairs(kept, gradients), wanting, own)
+        return [_or_zeros(each, gradient) for each, gradient in zip(wanting, halves.first(), strict=True)]
 
     def backward_weights(self, micro_batch: int) -> None:
         """Adds to the parameters' gradients what :meth:`backward_inputs` has left."""
-        kept = self._kept.pop(micro_batch)
-        outputs = [each for each in kept.outputs if each.requires_grad]
-        own = [each for each in self.module.parameters() if each.requires_grad]
-        if outputs and own:
-            torch.autograd.backward(outputs, kept.gradients, inputs=own)
+        self._halves.pop(micro_batch).second()
 
     def _pairs(self, kept: _Kept, gradients: Sequence[Tensor] | None) -> tuple[list[Tensor], list[Tensor | None]]:
         outputs = [each for each in kept.outputs if each.requires_grad]
