@@ -37,7 +37,7 @@ def pipeline(model: nn.Module, world: World, plan: PipelinePlan) -> Pipeline:
         UsageError: the plan is for another number of stages than `world.pipeline` has ranks.
 
     Example:
-        >>> import samestep
+        >>> import samestep, torch
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> x, y = torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)
         >>> with samestep.world(pipeline=1) as world:
