@@ -1,19 +1,19 @@
 """What a pipeline's steps took, beside what was predicted, and where the time went.
 
-    work          what the stages compute, evenly shared among the ranks: nothing is quicker
+    work          what the stages computed, evenly shared among the ranks: nothing is quicker
     bubble        what the schedule costs where all stages are alike
-    imbalance     what it costs besides that they are not
-    messages      what the step took longer than stages of these times would without messages
+    imbalance     what it costs besides that they are not, nor one micro-batch like the other
+    messages      what the step took longer than that
     tail          after the last backward: gradients of the replicas, the loss told to all
 
-The first four are simulations with the measured times of the stages, each with one thing more, so they add up to the
-step.
+The first three are simulations with the times that the step's actions took, each with one thing more, so all add up to
+the step.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -54,12 +54,12 @@ class PipelineReport:
     Attributes:
         steps: how many were looked at: of the last ones those whose batch had the usual number of samples.
         samples: of such a batch, on one replica.
-        seconds: of a step, the median.
+        seconds: of the step that took the median.
         predicted: likewise, by the plan, without the tail; None where there was none, or batches had another size.
-        parts: seconds of a step by what they went to: "work", "bubble", "imbalance", "messages", "tail".
-        stages: by stage, measured seconds of forward, and of both halves of the backward of a micro-batch; where a
-            backward is one, all of it stands in the last.
-        timeline: of the step that took the median.
+        parts: its seconds by what they went to: "work", "bubble", "imbalance", "messages", "tail".
+        stages: by stage, the medians over all steps of the seconds of forward, and of both halves of the backward of a
+            micro-batch; where a backward is one, all of it stands in the last.
+        timeline: of that step.
         foretold: the timeline that the plan predicts, or None.
     """
 
@@ -119,19 +119,19 @@ def reported(world: World, own: Sequence[Timed], foreseen: Foreseen | None) -> P
     steps = [each for each in own if each.samples == samples]
     plan = steps[0].plan
     told = gather_json(world.pipeline, [_as_json(each) for each in steps])
-    whole = [max(each["seconds"] for each in ranks) for ranks in zip(*told, strict=True)]
+    one_host = world.local_size == world.size
+    whole = [_seconds(ranks, one_host=one_host) for ranks in zip(*told, strict=True)]
     place = sorted(range(len(whole)), key=whole.__getitem__)[len(whole) // 2]
-    timeline = _joined(plan, [ranks[place] for ranks in told], one_host=world.local_size == world.size)
+    timeline = _joined(plan, [ranks[place] for ranks in told], one_host=one_host)
     measured = _costs(plan, told)
-    seconds = median(whole)
     fits = foreseen is not None and (foreseen.samples, foreseen.micro_batches) == (samples, plan.micro_batches)
     predicted = simulate(plan, foreseen.costs) if foreseen is not None and fits else None
     return PipelineReport(
         steps=len(steps),
         samples=samples,
-        seconds=seconds,
+        seconds=whole[place],
         predicted=None if predicted is None else predicted.seconds,
-        parts=_parts(plan, measured, _computing(told), seconds),
+        parts=_parts(timeline, whole[place]),
         stages=tuple(zip(measured.forward, measured.inputs, measured.weights, strict=True)),
         timeline=timeline,
         foretold=predicted,
@@ -141,6 +141,13 @@ def reported(world: World, own: Sequence[Timed], foreseen: Foreseen | None) -> P
 def _as_json(step: Timed) -> dict[str, Any]:
     spans = [[*action, begin, end] for action, begin, end in step.spans]
     return {"began": step.began, "seconds": step.seconds, "spans": spans}
+
+
+def _seconds(ranks: Sequence[dict[str, Any]], *, one_host: bool) -> float:
+    """Returns what a step took, from the begin of the first rank to the end of the last where they share a clock."""
+    if not one_host:
+        return float(max(each["seconds"] for each in ranks))
+    return float(max(each["began"] + each["seconds"] for each in ranks) - min(each["began"] for each in ranks))
 
 
 def _joined(plan: Plan, ranks: Sequence[dict[str, Any]], *, one_host: bool) -> Timeline:
@@ -171,21 +178,33 @@ def _costs(plan: Plan, told: Sequence[Sequence[dict[str, Any]]]) -> Costs:
     return Costs(of("F"), of("I"), [whole + half for whole, half in zip(of("B"), of("W"), strict=True)])
 
 
-def _computing(told: Sequence[Sequence[dict[str, Any]]]) -> float:
-    """Returns the median of the time from a step's begin to its last action's end, on the rank that ends last."""
-    return float(median(max(step["spans"][-1][-1] for step in ranks) for ranks in zip(*told, strict=True)))
+@dataclass(frozen=True)
+class _Taken(Costs):
+    """What each action of one step took, which is another time for each micro-batch."""
+
+    each: Mapping[Action, float] = field(default_factory=dict)
+
+    def of(self, action: Action) -> float:
+        """Returns the seconds of an action."""
+        return self.each[action]
 
 
-def _parts(plan: Plan, costs: Costs, computing: float, seconds: float) -> dict[str, float]:
+def _parts(timeline: Timeline, seconds: float) -> dict[str, float]:
     """Returns where a step's time went."""
-    stages, ranks = plan.stages, plan.ranks
-    forward, inputs, weights = (sum(each) / stages for each in (costs.forward, costs.inputs, costs.weights))
-    even = Costs((forward,) * stages, (inputs,) * stages, (weights,) * stages)
+    plan = timeline.plan
+    each = {span.action: span.end - span.begin for span in timeline.spans}
+
+    def even(kind: str) -> tuple[float, ...]:
+        found = [took for action, took in each.items() if action.kind == kind]
+        return (sum(found) / (plan.stages * plan.micro_batches),) * plan.stages
+
+    nothing = (0.0,) * plan.stages
+    weights = tuple(whole + half for whole, half in zip(even("B"), even("W"), strict=True))
     stations = [
-        plan.micro_batches * costs.total / ranks,
-        simulate(plan, even).seconds,
-        simulate(plan, costs).seconds,
-        computing,
+        sum(each.values()) / plan.ranks,
+        simulate(plan, Costs(even("F"), even("I"), weights)).seconds,
+        simulate(plan, _Taken(nothing, nothing, nothing, each=each)).seconds,
+        timeline.seconds,
         seconds,
     ]
     return {name: after - before for name, before, after in zip(PARTS, [0.0, *stations[:-1]], stations, strict=True)}
