@@ -38,6 +38,9 @@ BENCHMARKS = {
     "launch": Benchmark("samestep.bench.launch", "the time to the first all-reduce against torchrun", 10),
     "mpi": Benchmark("samestep.bench.mpi", "all-reduces and a step over MPI, beside gloo and shared memory", 20),
     "observe": Benchmark("samestep.bench.observe", "a training step under verify's recorder, and under --check", 60),
+    "pipeline": Benchmark(
+        "samestep.bench.pipeline", "a pipeline's step beside its prediction, and beside torch's own schedule", 20
+    ),
     "step": Benchmark(
         "samestep.bench.step", "a training step against a hand-written DistributedDataParallel loop", 150
     ),

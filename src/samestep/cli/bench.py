@@ -39,6 +39,7 @@ EXAMPLES = """examples:
   samestep bench checkpoint               two processes, 8 pairs: two minutes
   samestep bench mpi                      under mpiexec, on an idle and on a busy machine: two minutes
   samestep bench observe                  two processes, 60 pairs each: five minutes
+  samestep bench pipeline                 two stages, 20 pairs each: a minute
   samestep bench step                     two processes, 150 pairs each: two minutes
   samestep bench step -n 4 --repeats 500  four processes, surer
   samestep bench step --json step.json    every single time, for plots

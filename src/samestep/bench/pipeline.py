@@ -1,0 +1,230 @@
+"""A pipeline's step beside what was predicted of it, and beside torch's own schedule of the same stages.
+
+    stages that wait     known cost, no core: how near a step comes to what its schedule allows
+    blocks of layers     measured, cut and predicted by plan_pipeline: how true a prediction is
+    the same blocks      ours and torch.distributed.pipelining's 1F1B in alternating pairs, in the same processes
+
+A prediction holds for the step without its tail, which is the loss told to all; what is timed has the tail.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from samestep.bench.harness import Comparison, Options, Report, alternate
+from samestep.bench.step import align
+from samestep.errors import UsageError
+from samestep.launch.devices import visible_gpus
+from samestep.launch.spawn import spawn
+from samestep.topology import cut_evenly
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from samestep.runtime.world import World
+
+__all__: list[str] = []
+
+MOST = {"waits": 1.05, "blocks": 1.15}  # of what was predicted
+SCHEDULES = ("fill-drain", "1f1b", "eager-1f1b", "zero-bubble")
+MICRO_BATCHES = 8
+FORWARD_S, BACKWARD_S = 0.010, 0.020  # of a stage that waits
+SAMPLES, WIDTH, BLOCKS = 128, 512, 8
+Times = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the ranks bring home: by name, times of both sides, and figures beside them."""
+
+    times: dict[str, Times]
+    figures: dict[str, dict[str, float]]
+    setting: dict[str, Any]
+
+
+def run(options: Options) -> Report:
+    """Starts the ranks, times the steps, and returns the report.
+
+    Raises:
+        UsageError: one rank is no pipeline.
+    """
+    if options.ranks < 2:
+        raise UsageError("a pipeline has two stages at least: samestep bench pipeline -n 2")
+    device = None if visible_gpus() >= options.ranks else "cpu"
+    found: Found = spawn(compare, options.ranks, options.repeats, device, progress=False)[0]
+    comparisons = [
+        Comparison(name, "step", *times, MOST.get(name.partition(",")[0]), found.figures.get(name, {}))
+        for name, times in found.times.items()
+    ]
+    return Report("pipeline", comparisons, found.setting)
+
+
+def compare(repeats: int, device: str | None) -> Found:
+    """Runs on every rank. Collective."""
+    import os
+
+    import torch
+    from torch.nn import functional
+
+    import samestep
+
+    with samestep.world(device=device, pipeline=int(os.environ["WORLD_SIZE"])) as world:
+        times: dict[str, Times] = {}
+        figures: dict[str, dict[str, float]] = {}
+        for schedule in SCHEDULES:
+            times[f"waits, {schedule} / predicted"] = waiting(world, schedule, repeats)
+        generator = torch.Generator().manual_seed(1)
+        x, y = (torch.randn(SAMPLES, WIDTH, generator=generator).to(world.device) for _ in range(2))
+        model = blocks().to(world.device)
+        plan = samestep.plan_pipeline(model, (x, y), functional.mse_loss, stages=world.pipeline.size)
+        stage = samestep.pipeline(model, world, plan)
+        step = stepper(stage, (x, y))
+        name = "blocks, as planned / predicted"
+        for _ in range(3):
+            step()
+        predicted = stage.report().predicted
+        assert predicted is not None
+        times[name] = against(world, step, predicted, repeats)
+        figures[name] = {"micro_batches": float(stage.micro_batches)}
+        times["1f1b / torch's 1F1B"] = beside_torch(world, (x, y), repeats)
+        return Found(times, figures, setting(world))
+
+
+def waiting(world: World, schedule: str, repeats: int) -> Times:
+    """Returns times of steps of stages that wait, and what they would be at best. Collective."""
+    import torch
+    from torch.nn import functional
+
+    from samestep.pipelines.pipeline import Pipeline
+    from samestep.schedule.choose import named
+    from samestep.schedule.simulate import Costs, simulate
+
+    stages = world.pipeline.size
+    stage = Pipeline(
+        waits(stages),
+        world,
+        functional.mse_loss,
+        ends=range(1, stages + 1),
+        schedule=schedule,
+        micro_batches=MICRO_BATCHES,
+    )
+    half = BACKWARD_S / 2
+    costs = Costs([FORWARD_S] * stages, [half] * stages, [half] * stages)
+    predicted = simulate(named(schedule, stages, MICRO_BATCHES), costs).seconds
+    batch = torch.ones(MICRO_BATCHES, 4), torch.zeros(MICRO_BATCHES, 4)
+    return against(world, stepper(stage, batch), predicted, repeats)
+
+
+def against(world: World, step: Callable[[], object], predicted: float, repeats: int) -> Times:
+    """Returns times of steps, and as often what was predicted. Collective."""
+    (ours, _) = alternate(step, lambda: None, pairs=repeats, align=lambda: align(world))
+    return tuple(ours), (predicted,) * len(ours)
+
+
+def beside_torch(world: World, batch: tuple[Tensor, Tensor], repeats: int) -> Times:
+    """Returns times of our 1F1B and of torch's, of the same stages and micro-batches. Collective."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.nn import functional
+
+    from samestep.pipelines.pipeline import Pipeline
+
+    axis = world.pipeline
+    cuts = cut_evenly(BLOCKS, axis.size)
+    each = len(list(blocks()[0].children()))
+    ours = Pipeline(
+        blocks().to(world.device),
+        world,
+        functional.mse_loss,
+        ends=[each * end for _, end in cuts],
+        schedule="1f1b",
+        micro_batches=MICRO_BATCHES,
+    )
+    part = blocks().to(world.device)[slice(*cuts[axis.rank])]
+    stage = PipelineStage(part, axis.rank, axis.size, world.device, group=axis.group)
+    schedule = Schedule1F1B(stage, n_microbatches=MICRO_BATCHES, loss_fn=functional.mse_loss)
+    x, y = batch
+
+    def theirs() -> None:
+        part.zero_grad()
+        if axis.rank == 0:
+            schedule.step(x)
+        elif axis.rank == axis.size - 1:
+            schedule.step(target=y, losses=[])
+        else:
+            schedule.step()
+
+    mine, others = alternate(stepper(ours, batch), theirs, pairs=repeats, align=lambda: align(world))
+    return tuple(mine), tuple(others)
+
+
+def stepper(stage: Any, batch: tuple[Tensor, Tensor]) -> Callable[[], None]:
+    """Returns what takes a step."""
+
+    def step() -> None:
+        stage.zero_grad()
+        stage.step(batch)
+
+    return step
+
+
+def blocks() -> nn.Sequential:
+    """Returns blocks of layers, the same on every rank."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    return nn.Sequential(*(block() for _ in range(BLOCKS)))
+
+
+def waits(stages: int) -> nn.Sequential:
+    """Returns layers that take their time, and no core: both halves of a backward apart."""
+    import torch
+    from torch import nn
+
+    class Passes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, ahead: float, back: float) -> Tensor:
+            ctx.seconds = back
+            threading.Event().wait(ahead)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+            threading.Event().wait(ctx.seconds)
+            return gradients[0], None, None
+
+    class Waits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = Passes.apply(self.weight, 0.0, BACKWARD_S / 2)  # type: ignore[no-untyped-call]
+            inputs = x if x.requires_grad else x.clone().requires_grad_()
+            found: Tensor = Passes.apply(inputs, FORWARD_S, BACKWARD_S / 2) * weight  # type: ignore[no-untyped-call]
+            return found
+
+    return nn.Sequential(*(Waits() for _ in range(stages)))
+
+
+def setting(world: World) -> dict[str, Any]:
+    """Returns the conditions that a report names."""
+    import torch
+
+    return {
+        "ranks": world.size,
+        "device": str(world.device),
+        "threads_per_rank": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "parameters": sum(each.numel() for each in blocks().parameters()),
+        "batch_size": SAMPLES,
+        "waits_ms": f"{1e3 * FORWARD_S:g} and {1e3 * BACKWARD_S:g}",
+        "micro_batches": MICRO_BATCHES,
+    }

@@ -1,0 +1,59 @@
+"""The benchmark of pipelines: waits that are known, and the same gradients on both sides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+import samestep
+from samestep.bench import pipeline
+from samestep.bench.harness import Options
+from samestep.errors import UsageError
+from samestep.pipelines.pipeline import Pipeline
+
+
+def waited():
+    with samestep.world(pipeline=2) as world:
+        return pipeline.waiting(world, "zero-bubble", 2)
+
+
+def test_stages_that_wait_take_what_their_schedule_allows_or_longer(two_ranks):
+    for ours, predicted in two_ranks(waited):
+        assert predicted == (pytest.approx(0.25),) * 2  # 8 x 30 ms, and the first forward
+        assert min(ours) >= 0.25
+
+
+def beside():
+    """Times of both, and the gradients that both have left."""
+    made = {}
+    kept = PipelineStage.__init__
+
+    def keep(stage, module, *args, **kwargs):
+        kept(stage, module, *args, **kwargs)
+        made["theirs"] = module
+
+    PipelineStage.__init__ = keep
+    own = Pipeline.step
+    Pipeline.step = lambda self, batch: (made.__setitem__("ours", self), own(self, batch))[1]
+    try:
+        with samestep.world(pipeline=2) as world:
+            batch = torch.randn(pipeline.SAMPLES, pipeline.WIDTH), torch.randn(pipeline.SAMPLES, pipeline.WIDTH)
+            ours, theirs = pipeline.beside_torch(world, batch, 2)
+    finally:
+        PipelineStage.__init__, Pipeline.step = kept, own
+    gradients = [[each.grad for each in made[side].parameters()] for side in ("ours", "theirs")]
+    return (
+        len(ours),
+        len(theirs),
+        all(torch.allclose(*pair, rtol=1e-4, atol=1e-8) for pair in zip(*gradients, strict=True)),
+    )
+
+
+def test_both_sides_compute_the_same(two_ranks):
+    assert two_ranks(beside, timeout=200.0) == [(2, 2, True)] * 2
+
+
+def test_one_rank_is_no_pipeline():
+    with pytest.raises(UsageError, match="samestep bench pipeline -n 2"):
+        pipeline.run(Options(ranks=1))
