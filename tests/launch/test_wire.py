@@ -362,8 +362,9 @@ HELLO = b'{"protocol": 1, "nonce": "00"}'
     ids=["ssh", "list", "nested", "version", "letters", "drip"],
 )
 def test_whoever_answers_in_place_of_the_head_is_named(token, lines, reason):
+    patience = 10.0 if lines else 0.5  # who answers at all is named at once, on a busy machine a moment later
     with Impostor(*lines) as other, pytest.raises(RendezvousError, match=reason):
-        connect([HERE], other.port, token, {}, seconds=0.5)
+        connect([HERE], other.port, token, {}, seconds=patience)
 
 
 def test_the_head_of_another_run_at_the_first_address_does_not_hide_the_right_one(token):

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.verification import equality, journal, runs
-from samestep.verification.findings import AGREES, DECISIVE, DECLARED, Finding, unchecked
+from samestep.verification import equality, journal, runs, stages
+from samestep.verification.findings import AGREES, DECISIVE, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import (
     chance,
@@ -111,6 +111,11 @@ def _verified(runner: Runner, steps: int | None) -> Report:
     if record.ranks:
         for room in (communication, storage) if foreign else (states, samples, control, communication, chance, storage):
             room.judge(record, report)
+    if states.staged(record) is not None and ended.code == 0 and not ended.hung:
+        control.judge(record, report)
+        stages.judge(runner, record, report)
+        report.remarks += _remarks(ended, report)
+        return report
     whole = _compare(runner, record, report)
     if ended.hung or ended.code != 0:
         _blame(ended, whole, record, report)
@@ -163,7 +168,8 @@ def _where_others_waited(failure: dict[str, Any]) -> str | None:
 
 
 def _remarks(ended: runs.Ended, report: Report) -> list[str]:
-    but = " but those compared bit for bit" if any(remark.startswith("as ") for remark in report.remarks) else ""
+    bits = any(remark.startswith("as ") for remark in report.remarks) or report.coverage.get("pipeline") == PROVED
+    but = " but those compared bit for bit" if bits else ""
     remarks = [f"dropout and autocast were off in all runs{but}"]
     if ended.hung:
         remarks += [f"rank {rank} stands at {place}" for rank, place in sorted(runs.standing(ended.folder).items())]

@@ -5,6 +5,7 @@ world          with virtual ranks, where a run is ordered to have them
 replicate      in float64, likewise; virtual ranks have statistics of BatchNorm of their own; three ranks and more add
                in rank order where a run that was stopped shall have the bits of one that was not; codecs always do.
                In float64 and on virtual ranks nothing is compressed
+pipeline       with as many micro-batches as another run had: a plan is made of times, which differ from run to run
 shards         in float64; one process takes the micro-batches of all ranks together, as BatchNorm does
 """
 
@@ -14,6 +15,7 @@ import functools
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ def adjusted(order: dict[str, Any], name: str, args: tuple[Any, ...], kwargs: di
         return args, kwargs | {"virtual_ranks": order["virtual_ranks"]}
     if name == "replicate":
         return _replicated(order, args, kwargs)
+    if name == "pipeline" and order.get("micro_batches"):
+        return _planned(order, args, kwargs)
     return (args, kwargs | _sharded(order, kwargs)) if name == "shards" else (args, kwargs)
 
 
@@ -45,6 +49,12 @@ def _replicated(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, 
         kwargs = {name: value for name, value in kwargs.items() if name not in ("compress", "average_every")}
     in_order = order.get("ordered") and kwargs.get("compress") is None
     return args, kwargs | changed | ({"reduce": "ordered"} if in_order else {})
+
+
+def _planned(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    plan = kwargs["plan"] if "plan" in kwargs else args[2]
+    plan = replace(plan, micro_batches=order["micro_batches"])
+    return args[:2], {name: value for name, value in kwargs.items() if name != "plan"} | {"plan": plan}
 
 
 def _sharded(order: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ _CALLED = {
     "world": "samestep.runtime.world",
     "shards": "samestep.data.sharing",
     "replicate": "samestep.replicas.replicate",
+    "pipeline": "samestep.pipelines.planned",
     "checkpoint": "samestep.running.checkpoints.commit",
 }
 
@@ -25,6 +26,7 @@ def watch(listener: Listener) -> None:
     when_imported("samestep.running.evaluation", functools.partial(_watch_evaluations, listener))
     when_imported("samestep.replicas.compression", functools.partial(_watch_compression, listener))
     when_imported("samestep.replicas.local_steps", functools.partial(_watch_local_steps, listener))
+    when_imported("samestep.pipelines.pipeline", functools.partial(_watch_pipelines, listener))
     for name, home in _CALLED.items():
         when_imported(home, functools.partial(_watch_calls, listener, name))
 
@@ -73,6 +75,23 @@ def _watch_local_steps(listener: Listener, module: Any) -> None:
         listener.told("average")
 
     module.LocalSteps.__init__, module.average = __init__, average
+
+
+def _watch_pipelines(listener: Listener, module: Any) -> None:
+    original = module.Pipeline.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        listener.told(
+            "staged",
+            stages=self.world.pipeline.size,
+            replicas=self.world.data.size,
+            micro_batches=self.micro_batches,
+            where=site(sys._getframe(1)),  # noqa: SLF001
+        )
+
+    module.Pipeline.__init__ = __init__
 
 
 def _watch_calls(listener: Listener, name: str, module: Any) -> None:

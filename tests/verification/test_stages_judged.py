@@ -1,0 +1,98 @@
+"""Ranks that hold stages are compared, together, with one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import samestep
+from samestep.verification.stages import differences
+
+ROOT = Path(__file__).parents[2]
+
+
+def step(before: dict[str, str], gradients: dict[str, str], after: dict[str, str] | None) -> dict[str, Any]:
+    return {"parameters": before, "gradients": gradients, "after": after}
+
+
+def ranks(**changed: Any) -> list[list[dict[str, Any]]]:
+    """Two stages, whose ranks both hold the whole model beside: what is another stage's stays there as it was."""
+    first = [
+        step({"model 1: a": "a0", "model 1: b": "b0"}, {"model 1: a": "ga0"}, {"model 1: a": "a1"}),
+        step({"model 1: a": "a1", "model 1: b": "b0"}, {"model 1: a": "ga1"}, {"model 1: a": "a2"}),
+    ]
+    second = [
+        step({"model 1: b": "b0", "model 1: a": "a0"}, {"model 1: b": "gb0"}, {"model 1: b": "b1"}),
+        step({"model 1: b": "b1", "model 1: a": "a0"}, {"model 1: b": "gb1"}, {"model 1: b": "b2"}),
+    ]
+    second[1] |= changed
+    return [first, second]
+
+
+ALONE = [
+    step({"a": "a0", "b": "b0"}, {"a": "ga0", "b": "gb0"}, {"a": "a1", "b": "b1"}),
+    step({"a": "a1", "b": "b1"}, {"a": "ga1", "b": "gb1"}, {"a": "a2", "b": "b2"}),
+]
+
+
+def test_stages_that_are_together_what_one_process_is_are_the_same() -> None:
+    assert list(differences(ranks(), ALONE)) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"gradients": {"b": "other"}}, [(1, "b", "have other bits in b")]),
+        ({"after": {"b": "other"}}, [(1, "b", "have other bits in b")]),
+        ({"parameters": {"b": "other"}}, [(1, "b", "have other bits in b")]),
+        ({"after": None}, [(1, "b", "do not train the same parameters: no stage has b")]),
+    ],
+)
+def test_other_bits_and_missing_parameters_are_found(changed: dict[str, Any], found: list[Any]) -> None:
+    assert list(differences(ranks(**changed), ALONE)) == found
+
+
+def test_steps_that_only_one_side_has_taken_are_not_compared() -> None:
+    assert list(differences([steps[:1] for steps in ranks()], ALONE)) == []
+
+
+TRAIN = """
+import samestep, torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(40, 6), torch.randint(0, 3, (40,)))
+with samestep.world(pipeline=2) as world:
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    plan = samestep.plan_pipeline(model, data[:8], F.cross_entropy, repeats=1)
+    stage = samestep.pipeline(model, world, plan)
+    optimizer = torch.optim.AdamW(stage.parameters())
+    for batch in samestep.shards(data, world, batch_size=8):
+        stage.step(batch)
+        {between}
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "verdict"),
+    [
+        ("samestep.clip_grad_norm_(stage, 0.1)", "same"),
+        # each stage by the norm of its own gradients
+        ("nn.utils.clip_grad_norm_(stage.parameters(), 0.01)", "different"),
+    ],
+)
+def test_a_pipeline_is_the_same_training_or_its_line_is_named(tmp_path: Path, between: str, verdict: str) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN.format(between=between), encoding="utf-8")
+    report = samestep.verify(path)
+    assert report.verdict == verdict, report
+    assert [finding.code for finding in report.errors] == ([] if verdict == "same" else ["pipeline-inexact"])
+    if verdict == "same":
+        assert report.coverage["pipeline"] == report.coverage["gradients"] == "proved"
+        assert "2 stages and one process have the same bits" in report.margins["pipeline"]
