@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import sys
 
 import pytest
@@ -33,7 +34,7 @@ def four_ranks():
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report):
     """Names what fails at once: a run that is cut off has no summary."""
-    if report.failed and sys.__stderr__ is not None:
+    if report.failed and sys.__stderr__ is not None and "PYTEST_XDIST_WORKER" not in os.environ:
         why = (report.longreprtext.strip() or "no reason given").splitlines()[-1]
         sys.__stderr__.write(f"\nFAILED {report.nodeid} ({report.when}): {why}\n")
 
