@@ -19,6 +19,7 @@ from samestep.bench.step import align
 from samestep.errors import UsageError
 from samestep.launch.devices import visible_gpus
 from samestep.launch.spawn import spawn
+from samestep.rankenv import variable
 from samestep.topology import cut_evenly
 
 if TYPE_CHECKING:
@@ -64,14 +65,12 @@ def run(options: Options) -> Report:
 
 def compare(repeats: int, device: str | None) -> Found:
     """Runs on every rank. Collective."""
-    import os
-
     import torch
     from torch.nn import functional
 
     import samestep
 
-    with samestep.world(device=device, pipeline=int(os.environ["WORLD_SIZE"])) as world:
+    with samestep.world(device=device, pipeline=int(variable("WORLD_SIZE") or 1)) as world:
         times: dict[str, Times] = {}
         figures: dict[str, dict[str, float]] = {}
         for schedule in SCHEDULES:
