@@ -17,8 +17,9 @@ from samestep.launch.process import children
 
 READY = """
 def ready():
-    with open(f"ready{rank}", "w") as file:
+    with open(f"ready{rank}.tmp", "w") as file:
         file.write(str(os.getpid()))
+    os.rename(f"ready{rank}.tmp", f"ready{rank}")  # seen, it is whole
 """
 
 
