@@ -56,7 +56,7 @@ class RankSet:
 
     A rank starts every call with torch's defaults (float32, seed 0, nothing deterministic) and the environment of a
     rank, and may call :func:`samestep.world` or `init_process_group()`: each call has a store of its own, so no key
-    of an earlier call is seen. After a failure the processes are replaced, in milliseconds: they are forked from one
+    of an earlier call is seen. After a failure the processes are replaced, in 0.1 s: they are forked from one
     that has imported torch and computes nothing. Modules stay imported, so global state of the test's own modules
     does persist.
     """

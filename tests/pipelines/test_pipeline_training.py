@@ -265,3 +265,31 @@ def test_micro_batches_and_replicas_draw_masks_of_their_own(four_ranks):
     masks = [mask for found in four_ranks(replicas_draws) for mask in found]
     assert len(masks) == 8
     assert len({tuple(mask.flatten().tolist()) for mask in masks}) == len(masks)
+
+
+def interrupted():
+    """A step that fails on both replicas behind another, and one that is taken after it."""
+    with samestep.world() as world:
+        failing = [False, True, False]
+
+        def lose(outputs, targets):
+            if failing[0]:
+                raise ValueError("no loss")
+            return F.cross_entropy(outputs, targets)
+
+        stage = Pipeline(model(), world, lose, ends=[6])
+        x, y = (each[: 8 + world.rank] for each in dataset(padded=False).tensors)
+        found = []
+        while failing:
+            try:
+                stage.step((x, y))
+                found.append({name: each.grad.clone() for name, each in stage.named_parameters()})
+            except ValueError:
+                stage.zero_grad()
+            failing.pop(0)
+        return found
+
+
+def test_a_step_that_failed_leaves_nothing_to_the_next(two_ranks):
+    for first, second in two_ranks(interrupted):
+        assert_same_bits(second, first)

@@ -8,7 +8,7 @@
       reap pid               ->     waitpid
                              <-     its exit code
 
-A set that a failure has ended is replaced in some 20 ms; fresh interpreters import torch for 1 to 3 s each. The caller
+A set that a failure has ended is replaced in 0.1 s; fresh interpreters import torch for 1 to 3 s each. The caller
 cannot fork by itself: a copy of a process that has computed with OpenMP hangs in its first parallel loop. The nursery
 computes nothing. It ends with its caller, and its ranks with it.
 """

@@ -42,7 +42,8 @@ class Reduction:
     def begin(self) -> None:
         """Before a micro-batch: sets aside what earlier steps have left, if it is the first of its step."""
         state = self._world.step
-        if self._world.data.size == 1 or (self._aside is not None and self._step == state.steps):
+        goes_on = state.mean is not None and self._step == state.steps  # outside of a loop each call is a step
+        if self._world.data.size == 1 or (self._aside is not None and goes_on):
             return
         self._aside, self._step = {each: each.grad for each in self._parameters if each.requires_grad}, state.steps
         for parameter in self._aside:

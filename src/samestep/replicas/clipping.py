@@ -78,7 +78,9 @@ def clip_grad_norm_(
         raise UsageError(f"max_norm must be 0 or more, got {max_norm}")
     staged = model if isinstance(model, _InStages) else None
     if isinstance(model, nn.Module):
-        _require_step_end(model)
+        _require_step_end(
+            [staged] if staged is not None else [one for one in model.modules() if isinstance(one, Replica)]
+        )
         model = model.parameters()
     parameters = [model] if isinstance(model, Tensor) else list(model)
     if staged is None:
@@ -90,9 +92,9 @@ def clip_grad_norm_(
     return norm
 
 
-def _require_step_end(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, Replica | _InStages) and not module.world.step.step_ends:
+def _require_step_end(models: Iterable[Replica | _InStages]) -> None:
+    for model in models:
+        if not model.world.step.step_ends:
             raise StepError(
                 "clip_grad_norm_ was called after a micro-batch that does not end the step; "
                 "gradients are each rank's own until then, and the ranks would scale by different factors. "

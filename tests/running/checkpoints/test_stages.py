@@ -181,3 +181,24 @@ def test_a_state_with_something_missing_or_beside_is_refused():
         with pytest.raises(RuntimeError, match=r"the state lacks 4\.bias"):
             stage.load_state_dict(state)
         assert stage.load_state_dict(state, strict=False).missing_keys == ["4.bias"]
+
+
+def with_a_stage_without_weights(path):
+    with samestep.world(pipeline=2) as world:
+        torch.manual_seed(0)
+        stage = Pipeline(nn.Sequential(nn.Linear(6, 4), nn.Tanh()), world, F.cross_entropy, ends=[1, 2])
+        steering = torch.optim.AdamW([{"params": list(stage.parameters())}], lr=0.01)
+        batches = samestep.shards(dataset(), world, batch_size=8)
+        state = samestep.checkpoint(path, world, model=stage, optimizer=steering, data=batches)
+        for batch in batches:
+            stage.step(batch)
+            steering.step()
+            steering.zero_grad()
+            state.commit()
+        state.save()
+        return state.resumed, stage.whole_state_dict()
+
+
+def test_a_stage_may_have_no_weights(two_ranks, tmp_path):
+    assert [resumed for resumed, _ in two_ranks(with_a_stage_without_weights, tmp_path / "run")] == [False, False]
+    assert [resumed for resumed, _ in two_ranks(with_a_stage_without_weights, tmp_path / "run")] == [True, True]

@@ -49,18 +49,23 @@ class Stages:
 
     def __init__(self, named: Mapping[str, Any]) -> None:
         self._pipelines = {name: thing for name, thing in named.items() if isinstance(thing, Pipeline)}
+        optimizers = {name: thing for name, thing in named.items() if isinstance(thing, Optimizer)}
         self._optimizers: dict[str, _Steered] = {}
-        for name, thing in named.items():
-            pipeline = self._steered(thing) if isinstance(thing, Optimizer) else None
-            if pipeline is not None:
-                self._optimizers[name] = _laid_out(name, thing, pipeline)
+        if self._pipelines and optimizers:
+            own = {name: self._steered(thing) for name, thing in optimizers.items()}
+            axis = next(iter(self._pipelines.values())).world.pipeline
+            for told in gather_json(axis, own):  # a stage may have no parameter of an optimizer that another has
+                own |= {name: of for name, of in told.items() if of is not None}
+            for name, of in own.items():
+                if of is not None:
+                    self._optimizers[name] = _laid_out(name, optimizers[name], self._pipelines[of])
 
-    def _steered(self, optimizer: Optimizer) -> Pipeline | None:
-        """Returns the pipeline whose parameters an optimizer has, if that has several stages."""
+    def _steered(self, optimizer: Optimizer) -> str | None:
+        """Returns the name of the pipeline some of whose parameters here an optimizer has."""
         given = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        for pipeline in self._pipelines.values():
+        for name, pipeline in self._pipelines.items():
             if given & {id(each) for each in pipeline.parameters()}:
-                return pipeline
+                return name
         return None
 
     def whole(self, name: str, state: State) -> State:
