@@ -385,14 +385,14 @@ def _prove(stream: socket.socket, token: bytes, about: dict[str, Any], until: fl
 
 
 def _line(stream: socket.socket, until: float) -> dict[str, Any]:
-    """Reads one line of the handshake, byte by byte: what follows belongs to the frames."""
+    """Reads one line of the handshake, and nothing behind it: what follows belongs to the frames."""
     said = bytearray()
     while not said.endswith(b"\n"):
         stream.settimeout(max(0.001, until - time.monotonic()))
-        byte = stream.recv(1)
-        if not byte or len(said) > MOST_LINE:
+        there = stream.recv(MOST_LINE, socket.MSG_PEEK)
+        if not there or len(said) > MOST_LINE:
             raise OSError(None, "it hung up before it had said who it is")
-        said += byte
+        said += stream.recv(there.find(b"\n") + 1 or len(there))
         if time.monotonic() > until:
             raise OSError(None, "it took too long to say who it is")
     with contextlib.suppress(ValueError):

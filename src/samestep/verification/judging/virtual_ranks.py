@@ -36,7 +36,7 @@ class VirtualRanks:
     def judge(self, steps: list[Event], report: Report) -> None:
         """Adds what the comparison at these steps tells."""
         runs = self._runs()
-        common = [event for event in steps if all(event["event"] in run.steps for run in runs)]
+        common = [event for event in steps if runs and all(event["event"] in run.steps for run in runs)]
         if not common:
             why = "the samples come from no DataLoader, one process cuts them otherwise, and no virtual rank ran"
             report.cover("gradients", unchecked(why))

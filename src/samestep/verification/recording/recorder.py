@@ -132,7 +132,8 @@ class Recorder(Witness):
 
     def _unseen_window(self) -> int | None:
         """The window at hand, if its values are kept and no DataLoader tells what it trains on."""
-        return self.window if self.window in SAMPLED and not self._passes else None
+        kept = self._sampled or self.window in SAMPLED  # one that an evaluation has opened; one that opens only now
+        return self.window if kept and not self._passes else None
 
     def _ends_pass(self, batch: Batch) -> bool:
         """Whether the window that begins with this batch will, as far as the last one tells, be the pass's last."""
