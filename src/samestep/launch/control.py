@@ -73,19 +73,19 @@ class Control:
 
     def _follow(self, order: dict[str, Any]) -> None:
         if order["kind"] == "stop":
-            self._leave()
-        elif order["kind"] == "preempt" and not orders.preempt(order["signal"]):
-            number = order["signal"]
+            self._leave(order["number"] or 128 + signal.SIGTERM)
+        elif order["kind"] == "preempt" and not orders.preempt(order["number"]):
+            number = order["number"]
             handles = signal.getsignal(number) not in {signal.SIG_DFL, None}
             self.tell("cannot", number=number, handles=handles)
 
-    def _leave(self) -> NoReturn:
+    def _leave(self, code: int) -> NoReturn:
         where, source = tried(self._standing_at, UNKNOWN)  # whatever that meets: this rank must go
         self.tell("waiting", where=where, source=source)
         flushing = threading.Thread(target=_flush, daemon=True)
         flushing.start()
         flushing.join(FLUSH_S)
-        os._exit(128 + signal.SIGTERM)
+        os._exit(code)
 
     def _standing_at(self) -> tuple[str | None, str | None]:
         frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001  (documented; the name only looks private)
@@ -124,9 +124,14 @@ class Pipe:
         return [json.loads(line) for line in lines], True
 
     def order(self, kind: str, number: int) -> None:
-        """Gives an order because of a signal of this number; a rank that is gone gets none."""
+        """Gives an order; a rank that is gone gets none.
+
+        Args:
+            kind: "preempt" or "stop".
+            number: of the signal that preempts; the exit code to stop with, 0 for that of one ended by SIGTERM.
+        """
         with contextlib.suppress(OSError):
-            self._socket.send(json.dumps({"kind": kind, "signal": number}).encode() + b"\n")
+            self._socket.send(json.dumps({"kind": kind, "number": number}).encode() + b"\n")
 
     def close(self) -> None:
         self._socket.close()

@@ -137,7 +137,7 @@ class Watch:
         """Gives an order to those of `ranks` that are alive; see :meth:`samestep.launch.team.Team.order`."""
         for one in [self._members[rank] for rank in ranks]:
             if what == "stop":
-                one.control.order(what, number)
+                one.control.order(what, self.verdict().exit_code)  # launchers pass one of their ranks' codes on
             elif what == "waiting":
                 where, source = place_in(self._stacks(one))
                 self.supervisor.hear(self, "waiting", {"rank": one.rank, "where": where, "source": source})
