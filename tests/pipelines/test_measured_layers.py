@@ -25,6 +25,14 @@ def test_layers_of_known_cost_are_measured(monkeypatch):
     assert [layer.split for layer in found] == [0.0] * 4
 
 
+def test_a_model_may_begin_with_an_embedding():
+    """Nothing before its values has a gradient, also while parameters want none."""
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    found = measure(list(model.named_children()), [torch.arange(10)], torch.sum, 3)
+    assert found[0].inputs == 0.0 < found[0].weights
+    assert all(layer.inputs > 0 for layer in found[1:])
+
+
 class _Whole(torch.autograd.Function):
     """A backward that does both halves whichever is asked for."""
 

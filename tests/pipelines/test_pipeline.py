@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import samestep
 from samestep.errors import DataError, ModelError, UsageError
-from samestep.pipelines.chain import layers_of, part_of, shared
+from samestep.pipelines.chain import chain_of, part_of, shared
 from samestep.pipelines.pipeline import Pipeline
 from samestep.testing import assert_same_bits
 from samestep.topology import cut_evenly
@@ -175,12 +175,12 @@ def test_the_parts_states_are_the_models(two_ranks):
 
 
 def test_layers_have_the_names_of_the_model():
-    assert [name for name, _ in layers_of(model())] == ["0", "1", "2.0", "2.1", "2.2", "3", "4", "5"]
+    assert [name for name, _ in chain_of(model()).layers] == ["0", "1", "2.0", "2.1", "2.2", "3", "4", "5"]
 
 
 def test_a_part_computes_what_its_layers_do_in_the_model():
     whole = model()
-    names = [name for name, _ in layers_of(whole)]
+    names = [name for name, _ in chain_of(whole).layers]
     x = torch.randn(3, 6)
     for cut in range(1, len(names)):
         first, second = part_of(whole, names[:cut]), part_of(whole, names[cut:])
@@ -203,14 +203,14 @@ def tied():
 
 
 def test_layers_that_share_a_weight_are_found():
-    assert shared(layers_of(tied())) == [frozenset({7, 8})]
-    assert shared(layers_of(model())) == []
+    assert shared(chain_of(tied()).layers) == [frozenset({7, 8})]
+    assert shared(chain_of(model()).layers) == []
 
 
 @pytest.mark.parametrize(
     ("make", "ends", "error", "said"),
     [
-        (Branching, [1], ModelError, "Branching is no nn.Sequential"),
+        (Branching, [1], ModelError, "Branching is no nn.Sequential: samestep.plan_pipeline cuts it"),
         (lambda: model().append(nn.BatchNorm1d(4)), [4, 9], ModelError, "layer 6 has a BatchNorm1d, whose statistics"),
         (tied, [8, 9], ModelError, "layers 5 and 6 share a weight, and are in different stages"),
         (model, [4, 7], UsageError, r"ends=\[4, 7\] do not cut 8 layers into stages"),

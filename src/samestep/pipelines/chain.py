@@ -7,6 +7,8 @@
         act: ReLU)
       2: Linear)                    a part of [1, 3):   Sequential(1: Sequential(proj: Linear, act: ReLU))
 
+Of any other model the forward is followed, and cut (see :mod:`samestep.pipelines.cutting`).
+
 A part's state_dict has the keys of the whole model's, so the parts' together are the model's, and a checkpoint of one
 is a checkpoint of the other.
 """
@@ -16,12 +18,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from samestep.errors import ModelError, UsageError
+from samestep.pipelines.cutting import Call, Recipe, Traced
 
 __all__: list[str] = []
 
@@ -52,31 +55,65 @@ def unpacked(given: tuple[Tensor, ...]) -> Any:
     return given[0] if len(given) == 1 else given
 
 
-def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns name and module of each layer, in the order in which they are called.
+class Chain(Protocol):
+    """A model as layers that are called one after another.
+
+    Attributes:
+        layers: their names and modules.
+        recipe: how the model was cut, if that cannot be read off it.
+        obstacles: to more layers, in words.
+    """
+
+    layers: list[tuple[str, nn.Module]]
+    recipe: Recipe | None
+    obstacles: list[str]
+
+    def part(self, begin: int, end: int) -> tuple[nn.Module, list[Call]]:
+        """Returns a module with what some layers have, under the model's names, and what computes each of them."""
+
+
+def chain_of(model: nn.Module, sample: Sequence[Any] | None = None, recipe: Recipe | None = None) -> Chain:
+    """Returns a model as a chain of layers.
+
+    Args:
+        model: an nn.Sequential, or any whose forward can be followed.
+        sample: inputs of a micro-batch, to follow it with.
+        recipe: of the same model, cut elsewhere; then without a sample.
 
     Raises:
-        ModelError: the model is no chain that can be read off it, or a layer cannot be in a pipeline.
+        ModelError: its forward cannot be followed, or a layer cannot be in a pipeline.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 1)))
-        >>> [name for name, _ in layers_of(model)]
+        >>> [name for name, _ in chain_of(model).layers]
         ['0', '1.0', '1.1']
     """
-    if type(model) is not nn.Sequential:
-        raise ModelError(
-            f"{type(model).__name__} is no nn.Sequential, and what its forward does between its layers cannot be read "
-            "off it: put its layers into an nn.Sequential"
-        )
-    layers = list(_flat(model, ""))
-    for name, layer in layers:
+    if type(model) is not nn.Sequential and sample is None and recipe is None:
+        raise ModelError(f"{type(model).__name__} is no nn.Sequential: samestep.plan_pipeline cuts it, with a sample")
+    chain: Chain = Listed(model) if type(model) is nn.Sequential else Traced(model, sample, recipe)
+    for name, layer in chain.layers:
         norm = next((inner for inner in layer.modules() if isinstance(inner, _BatchNorm)), None)
         if norm is not None:
             raise ModelError(
                 f"layer {name} has a {type(norm).__name__}, whose statistics would be those of a micro-batch and not "
                 "of the batch: use GroupNorm or LayerNorm in a pipeline"
             )
-    return layers
+    return chain
+
+
+class Listed:
+    """An nn.Sequential as a chain, those in it taken apart."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self._model = model
+        self.layers = list(_flat(model, ""))
+        self.recipe: Recipe | None = None
+        self.obstacles: list[str] = []
+
+    def part(self, begin: int, end: int) -> tuple[nn.Module, list[Call]]:
+        """See :class:`Chain`."""
+        own = self.layers[begin:end]
+        return part_of(self._model, [name for name, _ in own]), [layer for _, layer in own]
 
 
 def _flat(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:

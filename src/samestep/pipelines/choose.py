@@ -17,9 +17,11 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from samestep.errors import UsageError
+from samestep.errors import ModelError, UsageError
+from samestep.pipelines.agreement import check
 from samestep.pipelines.balance import Problem
-from samestep.pipelines.chain import layers_of, shared
+from samestep.pipelines.chain import chain_of, shared
+from samestep.pipelines.cutting import Recipe
 from samestep.pipelines.layers import Device, Layer, Link
 from samestep.pipelines.measure import REPEATS, measure
 from samestep.pipelines.picture import draw
@@ -29,6 +31,7 @@ from samestep.topology import cut_evenly
 
 __all__ = ["PipelinePlan", "plan_pipeline"]
 
+_FOLLOWED = 2  # samples with which a forward is followed
 AT_MOST = 8  # micro-batches for each stage, where they are chosen
 
 
@@ -47,6 +50,7 @@ class PipelinePlan:
         costs: of the stages, for a micro-batch.
         timeline: the step that is predicted.
         bound: seconds that no cut undercuts with this schedule.
+        recipe: how the model was cut into layers, if it is no nn.Sequential.
     """
 
     layers: tuple[Layer, ...]
@@ -59,6 +63,7 @@ class PipelinePlan:
     costs: Costs = field(repr=False)
     timeline: Timeline = field(repr=False)
     bound: float
+    recipe: Recipe | None = field(default=None, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -114,7 +119,8 @@ def plan_pipeline(
     """Measures a model's layers, and returns the cut and the schedule of which none is predicted to be quicker.
 
     Args:
-        model: an nn.Sequential, on the device that it is measured on.
+        model: on the device that it is measured on: an nn.Sequential, or any whose forward torch.fx can follow; it
+            stays as it is.
         sample: inputs and targets of one replica's batch, there too; dim 0 of all runs over the samples.
         loss_fn: of outputs and targets: the mean loss of a micro-batch, or all of its losses.
         stages: one for each rank of the pipeline.
@@ -126,7 +132,7 @@ def plan_pipeline(
         repeats: passes of which the median is taken.
 
     Raises:
-        ModelError: the model is no chain that can be cut.
+        ModelError: the model's forward cannot be followed, or cut into so many stages, with the line.
         UsageError: there are more stages than layers, a name is unknown, or no cut fits into memory.
 
     Example:
@@ -137,11 +143,16 @@ def plan_pipeline(
         >>> len(plan.ends), plan.micro_batches
         (2, 4)
     """
-    layers = layers_of(model)
+    inputs = [each[:_FOLLOWED] for each in sample[:-1]]
+    chain = chain_of(model, inputs)
+    if len(chain.layers) < stages and chain.obstacles:
+        raise ModelError(f"{stages} stages of {type(model).__name__}: {'; '.join(chain.obstacles[:3])}")
+    if chain.recipe is not None:
+        check(model, [layer for _, layer in chain.layers], inputs)
     devices = [Device()] * stages if devices is None else devices
     if len(devices) != stages:
         raise UsageError(f"{len(devices)} devices for {stages} stages: give one for each")
-    asked = _Asked(layers, sample, loss_fn, weight, devices, link or Link(), repeats)
+    asked = _Asked(chain.layers, chain.recipe, sample, loss_fn, weight, devices, link or Link(), repeats)
     names = list(STRAIGHT) if schedule == "auto" else [schedule]
     counts = _counts(micro_batches, stages, len(sample[-1]))
     return min((plan for count in counts for plan in asked.plans(count, names)), key=lambda plan: plan.seconds)
@@ -163,6 +174,7 @@ class _Asked:
     """What :func:`plan_pipeline` was told."""
 
     layers: Sequence[tuple[str, nn.Module]]
+    recipe: Recipe | None
     sample: Sequence[Any]
     loss_fn: Callable[[Any, Any], Tensor]
     weight: Callable[[Any], float] | None
@@ -191,6 +203,7 @@ class _Asked:
                 costs=costs,
                 timeline=simulate(plan, costs),
                 bound=split.bound,
+                recipe=self.recipe,
             )
 
     def measured(self, count: int) -> list[Layer]:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from samestep.errors import UsageError
 from samestep.pipelines.chain import unpacked
+from samestep.pipelines.cutting import Segment
 from samestep.pipelines.halves import Halves
 from samestep.pipelines.layers import Layer
 
@@ -134,10 +135,15 @@ class _Chain:
             inputs: the sample's own gradients are wanted, so that a chain without parameters' has any.
         """
         clock = _Clock(self.sample[0].device)
-        given: Any = tuple(each.detach().requires_grad_(inputs and each.is_floating_point()) for each in self.sample)
+        given: Any = tuple(_wanting(self.sample) if inputs else self.sample)
         given = _marked(clock, 0, given)
         for place, (_, layer) in enumerate(self.layers, 1):
-            given = _marked(clock, place, _called(layer, given))
+            given = _called(layer, given)
+            if inputs:  # an embedding's have none
+                given = tuple(
+                    each if each.requires_grad else one for each, one in zip(given, _wanting(given), strict=True)
+                )
+            given = _marked(clock, place, given)
         loss = self.lose(unpacked(given))
         loss.backward()  # type: ignore[no-untyped-call]
         clock.back.setdefault(0, clock.now())
@@ -175,7 +181,12 @@ class _Chain:
         first: dict[Any, int] = {}
         given: Any = tuple(self.sample)
         for number, (_, layer) in enumerate(self.layers):
-            kind = (type(layer), _shapes(layer.parameters()), _shapes(given), number == 0)
+            kind = (
+                layer.stretch.likeness if isinstance(layer, Segment) else type(layer),
+                _shapes(layer.parameters()),
+                _shapes(given),
+                number == 0,
+            )
             alike.append(first.setdefault(kind, number))
             with _counting(layer) as found:
                 given = _called(layer, tuple(_wanting(given)))

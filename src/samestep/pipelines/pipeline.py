@@ -27,7 +27,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from samestep.data.batches import sliced, tensors_of
 from samestep.errors import DataError
-from samestep.pipelines.chain import Whole, layers_of, part_of, stages_of, unpacked
+from samestep.pipelines.chain import Whole, chain_of, stages_of, unpacked
+from samestep.pipelines.cutting import Call, Recipe
 from samestep.pipelines.draws import Draws
 from samestep.pipelines.interpreter import Interpreter
 from samestep.pipelines.messages import Messages
@@ -57,7 +58,7 @@ class Pipeline(nn.Module):
     Collective: every rank of the world must make it, with the same model and arguments.
 
     Args:
-        model: an nn.Sequential; this rank keeps its own layers.
+        model: an nn.Sequential, or any with a recipe; this rank keeps its own layers.
         world: made with `pipeline=` as many ranks as hold stages.
         loss_fn: takes the model's outputs and the targets, and gives the mean loss of a micro-batch, or all losses.
         ends: by stage, the layer behind its last one.
@@ -66,6 +67,7 @@ class Pipeline(nn.Module):
         weight: of targets: how many items their mean loss is of, unmasked tokens say; their samples if None. Within a
             loop over :func:`samestep.shards` its `weight` counts, and this is not asked.
         foreseen: what the plan was made with, for the report.
+        recipe: how a model that is no nn.Sequential is cut into layers.
 
     Attributes:
         parts: this rank's stages, by number, under the names that they have in the model.
@@ -88,23 +90,25 @@ class Pipeline(nn.Module):
         micro_batches: int = 4,
         weight: Weight | None = None,
         foreseen: Foreseen | None = None,
+        recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
-        layers = layers_of(model)
-        cuts = stages_of(layers, ends, world.pipeline.size)
+        chain = chain_of(model, recipe=recipe)
+        cuts = stages_of(chain.layers, ends, world.pipeline.size)
         self.world = world
         self.number = world.next_number()
         self.micro_batches = micro_batches
         self._loss_fn, self._weight = loss_fn, weight
-        self._names = [[name for name, _ in layers[begin:end]] for begin, end in cuts]
         self._chunks = len(cuts) // world.pipeline.size
         self._plans = cache(lambda count: named(schedule, world.pipeline.size, count, self._chunks))
         self._placement = self._plans(micro_batches).placement
         own = [stage for stage, rank in enumerate(self._placement) if rank == world.pipeline.rank]
-        self.parts = {stage: part_of(model, self._names[stage]) for stage in own}  # type: ignore[arg-type]
-        for stage, part in self.parts.items():
+        self.parts: dict[int, nn.Module] = {}
+        self._layers: dict[int, list[tuple[int, Call]]] = {}
+        for stage in own:
+            part, calls = chain.part(*cuts[stage])
+            self.parts[stage], self._layers[stage] = part, list(enumerate(calls, cuts[stage][0]))
             self.add_module(f"stage{stage}", part)
-        self._layers = {stage: list(enumerate(layers))[slice(*cuts[stage])] for stage in own}
         self.whole = Whole.of(model)
         seed = tell_json(world.everyone, torch.initial_seed())
         self.draws = Draws(derive_seed(seed, "pipeline", self.number), world.data.rank, world.device)
@@ -126,7 +130,7 @@ class Pipeline(nn.Module):
 
     def _call(self, stage: int) -> Callable[[int, Tensors], Any]:
         """Returns what calls one layer after another, each with random numbers of its own."""
-        layers = [(number, layer) for number, (_, layer) in self._layers[stage]]
+        layers = self._layers[stage]
 
         def call(micro_batch: int, inputs: Tensors) -> Any:
             given: Any = unpacked(inputs)

@@ -8,6 +8,7 @@ from torch import nn
 
 from samestep.errors import UsageError
 from samestep.pipelines.choose import PipelinePlan
+from samestep.pipelines.cutting import Recipe
 from samestep.pipelines.pipeline import Pipeline
 from samestep.pipelines.report import Foreseen
 from samestep.runtime.exchange import tell_json
@@ -33,7 +34,7 @@ def pipeline(model: nn.Module, world: World, plan: PipelinePlan) -> Pipeline:
         place of forward, loss and backward, and a call of it evaluates.
 
     Raises:
-        ModelError: the model is no chain of layers, or cannot be cut so.
+        ModelError: the model is not the one that was planned for, or cannot be cut so.
         UsageError: the plan is for another number of stages than `world.pipeline` has ranks.
 
     Example:
@@ -64,8 +65,9 @@ def pipeline(model: nn.Module, world: World, plan: PipelinePlan) -> Pipeline:
                     optimizer.zero_grad()
                     state.commit()
     """
-    own = [plan.ends, plan.schedule, plan.micro_batches, plan.samples, asdict(plan.costs)]
-    ends, schedule, micro_batches, samples, costs = tell_json(world.everyone, own)
+    told = None if plan.recipe is None else plan.recipe.told()
+    own = [plan.ends, plan.schedule, plan.micro_batches, plan.samples, asdict(plan.costs), told]
+    ends, schedule, micro_batches, samples, costs, told = tell_json(world.everyone, own)
     foreseen = Foreseen(samples, micro_batches, Costs(**costs)) if len(ends) == world.pipeline.size else None
     if world.pipeline.size == 1:  # alone it holds all stages, which then are one
         ends, schedule = ends[-1:], "1f1b"
@@ -83,4 +85,5 @@ def pipeline(model: nn.Module, world: World, plan: PipelinePlan) -> Pipeline:
         micro_batches=micro_batches,
         weight=plan.weight,
         foreseen=foreseen,
+        recipe=None if told is None else Recipe.heard(told),
     )

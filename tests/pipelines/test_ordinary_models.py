@@ -1,0 +1,223 @@
+"""Models that are no nn.Sequential are cut where they can be, and stay the same models."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import ordinary
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from samestep.errors import ModelError
+from samestep.pipelines.agreement import check
+from samestep.pipelines.chain import chain_of
+from samestep.pipelines.cutting import Recipe
+from samestep.testing import assert_same_bits
+
+
+def made(name):
+    torch.manual_seed(0)
+    model, inputs, layers = ordinary.MODELS[name]
+    return model(), inputs, layers
+
+
+def loss_of(outputs, targets):
+    """Of any outputs, the mean of a loss by sample."""
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return sum((each.flatten(1).double() ** 2).mean(1).mul(targets).mean() for each in outputs)
+
+
+@pytest.mark.parametrize("name", ordinary.MODELS)
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_called_one_after_another_are_the_model(name, training):
+    """Also those of a rank that was only told where another has cut its own; a recipe passes through JSON."""
+    model, inputs, layers = made(name)
+    model.train(training)
+    before = {key: id(value) for key, value in vars(model).items()}
+    chain = chain_of(model, inputs)
+    told = Recipe.heard(json.loads(json.dumps(chain.recipe.told())))
+    again = chain_of(model, recipe=told)
+    assert told == chain.recipe == again.recipe
+    assert {key: id(value) for key, value in vars(model).items()} == before
+    assert layers is None or [each for each, _ in chain.layers] == layers
+    names = [key for cut in (chain.part(0, 2), chain.part(2, len(chain.layers))) for key in cut[0].state_dict()]
+    assert sorted(names) == sorted(model.state_dict())
+    expected = passed(model, inputs)
+    for calls in ([layer for _, layer in chain.layers], again.part(0, len(again.layers))[1]):
+        assert_same_bits(expected, passed(one_after_another(calls), inputs))
+
+
+def one_after_another(calls):
+    def call(*inputs):
+        given = inputs if len(inputs) > 1 else inputs[0]
+        for each in calls:
+            given = each(given)
+        return given
+
+    return call
+
+
+def passed(call, inputs):
+    torch.manual_seed(1)
+    found = call(*inputs)
+    return [each.detach() for each in (found if isinstance(found, tuple) else (found,))]
+
+
+def test_a_layer_has_the_mode_of_its_module():
+    """Dropout that a forward calls as a function is off in evaluation: torch.export's parts leave it on."""
+    model, inputs, _ = made("convolutions")
+    chain = chain_of(model.train(), inputs)
+    part, calls = chain.part(0, 4)
+    call = one_after_another(calls)
+    assert not torch.equal(passed(call, inputs)[0], passed(one_after_another(calls), (inputs[0] + 1,))[0])
+    torch.manual_seed(0)
+    first = call(*inputs)
+    assert not torch.equal(first, call(*inputs))
+    part.eval()
+    assert torch.equal(call(*inputs), call(*inputs))
+    assert torch.equal(call(*inputs), model.eval()(*inputs))
+
+
+def test_blocks_that_are_alike_share_their_times():
+    model, inputs, _ = made("residuals")
+    chain = chain_of(model, inputs)
+    kinds = [layer.stretch.likeness for _, layer in chain.layers]
+    assert kinds[1:5] == kinds[5:9]
+    assert len(set(kinds)) == 7
+
+
+class Values(nn.Linear):
+    def forward(self, x):
+        return x if x.sum() > 0 else super().forward(x)
+
+
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.seen = nn.Linear(6, 6), nn.Linear(6, 5), None
+
+    def forward(self, x):
+        self.seen = self.first(x)
+        return self.second(self.seen)
+
+
+class Silent(Keeps):
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.first(x)
+        return self.second(x)
+
+
+class Precise(Keeps):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.first(x)
+        return self.second(x.float())
+
+
+class Auxiliary(Keeps):
+    def forward(self, x):
+        x = self.first(x)
+        if self.training:
+            x = torch.tanh(x)
+        return self.second(x)
+
+
+class Dictionary(Keeps):
+    def forward(self, x):
+        found = {"hidden": self.first(x)}
+        return self.second(found["hidden"])
+
+
+class Several(Keeps):
+    def forward(self, x):
+        halves = x.chunk(2, 1)
+        x = self.first(x)
+        return self.second(x) + torch.cat(halves, 1)[:, :5]
+
+
+class Answers(Keeps):
+    def forward(self, x):
+        if x.size(0) == 2:
+            return self.second(self.first(x))
+        return self.second(torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            lambda: Values(6, 6),
+            r"Values decides by the values of a tensor at .*test_ordinary_models.py:\d+  return x if x.sum",
+        ),
+        (Keeps, r"Keeps's forward keeps a value of the batch in self.seen"),
+        (Silent, "gives other values or gradients in training"),
+        (Precise, "gives other values or gradients in training"),
+        (Auxiliary, r"something else in evaluation than in training, at .*x = torch.tanh\(x\)"),
+        (
+            Several,
+            r"between first and second it cannot be cut, because a tuple would have to be sent: .* x.chunk\(2, 1\)",
+        ),
+        (Answers, r"decides by a shape, which was True where the model was cut, and is False here"),
+    ],
+)
+def test_what_cannot_be_cut_says_which_line_stands_in_the_way(kind, said):
+    batch = torch.randn(8, 6), torch.ones(8)
+    model = kind()
+    before = dict(vars(model))
+    with pytest.raises(ModelError, match=said):
+        samestep.plan_pipeline(model, batch, loss_of, micro_batches=1, repeats=1)
+    assert vars(model) == before
+
+
+def test_a_dictionary_within_a_forward_is_no_obstacle():
+    model = Dictionary()
+    assert [name for name, _ in chain_of(model, [torch.randn(2, 6)]).layers] == ["first", "second"]
+
+
+def test_another_model_than_the_one_that_was_planned_for_is_refused():
+    model, inputs, _ = made("language")
+    recipe = chain_of(model, inputs).recipe
+    with pytest.raises(ModelError, match="is not what it was where the plan was made"):
+        chain_of(made("convolutions")[0], recipe=replace(recipe, answers=((), ()), inputs=1))
+
+
+def test_layers_that_are_other_than_the_model_are_found():
+    model, inputs, _ = made("convolutions")
+    layers = [layer for _, layer in chain_of(model, inputs).layers]
+    check(model, layers, inputs)
+    with pytest.raises(ModelError, match="gives other values"):
+        check(model, [*layers, nn.Tanh()], inputs)
+
+
+def trained(name, ranks, schedule):
+    model, inputs, _ = made(name)
+    batch = (*inputs, torch.linspace(1, 2, len(inputs[0])))
+    plan = samestep.plan_pipeline(model, batch, loss_of, stages=ranks, schedule=schedule, micro_batches=3, repeats=1)
+    with samestep.world(pipeline=ranks) as world:
+        stage = samestep.pipeline(model, world, plan)
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            losses.append(stage.step(batch))
+            samestep.clip_grad_norm_(stage, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        stage.eval()
+        outputs = stage(*inputs)
+        return losses, list(outputs) if isinstance(outputs, tuple) else [outputs], stage.whole_state_dict()
+
+
+@pytest.mark.parametrize("name", [name for name in ordinary.MODELS if name != "tied"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_ordinary_models_train_on_two_ranks_as_on_one(name, schedule, two_ranks):
+    """The same bits: losses, evaluations and weights, with dropout, whatever was measured and wherever it was cut."""
+    torch.set_num_threads(1)
+    alone = trained(name, 1, schedule)
+    for found in two_ranks(trained, name, 2, schedule):
+        for one, other in zip(alone[:2], found[:2], strict=True):
+            assert_same_bits(one, other)
+        assert_same_bits(alone[2], found[2])
