@@ -211,7 +211,7 @@ def trained(name, ranks, schedule):
         return losses, list(outputs) if isinstance(outputs, tuple) else [outputs], stage.whole_state_dict()
 
 
-@pytest.mark.parametrize("name", [name for name in ordinary.MODELS if name != "tied"])
+@pytest.mark.parametrize("name", ordinary.MODELS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_ordinary_models_train_on_two_ranks_as_on_one(name, schedule, two_ranks):
     """The same bits: losses, evaluations and weights, with dropout, whatever was measured and wherever it was cut."""

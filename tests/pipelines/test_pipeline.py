@@ -193,17 +193,24 @@ class Branching(nn.Module):
         return x
 
 
-def tied():
+def twice():
     made = model()
-    made[5].weight = nn.Parameter(torch.zeros(4, 8))
     made[3] = nn.Linear(12, 8)
-    made.append(nn.Linear(8, 4))
-    made[6].weight = made[5].weight
+    made.append(nn.Linear(4, 8))
+    made.append(made[5])
     return made
 
 
+def test_a_module_that_comes_twice_is_two_layers():
+    whole = twice()
+    x = torch.randn(3, 6)
+    with samestep.world() as world:
+        stage = Pipeline(whole, world, F.cross_entropy, ends=[10], micro_batches=1)
+        assert torch.equal(stage(x), whole(x))
+
+
 def test_layers_that_share_a_weight_are_found():
-    assert shared(chain_of(tied()).layers) == [frozenset({7, 8})]
+    assert shared(chain_of(twice()).layers) == [frozenset({7, 9})]
     assert shared(chain_of(model()).layers) == []
 
 
@@ -212,7 +219,7 @@ def test_layers_that_share_a_weight_are_found():
     [
         (Branching, [1], ModelError, "Branching is no nn.Sequential: samestep.plan_pipeline cuts it"),
         (lambda: model().append(nn.BatchNorm1d(4)), [4, 9], ModelError, "layer 6 has a BatchNorm1d, whose statistics"),
-        (tied, [8, 9], ModelError, "layers 5 and 6 share a weight, and are in different stages"),
+        (twice, [8, 10], ModelError, "layers 5 and 7 share a weight, and are in different stages"),
         (model, [4, 7], UsageError, r"ends=\[4, 7\] do not cut 8 layers into stages"),
         (model, [4, 4, 8], UsageError, r"ends=\[4, 4, 8\] do not cut 8 layers"),
         (model, [], UsageError, r"ends=\[\] do not cut 8 layers"),

@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from samestep.errors import ModelError, UsageError
 from samestep.pipelines.cutting import Call, Recipe, Traced
+from samestep.pipelines.ties import Tie, origin, parameters_of
 
 __all__: list[str] = []
 
@@ -46,7 +47,7 @@ class Whole:
         """Returns that of a model."""
         return cls(
             {name: each.detach().to("meta") for name, each in model.state_dict().items()},
-            {name: list(each.shape) for name, each in model.named_parameters()},
+            {name: list(each.shape) for name, each in model.named_parameters() if origin(each) is each},
         )
 
 
@@ -117,7 +118,7 @@ class Listed:
 
 
 def _flat(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
+    for name, child in module._modules.items():  # noqa: SLF001  (named_children leaves out what comes again)
         if type(child) is nn.Sequential and len(child):
             yield from _flat(child, f"{prefix}{name}.")
         else:
@@ -136,34 +137,41 @@ def part_of(model: nn.Sequential, names: Sequence[str]) -> nn.Sequential:
         head, _, rest = name.partition(".")
         inside[head].append(rest)
     part = nn.Sequential()
-    for head, child in model.named_children():
+    for head, child in model._modules.items():  # noqa: SLF001
         if head in inside:
             nested = inside[head] != [""] and isinstance(child, nn.Sequential)
             part.add_module(head, part_of(child, inside[head]) if nested else child)  # type: ignore[arg-type]
     return part
 
 
-def shared(layers: Sequence[tuple[str, nn.Module]]) -> list[frozenset[int]]:
-    """Returns the sets of layers that share a parameter or a buffer.
+def shared(layers: Sequence[tuple[str, nn.Module]], apart: Sequence[Tie] = ()) -> list[frozenset[int]]:
+    """Returns the sets of layers that share a parameter or a buffer, and more than those `apart`.
 
     >>> tied = nn.Linear(2, 2)
     >>> shared([("a", tied), ("b", nn.ReLU()), ("c", tied)])
     [frozenset({0, 2})]
     """
     holders: defaultdict[int, set[int]] = defaultdict(set)
+    free = {(layer, name) for tie in apart for layer, name in zip(tie.layers, tie.names, strict=True)}
+    for one, parameter in parameters_of(layers):
+        if (one.layer, one.name) not in free:
+            holders[id(parameter)].add(one.layer)
     for number, (_, layer) in enumerate(layers):
-        for tensor in (*layer.parameters(), *layer.buffers()):
-            holders[id(tensor)].add(number)
+        for buffer in layer.buffers():
+            holders[id(buffer)].add(number)
     return list(dict.fromkeys(frozenset(numbers) for numbers in holders.values() if len(numbers) > 1))
 
 
-def stages_of(layers: Sequence[tuple[str, nn.Module]], ends: Sequence[int], ranks: int) -> list[tuple[int, int]]:
+def stages_of(
+    layers: Sequence[tuple[str, nn.Module]], ends: Sequence[int], ranks: int, apart: Sequence[Tie] = ()
+) -> list[tuple[int, int]]:
     """Returns begin and end of the stages, if they are all layers and can be computed apart.
 
     Args:
         layers: of the model.
         ends: by stage, the layer behind its last one.
         ranks: that the stages are dealt to.
+        apart: shared weights that each layer can have a copy of.
 
     Raises:
         UsageError: the stages are not all layers, or are no multiple of the ranks.
@@ -182,7 +190,7 @@ def stages_of(layers: Sequence[tuple[str, nn.Module]], ends: Sequence[int], rank
     if len(cuts) % ranks:
         raise UsageError(f"{len(cuts)} stages cannot be dealt evenly to {ranks} ranks: give a multiple of {ranks}")
     stage_of = {layer: stage for stage, (begin, end) in enumerate(cuts) for layer in range(begin, end)}
-    for group in shared(layers):
+    for group in shared(layers, apart):
         if len({stage_of[layer] for layer in group}) > 1:
             names = " and ".join(layers[layer][0] for layer in sorted(group))
             raise ModelError(f"layers {names} share a weight, and are in different stages: put them into one")

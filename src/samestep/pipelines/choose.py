@@ -25,6 +25,7 @@ from samestep.pipelines.cutting import Recipe
 from samestep.pipelines.layers import Device, Layer, Link
 from samestep.pipelines.measure import REPEATS, measure
 from samestep.pipelines.picture import draw
+from samestep.pipelines.ties import ties_of
 from samestep.schedule.choose import STRAIGHT, named
 from samestep.schedule.simulate import Costs, Timeline, simulate
 from samestep.topology import cut_evenly
@@ -152,7 +153,8 @@ def plan_pipeline(
     devices = [Device()] * stages if devices is None else devices
     if len(devices) != stages:
         raise UsageError(f"{len(devices)} devices for {stages} stages: give one for each")
-    asked = _Asked(chain.layers, chain.recipe, sample, loss_fn, weight, devices, link or Link(), repeats)
+    together = shared(chain.layers, ties_of(model, chain.layers))
+    asked = _Asked(chain.layers, chain.recipe, together, sample, loss_fn, weight, devices, link or Link(), repeats)
     names = list(STRAIGHT) if schedule == "auto" else [schedule]
     counts = _counts(micro_batches, stages, len(sample[-1]))
     return min((plan for count in counts for plan in asked.plans(count, names)), key=lambda plan: plan.seconds)
@@ -175,6 +177,7 @@ class _Asked:
 
     layers: Sequence[tuple[str, nn.Module]]
     recipe: Recipe | None
+    together: Sequence[frozenset[int]]
     sample: Sequence[Any]
     loss_fn: Callable[[Any, Any], Tensor]
     weight: Callable[[Any], float] | None
@@ -189,7 +192,7 @@ class _Asked:
             plan = named(name, len(self.devices), count)
             halved = any(action.kind == "W" for order in plan.orders for action in order)
             layers = [replace(each, weights=each.weights + each.split) for each in measured] if halved else measured
-            problem = Problem(layers, self.devices, plan, self.link, together=shared(self.layers))
+            problem = Problem(layers, self.devices, plan, self.link, together=self.together)
             split = problem.best()
             costs = problem.costs(split.ends)
             yield PipelinePlan(

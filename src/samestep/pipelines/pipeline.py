@@ -37,6 +37,7 @@ from samestep.pipelines.reduction import Reduction
 from samestep.pipelines.report import Foreseen, PipelineReport, reported
 from samestep.pipelines.stage import Lose, Stage, Tensors
 from samestep.pipelines.stopwatch import Stopwatch
+from samestep.pipelines.ties import Copies, split, ties_of
 from samestep.replicas.buffers import equalise_buffers
 from samestep.runtime.exchange import gather_json, gather_tensors, tell_json
 from samestep.runtime.world import World
@@ -73,6 +74,7 @@ class Pipeline(nn.Module):
         parts: this rank's stages, by number, under the names that they have in the model.
         whole: the names and shapes of the whole model.
         draws: the random numbers of its layers.
+        aliases: name of a copy -> name of the weight that it is a copy of, on all stages.
 
     Raises:
         ModelError: the model cannot be cut so.
@@ -94,7 +96,9 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         chain = chain_of(model, recipe=recipe)
-        cuts = stages_of(chain.layers, ends, world.pipeline.size)
+        cuts = stages_of(chain.layers, ends, world.pipeline.size, apart=ties_of(model, chain.layers))
+        self.whole = Whole.of(model)
+        ties = split(model, chain.layers)
         self.world = world
         self.number = world.next_number()
         self.micro_batches = micro_batches
@@ -109,11 +113,13 @@ class Pipeline(nn.Module):
             part, calls = chain.part(*cuts[stage])
             self.parts[stage], self._layers[stage] = part, list(enumerate(calls, cuts[stage][0]))
             self.add_module(f"stage{stage}", part)
-        self.whole = Whole.of(model)
         seed = tell_json(world.everyone, torch.initial_seed())
         self.draws = Draws(derive_seed(seed, "pipeline", self.number), world.data.rank, world.device)
         self._training, self._forwards = cache(self._trains), cache(self._evaluates)
-        self._reduction = Reduction(self, world)
+        ranks = [self._placement[stage] for stage, (begin, end) in enumerate(cuts) for _ in range(begin, end)]
+        copies = Copies(ties, ranks, dict(self.named_parameters()), world.pipeline)
+        self.aliases = copies.aliases
+        self._reduction = Reduction(self, world, copies)
         self._watch, self._foreseen = Stopwatch(world.device), foreseen
         world.hold(self)
 
@@ -279,8 +285,8 @@ class Pipeline(nn.Module):
         own = [
             (stage, torch.linalg.vector_norm(parameter.grad, norm_type))
             for stage, part in self.parts.items()
-            for parameter in part.parameters()
-            if parameter.grad is not None
+            for name, parameter in part.named_parameters()
+            if parameter.grad is not None and name not in self.aliases
         ]
         axis = self.world.pipeline
         values = torch.stack([norm for _, norm in own]) if own else torch.zeros(0)
@@ -302,8 +308,9 @@ class Pipeline(nn.Module):
 
         Collective over the pipeline: every rank of the replica must call it.
         """
-        found = self.gathered(self.state_dict())
-        return {name: found[name] for name in self.whole.state}
+        own = {name: each for name, each in self.state_dict().items() if name not in self.aliases}
+        found = self.gathered(own)
+        return {name: found[self.aliases.get(name, name)] for name in self.whole.state}
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Returns the state of this rank's stages, under the names of the model."""

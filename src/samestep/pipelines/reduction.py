@@ -4,6 +4,8 @@
     .grad                     set aside what earlier steps left ─┐
                               g0       g0+g1    g0+g1+g2  ──▶ Σ over replicas ──▶ + what was set aside
 
+Copies of one weight in several stages (see :mod:`samestep.pipelines.ties`) are added up after that.
+
 Between the micro-batches of a step gradients are each replica's own. What earlier steps have left is of all replicas
 already: it is set aside, or it would be added up once more. Losses were divided by the weight of the whole step, so
 the sum is the gradient, and nothing is scaled.
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samestep.pipelines.ties import Copies
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -31,10 +34,12 @@ class Reduction:
     Args:
         module: whose parameters' gradients are meant.
         world: on whose data axis the replicas stand.
+        copies: of weights that several stages share.
     """
 
-    def __init__(self, module: nn.Module, world: World) -> None:
-        self._parameters = list(module.parameters())
+    def __init__(self, module: nn.Module, world: World, copies: Copies) -> None:
+        self._copies = copies
+        self._parameters = copies.parameters if world.data.size == 1 else list(module.parameters())
         self._world = world
         self._aside: dict[nn.Parameter, Tensor | None] | None = None
         self._step = -1  # in which that was set aside
@@ -43,28 +48,33 @@ class Reduction:
         """Before a micro-batch: sets aside what earlier steps have left, if it is the first of its step."""
         state = self._world.step
         goes_on = state.mean is not None and self._step == state.steps  # outside of a loop each call is a step
-        if self._world.data.size == 1 or (self._aside is not None and goes_on):
+        if self._aside is not None and goes_on:
             return
         self._aside, self._step = {each: each.grad for each in self._parameters if each.requires_grad}, state.steps
         for parameter in self._aside:
             parameter.grad = None
 
     def end(self) -> None:
-        """After a micro-batch: adds up over the replicas, if it is the last of its step. Collective over them then."""
+        """After a micro-batch: adds up over the replicas and copies, if it is the last of its step. Collective then."""
         if self._aside is None or not self._world.step.step_ends:
             return
         aside, self._aside = self._aside, None
         for parameter in aside:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for bucket in buckets(parameter.grad for parameter in aside if parameter.grad is not None):
+        if self._world.data.size > 1:
+            self._add_up(aside)
+        self._copies.add_up()
+        for parameter, earlier in aside.items():
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+    def _add_up(self, parameters: Iterable[nn.Parameter]) -> None:
+        for bucket in buckets(parameter.grad for parameter in parameters if parameter.grad is not None):
             flat = torch.cat([each.flatten() for each in bucket])
             dist.all_reduce(flat, group=self._world.data.group)
             for each, sum_ in zip(bucket, flat.split_with_sizes([each.numel() for each in bucket]), strict=True):
                 each.copy_(sum_.view_as(each))
-        for parameter, earlier in aside.items():
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
 
 def buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:

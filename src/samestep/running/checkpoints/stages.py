@@ -31,7 +31,7 @@ class _Steered:
     """An optimizer over the parameters of a pipeline.
 
     Attributes:
-        own: by group, the names of those that it has here.
+        own: by group, the names of those that it has here, copies of shared weights as well.
         whole: by group, of those that it has on all stages, in the model's order.
     """
 
@@ -115,7 +115,10 @@ def _laid_out(name: str, optimizer: Optimizer, pipeline: Pipeline) -> _Steered:
     if any("" in group for groups in told for group in groups):
         raise CheckpointError(f"{name} steers parameters of the pipeline and others: give each an optimizer of its own")
     order = {key: place for place, key in enumerate(pipeline.whole.parameters)}
-    whole = [sorted((key for group in groups for key in group), key=order.__getitem__) for groups in zip(*told)]  # noqa: B905
+    whole = [
+        sorted({key for group in groups for key in group if key in order}, key=order.__getitem__)
+        for groups in zip(*told, strict=True)
+    ]
     return _Steered(pipeline, own, whole)
 
 
@@ -132,7 +135,11 @@ def _numbers(groups: list[list[str]]) -> dict[str, int]:
 def _gathered(state: State, steered: _Steered) -> State:
     """Puts the states of the stages' optimizers together. Collective over the pipeline."""
     own, numbers = _numbers(steered.own), _numbers(steered.whole)
-    entries = {key: state.content["state"].get(number, {}) for key, number in own.items()}
+    entries = {
+        key: state.content["state"].get(number, {})
+        for key, number in own.items()
+        if key not in steered.pipeline.aliases
+    }
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
     for key, entry in entries.items():
@@ -159,10 +166,14 @@ def _cut(state: State, steered: _Steered) -> State:
     saved = [number for group in state.content["param_groups"] for number in group["params"]]
     names = [key for group in steered.whole for key in group]
     entries = {key: state.content["state"].get(number) for key, number in zip(names, saved, strict=True)}
-    own = _numbers(steered.own)
+    own, aliases = _numbers(steered.own), steered.pipeline.aliases
     groups = [
         {**group, "params": [own[key] for key in keys]}
         for group, keys in zip(state.content["param_groups"], steered.own, strict=True)
     ]
-    mine = {number: entries[key] for key, number in own.items() if entries[key] is not None}
+    mine = {}
+    for key, number in own.items():
+        entry = entries[aliases.get(key, key)]
+        if entry is not None:  # one of its own for each copy: optimizers change them in place
+            mine[number] = {name: each.clone() if isinstance(each, Tensor) else each for name, each in entry.items()}
     return replace(state, content={**state.content, "state": mine, "param_groups": groups})
