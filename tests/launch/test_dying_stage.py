@@ -1,0 +1,44 @@
+"""A stage that dies in the middle of a step: the others stop, and the last lines name it."""
+
+from __future__ import annotations
+
+import pytest
+
+BODY = """
+import samestep
+import torch
+from torch import nn
+from samestep.pipelines.pipeline import Pipeline
+
+class Layer(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        Layer.calls += 1
+        if Layer.calls == 22 and rank == int(sys.argv[1]):
+            {end}
+        return super().forward(x)
+
+with samestep.world(pipeline=2) as world:
+    layers = nn.Sequential(Layer(6, 6), Layer(6, 6))
+    stage = Pipeline(layers, world, nn.functional.mse_loss, ends=[1, 2], micro_batches=4)
+    while True:
+        stage.step((torch.ones(8, 6), torch.zeros(8, 6)))
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("raise ValueError('broken')", 1, "ValueError: broken"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "it was ended by SIGKILL (signal 9)"),
+    ],
+    ids=["raises", "killed"],
+)
+def test_the_stage_that_died_is_named(folder, rank, end, code, said):
+    done = folder.run("-n", 2, folder.script(BODY.format(end=end)), rank)
+    assert done.returncode == code, done.stderr
+    assert f"rank {rank} of 2 failed: {said}" in done.stderr
+    assert f"1 other rank ({1 - rank}) merely lost it" in done.stderr
+    assert f"rank {1 - rank} stood at train.py:" in done.stderr
+    assert folder.result["failure"]["rank"] == rank
