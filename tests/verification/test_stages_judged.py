@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import samestep
-from samestep.verification.stages import differences
+from samestep.verification.stages import differences, unlike_replicas
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,3 +99,31 @@ def test_a_pipeline_is_the_same_training_or_what_it_does_is_found(
     if not codes:
         assert report.coverage["pipeline"] == report.coverage["gradients"] == "proved"
         assert "2 stages and one process have the same bits" in report.margins["pipeline"]
+
+
+def test_ranks_that_step_one_parameter_must_agree() -> None:
+    first, second = ranks()
+    assert list(unlike_replicas([first, second, *ranks()])) == []
+    other = ranks(after={"model 1: b": "other"})
+    assert list(unlike_replicas([first, second, *other])) == [(1, "b", (1, 3))]
+
+
+@pytest.mark.parametrize(
+    ("between", "said"),
+    [
+        ("", None),
+        ("[each.grad.mul_(world.data.size) for each in stage.parameters()]", "away from that of one process"),
+    ],
+)
+def test_replicas_of_a_pipeline_are_compared_with_whole_batches_in_float64(
+    tmp_path: Path, between: str, said: str | None
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN.format(between=between), encoding="utf-8")
+    report = samestep.verify(path, ranks=4)
+    if said is None:
+        assert report.verdict == "same", report
+        assert "2 replicas of 2 stages and one process with whole batches, in float64" in report.margins["pipeline"]
+    else:
+        assert [finding.code for finding in report.errors] == ["pipeline-inexact"]
+        assert said in report.errors[0].cause

@@ -51,7 +51,7 @@ def in_float64(runner: Runner, steps: int, report: Report) -> None:
     """Compares the ranks with one process, both in float64."""
     ranks = runner.recorded(f"recording {runner.ranks} ranks in float64", runner.ranks, steps=steps, double=True)
     whole = runner.alone("in float64", ranks.record, double=True)
-    if reason := _failed(ranks) or _failed(whole):
+    if reason := failed(ranks) or failed(whole):
         report.remarks.append(f"not compared in float64: {reason}")
         return
     found = Report(ranks=report.ranks, steps=ranks.record.steps)
@@ -73,7 +73,7 @@ def in_float64(runner: Runner, steps: int, report: Report) -> None:
         report.remarks.append(f"not compared in float64: {found.coverage.get('gradients')}")
 
 
-def _failed(run: Run) -> str | None:
+def failed(run: Run) -> str | None:
     """Why a run did not come to its steps."""
     if run.ended.hung:
         return "nothing moved any more"
@@ -94,7 +94,7 @@ def bit_for_bit(runner: Runner, size: int, steps: int, report: Report) -> None:
     order: dict[str, Any] = {"steps": steps, "virtual_ranks": size, "chance": True}
     many = runner.recorded(f"{size} ranks as {size} virtual ranks", size, **order)
     one = runner.recorded(f"one process as {size} virtual ranks", 1, **order)
-    if reason := _failed(many) or _failed(one):
+    if reason := failed(many) or failed(one):
         report.remarks.append(f"not compared bit for bit with virtual ranks: {reason}")
         return
     found = next(differences(many.record.ranks[0].steps, one.record.ranks[0].steps), None)
@@ -133,12 +133,12 @@ def resumed(runner: Runner, record: Record, report: Report) -> None:
     whole = record.ranks[0].steps if record.ranks else []
     killed = runner.recorded("rank 0 killed after a save", size, killed_at=killed_at, **order)
     if killed.record.ranks and killed.record.ranks[0].ended is not None:
-        why = _failed(killed) or "the training ended before a checkpoint was complete"
+        why = failed(killed) or "the training ended before a checkpoint was complete"
         report.cover("checkpoint", unchecked(why))
         return
     run = runner.recorded("resuming", size, steps=record.steps, **order)
     if not run.record.ranks or not run.record.ranks[0].steps:
-        report.cover("checkpoint", unchecked(f"nothing was trained after the resume: {_failed(run)}"))
+        report.cover("checkpoint", unchecked(f"nothing was trained after the resume: {failed(run)}"))
         return
     steps = run.record.ranks[0].steps
     begun = next((step["event"] for step in whole if not [*differences([step | _BEFORE], [steps[0] | _BEFORE])]), None)

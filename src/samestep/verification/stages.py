@@ -4,23 +4,28 @@
     rank 1, stage 1   3.weight  ┴── together, step by step, bit for bit ┴ 3.weight   one process, all stages on it
 
 Each rank has a part of the parameters, so ranks are compared with one process and not with each other. The script's own
-dropout is on. With several replicas sums are taken in another order, and bits are other ones: those are not compared
-yet.
+dropout is on. With several replicas sums are taken in another order, and bits are other ones: replicas are compared
+with each other, bit for bit, and their gradients with those of one process, both in float64 and without dropout.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from samestep.verification.findings import PROVED, Finding, unchecked
+from samestep.verification import numerics
+from samestep.verification.equality import failed
+from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.states import staged
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__: list[str] = []
 
@@ -36,8 +41,7 @@ def judge(runner: Runner, record: Record, report: Report) -> None:
     if told is None or report.errors:
         return
     if told["replicas"] > 1:
-        why = f"{told['replicas']} replicas of {told['stages']} stages: they are compared where there is one"
-        report.cover("pipeline", unchecked(f"{why}, as on {told['stages']} ranks"))
+        _judge_replicas(runner, told, min(record.steps, _MOST_STEPS), report)
         return
     order: dict[str, Any] = {
         "steps": min(record.steps, _MOST_STEPS),
@@ -61,19 +65,93 @@ def judge(runner: Runner, record: Record, report: Report) -> None:
         return
     step, tensor, why = found
     cause = f"{plural(told['stages'], 'stage')} and one process with the same micro-batches {why} at step {step}"
-    report.add(
-        [
-            Finding(
-                code="pipeline-inexact",
-                property="pipeline",
-                step=step,
-                tensor=tensor,
-                where=told["where"],
-                cause=cause,
-                fix="samestep verify --explain pipeline-inexact",
-            )
-        ]
+    report.add([_inexact(told, step, tensor, cause)])
+
+
+def _inexact(told: Event, step: int, tensor: str, cause: str) -> Finding:
+    return Finding(
+        code="pipeline-inexact",
+        property="pipeline",
+        step=step,
+        tensor=tensor,
+        where=told["where"],
+        cause=cause,
+        fix="samestep verify --explain pipeline-inexact",
     )
+
+
+# --- several replicas ---------------------------------------------------------------------------------
+
+
+def _judge_replicas(runner: Runner, told: Event, steps: int, report: Report) -> None:
+    order: dict[str, Any] = {"steps": steps, "micro_batches": told["micro_batches"], "double": True}
+    what = f"{told['replicas']} replicas of {plural(told['stages'], 'stage')}"
+    many = runner.recorded(f"{what} in float64", runner.ranks, everywhere=True, **order)
+    one = runner.recorded("one process in float64, with whole batches", 1, **order)
+    if reason := failed(many) or failed(one):
+        report.cover("pipeline", unchecked(f"not compared in float64: {reason}"))
+        return
+    unlike = next(unlike_replicas([rank.steps for rank in many.record.ranks]), None)
+    if unlike is not None:
+        step, tensor, ranks = unlike
+        cause = f"{what}: behind step {step} ranks {ranks[0]} and {ranks[1]} have other bits in {tensor}, which is one"
+        report.add([_inexact(told, step, tensor, cause)])
+        return
+    worst, compared = 0.0, 0
+    for step, names, ours, theirs in _gradients(many.record, one.record):
+        apart = numerics.distance(ours, theirs)
+        worst, compared = max(worst, apart.worst), compared + 1
+        if apart.worst > numerics.limit(0.0, theirs):
+            tensor = names[apart.tensor]
+            cause = (
+                f"{what} in float64: at step {step} the gradient of {tensor} is {apart.worst:.1e} of its norm away "
+                "from that of one process with the whole batch"
+            )
+            report.add([_inexact(told, step, tensor, cause)])
+            return
+    if not compared:
+        report.cover("pipeline", unchecked("no stage and one process have kept the gradients of the same step"))
+        return
+    for name in ("gradients", "parameters", "initial_state", "parameter_order", "data"):
+        report.cover(name, AGREES)
+    report.cover("pipeline", AGREES)
+    report.margins["pipeline"] = (
+        f"{what} and one process with whole batches, in float64, without dropout: gradients within {worst:.1e} of a "
+        f"tensor's norm at {plural(compared, 'step')}; replicas have the same bits in all parameters"
+    )
+
+
+def unlike_replicas(ranks: Sequence[Sequence[Event]]) -> Iterator[tuple[int, str, tuple[int, int]]]:
+    """Yields step, tensor and two ranks, where ranks that step the same parameter do not come to the same bits.
+
+    Args:
+        ranks: by rank, its steps.
+    """
+    for number, events in enumerate(zip(*ranks, strict=False)):
+        known: dict[str, tuple[Any, int]] = {}
+        for rank, event in enumerate(events):
+            after, own = _bare(event["after"]), _bare(event["gradients"])
+            for name in own:
+                value, first = known.setdefault(name, (after.get(name), rank))
+                if value != after.get(name):
+                    yield number, name, (first, rank)
+
+
+def _gradients(many: Record, one: Record) -> Iterator[tuple[int, list[str], list[Tensor | None], list[Tensor | None]]]:
+    """Yields step, names, and the gradients of the ranks together and of one process, where both have kept them."""
+    for number, theirs in enumerate(one.ranks[0].steps[: min(many.steps, one.steps)]):
+        events = [(rank.number, rank.steps[number]) for rank in many.ranks]
+        if theirs["kept"] is None or any(event["kept"] is None for _, event in events):
+            continue
+        right = _valued(theirs, one.value(0, theirs["kept"]))
+        ours: dict[str, Tensor | None] = {}
+        for rank, event in events:
+            ours = _valued(event, many.value(rank, event["kept"])) | ours
+        yield number, list(right), [ours.get(name) for name in right], list(right.values())
+
+
+def _valued(event: Event, values: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+    return dict(zip(_bare(event["gradients"]), values, strict=True))
 
 
 def differences(ranks: Sequence[Sequence[Event]], alone: Sequence[Event]) -> Iterator[tuple[int, str, str]]:

@@ -5,7 +5,8 @@ world          with virtual ranks, where a run is ordered to have them
 replicate      in float64, likewise; virtual ranks have statistics of BatchNorm of their own; three ranks and more add
                in rank order where a run that was stopped shall have the bits of one that was not; codecs always do.
                In float64 and on virtual ranks nothing is compressed
-pipeline       with as many micro-batches as another run had: a plan is made of times, which differ from run to run
+pipeline       with as many micro-batches as another run had: a plan is made of times, which differ from run to run;
+               in float64
 shards         in float64; one process takes the micro-batches of all ranks together, as BatchNorm does
 """
 
@@ -52,6 +53,12 @@ def _replicated(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _planned(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    if order.get("double"):
+        from samestep.pipelines.pipeline import Pipeline
+
+        (kwargs["model"] if "model" in kwargs else args[0]).double()
+        Pipeline.step = _doubling(Pipeline.step)  # type: ignore[method-assign]
+        Pipeline.forward = _doubling(Pipeline.forward)  # type: ignore[method-assign]
     plan = kwargs["plan"] if "plan" in kwargs else args[2]
     plan = replace(plan, micro_batches=order["micro_batches"])
     return args[:2], {name: value for name, value in kwargs.items() if name != "plan"} | {"plan": plan}
@@ -84,6 +91,14 @@ def kill_once_saved(saves: Path) -> None:
         if any(saves.glob("*/step-*")):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.02)
+
+
+def _doubling(call: Any) -> Any:
+    @functools.wraps(call)
+    def doubling(stage: Any, *batch: Any) -> Any:
+        return call(stage, *doubled(list(batch)))
+
+    return doubling
 
 
 def _cast(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

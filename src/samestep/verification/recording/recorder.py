@@ -241,8 +241,8 @@ class Recorder(Witness):
         return float(self._scaled.get_scale()) if self._scaled is not None and self._scaled.is_enabled() else 1.0
 
     def _keep(self, value: Callable[[], Any]) -> int | None:
-        """Of replicas the first rank's values are enough; of what is cut every rank keeps its parts."""
-        if self.rank and not self.optimizers.are_cut:
+        """Of replicas the first rank's values are enough; of what is cut, or if so ordered, all keep theirs."""
+        if self.rank and not self.optimizers.are_cut and not self.order.get("everywhere"):
             return None
         return self.journal.keep(lambda path: save_unseen(value(), path))
 
