@@ -29,14 +29,18 @@ class _Passes(torch.autograd.Function):
 
 
 class Takes(nn.Module):
-    """A layer of known cost; `kind` is the size of its weight, by which layers are told apart."""
+    """A layer of known cost; `kind` is the size of its weight, by which layers are told apart.
 
-    def __init__(self, clock, kind, *seconds):
+    It takes `seconds` (forward, backward for inputs, for weights) for a micro-batch, and `each` times as much for each
+    sample in it.
+    """
+
+    def __init__(self, clock, kind, *seconds, each=0.0):
         super().__init__()
-        self.clock, self.seconds = clock, seconds
+        self.clock, self.seconds, self.each = clock, seconds, each
         self.weight = nn.Parameter(torch.ones(kind))
 
     def forward(self, x):
-        ahead, inputs, weights = self.seconds
+        ahead, inputs, weights = (one * (1 + self.each * len(x)) for one in self.seconds)
         weight = _Passes.apply(self.weight, self.clock, 0.0, weights)
         return _Passes.apply(x, self.clock, ahead, inputs) + 0 * weight.sum()

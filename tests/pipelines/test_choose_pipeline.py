@@ -59,6 +59,31 @@ def test_devices_and_links_count(chain):
     assert planned(link=Link(latency=1.0)).seconds > planned().seconds
 
 
+def test_another_batch_and_split_size_is_answered_by_t_of_b(monkeypatch):
+    """96 : 16 against 120 : 20. Both have 6 micro-batches and as much bubble; what starting a kernel takes decides."""
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
+
+    def model(each):
+        return nn.Sequential(*(Takes(clock, number + 1, 1.0, 1.0, 1.0, each=each) for number in range(6)))
+
+    plan = plan_pipeline(model(0.1), BATCH, F.mse_loss, schedule="fill-drain", repeats=1)
+    for samples, size in ((96, 16), (120, 20), (40, 40)):
+        count, cost = samples // size, 1 + 0.1 * size
+        expected = cost * ((3 + 5) + (3 + 6) + (count - 1) * (3 + 6))
+        assert plan.ends == (3, 6)
+        assert plan.seconds_of(samples, count) == pytest.approx(expected, rel=1e-9)
+    assert plan.seconds_of(120, 6) / 120 < plan.seconds_of(96, 6) / 96
+    assert plan.seconds_of(96, plan.micro_batches) == plan.seconds == plan.tried[plan.micro_batches]
+    assert list(plan.tried) == [1, 2, 4, 8, 16]
+    assert "ms a step by micro-batches  1: 180200.0, 2: " in str(plan)
+    one = plan_pipeline(model(0.1), BATCH, F.mse_loss, micro_batches=6, repeats=1)
+    with pytest.raises(UsageError, match="measured for micro-batches of 16 samples alone, and 20 are asked for"):
+        one.seconds_of(120, 6)
+    with pytest.raises(UsageError, match="4 samples in 5 micro-batches"):
+        one.seconds_of(4, 5)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

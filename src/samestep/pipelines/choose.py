@@ -10,7 +10,7 @@ bubble, and differ in what kernels make of 16 or 20 samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,12 +21,14 @@ from samestep.errors import ModelError, UsageError
 from samestep.pipelines.agreement import check
 from samestep.pipelines.balance import Problem
 from samestep.pipelines.chain import chain_of, shared
+from samestep.pipelines.curves import layers_at
 from samestep.pipelines.cutting import Recipe
 from samestep.pipelines.layers import Device, Layer, Link
 from samestep.pipelines.measure import REPEATS, measure
 from samestep.pipelines.picture import draw
 from samestep.pipelines.ties import ties_of
 from samestep.schedule.choose import STRAIGHT, named
+from samestep.schedule.plan import Plan
 from samestep.schedule.simulate import Costs, Timeline, simulate
 from samestep.topology import cut_evenly
 
@@ -52,6 +54,10 @@ class PipelinePlan:
         timeline: the step that is predicted.
         bound: seconds that no cut undercuts with this schedule.
         recipe: how the model was cut into layers, if it is no nn.Sequential.
+        sizes: samples of a micro-batch -> the layers, as measured.
+        tried: micro-batches -> seconds of the best step with so many.
+        devices: by stage.
+        link: between a stage and the next.
     """
 
     layers: tuple[Layer, ...]
@@ -65,6 +71,10 @@ class PipelinePlan:
     timeline: Timeline = field(repr=False)
     bound: float
     recipe: Recipe | None = field(default=None, repr=False)
+    sizes: Mapping[int, Sequence[Layer]] = field(default_factory=dict, repr=False)
+    tried: Mapping[int, float] = field(default_factory=dict, repr=False)
+    devices: Sequence[Device] = field(default=(), repr=False)
+    link: Link = field(default_factory=Link, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -75,6 +85,31 @@ class PipelinePlan:
     def alone(self) -> float:
         """What one device would take for the same micro-batches."""
         return self.micro_batches * sum(layer.forward + layer.inputs + layer.weights for layer in self.layers)
+
+    def seconds_of(self, samples: int, micro_batches: int) -> float:
+        """Returns what a step with another batch is predicted to take, cut and ordered as here.
+
+        Sizes of micro-batches that were not measured are taken from t(b) = alpha + beta b of those that were.
+
+        Args:
+            samples: of one replica's batch.
+            micro_batches: that it is cut into.
+
+        Raises:
+            UsageError: a single size was measured, and it is another; or there are fewer samples than micro-batches.
+
+        Example:
+            >>> import torch
+            >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+            >>> batch = torch.randn(96, 4), torch.zeros(96, dtype=torch.int64)
+            >>> plan = plan_pipeline(model, batch, nn.functional.cross_entropy, repeats=1)
+            >>> per_sample = {b: plan.seconds_of(b, 6) / b for b in (96, 120)}  # micro-batches of 16 and of 20
+        """
+        if not 1 <= micro_batches <= samples:
+            raise UsageError(f"{samples} samples in {micro_batches} micro-batches: each must have one at least")
+        plan = named(self.schedule, len(self.ends), micro_batches)
+        layers = _halved(layers_at(self.sizes, -(-samples // micro_batches)), plan)
+        return simulate(plan, Problem(layers, self.devices, plan, self.link).costs(self.ends)).seconds
 
     def gantt(self, file: str | Path) -> None:
         """Draws the step that is predicted, in a page that needs no network.
@@ -101,6 +136,9 @@ class PipelinePlan:
             f"  predicted {1e3 * self.seconds:.1f} ms a step, {self.alone / self.seconds:.2f} times as quick as one "
             f"device; {100 * self.timeline.idle:.0f} % idle; {proved}"
         )
+        if len(self.tried) > 1:
+            told = ", ".join(f"{count}: {1e3 * seconds:.1f}" for count, seconds in sorted(self.tried.items()))
+            lines.append(f"  ms a step by micro-batches  {told}")
         return "\n".join(lines)
 
 
@@ -157,7 +195,9 @@ def plan_pipeline(
     asked = _Asked(chain.layers, chain.recipe, together, sample, loss_fn, weight, devices, link or Link(), repeats)
     names = list(STRAIGHT) if schedule == "auto" else [schedule]
     counts = _counts(micro_batches, stages, len(sample[-1]))
-    return min((plan for count in counts for plan in asked.plans(count, names)), key=lambda plan: plan.seconds)
+    best = [min(asked.plans(count, names), key=lambda plan: plan.seconds) for count in counts]
+    tried = {plan.micro_batches: plan.seconds for plan in best}
+    return replace(min(best, key=lambda plan: plan.seconds), tried=tried)
 
 
 def _counts(asked: int | Literal["auto"], stages: int, samples: int) -> list[int]:
@@ -184,14 +224,14 @@ class _Asked:
     devices: Sequence[Device]
     link: Link
     repeats: int
+    sizes: dict[int, list[Layer]] = field(default_factory=dict)
 
     def plans(self, count: int, names: Sequence[str]) -> Iterator[PipelinePlan]:
         """Yields the best cut under each schedule of so many micro-batches."""
         measured = self.measured(count)
         for name in names:
             plan = named(name, len(self.devices), count)
-            halved = any(action.kind == "W" for order in plan.orders for action in order)
-            layers = [replace(each, weights=each.weights + each.split) for each in measured] if halved else measured
+            layers = _halved(measured, plan)
             problem = Problem(layers, self.devices, plan, self.link, together=self.together)
             split = problem.best()
             costs = problem.costs(split.ends)
@@ -207,6 +247,9 @@ class _Asked:
                 timeline=simulate(plan, costs),
                 bound=split.bound,
                 recipe=self.recipe,
+                sizes=self.sizes,
+                devices=self.devices,
+                link=self.link,
             )
 
     def measured(self, count: int) -> list[Layer]:
@@ -218,4 +261,13 @@ class _Asked:
             losses = self.loss_fn(outputs, targets)
             return losses if losses.dim() == 0 else losses.mean()
 
-        return measure(self.layers, inputs, lose, self.repeats)
+        found = measure(self.layers, inputs, lose, self.repeats)
+        self.sizes[end - begin] = found
+        return found
+
+
+def _halved(layers: Sequence[Layer], plan: Plan) -> list[Layer]:
+    """Returns what layers cost under a schedule: backwards in halves may take more."""
+    if not any(action.kind == "W" for order in plan.orders for action in order):
+        return list(layers)
+    return [replace(each, weights=each.weights + each.split) for each in layers]
