@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -150,6 +152,32 @@ class Library(nn.Module):
         return self.head(x[:, -1])
 
 
+class Encoder(nn.Module):
+    """The language model of the tutorials, with torch.nn's stack of layers and a causal mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True)
+        self.tokens, self.encoder, self.head = nn.Embedding(20, 8), nn.TransformerEncoder(layer, 2), nn.Linear(8, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.size(1))
+        return self.head(self.encoder(self.tokens(x) * math.sqrt(8), mask, is_causal=True))
+
+
+class Translator(nn.Module):
+    """An nn.Transformer, encoder and decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.transformer = nn.Transformer(8, 2, 2, 2, 16, 0.1, batch_first=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(y.size(1))
+        return self.head(self.transformer(self.tokens(x), self.tokens(y), tgt_mask=mask, tgt_is_causal=True))
+
+
 IMAGES = (torch.linspace(0, 1, 6 * 81).sin().view(6, 1, 9, 9),)
 TEXT = (torch.arange(30).view(6, 5) % 20, torch.arange(30).view(6, 5) % 7 > 0)
 NUMBERS = (torch.linspace(-1, 1, 36).view(6, 6),)
@@ -163,5 +191,17 @@ MODELS = {
     "language": (Language, TEXT, None),
     "tied": (Tied, TEXT[:1], ["tokens", "hidden", "head"]),
     "around": (Around, NUMBERS, ["first", "blocks.0", "blocks.1", "last"]),
+    "encoder": (Encoder, TEXT[:1], ["tokens", "encoder.layers.0", "encoder.layers.1", "head"]),
+    "translator": (
+        Translator,
+        (TEXT[0], TEXT[0].flip(1)),
+        ["tokens", "tokens (2)"]
+        + [
+            f"transformer.{part}.{layer}"
+            for part in ("encoder", "decoder")
+            for layer in ("layers.0", "layers.1", "norm")
+        ]
+        + ["head"],
+    ),
     "library": (Library, (torch.linspace(-1, 1, 240).view(6, 5, 8),), ["blocks.0", "blocks.1", "head"]),
 }

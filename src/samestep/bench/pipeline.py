@@ -1,6 +1,6 @@
 """A pipeline's step beside what was predicted of it, and beside torch's own schedule of the same stages.
 
-    stages that wait     known cost, no core: how near a step comes to what its schedule allows
+    stages that wait     of known cost, measured as plan_pipeline does: how near a step comes to what its schedule allows
     blocks of layers     measured, cut and predicted by plan_pipeline: how true a prediction is
     the same blocks      ours and torch.distributed.pipelining's 1F1B in alternating pairs, in the same processes
 
@@ -93,13 +93,18 @@ def compare(repeats: int, device: str | None) -> Found:
 
 
 def waiting(world: World, schedule: str, repeats: int) -> Times:
-    """Returns times of steps of stages that wait, and what they would be at best. Collective."""
+    """Returns times of steps of stages that wait, and what is predicted of them. Collective."""
     import torch
     from torch.nn import functional
 
+    from samestep.pipelines.balance import Problem
+    from samestep.pipelines.choose import halved
+    from samestep.pipelines.layers import Device
+    from samestep.pipelines.measure import REPEATS, measure
     from samestep.pipelines.pipeline import Pipeline
+    from samestep.runtime.exchange import tell_json
     from samestep.schedule.choose import named
-    from samestep.schedule.simulate import Costs, simulate
+    from samestep.schedule.simulate import simulate
 
     stages = world.pipeline.size
     stage = Pipeline(
@@ -110,9 +115,10 @@ def waiting(world: World, schedule: str, repeats: int) -> Times:
         schedule=schedule,
         micro_batches=MICRO_BATCHES,
     )
-    half = BACKWARD_S / 2
-    costs = Costs([FORWARD_S] * stages, [half] * stages, [half] * stages)
-    predicted = simulate(named(schedule, stages, MICRO_BATCHES), costs).seconds
+    measured = measure(list(waits(stages).named_children()), [torch.ones(1, 4)], torch.sum, REPEATS)
+    plan = named(schedule, stages, MICRO_BATCHES)
+    problem = Problem(halved(measured, plan), [Device()] * stages, plan)
+    predicted = tell_json(world.everyone, simulate(plan, problem.costs(range(1, stages + 1))).seconds)
     batch = torch.ones(MICRO_BATCHES, 4), torch.zeros(MICRO_BATCHES, 4)
     return against(world, stepper(stage, batch), predicted, repeats)
 

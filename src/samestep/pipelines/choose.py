@@ -108,7 +108,7 @@ class PipelinePlan:
         if not 1 <= micro_batches <= samples:
             raise UsageError(f"{samples} samples in {micro_batches} micro-batches: each must have one at least")
         plan = named(self.schedule, len(self.ends), micro_batches)
-        layers = _halved(layers_at(self.sizes, -(-samples // micro_batches)), plan)
+        layers = halved(layers_at(self.sizes, -(-samples // micro_batches)), plan)
         return simulate(plan, Problem(layers, self.devices, plan, self.link).costs(self.ends)).seconds
 
     def gantt(self, file: str | Path) -> None:
@@ -231,7 +231,7 @@ class _Asked:
         measured = self.measured(count)
         for name in names:
             plan = named(name, len(self.devices), count)
-            layers = _halved(measured, plan)
+            layers = halved(measured, plan)
             problem = Problem(layers, self.devices, plan, self.link, together=self.together)
             split = problem.best()
             costs = problem.costs(split.ends)
@@ -266,7 +266,7 @@ class _Asked:
         return found
 
 
-def _halved(layers: Sequence[Layer], plan: Plan) -> list[Layer]:
+def halved(layers: Sequence[Layer], plan: Plan) -> list[Layer]:
     """Returns what layers cost under a schedule: backwards in halves may take more."""
     if not any(action.kind == "W" for order in plan.orders for action in order):
         return list(layers)

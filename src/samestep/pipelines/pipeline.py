@@ -282,18 +282,16 @@ class Pipeline(nn.Module):
 
     def gradient_norms(self, norm_type: float = 2.0) -> list[Tensor]:
         """Returns the norm of each gradient of the whole model, in its order. Collective over the pipeline."""
-        own = [
-            (stage, torch.linalg.vector_norm(parameter.grad, norm_type))
-            for stage, part in self.parts.items()
-            for name, parameter in part.named_parameters()
+        own = {
+            name: torch.linalg.vector_norm(parameter.grad, norm_type)
+            for name, parameter in self.named_parameters()
             if parameter.grad is not None and name not in self.aliases
-        ]
+        }
         axis = self.world.pipeline
-        values = torch.stack([norm for _, norm in own]) if own else torch.zeros(0)
-        stages = [stage for told in gather_json(axis, [stage for stage, _ in own]) for stage in told]
-        norms = torch.cat(gather_tensors(axis, values))
-        pairs = sorted(zip(stages, norms, strict=True), key=lambda pair: pair[0])  # those of a stage are in order
-        return [norm for _, norm in pairs]
+        names = [name for told in gather_json(axis, list(own)) for name in told]
+        values = torch.stack(list(own.values())) if own else torch.zeros(0)
+        norms = dict(zip(names, torch.cat(gather_tensors(axis, values)), strict=True))
+        return [norms[name] for name in self.whole.parameters if name in norms]
 
     def gathered(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns what all ranks of the pipeline have, under its names, on the host of each. Collective over it.

@@ -5,9 +5,9 @@
         x = F.relu(self.conv(x))        ──▶      conv, relu          self.conv(x), relu(conv)
         return self.head(x.view(b, -1))          view, head          …                            output
 
-Layers of torch.nn are not looked into, nor is a module whose forward cannot be followed. What the forward decides by
-shapes (`if t > 64`, `range(t)`) it decides in every run as in this one: a check is put there, and a batch that would
-decide otherwise is an error. What it decides by values cannot be followed, and the line is named.
+Layers of torch.nn are not looked into, but for its Transformers; nor is a module whose forward cannot be followed. What
+the forward decides by shapes (`if t > 64`, `range(t)`) it decides in every run as in this one: a check is put there,
+and a batch that would decide otherwise is an error. What it decides by values cannot be followed, and the line is named.
 
 Tracing is torch.fx's; that leaves what a forward asks of a number without an answer.
 """
@@ -147,7 +147,10 @@ class _Tracer(fx.Tracer):
         self.computing = False  # what is called now is not followed
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name in self._leaves or super().is_leaf_module(m, module_qualified_name)
+        stacked = type(m) in {nn.Transformer, *_STACKS}
+        return module_qualified_name in self._leaves or (
+            not stacked and super().is_leaf_module(m, module_qualified_name)
+        )
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
         del is_module, concrete_args
@@ -161,6 +164,8 @@ class _Tracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.computing:
             return forward(*args, **kwargs)
+        if type(m) in _STACKS:
+            forward = functools.partial(_STACKS[type(m)], m)
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
@@ -220,6 +225,30 @@ class _Tracer(fx.Tracer):
         checked = self.create_proxy("call_function", as_before, (proxy, answer, ""), {})
         checked.node.args = (proxy.node, answer, line_of(checked.node))
         return answer
+
+
+def _encoded(
+    encoder: Any, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool | None = None
+) -> Any:
+    """What an nn.TransformerEncoder does, without looking whether a mask's values are causal."""
+    for layer in encoder.layers:
+        src = layer(src, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=bool(is_causal))
+    return src if encoder.norm is None else encoder.norm(src)
+
+
+def _decoded(decoder: Any, tgt: Any, memory: Any, *masks: Any, tgt_is_causal: bool | None = None, **named: Any) -> Any:
+    """What an nn.TransformerDecoder does, likewise."""
+    names = ("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
+    named |= dict(zip(names, masks, strict=False))
+    for layer in decoder.layers:
+        tgt = layer(tgt, memory, tgt_is_causal=bool(tgt_is_causal), **named)
+    return tgt if decoder.norm is None else decoder.norm(tgt)
+
+
+_STACKS: dict[type[nn.Module], Callable[..., Any]] = {
+    nn.TransformerEncoder: _encoded,
+    nn.TransformerDecoder: _decoded,
+}
 
 
 class _DecidesByValueError(Exception):
