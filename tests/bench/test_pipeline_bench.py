@@ -10,18 +10,22 @@ import samestep
 from samestep.bench import pipeline
 from samestep.bench.harness import Options
 from samestep.errors import UsageError
+from samestep.pipelines.layers import Link
 from samestep.pipelines.pipeline import Pipeline
 
 
 def waited():
     with samestep.world(pipeline=2) as world:
-        return pipeline.waiting(world, "zero-bubble", 2)
+        return pipeline.waiting(world, "fill-drain", Link(latency=0.001), 2), pipeline.rebalanced(world, 2)
 
 
 def test_stages_that_wait_take_what_their_schedule_allows_or_longer(two_ranks):
-    for ours, predicted in two_ranks(waited):
-        assert predicted == (pytest.approx(0.25),) * 2  # 8 x 30 ms, and the first forward
-        assert min(ours) >= 0.25
+    for (ours, predicted), ((even, uneven), figures) in two_ranks(waited):
+        assert len(set(predicted)) == 1
+        assert min(*ours, *predicted) >= 9 * 0.030  # 8 micro-batches, and the other stage's first and last
+        assert min(even) >= 7 * 7 / 8 * 0.030
+        assert min(uneven) >= 6.5 * 0.030
+        assert figures["predicted_ratio"] == pytest.approx(18.375 / 19.5)
 
 
 def beside():

@@ -33,6 +33,17 @@ def test_a_model_may_begin_with_an_embedding():
     assert all(layer.inputs > 0 for layer in found[1:])
 
 
+def test_the_loss_is_the_last_layers(monkeypatch):
+    """Of a large vocabulary it takes longer than any layer."""
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
+    loss = Takes(clock, 9, 30.0, 50.0, 0.0)
+    layers = [(str(number), Takes(clock, number + 1, 1.0, 2.0, 3.0)) for number in range(2)]
+    first, last = measure(layers, [torch.ones(3, 5)], lambda outputs: loss(outputs).sum(), 3)
+    assert (first.forward, first.inputs, first.weights) == (1.0, 0.0, 3.0)
+    assert (last.forward, last.inputs, last.weights) == (31.0, 52.0, 3.0)
+
+
 class _Whole(torch.autograd.Function):
     """A backward that does both halves whichever is asked for."""
 

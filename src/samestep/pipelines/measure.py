@@ -3,10 +3,10 @@
     x ─●─ layer 0 ─●─ layer 1 ─●─ layer 2 ─●─ loss        ●: a mark, which notes when values, and gradients, pass it
       ◀●◀──────────●◀──────────●◀──────────●◀
 
-So caches, allocator and fusion are those of a step. torchgpipe copies each layer, runs it alone and waits for the
-device after each; DeepSpeed counts parameters. A first layer has no gradient to pass on, and a cheaper backward: it is
-measured so too. What a backward takes for inputs alone is measured with parameters that want no gradient, and what
-both halves apart take more than a whole one by doing both, layer for layer.
+So caches, allocator and fusion are those of a step, and the loss is the last layer's. torchgpipe copies each layer,
+runs it alone and waits for the device after each; DeepSpeed counts parameters. A first layer has no gradient to pass
+on, and a cheaper backward: it is measured so too. What a backward takes for inputs alone is measured with parameters
+that want no gradient, and what both halves apart take more than a whole one by doing both, layer for layer.
 
 The median of several passes is taken, after some that are thrown away. Layers of one class, with parameters and inputs
 of the same shapes, are one and the same, and share the median of all: their times differ by noise.
@@ -144,10 +144,12 @@ class _Chain:
                     each if each.requires_grad else one for each, one in zip(given, _wanting(given), strict=True)
                 )
             given = _marked(clock, place, given)
+        count = len(self.layers)
         loss = self.lose(unpacked(given))
+        clock.ahead[count] = begin = clock.now()  # the loss belongs to the last layer, both ways
         loss.backward()  # type: ignore[no-untyped-call]
         clock.back.setdefault(0, clock.now())
-        count = len(self.layers)
+        clock.back[count] = begin
         forward = [clock.ahead[place + 1] - clock.ahead[place] for place in range(count)]
         return forward, list(_spent(clock.back, count))
 

@@ -7,7 +7,7 @@
 
 Layers of torch.nn are not looked into, but for its Transformers; nor is a module whose forward cannot be followed. What
 the forward decides by shapes (`if t > 64`, `range(t)`) it decides in every run as in this one: a check is put there,
-and a batch that would decide otherwise is an error. What it decides by values cannot be followed, and the line is named.
+and a batch that would decide otherwise is an error. What it decides by values cannot be followed: the line is named.
 
 Tracing is torch.fx's; that leaves what a forward asks of a number without an answer.
 """
