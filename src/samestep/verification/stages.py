@@ -58,9 +58,10 @@ def judge(runner: Runner, record: Record, report: Report) -> None:
     if found is None:
         for name in _PROVED:
             report.cover(name, PROVED)
+        length = f"{plural(steps, 'step')} of {plural(told['micro_batches'], 'micro-batch')}"
         report.margins["pipeline"] = (
             f"{plural(told['stages'], 'stage')} and one process have the same bits in all gradients and parameters "
-            f"({plural(steps, 'step')}, {told['micro_batches']} micro-batches each, with the script's own dropout)"
+            f"({length}, with the script's own dropout)"
         )
         return
     step, tensor, why = found
