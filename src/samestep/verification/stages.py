@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from samestep.verification import numerics
@@ -19,7 +20,7 @@ from samestep.verification.equality import failed
 from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
-from samestep.verification.judging.states import staged
+from samestep.verification.judging.states import scheduled, staged
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner
@@ -149,6 +150,39 @@ def _gradients(many: Record, one: Record) -> Iterator[tuple[int, list[str], list
         for rank, event in events:
             ours = _valued(event, many.value(rank, event["kept"])) | ours
         yield number, list(right), [ours.get(name) for name in right], list(right.values())
+
+
+# --- torch.distributed.pipelining -----------------------------------------------------------------------
+
+
+def judge_scheduled(record: Record, report: Report) -> None:
+    """Judges steps that were computed once more without micro-batches (see the room watching)."""
+    told = scheduled(record)
+    reason = next((event["why"] for _, event in told if event["why"] is not None), None)
+    if reason is not None:
+        for name in ("gradients", "pipeline"):
+            report.cover(name, unchecked(reason))
+        return
+    for rank, event in told:
+        if event["worst"] > numerics.ROUNDINGS * event["unit"]:
+            cause = (
+                f"at step {event['step']} the gradient of {event['tensor']} on rank {rank} is {event['worst']:.1e} of "
+                f"its norm away from that of the whole batch: {plural(event['micro_batches'], 'micro-batch')} of "
+                f"{plural(event['stages'], 'stage')} are not that batch (means of unlike micro-batches, a wrong scale)"
+            )
+            found = _inexact(event, event["step"], event["tensor"], cause)
+            report.add([replace(found, rank=rank)])
+            return
+    worst = max(event["worst"] for _, event in told)
+    steps = len({event["step"] for _, event in told})
+    for name in ("gradients", "pipeline"):
+        report.cover(name, AGREES)
+    report.margins["pipeline"] = (
+        f"gradients within {worst:.1e} of a tensor's norm of those of whole batches, {plural(steps, 'step')}"
+    )
+    for name in ("data", "initial_state", "parameters"):
+        report.cover(name, unchecked("stages have no other rank to be compared with"))
+    report.cover("data", unchecked("the first stage's inputs and the last's targets come from different ranks"))
 
 
 def _valued(event: Event, values: Sequence[Tensor | None]) -> dict[str, Tensor | None]:

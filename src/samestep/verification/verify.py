@@ -116,6 +116,11 @@ def _verified(runner: Runner, steps: int | None) -> Report:
         stages.judge(runner, record, report)
         report.remarks += _remarks(ended, report)
         return report
+    if states.scheduled(record) and ended.code == 0 and not ended.hung:
+        control.judge(record, report)
+        stages.judge_scheduled(record, report)
+        report.remarks += _remarks(ended, report)
+        return report
     whole = _compare(runner, record, report)
     if ended.hung or ended.code != 0:
         _blame(ended, whole, record, report)

@@ -79,7 +79,7 @@ def foreign_to(record: Record) -> str | None:
         return "FullyShardedDataParallel keeps flat pieces of the parameters; with fully_shard (FSDP2) it is compared"
     if record.is_cut and "fully_shard" not in record.wrappers:
         return "parameters are cut by something else than fully_shard (tensor parallelism), whose ranks share samples"
-    if staged(record) is not None:
+    if staged(record) is not None or scheduled(record):
         return "the ranks hold stages of one model"
     return None
 
@@ -88,6 +88,11 @@ def staged(record: Record) -> Event | None:
     """Returns what the first rank told of its pipeline, where that has several stages."""
     told = record.ranks[0].of("staged") if record.ranks else []
     return next((event for event in told if event["stages"] > 1), None)
+
+
+def scheduled(record: Record) -> list[tuple[int, Event]]:
+    """Returns what ranks told of steps of torch.distributed.pipelining, each with its rank."""
+    return [(rank.number, event) for rank in record.ranks for event in rank.of("scheduled")]
 
 
 def _orders(record: Record) -> Iterator[Finding]:

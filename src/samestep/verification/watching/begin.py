@@ -5,7 +5,17 @@ from __future__ import annotations
 from functools import partial
 
 from samestep.launch.imports import when_imported
-from samestep.verification.watching import collectives, datasets, draws, ours, printing, spawning, storage, training
+from samestep.verification.watching import (
+    collectives,
+    datasets,
+    draws,
+    ours,
+    pipelining,
+    printing,
+    spawning,
+    storage,
+    training,
+)
 from samestep.verification.watching.listener import Listener
 from samestep.verification.watching.loaders import Loaders
 from samestep.verification.watching.plainly import without_chance
@@ -25,4 +35,5 @@ def begin(listener: Listener, *, chance: bool = False) -> None:
     spawning.watch(listener)
     datasets.watch()
     when_imported("torch.utils.data.dataloader", Loaders(listener).watch)
+    when_imported("torch.distributed.pipelining.schedules", partial(pipelining.watch, listener))
     when_imported("torch.distributed", partial(collectives.watch, listener))
