@@ -100,6 +100,12 @@ def test_what_cannot_be_planned_is_refused(chain, options, said):
         plan_pipeline(chain(4), BATCH, F.mse_loss, repeats=1, **options)
 
 
+@pytest.mark.parametrize("sample", [torch.ones(96, 5), (torch.ones(96, 5),), "ab"])
+def test_a_sample_that_is_no_batch_is_refused(chain, sample):
+    with pytest.raises(UsageError, match="not inputs and targets of a batch: give them in a tuple or list"):
+        plan_pipeline(chain(4), sample, F.mse_loss, repeats=1)
+
+
 def carried_out():
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -132,6 +132,11 @@ class Dictionary(Keeps):
         return self.second(found["hidden"])
 
 
+class Named(Keeps):
+    def forward(self, x):
+        return {"scores": self.second(self.first(x))}
+
+
 class Several(Keeps):
     def forward(self, x):
         halves = x.chunk(2, 1)
@@ -154,6 +159,7 @@ class Answers(Keeps):
             r"Values decides by the values of a tensor at .*test_ordinary_models.py:\d+  return x if x.sum",
         ),
         (Keeps, r"Keeps's forward keeps a value of the batch in self.seen"),
+        (Named, "Named gives a dict: in a pipeline a tensor is given, or several in a tuple"),
         (Silent, "gives other values or gradients in training"),
         (Precise, "gives other values or gradients in training"),
         (Auxiliary, r"something else in evaluation than in training, at .*x = torch.tanh\(x\)"),

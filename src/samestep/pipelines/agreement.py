@@ -21,10 +21,17 @@ def check(model: nn.Module, layers: Sequence[nn.Module], sample: Sequence[Tensor
     """Compares layers, called one after another, with the model's own forward; all stay as they are.
 
     Raises:
-        ModelError: they differ; what a forward does beside its operations (a precision, a block without gradients) is
-            not followed.
+        ModelError: the model gives something else than tensors, or they differ; what a forward does beside its
+            operations (a precision, a block without gradients) is not followed.
     """
     parameters = [each for each in model.parameters() if each.requires_grad]
+    with _kept(model), torch.random.fork_rng(), torch.no_grad():
+        given = model.eval()(*sample)
+    if not all(isinstance(each, Tensor) for each in (given if isinstance(given, tuple | list) else [given])):
+        what = type(given).__name__
+        raise ModelError(
+            f"{type(model).__name__} gives a {what}: in a pipeline a tensor is given, or several in a tuple"
+        )
     with _kept(model, *layers):
         for training in (True, False):
             for one in (model, *layers):

@@ -172,7 +172,8 @@ def plan_pipeline(
 
     Raises:
         ModelError: the model's forward cannot be followed, or cut into so many stages, with the line.
-        UsageError: there are more stages than layers, a name is unknown, or no cut fits into memory.
+        UsageError: the sample is no batch, there are more stages than layers, a name is unknown, or no cut fits into
+            memory.
 
     Example:
         >>> import torch
@@ -182,6 +183,11 @@ def plan_pipeline(
         >>> len(plan.ends), plan.micro_batches
         (2, 4)
     """
+    if not isinstance(sample, list | tuple) or len(sample) < 2:
+        raise UsageError(
+            f"the sample is a {type(sample).__name__}, not inputs and targets of a batch: give them in a tuple or "
+            "list, the targets last"
+        )
     inputs = [each[:_FOLLOWED] for each in sample[:-1]]
     chain = chain_of(model, inputs)
     if len(chain.layers) < stages and chain.obstacles:

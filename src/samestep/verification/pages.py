@@ -163,8 +163,10 @@ PAGES = {
     ),
     "pipeline-inexact": Page(
         "stages or micro-batches change the step",
-        "A pipeline that scales, ties or accumulates wrongly is another training.",
-        "See the finding.",
+        "A pipeline that scales, ties or accumulates wrongly is another training. Means of micro-batches, averaged, "
+        "are not the mean of the batch where padding is ignored or sizes differ.",
+        "Weigh each micro-batch's loss before its backward by its share of the batch, scale no gradients afterwards, "
+        "clip by the norm of all stages; samestep.pipeline does.",
         "gradients of the stages, compared with those of one process",
     ),
     "data-parallel-module": Page(
