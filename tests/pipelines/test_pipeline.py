@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import samestep
 from samestep.errors import DataError, ModelError, UsageError
+from samestep.pipelines import reduction
 from samestep.pipelines.chain import chain_of, part_of, shared
 from samestep.pipelines.pipeline import Pipeline
 from samestep.testing import assert_same_bits
@@ -302,3 +303,28 @@ def test_alone_it_is_the_model_in_micro_batches():
     torch.testing.assert_close(float(loss), expected)
     for name, each in pipeline.named_parameters():
         torch.testing.assert_close(each.grad, gradients[name])
+
+
+def added_up(is_shared):
+    """State after three steps, in the second of which biases are not trained."""
+    with pytest.MonkeyPatch.context() as patch, samestep.world(pipeline=2) as world:
+        if not is_shared:
+            patch.setattr(reduction, "is_ordered", lambda: False)
+        stage = Pipeline(model(), world, F.cross_entropy, ends=[4, 8])
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+        for step in range(3):
+            for each in stage.parameters():
+                each.requires_grad_(step != 1 or each.dim() > 1)
+            stage.step(batch(step, world.data.rank))
+            optimizer.step()
+            optimizer.zero_grad()
+        return stage._reduction.is_shared, stage.whole_state_dict()
+
+
+def test_replicas_of_one_host_add_up_in_shared_memory(four_ranks):
+    """The sum of two is the same in any order, so that of gloo has its bits."""
+    shared, gloo = four_ranks(added_up, True), four_ranks(added_up, False)
+    assert [each for each, _ in shared] == [True] * 4
+    assert [each for each, _ in gloo] == [False] * 4
+    for (_, state), (_, other) in zip(shared, gloo, strict=True):
+        assert_same_bits(state, other)

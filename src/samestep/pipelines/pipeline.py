@@ -278,7 +278,8 @@ class Pipeline(nn.Module):
         equalise_buffers(self, self.world.data)
 
     def release(self) -> None:
-        """What the world calls when it closes: there is nothing to let go."""
+        """Lets go of the memory that is shared with other ranks; the world calls it when it closes."""
+        self._reduction.release()
 
     def gradient_norms(self, norm_type: float = 2.0) -> list[Tensor]:
         """Returns the norm of each gradient of the whole model, in its order. Collective over the pipeline."""

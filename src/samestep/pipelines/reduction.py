@@ -4,7 +4,8 @@
     .grad                     set aside what earlier steps left ─┐
                               g0       g0+g1    g0+g1+g2  ──▶ Σ over replicas ──▶ + what was set aside
 
-Copies of one weight in several stages (see :mod:`samestep.pipelines.ties`) are added up after that.
+Ranks on CPUs of one host add up in shared memory, others over the backend. Copies of one weight in several stages (see
+:mod:`samestep.pipelines.ties`) are added up after that.
 
 Between the micro-batches of a step gradients are each replica's own. What earlier steps have left is of all replicas
 already: it is set aside, or it would be added up once more. Losses were divided by the weight of the whole step, so
@@ -15,12 +16,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samestep.collectives.board import is_ordered
+from samestep.collectives.shared_memory import Region, SharedMemory
 from samestep.pipelines.ties import Copies
+from samestep.runtime.neighbours import open_board
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -43,6 +48,19 @@ class Reduction:
         self._world = world
         self._aside: dict[nn.Parameter, Tensor | None] | None = None
         self._step = -1  # in which that was set aside
+        self._shared = _in_shared_memory(world)
+        self._buckets: list[_Bucket] = []
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether replicas add up in shared memory."""
+        return self._shared is not None
+
+    def release(self) -> None:
+        """Tells the ranks of this host that this one adds up no more."""
+        self._buckets.clear()
+        if self._shared is not None:
+            self._shared.board.leave()
 
     def begin(self) -> None:
         """Before a micro-batch: sets aside what earlier steps have left, if it is the first of its step."""
@@ -70,11 +88,46 @@ class Reduction:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
     def _add_up(self, parameters: Iterable[nn.Parameter]) -> None:
-        for bucket in buckets(parameter.grad for parameter in parameters if parameter.grad is not None):
-            flat = torch.cat([each.flatten() for each in bucket])
-            dist.all_reduce(flat, group=self._world.data.group)
-            for each, sum_ in zip(bucket, flat.split_with_sizes([each.numel() for each in bucket]), strict=True):
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        found = list(buckets(gradients))
+        if [bucket.lengths for bucket in self._buckets] != [[each.numel() for each in alike] for alike in found]:
+            self._buckets.clear()
+            for alike in found:
+                flat = torch.empty(sum(each.numel() for each in alike), dtype=alike[0].dtype, device=alike[0].device)
+                region = None if self._shared is None else self._shared.register(flat)
+                self._buckets.append(_Bucket(flat, [each.numel() for each in alike], region))
+        pairs = list(zip(self._buckets, found, strict=True))
+        for bucket, alike in pairs:
+            torch.cat([each.flatten() for each in alike], out=bucket.flat)
+            if self._shared is None or bucket.region is None:
+                dist.all_reduce(bucket.flat, group=self._world.data.group)
+            else:
+                self._shared.start(bucket.region)
+                self._shared.advance()
+        if self._shared is not None:
+            self._shared.finish()
+        for bucket, alike in pairs:
+            for each, sum_ in zip(alike, bucket.flat.split_with_sizes(bucket.lengths), strict=True):
                 each.copy_(sum_.view_as(each))
+
+
+@dataclass
+class _Bucket:
+    """Gradients that travel together: what they are copied to, how long each is, and where that lies for all."""
+
+    flat: Tensor
+    lengths: list[int]
+    region: Region | None
+
+
+def _in_shared_memory(world: World) -> SharedMemory | None:
+    """Returns what adds up over the replicas, if they are on CPUs of one host. Collective over them."""
+    axis = world.data
+    one_host = axis.neighbours is not None and axis.neighbours.is_one_host
+    if axis.size == 1 or world.device.type != "cpu" or not one_host or not is_ordered():
+        return None
+    board = open_board(axis)
+    return None if board is None else SharedMemory(board)
 
 
 def buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
