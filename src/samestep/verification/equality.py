@@ -23,7 +23,7 @@ from samestep.verification.runner import Runner
 
 __all__: list[str] = []
 
-_MOST_STEPS = 20  # of the runs that are made here
+MOST_STEPS = 20  # of the runs that are made here
 
 
 def judge(runner: Runner, record: Record, report: Report) -> None:
@@ -32,7 +32,7 @@ def judge(runner: Runner, record: Record, report: Report) -> None:
     used, saves = {event["name"] for event in called}, any(event["saves"] for event in called)
     if report.errors or not {"shards", "replicate"} <= used or not record.steps:
         return
-    steps = min(record.steps, _MOST_STEPS)
+    steps = min(record.steps, MOST_STEPS)
     if any(rank.of("compresses") for rank in record.ranks):
         report.remarks.append("in float64, and as virtual ranks, gradients are not compressed")
     if any(rank.of("local_steps") for rank in record.ranks):

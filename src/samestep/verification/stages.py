@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from samestep.verification import numerics
-from samestep.verification.equality import failed
+from samestep.verification.equality import MOST_STEPS, failed
 from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-_MOST_STEPS = 20
 _PROVED = ("initial_state", "parameter_order", "gradients", "parameters", "data", "random", "pipeline")
 _KEYS = ("parameters", "gradients", "after")
 _NUMBER = re.compile(r"^model \d+: ")
@@ -42,10 +41,10 @@ def judge(runner: Runner, record: Record, report: Report) -> None:
     if told is None or report.errors:
         return
     if told["replicas"] > 1:
-        _judge_replicas(runner, told, min(record.steps, _MOST_STEPS), report)
+        _judge_replicas(runner, told, min(record.steps, MOST_STEPS), report)
         return
     order: dict[str, Any] = {
-        "steps": min(record.steps, _MOST_STEPS),
+        "steps": min(record.steps, MOST_STEPS),
         "micro_batches": told["micro_batches"],
         "chance": True,
     }
