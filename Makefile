@@ -15,7 +15,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
 help:
 	@echo "make demo    train the digits recipe on 2 processes, then show the equality with 1"
-	@echo "make test    every test (more than half an hour on 2 cores)"
+	@echo "make test    every test (an hour on 2 cores)"
 	@echo "make prove   the long sweeps as well"
 	@echo "make zoo     samestep verify on every script of zoo/, and its score"
 	@echo "make check   formatting, lint and types"

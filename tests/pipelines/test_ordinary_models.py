@@ -179,6 +179,31 @@ def test_what_cannot_be_cut_says_which_line_stands_in_the_way(kind, said):
     assert vars(model) == before
 
 
+class Asks(Keeps):
+    """Whether there is something left over, how many rows there are, and what lies between the bounds of a range."""
+
+    def forward(self, x):
+        x = self.first(x)
+        if x.size(1) % 4:
+            x = x + len(x[0])
+        return self.second(sum(row * number for number, row in enumerate(x.unbind(1)) if row.dim()).unsqueeze(1) + x)
+
+
+class Rows(Keeps):
+    def forward(self, x):
+        return self.second(torch.stack([row.flip(0) for row in self.first(x)]))
+
+
+def test_what_a_forward_asks_is_answered_alike_for_the_same_shapes():
+    """A number that stands for yes need not be 1, and a tensor is as long as its dim 0."""
+    for kind in (Asks, Rows):
+        model, x = kind(), torch.randn(2, 6)
+        layers = [layer for _, layer in chain_of(model, [x]).layers]
+        check(model, layers, [x])
+    with pytest.raises(ModelError, match=r"decides by a shape, which was 2 where the model was cut, and is 3 here"):
+        one_after_another(layers)(torch.randn(3, 6))
+
+
 def test_a_dictionary_within_a_forward_is_no_obstacle():
     model = Dictionary()
     assert [name for name, _ in chain_of(model, [torch.randn(2, 6)]).layers] == ["first", "second"]

@@ -187,3 +187,21 @@ def test_the_same_model_can_be_cut_again():
 def test_a_tied_model_can_be_planned_for_any_number_of_stages(stages):
     plan = samestep.plan_pipeline(model(), batch(), loss, stages=stages, micro_batches=2, schedule="1f1b", repeats=1)
     assert len(plan.ends) == stages
+
+
+def half_frozen():
+    with samestep.world(pipeline=2) as world:
+        whole = model()
+        plan = samestep.plan_pipeline(whole, batch(), loss, stages=2, micro_batches=2, schedule="1f1b", repeats=1)
+        stage = samestep.pipeline(whole, world, plan)
+        for name, each in stage.named_parameters():
+            each.requires_grad_(name != "head.weight")
+        stage.step(batch())
+        names = {"head.weight", "tokens.weight"}
+        return [each.grad for name, each in stage.named_parameters() if name in names]
+
+
+def test_a_weight_that_is_frozen_under_one_name_keeps_nobody_waiting(two_ranks):
+    (first,), (second,) = two_ranks(half_frozen)
+    assert first.abs().sum() > 0
+    assert torch.equal(first, second)

@@ -25,13 +25,6 @@ def check(model: nn.Module, layers: Sequence[nn.Module], sample: Sequence[Tensor
             operations (a precision, a block without gradients) is not followed.
     """
     parameters = [each for each in model.parameters() if each.requires_grad]
-    with _kept(model), torch.random.fork_rng(), torch.no_grad():
-        given = model.eval()(*sample)
-    if not all(isinstance(each, Tensor) for each in (given if isinstance(given, tuple | list) else [given])):
-        what = type(given).__name__
-        raise ModelError(
-            f"{type(model).__name__} gives a {what}: in a pipeline a tensor is given, or several in a tuple"
-        )
     with _kept(model, *layers):
         for training in (True, False):
             for one in (model, *layers):
@@ -60,12 +53,19 @@ def _chained(layers: Sequence[nn.Module]) -> Call:
 def _found(
     call: Callable[..., Any], sample: Sequence[Tensor], model: nn.Module, parameters: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Returns the tensors that a call gives, and their gradients."""
+    """Returns the tensors that a call gives, and their gradients.
+
+    Raises:
+        ModelError: it gives something else.
+    """
     before = [buffer.clone() for buffer in model.buffers()]
     with torch.random.fork_rng():
         torch.manual_seed(0)
         given = call(*sample)
-    outputs = [each for each in (given if isinstance(given, tuple | list) else [given]) if isinstance(each, Tensor)]
+    outputs: list[Tensor] = list(given) if isinstance(given, tuple | list) else [given]
+    if not all(isinstance(each, Tensor) for each in outputs):
+        name, what = type(model).__name__, type(given).__name__
+        raise ModelError(f"{name} gives a {what}: in a pipeline a tensor is given, or several in a tuple")
     wanting = [each for each in outputs if each.requires_grad]
     gradients: Sequence[Tensor | None] = ()
     if parameters and wanting:

@@ -131,25 +131,28 @@ class Copies:
             [(name, ranks[layer]) for name, layer in zip(tie.names, tie.layers, strict=True)] for tie in ties
         ]
         self._own = own
+        self._trained = {name for name, each in own.items() if each.requires_grad}  # on all ranks alike, also later
         self.aliases = {name: tie.name for tie in ties for name in tie.names if name != tie.name}
         names = {name for tie in ties for name in tie.names}
         self.parameters = [each for name, each in own.items() if name in names and each.requires_grad]
 
     def add_up(self) -> None:
         """Gives all copies of a weight the sum of their gradients. Collective over the ranks that have some."""
-        for number, places in enumerate(self._places):
-            mine = [name for name, rank in places if rank == self._axis.rank]
-            if mine and self._own[mine[0]].requires_grad:
-                self._add_up(number, places, mine)
+        tag = _TAG
+        for places in self._places:
+            mine = [name for name, rank in places if rank == self._axis.rank and name in self._trained]
+            if mine:
+                self._add_up(tag, places, mine)
+            tag += len(places)
 
-    def _add_up(self, number: int, places: list[tuple[str, int]], mine: list[str]) -> None:
+    def _add_up(self, first: int, places: list[tuple[str, int]], mine: list[str]) -> None:
         parameters = {name: self._own[name] for name in mine}
         gradients: dict[str, Tensor] = {
-            name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in parameters.items()
+            name: torch.zeros_like(each) if each.grad is None else each.grad.contiguous()
+            for name, each in parameters.items()
         }
         works: list[Any] = []
-        for position, (name, rank) in enumerate(places):
-            tag = _TAG + number * len(places) + position
+        for tag, (name, rank) in enumerate(places, first):
             if rank == self._axis.rank:
                 others = {other for _, other in places if other != rank}
                 works += [self._send(gradients[name], other, tag) for other in sorted(others)]
@@ -165,7 +168,7 @@ class Copies:
             parameter.grad = sum_.clone()
 
     def _send(self, tensor: Tensor, rank: int, tag: int) -> Any:
-        return dist.isend(tensor.contiguous(), self._axis.ranks[rank], group=self._axis.group, tag=tag)
+        return dist.isend(tensor, self._axis.ranks[rank], group=self._axis.group, tag=tag)
 
     def _receive(self, tensor: Tensor, rank: int, tag: int) -> Any:
         return dist.irecv(tensor, self._axis.ranks[rank], group=self._axis.group, tag=tag)

@@ -35,6 +35,7 @@ _MAKERS = (
     "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor",
     "zeros",
 )  # fmt: skip
+_QUESTIONS: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float, "len": len}
 _FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s+(.*)')
 
 
@@ -77,7 +78,7 @@ def trace(
                 graph = tracer.trace(model)
         except ModelError:
             raise
-        except Exception as error:
+        except Exception as error:  # anything may come of a forward that meets proxies
             inside = tracer.failed_in
             if not inside or inside in leaves:
                 raise ModelError(_why_not(model, error)) from error
@@ -95,13 +96,13 @@ def line_of(node: fx.Node) -> str:
     return f"{shown(file)}:{number}  {text.strip()}"
 
 
-def as_before(value: Any, answer: Any, where: str) -> None:
-    """Stands in a graph where the forward has decided by a number.
+def as_before(value: Any, ask: str, answer: Any, where: str) -> None:
+    """Stands in a graph where the forward has asked something of a number, or how long something is.
 
     Raises:
-        ModelError: it would decide otherwise now.
+        ModelError: the answer would be another now.
     """
-    found = len(value) if isinstance(value, tuple) and isinstance(answer, int) else value
+    found = _QUESTIONS[ask](value)
     if found != answer:
         raise ModelError(
             f"{where}: this decides by a shape, which was {answer} where the model was cut, and is {found} here: give "
@@ -115,19 +116,19 @@ class _Proxy(fx.Proxy):
     tracer: _Tracer
 
     def __bool__(self) -> bool:
-        return bool(self.tracer.answer(self, bool))
+        return bool(self.tracer.answer(self, "bool"))
 
     def __int__(self) -> int:
-        return int(self.tracer.answer(self, int))
+        return int(self.tracer.answer(self, "int"))
 
     def __index__(self) -> int:
-        return int(self.tracer.answer(self, int))
+        return int(self.tracer.answer(self, "int"))
 
     def __float__(self) -> float:
-        return float(self.tracer.answer(self, float))
+        return float(self.tracer.answer(self, "float"))
 
     def __len__(self) -> int:
-        return int(self.tracer.answer(self, len))
+        return int(self.tracer.answer(self, "len"))
 
     def __iter__(self) -> Iterator[fx.Proxy]:
         return self.tracer.iter(self)
@@ -168,7 +169,7 @@ class _Tracer(fx.Tracer):
             forward = functools.partial(_STACKS[type(m)], m)
         try:
             return super().call_module(m, forward, args, kwargs)
-        except Exception:
+        except Exception:  # goes on; `trace` wants to know in which module it began
             self.failed_in = self.failed_in or self.path_of_module(m)
             raise
 
@@ -206,24 +207,24 @@ class _Tracer(fx.Tracer):
         return functools.reduce(getattr, target.split("."), self.root)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        return bool(self.answer(obj, bool))
+        return bool(self.answer(obj, "bool"))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        places = range(int(self.answer(obj, len)))
+        places = range(int(self.answer(obj, "len")))
         return iter([self.create_proxy("call_function", operator.getitem, (obj, place), {}) for place in places])
 
-    def answer(self, proxy: fx.Proxy, ask: Callable[[Any], Any]) -> Any:
+    def answer(self, proxy: fx.Proxy, ask: str) -> Any:
         """Returns what a number is, and has it checked in every run."""
         if self._sample is None:
             answer = self._known[len(self.answers)]
         else:
             value = self.values[proxy.node.name]
-            if isinstance(value, Tensor) and ask is not len:
+            if isinstance(value, Tensor) and ask != "len":
                 raise _DecidesByValueError
-            answer = ask(value)
+            answer = _QUESTIONS[ask](value)
         self.answers.append(answer)
-        checked = self.create_proxy("call_function", as_before, (proxy, answer, ""), {})
-        checked.node.args = (proxy.node, answer, line_of(checked.node))
+        checked = self.create_proxy("call_function", as_before, (proxy, ask, answer, ""), {})
+        checked.node.args = (proxy.node, ask, answer, line_of(checked.node))
         return answer
 
 
