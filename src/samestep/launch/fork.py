@@ -24,12 +24,15 @@ import gc
 import importlib
 import io
 import os
+import runpy
 import signal
 import sys
 import threading
+import traceback
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
@@ -175,9 +178,11 @@ def _leave_own_place() -> None:
 
 
 def _import_samestep() -> None:
+    """Imports what defines the public names; each is looked up again, for what watches a rank changes it."""
     package = importlib.import_module("samestep")
-    for name in package.__all__:
+    for name in set(package.__all__) - set(vars(package)):
         getattr(package, name)
+        delattr(package, name)
 
 
 def _hidden(names: set[str], folder: Path) -> str | None:
@@ -210,6 +215,27 @@ def fork(
         stderr: the same for standard error.
         keep: other descriptors that it keeps, under the same numbers.
     """
+    kept = [*assignment.descriptors(), *keep]
+    return _forked(partial(_live, assignment), environment, (stdin, stdout, stderr), kept)
+
+
+def fork_command(arguments: Sequence[str], environment: Mapping[str, str], output: int) -> Forked:
+    """Starts `samestep ARGUMENTS` as a copy of this process, in a session of its own, with nothing to read.
+
+    Args:
+        arguments: what follows the program's name.
+        environment: all its variables.
+        output: a descriptor for its standard output and standard error.
+    """
+    return _forked(partial(_command, list(arguments)), environment, (None, output, output), [])
+
+
+def _forked(
+    work: Callable[[], NoReturn],
+    environment: Mapping[str, str],
+    streams: tuple[int | None, int, int],
+    keep: Sequence[int],
+) -> Forked:
     for stream in filter(None, (sys.stdout, sys.stderr)):  # python has none where the descriptor was closed
         stream.flush()
     parent = os.getpid()
@@ -219,21 +245,33 @@ def fork(
     try:
         os.setsid()
         follow_parent(parent)
-        _become(assignment, environment, (stdin, stdout, stderr), keep)
+        _reset_signals()
+        _take_streams(streams)
+        _close_all_but(keep)
+        set_variables({**dict.fromkeys(child_environment({})), **environment})
+        _renew_streams(unbuffered=bool(environment.get("PYTHONUNBUFFERED")))
+        work()
     finally:
         os._exit(70)  # EX_SOFTWARE: only reached where the lines above failed
 
 
-def _become(
-    assignment: Assignment, environment: Mapping[str, str], streams: tuple[int | None, int, int], keep: Sequence[int]
-) -> NoReturn:
-    _reset_signals()
-    _take_streams(streams)
-    _close_all_but([*assignment.descriptors(), *keep])
-    set_variables({**dict.fromkeys(child_environment({})), **environment})
-    _renew_streams(unbuffered=bool(environment.get("PYTHONUNBUFFERED")))
+def _live(assignment: Assignment) -> NoReturn:
     _renew_libraries()
     live(assignment)
+
+
+def _command(arguments: list[str]) -> NoReturn:
+    sys.argv = ["samestep", *arguments]
+    code = 70
+    try:
+        runpy.run_module("samestep", run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:  # noqa: BLE001  (the interpreter ends here, and tells it as it always would)
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def _reset_signals() -> None:
@@ -250,7 +288,7 @@ def _take_streams(streams: tuple[int | None, int, int]) -> None:
         os.dup2(taken, number, inheritable=True)
 
 
-def _close_all_but(kept: list[int]) -> None:
+def _close_all_but(kept: Sequence[int]) -> None:
     edges = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
     for low, high in pairwise(edges):
         os.closerange(low + 1, high)

@@ -7,11 +7,11 @@ import torch for that: a script may set what torch reads at its import, and one 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from importlib.abc import Loader  # which takes 15 ms to import, for two methods that are written here
@@ -27,6 +27,18 @@ def when_imported(name: str, act: Act) -> None:
         act(sys.modules[name])
     else:
         sys.meta_path.insert(0, _Waiting(name, act))
+
+
+def exchange(package: str, changed: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+    """Puts other functions in the place of a package's own, wherever its modules have those, under any name.
+
+    What has been imported before has taken by `from package import function` what was there then.
+    """
+    others = {id(own): other for own, other in changed.items()}
+    for module in [each for name, each in sys.modules.items() if name == package or name.startswith(f"{package}.")]:
+        for name, value in list(vars(module).items()):
+            if id(value) in others:
+                setattr(module, name, others[id(value)])
 
 
 class _Waiting:

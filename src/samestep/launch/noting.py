@@ -27,7 +27,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from samestep import progress
 from samestep.launch.failure import is_users, shown
-from samestep.launch.imports import when_imported
+from samestep.launch.imports import exchange, when_imported
 
 __all__: list[str] = []
 
@@ -104,11 +104,10 @@ def _count_step(*_: Any) -> None:
 def _note_collectives(joined: Callable[[int, int], None] | None, module: ModuleType) -> None:
     if not module.is_available():
         return
-    calls = {name: noted(getattr(module, name), name) for name in NOTED if hasattr(module, name)}
-    calls["init_process_group"] = _initialising(module, joined)
-    for place in (module, module.distributed_c10d):
-        for name, call in calls.items():
-            setattr(place, name, call)
+    calls = {getattr(module, name): name for name in NOTED if hasattr(module, name)}
+    changed = {call: noted(call, name) for call, name in calls.items()}
+    changed[module.init_process_group] = _initialising(module, joined)
+    exchange("torch.distributed", changed)
 
 
 def _initialising(module: ModuleType, joined: Callable[[int, int], None] | None) -> Callable[..., None]:

@@ -1,28 +1,31 @@
-"""Ranks forked from a process of its own that has imported torch: what `samestep.testing.ranks` starts its sets from.
+"""Ranks, and whole launchers, forked from a process of its own that has imported torch once.
 
-    caller                        nursery                          rank
+    caller                        nursery                          rank, or `samestep run`
                            <-     ready, or why not: torch is imported, once
       start assignment, …    ->
-      descriptors            ->     fork                    ->       answers calls
+      descriptors            ->     fork                    ->       answers calls, or starts ranks
                              <-     its process number
       reap pid               ->     waitpid
                              <-     its exit code
 
-A set that a failure has ended is replaced in 0.1 s; fresh interpreters import torch for 1 to 3 s each. The caller
-cannot fork by itself: a copy of a process that has computed with OpenMP hangs in its first parallel loop. The nursery
-computes nothing. It ends with its caller, and its ranks with it.
+`samestep.testing.ranks` starts its sets from one: a set that a failure has ended is replaced in 0.1 s. The runs of
+`samestep verify` are forked from another. Fresh interpreters import torch and its compiler for 2 to 5 s each. The
+caller cannot fork by itself: a copy of a process that has computed with OpenMP hangs in its first parallel loop. The
+nursery computes nothing. It ends with its caller, and what it has started with it.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recvfds, sendfds
@@ -30,26 +33,29 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from samestep.launch.bootstrap import Assignment
-from samestep.launch.fork import fork, warm
+from samestep.launch.fork import fork, fork_command, warm
 from samestep.launch.process import Forked, exit_status, follow_parent, signal_alone, start
 from samestep.rankenv import child_environment
 
 __all__: list[str] = []
 
-_FOR_TESTS = "import samestep"  # such ranks import all of it sooner or later
+_SOURCE = "import samestep"  # what is started here imports all of it sooner or later
 
 
 class Nursery:
-    """Starts ranks that answer calls; its process starts with it, and ends at :meth:`close`.
+    """Starts ranks that answer calls, and launchers; its process starts with it, and ends at :meth:`close`.
+
+    Several threads may use one.
 
     Args:
         variables: environment variables laid over this process's own; those that torch reads at its import count here.
+        modules: imported beside torch and samestep.
     """
 
-    def __init__(self, variables: Mapping[str, str | None]) -> None:
+    def __init__(self, variables: Mapping[str, str | None], modules: Iterable[str] = ()) -> None:
         ours, theirs = socket.socketpair()
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001
-        options = ("--parent", str(os.getpid()), "--orders", str(theirs.fileno()))
+        options = ("--parent", str(os.getpid()), "--orders", str(theirs.fileno()), *modules)
         with theirs:
             self._process = start(
                 [sys.executable, *flags, "-P", "-m", "samestep.launch.nursery", *options],
@@ -57,15 +63,17 @@ class Nursery:
                 keep=[theirs.fileno()],
             )
         self._connection = Connection(ours.detach())
+        self._lock = threading.Lock()  # held from an order to its answer
         self._objection: tuple[str | None] | None = None
 
     def objection(self) -> str | None:
-        """Returns why no rank can be forked here; None where they can. Waits until torch is imported."""
-        if self._objection is None:
-            try:
-                self._objection = (self._connection.recv(),)
-            except (EOFError, OSError):
-                return "its process has ended"
+        """Returns why nothing can be forked here; None where it can. Waits until torch is imported."""
+        with self._lock:
+            if self._objection is None:
+                try:
+                    self._objection = (self._connection.recv(),)
+                except (EOFError, OSError):
+                    return "its process has ended"
         return self._objection[0]
 
     def start(
@@ -80,19 +88,35 @@ class Nursery:
             stderr: the same for standard error.
         """
         brought = tuple(name for name in ("calls", "stacks", "progress") if getattr(assignment, name) is not None)
-        self._connection.send(("start", (assignment, brought, dict(environment))))
         streams = (1 if stdout is None else stdout, 2 if stderr is None else stderr)
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as link:
-            sendfds(link, [*streams, *(getattr(assignment, name) for name in brought)])
-        return Nursling(self, self._connection.recv())
+        others = [getattr(assignment, name) for name in brought]
+        return self._ask("start", assignment, brought, dict(environment), descriptors=[*streams, *others])
+
+    def command(self, arguments: Sequence[str], environment: Mapping[str, str], output: int) -> Nursling:
+        """Starts `samestep ARGUMENTS`, where this process stands.
+
+        Args:
+            arguments: what follows the program's name.
+            environment: all its variables.
+            output: a descriptor for its standard output and standard error.
+        """
+        return self._ask("command", Path.cwd(), list(arguments), dict(environment), descriptors=[output])
+
+    def _ask(self, *order: Any, descriptors: list[int]) -> Nursling:
+        with self._lock:
+            self._connection.send(order)
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as link:
+                sendfds(link, descriptors)
+            return Nursling(self, self._connection.recv())
 
     def look(self, pid: int, *, reap: bool) -> int | None:
-        """Returns the exit code of a rank, None while it runs; waits for its end if it is to be reaped."""
+        """Returns the exit code of what was started, None while it runs; waits for its end if it is to be reaped."""
         try:
-            self._connection.send(("reap" if reap else "look", pid))
-            code: int | None = self._connection.recv()
+            with self._lock:
+                self._connection.send(("reap" if reap else "look", pid))
+                code: int | None = self._connection.recv()
         except (EOFError, OSError):
-            return -signal.SIGKILL  # so ranks end when the nursery has
+            return -signal.SIGKILL  # so all that it has started ends when the nursery has
         return code
 
     def has_ended(self) -> bool:
@@ -100,13 +124,13 @@ class Nursery:
         return exit_status(self._process) is not None
 
     def close(self) -> None:
-        """Ends the process, and whatever ranks are left."""
+        """Ends the process, and whatever of its own is left."""
         self._connection.close()
         self._process.wait()
 
 
 class Nursling:
-    """A rank of a nursery: a :class:`samestep.launch.process.Process` that is not this process's child."""
+    """What a nursery has started: a :class:`samestep.launch.process.Process` that is not this process's child."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self.pid = pid
@@ -134,39 +158,54 @@ def main() -> NoReturn:
     parser = argparse.ArgumentParser(prog="samestep.launch.nursery", allow_abbrev=False)
     parser.add_argument("--parent", type=int, required=True, help="end when this process ends")
     parser.add_argument("--orders", type=int, required=True, help="hear it on this inherited socket")
+    parser.add_argument("modules", nargs="*", help="import these too")
     options = parser.parse_args()
     follow_parent(options.parent)
     os.set_inheritable(options.orders, False)
     with suppress(EOFError, OSError):  # the caller has hung up
-        _serve(Connection(options.orders))
+        _serve(Connection(options.orders), options.modules)
     os._exit(0)
 
 
-def _serve(connection: Connection) -> None:
-    connection.send(warm(_FOR_TESTS, Path(os.devnull)))
-    ranks: dict[int, Forked] = {}
+def _serve(connection: Connection, modules: list[str]) -> None:
+    connection.send(_objection(modules))
+    started: dict[int, Forked] = {}
     while True:
         match connection.recv():
-            case "start", (assignment, brought, environment):
-                rank = _fork(connection, assignment, brought, environment)
-                ranks[rank.pid] = rank
+            case "start", assignment, brought, environment:
+                with _received(connection, 2 + len(brought)) as (stdout, stderr, *others):
+                    given: dict[str, Any] = dict(zip(brought, others, strict=True))
+                    rank = fork(replace(assignment, **given), environment, stdin=None, stdout=stdout, stderr=stderr)
+                started[rank.pid] = rank
                 connection.send(rank.pid)
+            case "command", folder, arguments, environment:
+                os.chdir(folder)
+                with _received(connection, 1) as (output,):
+                    launcher = fork_command(arguments, environment, output)
+                started[launcher.pid] = launcher
+                connection.send(launcher.pid)
             case "look", pid:
-                connection.send(exit_status(ranks[pid]))
+                connection.send(exit_status(started[pid]))
             case "reap", pid:
-                connection.send(ranks.pop(pid).wait())
+                connection.send(started.pop(pid).wait())
 
 
-def _fork(
-    connection: Connection, assignment: Assignment, brought: tuple[str, ...], environment: dict[str, str]
-) -> Forked:
+def _objection(modules: list[str]) -> str | None:
+    for name in modules:
+        importlib.import_module(name)
+    return warm(_SOURCE, Path(os.devnull))
+
+
+@contextmanager
+def _received(connection: Connection, number: int) -> Iterator[list[int]]:
+    """The descriptors that come with an order; they are closed again here."""
     with socket.socket(fileno=os.dup(connection.fileno())) as link:
-        stdout, stderr, *others = recvfds(link, 2 + len(brought))
-    given: dict[str, Any] = dict(zip(brought, others, strict=True))
-    rank = fork(replace(assignment, **given), environment, stdin=None, stdout=stdout, stderr=stderr)
-    for descriptor in (stdout, stderr, *others):
-        os.close(descriptor)
-    return rank
+        descriptors = recvfds(link, number)
+    try:
+        yield descriptors
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from samestep.launch.fork import needs_fresh_interpreter, source_of
+from samestep.launch.nursery import Nursery
 from samestep.launch.variables import threads_per_rank
 from samestep.verification import runs
 from samestep.verification.judging.record import Record, read
@@ -20,6 +23,21 @@ _RECORDER = "samestep.verification.recording.recorder:Recorder"
 Say = Callable[[str], None]
 
 
+@contextmanager
+def nursery_for(script: runs.Script, ranks: int) -> Iterator[Nursery | None]:
+    """What forks the runs of a script, with the string hashes of rank 0; None where it must not find torch imported."""
+    source = source_of(script.program, is_module=script.is_module)
+    if script.mpi or needs_fresh_interpreter(source):
+        yield None
+        return
+    modules = [name.partition(":")[0] for name in (_RECORDER, _ALONE)]
+    nursery = Nursery({"PYTHONHASHSEED": "1", **runs.alike(threads_per_rank(ranks))}, modules)
+    try:
+        yield nursery
+    finally:
+        nursery.close()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Runner:
     """Runs one script again and again, each time in processes and a folder of its own.
@@ -30,6 +48,7 @@ class Runner:
         folder: where all runs leave their files.
         still_s: seconds without a sign of life until a run counts as hung.
         say: is told what goes on.
+        nursery: forks the runs that need no fresh interpreters; None where all do.
     """
 
     script: runs.Script
@@ -37,20 +56,25 @@ class Runner:
     folder: Path
     still_s: float
     say: Say
+    nursery: Nursery | None = None
 
-    def recorded(
-        self, name: str, ranks: int, *, progress: Callable[[Path], None] = lambda _: None, **order: Any
-    ) -> Run:
+    def recorded(self, name: str, ranks: int, **order: Any) -> Run:
         """Runs the script on so many ranks, recorded; `order` is for :class:`Recorder`."""
         self.say(name)
-        return self._run(name, ranks, _RECORDER, {"steps": None, **order}, progress)
+        return self._run(name, ranks, _RECORDER, {"steps": None, **order}, self.nursery)
+
+    def first(self, steps: int | None, progress: Callable[[Path], None]) -> Run:
+        """Records the ranks in fresh interpreters, each with string hashes of its own: no order may depend on them."""
+        name = f"recording {self.ranks} ranks"
+        self.say(name)
+        return self._run(name, self.ranks, _RECORDER, {"steps": steps}, None, progress)
 
     def alone(self, name: str, record: Record, ranks: list[int] | None = None, **order: Any) -> Run:
         """Runs it in one process on what `ranks` have used, by default all; `order` is for :class:`Alone`."""
         chosen = [rank.number for rank in record.ranks] if ranks is None else ranks
         told = {"recorded": str(record.folder), "ranks": chosen, "together": record.size, **order}
         self.say(f"running the script alone: {name}")
-        return self._run(name, 1, _ALONE, told)
+        return self._run(name, 1, _ALONE, told, self.nursery)
 
     def _run(
         self,
@@ -58,6 +82,7 @@ class Runner:
         ranks: int,
         observer: str,
         order: dict[str, Any],
+        nursery: Nursery | None,
         progress: Callable[[Path], None] = lambda _: None,
     ) -> Run:
         folder = self.folder / name.replace(" ", "-").replace(",", "")
@@ -69,6 +94,7 @@ class Runner:
             {"saves": str(folder / "saves"), **order},
             still_s=self.still_s,
             threads=threads_per_rank(self.ranks),
+            nursery=None if nursery is None or nursery.objection() else nursery,
             progress=progress,
         )
         return Run(ended, read(folder / "journals"))

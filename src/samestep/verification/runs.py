@@ -1,6 +1,7 @@
 """One run of a script under observation, out of sight: its output in a file, its time limited, nothing left behind.
 
     samestep run --start spawn --hash-seeds -n N script args      SAMESTEP_OBSERVERS=…   SAMESTEP_VERIFY={"folder": …}
+    samestep run --start fork -n N script args                    the same, forked from a nursery: no import of torch
 
 A run hangs when none of its journals grows for a while and no process of it computes. Its ranks are then asked for
 their stacks, and ended.
@@ -12,7 +13,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from samestep.launch.nursery import Nursery
+from samestep.launch.process import Process, signal_alone, start, wait_all
 from samestep.launch.stacks import STACKS_SIGNAL, place_in
 from samestep.rankenv import child_environment, variable
 from samestep.verification import journal
@@ -80,6 +82,7 @@ def run(
     *,
     still_s: float,
     threads: int = 1,
+    nursery: Nursery | None = None,
     progress: Callable[[Path], None] = lambda _: None,
 ) -> Ended:
     """Runs the script on so many ranks, each watched by `observer`, which finds `order` in SAMESTEP_VERIFY.
@@ -92,37 +95,44 @@ def run(
         order: what the observer is told, beside the folder.
         still_s: seconds without a sign of life until it counts as hung.
         threads: that each process may use.
+        nursery: has imported torch for so many threads, and starts the run; fresh interpreters without one.
         progress: called with the folder again and again while it runs.
     """
     folder.mkdir(parents=True)
-    command = [
-        *(sys.executable, "-P", "-m", "samestep", "run", "-n", str(ranks), "--start", "spawn", "--hash-seeds"),
+    arguments = [
+        *("run", "-n", str(ranks), *(("--start", "fork") if nursery else ("--start", "spawn", "--hash-seeds"))),
         *(["--mpi"] if script.mpi and ranks > 1 else []),
         *("--run-dir", str(folder / "run"), "--json", str(folder / "run.json"), "--grace", "5"),
         *script.words(),
     ]
     told = json.dumps({**order, "folder": str(folder / "journals")})
-    alike = {"OMP_NUM_THREADS": variable("OMP_NUM_THREADS") or str(threads)}  # sums depend on the number of threads
-    variables = child_environment({"SAMESTEP_OBSERVERS": observer, "SAMESTEP_VERIFY": told, **alike})
+    variables = {"SAMESTEP_OBSERVERS": observer, "SAMESTEP_VERIFY": told, **alike(threads)}
     with (folder / "output.txt").open("wb") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=variables
-        )
+        process = _start(arguments, child_environment(variables), output.fileno(), nursery)
         try:
             hung = _wait(process, folder, still_s, progress)
         except BaseException:
             _end(process)
             raise
-    return Ended(code=process.returncode, hung=hung, failure=_failure(folder), folder=folder)
+    return Ended(code=process.wait(), hung=hung, failure=_failure(folder), folder=folder)
 
 
-def _wait(process: subprocess.Popen[bytes], folder: Path, still_s: float, progress: Callable[[Path], None]) -> bool:
+def alike(threads: int) -> dict[str, str]:
+    """Returns the variables that all runs have in common: sums depend on the number of threads."""
+    return {"OMP_NUM_THREADS": variable("OMP_NUM_THREADS") or str(threads)}
+
+
+def _start(arguments: list[str], environment: dict[str, str], output: int, nursery: Nursery | None) -> Process:
+    if nursery is not None:
+        return nursery.command(arguments, environment, output)
+    command = [sys.executable, "-P", "-m", "samestep", *arguments]
+    return start(command, environment, stdout=output, stderr=output)
+
+
+def _wait(process: Process, folder: Path, still_s: float, progress: Callable[[Path], None]) -> bool:
     """Waits for the end; returns whether it had to be brought about."""
     moved, seen = time.monotonic(), -1.0
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_LOOK_S)
-            return False
+    while not wait_all([process], _LOOK_S):
         progress(folder)
         sign = _sign_of_life(folder)
         if sign != seen:
@@ -131,6 +141,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, still_s: float, progre
             _ask_for_stacks(folder)
             _end(process)
             return True
+    return False
 
 
 def _sign_of_life(folder: Path) -> float:
@@ -180,13 +191,11 @@ def standing(folder: Path) -> dict[int, str]:
     return places
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _end(process: Process) -> None:
+    signal_alone(process, signal.SIGTERM)
+    if not wait_all([process], _END_S):
+        signal_alone(process, signal.SIGKILL)
+    process.wait()
 
 
 def _failure(folder: Path) -> dict[str, Any] | None:

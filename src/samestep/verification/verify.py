@@ -33,7 +33,7 @@ from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
 from samestep.verification.recording.recorder import FEWEST
 from samestep.verification.report import Report
-from samestep.verification.runner import Runner, Say
+from samestep.verification.runner import Runner, Say, nursery_for
 
 __all__ = ["verify"]
 
@@ -93,7 +93,9 @@ def examine(
     """Does what :func:`verify` does, and tells `say` what goes on."""
     folder = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     try:
-        report = _verified(Runner(script=script, ranks=ranks, folder=folder, still_s=still_s, say=say), steps)
+        with nursery_for(script, ranks) as nursery:
+            runner = Runner(script=script, ranks=ranks, folder=folder, still_s=still_s, say=say, nursery=nursery)
+            report = _verified(runner, steps)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report.script = tuple(script.words())
@@ -102,7 +104,7 @@ def examine(
 
 def _verified(runner: Runner, steps: int | None) -> Report:
     ranks = runner.ranks
-    recorded = runner.recorded(f"recording {ranks} ranks", ranks, progress=Patience().look, steps=steps)
+    recorded = runner.first(steps, Patience().look)
     ended, record = recorded.ended, recorded.record
     report = Report(ranks=record.size or ranks, steps=record.steps)
     if (foreign := states.foreign_to(record)) is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from samestep.launch.imports import exchange
 from samestep.launch.noting import NOTED, site
 from samestep.verification.watching.collectives import BETWEEN_TWO
 
@@ -40,12 +41,9 @@ class Calls:
         """Changes the functions of torch.distributed."""
         if not module.is_available():
             return
-        for name in NOTED:
-            original = getattr(module, name, None)
-            if original is not None and name not in BETWEEN_TWO:
-                changed = self._counting(original, name)
-                for place in (module, module.distributed_c10d):
-                    setattr(place, name, changed)
+        names = [name for name in NOTED if hasattr(module, name) and name not in BETWEEN_TWO]
+        calls = {getattr(module, name): name for name in names}
+        exchange("torch.distributed", {call: self._counting(call, name) for call, name in calls.items()})
 
     def _counting(self, original: Any, name: str) -> Any:
         @functools.wraps(original)

@@ -20,8 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from samestep.runtime.digest import digest_of_bytes
-
 __all__: list[str] = []
 
 _PATIENCE = 1000  # looks for a checkpoint: 20 s
@@ -76,6 +74,8 @@ def _sharded(order: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _elsewhere(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    from samestep.runtime.digest import digest_of_bytes
+
     path = kwargs["path"] if "path" in kwargs else args[0]
     if path is None:
         return args, kwargs

@@ -13,6 +13,7 @@ import threading
 from types import ModuleType
 from typing import Any
 
+from samestep.launch.imports import exchange
 from samestep.launch.noting import NOTED, site
 from samestep.verification.watching.listener import Listener
 
@@ -26,14 +27,9 @@ def watch(listener: Listener, module: ModuleType) -> None:
     """Changes the functions of torch.distributed."""
     if not module.is_available():
         return
-    places = (module, module.distributed_c10d)
-    for name in NOTED:
-        original = getattr(module, name, None)
-        if original is None:
-            continue
-        changed = _telling(listener, original, name, between_two=name in BETWEEN_TWO)
-        for place in places:
-            setattr(place, name, changed)
+    calls = {getattr(module, name): name for name in NOTED if hasattr(module, name)}
+    changed = {call: _telling(listener, call, name, between_two=name in BETWEEN_TWO) for call, name in calls.items()}
+    exchange("torch.distributed", changed)
 
 
 def _telling(listener: Listener, original: Any, name: str, *, between_two: bool) -> Any:

@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from samestep.launch.imports import when_imported
+from samestep.launch.imports import exchange, when_imported
 from samestep.launch.noting import site
 from samestep.verification.watching.listener import Listener
 
@@ -88,7 +88,7 @@ def _watch_wrapper(listener: Listener, kind: str, module: ModuleType) -> None:
 
 
 def _watch_sharding(listener: Listener, module: Any) -> None:
-    """Changes `fully_shard` before anybody has it from there."""
+    """Changes `fully_shard`, also where the packages around it have it already."""
     original = module.fully_shard
 
     @functools.wraps(original)
@@ -98,7 +98,7 @@ def _watch_sharding(listener: Listener, module: Any) -> None:
             listener.wrapped("fully_shard", model, site(sys._getframe(1)))  # noqa: SLF001
         return sharded
 
-    module.fully_shard = fully_shard
+    exchange("torch.distributed.fsdp", {original: fully_shard})
 
 
 def _watch_forward(listener: Listener, wrapper: Any) -> None:
