@@ -109,6 +109,11 @@ class Record:
                 _PHASE.pack_into(self._memory, _AT_PHASE, time.monotonic_ns(), self._phase)
         return before.decode()
 
+    def end_phase(self, name: str) -> None:
+        """Writes down that the rank is not at that any more, if it was."""
+        if self._phase and self._phase == _bytes(name):
+            self.note_phase("")
+
     def enter(self, operation: str, site: str) -> None:
         """Writes down that the rank is about to take part in a collective."""
         self._entered += 1
@@ -180,6 +185,12 @@ def note_phase(name: str) -> str:
     for record in _records:
         before = record.note_phase(name)
     return before
+
+
+def end_phase(name: str) -> None:
+    """Writes down that this process is not at that any more, if it was."""
+    for record in _records:
+        record.end_phase(name)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from samestep.launch.cores import binding_warning, describe, read_cores, read_un
 from samestep.launch.devices import visible_gpus
 from samestep.launch.following import follow
 from samestep.launch.gather import Call, farewell
+from samestep.launch.hang import LEAST
 from samestep.launch.head import Head
 from samestep.launch.process import end_for_mpiexec
 from samestep.launch.replacement import Replacement
@@ -50,6 +51,9 @@ interpreters; auto forks when there are several ranks and the script does not fo
 CHECK = """while it trains, compare the ranks every 16 steps (weights, gradients, rates, steps, collectives, samples)
 and say at once what differs; changes nothing, waits for nobody"""
 
+ON_HANG = """what becomes of a hang: stop ends the run with exit code 124, wait goes on waiting, auto stops only what
+cannot go on by itself: ranks in different collectives, each waiting for the others"""
+
 EXAMPLES = """options stand before the script; everything after it is the script's.
 
 examples:
@@ -68,8 +72,8 @@ torchrun's spellings are accepted: --nproc-per-node, --max-restarts, --master-ad
 underscores too.
 
 exit code: 0; else the culprit's own; 128 + signal if a signal ended it; 1 for a rank that exited early with
-code 0 while others waited for it, or where --check found an error; 75 when it was asked to make room and has
-saved; 2 for a usage error."""
+code 0 while others waited for it, or where --check found an error; 124 for a hang that was stopped; 75 when it
+was asked to make room and has saved; 2 for a usage error."""
 
 _CHECKER = "samestep.verification.checking.checker:Checker"
 
@@ -176,6 +180,8 @@ def _queue(options: argparse.Namespace) -> int:
     run += [] if options.json is None else ["--json", str(options.json)]
     run += [] if options.interface is None else ["--interface", options.interface]
     run += ["--check"] if options.check else []
+    run += [] if options.hang_after == LEAST else ["--hang-after", f"{options.hang_after:g}"]
+    run += [] if options.on_hang == "auto" else ["--on-hang", options.on_hang]
     script = batch_script(
         Batch(
             program=(*(["-m"] if options.module else []), *options.program),
@@ -255,6 +261,15 @@ def _parser() -> Parser:
         help="seconds to save in after SIGTERM (default: %(default)g)",
     )
     add("--check", action="store_true", help=CHECK)
+    add(
+        "--hang-after",
+        metavar="S",
+        type=seconds,
+        default=LEAST,
+        help="seconds in which no rank moves, and that are 5 steps or more, until a hang is explained "
+        "(default: %(default)g)",
+    )
+    add("--on-hang", choices=("auto", "stop", "wait"), default="auto", help=ON_HANG)
     add("--mpi", action="store_true", help="have mpiexec start the ranks, for scripts whose backend is mpi")
     add("--pin", action="store_true", help="bind each rank of this machine to cores of its own")
     add_options(parser)
@@ -301,6 +316,8 @@ def _plan(options: argparse.Namespace, parts: tuple[Part, ...], path: Path) -> P
         restarts=options.restarts,
         grace=options.grace,
         lost_host=options.lost_host,
+        hang_after=options.hang_after,
+        on_hang=options.on_hang,
         observers=(_CHECKER,) if options.check else (),
         hash_seeds=getattr(options, "hash_seeds", False),
     )

@@ -6,7 +6,7 @@
       bind {address}            ->       opens the store's socket
                                 <-       bound {port}
       start {job}               ->                                  N processes
-                                <-       output, failed, waiting, cannot, preempted, ended
+                                <-       output, pulse, failed, waiting, cannot, preempted, ended
       order {what, ranks}       ->                                  stop, preempt, signal, terminate, kill
       clear                     ->                                  whatever they have left
                                 <-       cleared {left}
@@ -37,6 +37,7 @@ from samestep.launch.frames import Link, Message
 from samestep.launch.loop import Loop
 from samestep.launch.network import Doorbell, Target, interface_named, probe, route_to
 from samestep.launch.process import adopt_orphans, follow_parent, open_missing_streams, outlive_parent
+from samestep.launch.pulse import Pulses
 from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.team import Job, Team
 from samestep.launch.variables import threads_per_rank
@@ -95,6 +96,7 @@ class Agent:
         if self._about is not None:
             self._beat()
         self._bury()
+        Pulses(self._loop, self._team.records, lambda pulse: self._tell("pulse", **pulse))
         with Signals(self._loop, PASSED_ON, self._signalled):
             try:
                 self._loop.run()

@@ -21,7 +21,7 @@ from samestep.rankenv import variable
 
 __all__: list[str] = []
 
-TAKES_VALUE = {"--restarts", "--max-restarts", "--run-dir", "--json", "--grace"}
+TAKES_VALUE = {"--restarts", "--max-restarts", "--run-dir", "--json", "--grace", "--hang-after", "--on-hang"}
 PLAIN = {"--pin"}
 OTHERS = ("SLURM_PROCID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # several of us have been started
 

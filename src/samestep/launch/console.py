@@ -17,6 +17,7 @@ import select
 import sys
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -196,6 +197,7 @@ class Console:
             for stream, screen in self._screens.items()
         }
         self._channels: dict[tuple[int, str], Channel] = {}
+        self._logs = list(logs)
         for rank, folder in enumerate(logs):
             folder.mkdir(parents=True, exist_ok=True)
             for stream, screen in self._screens.items():
@@ -209,6 +211,22 @@ class Console:
         if refused is not None:
             self._screens["err"].show_line(f"samestep: rank {rank}'s output is not kept any more: {refused}".encode())
         self.show()
+
+    def tell(self, text: str) -> None:
+        """Shows lines of the launcher's own, whatever the ranks have left on the screen."""
+        self._screens["err"].show_line(f"samestep: {text}".encode(errors="backslashreplace"))
+
+    def keep_stacks(self, rank: int, stacks: bytes) -> None:
+        """Adds the Python stacks of a rank to its file of them."""
+        path = self._logs[rank] / f"rank{rank}.stacks"
+        with suppress(OSError), path.open("ab") as file:  # the disk is full, or the script has cleared the folder away
+            file.write(stacks)
+
+    @property
+    def logs(self) -> str:
+        """Where the files of the first rank lie, as short as can be."""
+        own = self._logs[0]
+        return str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own)
 
     def show(self, *, everything: bool = False) -> float | None:
         """Shows the lines that need not wait for other ranks any more; returns in how many seconds to call it again."""

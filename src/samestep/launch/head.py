@@ -21,12 +21,15 @@ from samestep.launch import ahead
 from samestep.launch.agent import fork_agent
 from samestep.launch.console import MOST_HELD, Console
 from samestep.launch.frames import Link, Message, pair
+from samestep.launch.hang import LEAST
 from samestep.launch.loop import Alarm, Loop
 from samestep.launch.process import adopt_orphans, end_orphans
+from samestep.launch.pulse import Pulse
 from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.supervise import Supervisor
 from samestep.launch.team import Job
 from samestep.launch.verdict import Verdict
+from samestep.launch.vigil import OnHang, Vigil
 from samestep.launch.wire import SealedLink
 
 __all__: list[str] = []
@@ -72,11 +75,13 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What one attempt runs: a job for each host, and where its ranks' output goes."""
+    """What one attempt runs: a job for each host, where its ranks' output goes, and what becomes of a hang."""
 
     jobs: tuple[Job, ...]
     console: Console
     grace: float
+    hang_after: float = LEAST
+    on_hang: OnHang = "auto"
 
 
 class Interruption(Exception):  # noqa: N818  (not a mistake)
@@ -117,6 +122,7 @@ class Head:
         self._loop = Loop()
         self._left_behind: list[Host] = []
         self._supervisor: Supervisor | None = None
+        self._vigil: Vigil | None = None
         self._console: Console | None = None
         self._folding: Alarm | None = None
         self._paused = False  # the ranks' output is not read: whoever reads ours does not keep up
@@ -157,14 +163,28 @@ class Head:
             start += len(job.ranks)
         self._console = attempt.console
         self._supervisor = Supervisor(self._loop, self.hosts, self._loop.stop, grace=attempt.grace)
+        self._vigil = self._watch_over(attempt, self._supervisor)
         with Signals(self._loop, (*PASSED_ON, signal.SIGWINCH), self._signalled):
             for host, job in zip(self.hosts, attempt.jobs, strict=True):
                 host.heard = time.monotonic()
                 host.send("start", job=asdict(job))
             self._loop.run()
+            self._vigil.close()
             self._clear()
         verdict, self._supervisor = self._supervisor.verdict(), None
         return verdict
+
+    def _watch_over(self, attempt: Attempt, supervisor: Supervisor) -> Vigil:
+        return Vigil(
+            self._loop,
+            supervisor.running,
+            supervisor.order,
+            attempt.console.tell,
+            supervisor.hung,
+            least=attempt.hang_after,
+            on_hang=attempt.on_hang,
+            logs=attempt.console.logs,
+        )
 
     def _listen_for_life(self) -> None:
         """Gives up hosts that have been silent for long: a network may fail without a word."""
@@ -253,10 +273,21 @@ class Head:
             _interrupt(body["number"])
         elif message.kind == "unable":
             raise SamestepError(f"host {host.host} {body['reason']}")
+        elif message.kind == "pulse":
+            if self._vigil is not None:
+                self._vigil.hear(host.host, Pulse(**body))
         elif "rank" in body and self._supervisor is not None:
             self._supervisor.hear(host, message.kind, body)
+            if message.kind == "waiting":
+                self._keep_stacks(body, message.payload)
         else:
             host.answers[message.kind] = body
+
+    def _keep_stacks(self, body: dict[str, Any], stacks: bytes) -> None:
+        if self._console is not None:
+            self._console.keep_stacks(body["rank"], stacks)
+        if self._vigil is not None and body["where"] is not None:
+            self._vigil.stands(body["rank"], f"{body['where']}  {body['source'] or ''}".rstrip())
 
     def _show_later(self, console: Console) -> None:
         """Shows the lines that wait for other ranks, or for a slow reader, when their time has come."""

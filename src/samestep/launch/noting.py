@@ -76,6 +76,7 @@ def begin(joined: Callable[[int, int], None] | None = None) -> None:
     when_imported("torch.distributed", functools.partial(_note_collectives, joined))
     when_imported("torch.optim.optimizer", _note_steps)
     when_imported("torch.nn.parallel.distributed", _keep_groups)
+    when_imported("torch.nn.modules.module", _note_evaluations)
 
 
 def _keep_groups(module: ModuleType) -> None:
@@ -99,6 +100,19 @@ def _note_steps(module: ModuleType) -> None:
 def _count_step(*_: Any) -> None:
     if not _is_compiling():  # a compiled optimizer's steps are not counted, and stay one graph
         progress.count_step()
+        progress.end_phase("evaluate")
+
+
+def _note_evaluations(module: Any) -> None:
+    """A script that tells its model to evaluate may take its time, until it steps again."""
+    original = module.Module.eval
+
+    @functools.wraps(original)
+    def evaluating(model: Any) -> Any:
+        progress.note_phase("evaluate")
+        return original(model)
+
+    module.Module.eval = evaluating
 
 
 def _note_collectives(joined: Callable[[int, int], None] | None, module: ModuleType) -> None:

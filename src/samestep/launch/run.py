@@ -20,6 +20,7 @@ from samestep.launch.bootstrap import Assignment
 from samestep.launch.cluster import Part
 from samestep.launch.console import Console, say
 from samestep.launch.failure import as_json
+from samestep.launch.hang import LEAST
 from samestep.launch.head import Attempt, Head, Interruption
 from samestep.launch.process import rank_command
 from samestep.launch.replacement import Outcome, Replacement
@@ -29,6 +30,7 @@ from samestep.launch.team import Job
 from samestep.launch.terminal import is_terminal
 from samestep.launch.variables import Group, lay_out, rank_variables, threads_per_rank
 from samestep.launch.verdict import Verdict, explain
+from samestep.launch.vigil import OnHang
 from samestep.paths import RunDirectory
 
 __all__: list[str] = []
@@ -41,9 +43,10 @@ class Plan:
     `parts` are the hosts with their ranks: at first this one alone, of several known when they have been examined.
     `local_rank_option` is passed to the script with each rank's local rank, if given; `lost_host` says whether a
     restart goes on with the hosts that are left ("continue"), waits for another in the place of each that is lost
-    ("wait"), or does not come to pass ("stop"); `observers` are loaded in every
-    rank (samestep.launch.observers); with `hash_seeds` each rank hashes texts in another way, so that an order which
-    hangs on a set of texts differs between ranks every time rather than now and then.
+    ("wait"), or does not come to pass ("stop"); `hang_after` and `on_hang` are those of samestep.launch.vigil;
+    `observers` are loaded in every rank (samestep.launch.observers); with `hash_seeds` each rank hashes texts in
+    another way, so that an order which hangs on a set of texts differs between ranks every time rather than now and
+    then.
     """
 
     parts: tuple[Part, ...]
@@ -58,6 +61,8 @@ class Plan:
     restarts: int = 0
     grace: float = SAVING
     lost_host: str = "stop"
+    hang_after: float = LEAST
+    on_hang: OnHang = "auto"
     observers: tuple[str, ...] = ()
     hash_seeds: bool = False
 
@@ -208,7 +213,10 @@ def _attempt(head: Head, plan: Plan, number: int) -> Verdict:
     jobs = plan.jobs(plan.group(head.bind(plan.parts[0].address), number))
     console = Console(plan.logs(number), jobs[0].drawn)
     try:
-        verdict = head.run(Attempt(jobs=jobs, console=console, grace=plan.grace))
+        attempt = Attempt(
+            jobs=jobs, console=console, grace=plan.grace, hang_after=plan.hang_after, on_hang=plan.on_hang
+        )
+        verdict = head.run(attempt)
     finally:
         console.close()
     with contextlib.suppress(OSError):  # the disk is full, or the script has cleared the folder away

@@ -77,6 +77,7 @@ class Supervisor:
         self._overdue = False  # they were still at it when the time was up
         self._stopping = False  # the launcher itself has begun to end ranks
         self._lost: list[str] = []
+        self._hung: int | None = None  # the rank that holds up a run which is stopped for it
         self._alarm: Alarm | None = None
 
     def hear(self, crew: Crew, kind: str, body: dict[str, Any]) -> None:
@@ -111,6 +112,22 @@ class Supervisor:
         if gone and not self._stopping:
             self._failed(lost_host(gone[0], crew.host, reason))
         self._finish_if_over()
+
+    def running(self) -> list[int]:
+        """Returns the ranks that have not ended; none while they are told to end."""
+        held = [rank for crew in self._crews for rank in crew.ranks if rank not in self._codes]
+        return [] if self.ending or self._failures else held
+
+    def order(self, what: str, ranks: Collection[int]) -> None:
+        """Gives an order to some ranks that have not ended."""
+        self._order(what, spare={rank for crew in self._crews for rank in crew.ranks} - set(ranks))
+
+    def hung(self, failure: Failure) -> None:
+        """Ends a run that hangs, for this reason."""
+        if not self.ending:
+            self._failures[failure.rank] = failure
+            self._hung = failure.rank
+            self._stop()
 
     @property
     def ending(self) -> bool:
@@ -180,7 +197,7 @@ class Supervisor:
 
     def _leaving(self) -> list[int]:
         """Ranks that end by themselves, after their own exception."""
-        return [rank for rank, failure in self._failures.items() if not failure.lost_peer]
+        return [rank for rank, failure in self._failures.items() if not failure.lost_peer and rank != self._hung]
 
     def _stop(self) -> None:
         self._stopping = True

@@ -91,6 +91,7 @@ class _Member:
     progress: int
     outputs: dict[int, str] = field(default_factory=dict)  # descriptor: "out" or "err"
     shown: int = 0  # bytes of the stacks that were passed on
+    ended: bool = False
 
 
 class Team:
@@ -247,6 +248,7 @@ class Team:
         os.close(handle)
         code = exit_status(member.process)
         assert code is not None
+        member.ended = True
         while self._listen(member):
             pass
         for descriptor in list(member.outputs):
@@ -292,10 +294,16 @@ class Team:
             elif what == "ask":
                 signal_alone(process, STACKS_SIGNAL)
             elif what == "waiting":
-                where, source = place_in(self._stacks(member).decode(errors="replace"))
-                self._tell("waiting", rank=member.rank, where=where, source=source)
+                text = self._stacks(member)
+                where, source = place_in(text.decode(errors="replace"))
+                self._tell("waiting", text, rank=member.rank, where=where, source=source)
             else:
                 signal_group(process, signal.SIGTERM if what == "terminate" else signal.SIGKILL)
+
+    def records(self) -> dict[int, tuple[int, progress.Progress]]:
+        """Returns process and progress record of every rank that has not ended."""
+        alive = {rank: member for rank, member in self._members.items() if not member.ended}
+        return {rank: (member.process.pid, progress.read(member.progress)) for rank, member in alive.items()}
 
     def resize(self) -> None:
         """Gives rank 0's terminals the size of the real ones."""

@@ -167,6 +167,8 @@ def _headline(failure: Failure, verdict: Verdict) -> str:
         return failure.message
     if failure.lost_peer:
         return f"{_who(failure, verdict)} lost its peers, and no rank said why: {brief(failure.message)}"
+    if failure.exception == "Hang":
+        return failure.message
     what = f"{failure.exception}: {failure.message}".rstrip(": ")
     if failure.exception == "SystemExit":
         what = f"exit code {failure.exit_code}"
@@ -189,7 +191,8 @@ def _particulars(failure: Failure, verdict: Verdict) -> str:
     if others:
         text += f"; {count(others)} failed alike"
     if verdict.waiting:
-        text += f"; {count(list(verdict.waiting))} merely lost it"
+        did = "waited for it" if failure.exception == "Hang" else "merely lost it"
+        text += f"; {count(list(verdict.waiting))} {did}"
     if failure.lost_peer and verdict.silent:
         text += f"; {count(list(verdict.silent))} had not failed when stopped: look there first"
     return text

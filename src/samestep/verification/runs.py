@@ -102,7 +102,7 @@ def run(
     arguments = [
         *("run", "-n", str(ranks), *(("--start", "fork") if nursery else ("--start", "spawn", "--hash-seeds"))),
         *(["--mpi"] if script.mpi and ranks > 1 else []),
-        *("--run-dir", str(folder / "run"), "--json", str(folder / "run.json"), "--grace", "5"),
+        *("--run-dir", str(folder / "run"), "--json", str(folder / "run.json"), "--grace", "5", "--on-hang", "wait"),
         *script.words(),
     ]
     told = json.dumps({**order, "folder": str(folder / "journals")})

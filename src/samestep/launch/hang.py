@@ -1,0 +1,166 @@
+"""Whether a run hangs, who holds it up, and since when: said once, in words, when no rank moves any more.
+
+    a rank is frozen (state T)                                  it, whoever waits
+    some wait in a collective, others have not come             those: they compute, sleep, or wait for a disk
+    all wait in collectives, and not in the same                each for others: nothing can go on any more
+    all wait in the same                                        messages do not arrive
+    none is in a collective that shows, and all sleep           the one that is behind
+
+A hang is no move of any rank for max(10 s, 5 times the 99th percentile of a step). Long work is none: what happens
+before the second step (compilation, a download), evaluations, saves, and whatever computes while nobody waits. gloo and
+NCCL give up after 30 and 10 minutes, and name nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from samestep.launch.pulse import Pulse
+from samestep.launch.verdict import spans
+
+__all__: list[str] = []
+
+LEAST = 10.0  # seconds
+TIMES = 5.0  # as long as nearly every step
+LONGER = 6.0  # as long again, for evaluations, saves and loads in which nothing is read, written or computed
+RECENT = 3.0  # seconds within which what computes has been seen computing
+FROZEN = {"T", "t"}
+_LONG = {"evaluate", "save", "load"}
+
+Kind = Literal["frozen", "busy", "disk", "asleep", "mismatch", "lost"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """A run in which nothing moves.
+
+    Attributes:
+        kind: of the ranks that hold it up: frozen, computing, waiting for a disk, asleep; or "mismatch" of collectives,
+            or "lost" messages.
+        culprits: those ranks.
+        still: seconds since the last move of any rank.
+        certain: whether it cannot go on by itself.
+    """
+
+    kind: Kind
+    culprits: tuple[int, ...]
+    still: float
+    certain: bool
+
+
+def limit(pulses: Sequence[Pulse], least: float = LEAST) -> float:
+    """Returns the seconds without a move after which a run may hang."""
+    return max(least, TIMES * max((pulse.usual for pulse in pulses), default=0.0))
+
+
+def diagnose(pulses: Sequence[Pulse], least: float = LEAST) -> Hang | None:
+    """Returns what holds a run up; None where something moves, or does long work.
+
+    Args:
+        pulses: of all ranks that have not ended, the last of each.
+        least: seconds without a move that are no hang, however short the steps are.
+    """
+    patience = limit(pulses, least)
+    still = min((pulse.still for pulse in pulses), default=0.0)
+    if still < patience:
+        return None
+    frozen = [pulse for pulse in pulses if pulse.state in FROZEN]
+    if frozen:
+        return _hang("frozen", frozen, still)
+    inside, outside = _parted(pulses)
+    if not outside:
+        return _between(inside, still)
+    if max(pulse.step for pulse in pulses) < 2 or any(_works_long(pulse, patience) for pulse in outside):
+        return None
+    busy, asleep = [one for one in outside if _is_busy(one)], [one for one in outside if not _is_busy(one)]
+    if busy and (inside or asleep):
+        return _hang("busy", busy, still)
+    if busy:
+        return None  # all compute, and nobody waits
+    disk = [pulse for pulse in asleep if pulse.state == "D"]
+    return _hang("disk", disk, still) if disk else _hang("asleep", asleep if inside else _behind(asleep), still)
+
+
+def _parted(pulses: Sequence[Pulse]) -> tuple[list[Pulse], list[Pulse]]:
+    return [pulse for pulse in pulses if pulse.operation], [pulse for pulse in pulses if not pulse.operation]
+
+
+def _between(inside: Sequence[Pulse], still: float) -> Hang | None:
+    """All are in collectives: who is in another than the rest?"""
+    if any(_is_busy(pulse) for pulse in inside):
+        return None  # messages are on their way, or made
+    if len({(pulse.entered, pulse.operation) for pulse in inside}) == 1:
+        return _hang("lost", inside, still)
+    return _hang("mismatch", _behind(inside), still, certain=True)
+
+
+def _behind(pulses: Sequence[Pulse]) -> Sequence[Pulse]:
+    """The ranks that have come least far; all where none is behind the others."""
+    least = min((pulse.step, pulse.entered) for pulse in pulses)
+    behind = [pulse for pulse in pulses if (pulse.step, pulse.entered) == least]
+    return behind if len(behind) < len(pulses) else pulses
+
+
+def _is_busy(pulse: Pulse) -> bool:
+    return pulse.idle < RECENT
+
+
+def _works_long(pulse: Pulse, patience: float) -> bool:
+    """Whether a rank is at what may take long, and has not stood still there for very long."""
+    if pulse.phase not in _LONG:
+        return False
+    return _is_busy(pulse) or (pulse.state != "D" and pulse.still < LONGER * patience)
+
+
+def _hang(kind: Kind, pulses: Sequence[Pulse], still: float, *, certain: bool = False) -> Hang:
+    return Hang(kind=kind, culprits=tuple(sorted(pulse.rank for pulse in pulses)), still=still, certain=certain)
+
+
+def told(hang: Hang, pulses: Mapping[int, Pulse], standing: Mapping[int, str]) -> list[str]:
+    """Returns what a person is told: who is stuck, where, and what the others wait in.
+
+    Args:
+        hang: what was found.
+        pulses: of all ranks that have not ended.
+        standing: by rank, its own line, where it is known.
+    """
+    lines = [f"nothing has moved for {hang.still:.0f} s: {_headline(hang, pulses)}"]
+    groups: dict[str, list[int]] = {}
+    for rank in (*hang.culprits, *(rank for rank in sorted(pulses) if rank not in hang.culprits)):
+        groups.setdefault(_doing(pulses[rank], standing.get(rank)), []).append(rank)
+    return lines + [f"    {_ranks(ranks)} {doing}" for doing, ranks in groups.items()]
+
+
+def _headline(hang: Hang, pulses: Mapping[int, Pulse]) -> str:
+    who, several = _ranks(hang.culprits), len(hang.culprits) > 1
+    rest = len(pulses) - len(hang.culprits)
+    wait = "" if not rest else ", and the other waits for it" if rest == 1 else ", and the others wait for it"
+    wait = wait.replace("for it", "for them") if several else wait
+    return {
+        "frozen": f"{who} {'are' if several else 'is'} frozen, by SIGSTOP, Ctrl-Z or a debugger{wait}",
+        "busy": f"{who} {'compute' if several else 'computes'} without finishing a step{wait}",
+        "disk": f"{who} {'wait' if several else 'waits'} for a disk{wait}",
+        "asleep": f"{who} {'sleep' if several else 'sleeps'}{wait}",
+        "mismatch": f"the ranks wait in different collectives, each for the others; {who} came less far"
+        if rest
+        else "the ranks wait in different collectives, each for the others",
+        "lost": "all ranks wait in the same collective, and no message arrives: is the network gone?",
+    }[hang.kind]
+
+
+def _doing(pulse: Pulse, standing: str | None) -> str:
+    place = "" if standing is None else f" at {standing}"
+    step = f"  (after step {pulse.step})" if pulse.step else ""
+    if pulse.state in FROZEN:
+        return f"frozen, process {pulse.pid}: kill -CONT {pulse.pid} lets it go on{step}"
+    if pulse.operation:
+        return f"in {pulse.operation}, collective {pulse.entered}{place or f' at {pulse.site}'}{step}"
+    doing = "computing" if _is_busy(pulse) else "waiting for a disk" if pulse.state == "D" else "asleep"
+    phase = f", in phase {pulse.phase!r}" if pulse.phase else ""
+    return f"{doing}{place}{phase}{step}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}"

@@ -1,0 +1,137 @@
+"""Waits for a run to hang, and then says once what it has found.
+
+    all ranks still for long enough ── diagnosis ──▶ ask for stacks ── 0.5 s ──▶ collect them ── 2 s ──▶ say it
+      a rank moves again ──▶ say that it goes on                                               and stop, or wait
+
+The signal that asks may wake a rank out of a system call: it is looked at once more before anything is said.
+
+It lives in the head, beside the supervisor and outside of every rank: what holds a rank's interpreter does not hold it.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from samestep.launch.failure import Failure
+from samestep.launch.hang import FROZEN, LEAST, Hang, diagnose, told
+from samestep.launch.loop import Loop
+from samestep.launch.pulse import Pulse
+
+__all__: list[str] = []
+
+STOPPED = 124  # what timeout(1) ends with
+PERIOD = 1.0  # seconds between two looks
+ANSWER = 0.5  # seconds for stacks to be written
+SETTLED = 2.0  # seconds for them to arrive, and the next pulses with them
+
+OnHang = Literal["auto", "stop", "wait"]
+
+
+class Vigil:
+    """Watches one attempt of a run.
+
+    Args:
+        loop: what waits.
+        running: returns the ranks that have not ended; none while they are being ended.
+        order: passes an order on to ranks.
+        say: shows a line to the person who has started the run.
+        stop: ends the run for this reason.
+        least: seconds without a move that are no hang.
+        on_hang: "stop" ends the run, "wait" does not, "auto" ends what cannot go on by itself.
+        logs: where stacks are kept, for a person.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        running: Callable[[], Sequence[int]],
+        order: Callable[[str, Sequence[int]], None],
+        say: Callable[[str], None],
+        stop: Callable[[Failure], None],
+        *,
+        least: float = LEAST,
+        on_hang: OnHang = "auto",
+        logs: str = "",
+    ) -> None:
+        self._loop, self._running, self._order = loop, running, order
+        self._say, self._stop = say, stop
+        self._least, self._on_hang, self._logs = least, on_hang, logs
+        self._pulses: dict[int, Pulse] = {}
+        self._standing: dict[int, str] = {}
+        self._hosts: dict[int, str] = {}
+        self._since: float | None = None  # when the last rank moved, once a hang is being told
+        self._closed = False
+        self._look()
+
+    def close(self) -> None:
+        """Watches no more."""
+        self._closed = True
+
+    def hear(self, host: str, pulse: Pulse) -> None:
+        """Takes a rank's pulse."""
+        self._pulses[pulse.rank] = pulse
+        self._hosts[pulse.rank] = host
+
+    def stands(self, rank: int, line: str | None) -> None:
+        """Takes a rank's own line, out of its stacks."""
+        if line is not None:
+            self._standing[rank] = line
+
+    def _look(self) -> None:
+        if self._closed:
+            return
+        self._loop.at(PERIOD, self._look)
+        pulses = self._known()
+        hang = diagnose(list(pulses.values()), self._least)
+        if hang is not None and self._since is None:
+            self._since = time.monotonic() - hang.still
+            self._standing.clear()
+            self._order("ask", [rank for rank, pulse in pulses.items() if pulse.state not in FROZEN])
+            self._loop.at(ANSWER, lambda: self._order("waiting", list(pulses)))
+            self._loop.at(ANSWER + SETTLED, self._tell)
+        elif hang is None and self._since is not None and pulses:
+            self._say(f"it moves again, after {time.monotonic() - self._since:.0f} s")
+            self._since = None
+
+    def _known(self) -> dict[int, Pulse]:
+        """The pulses of all ranks that have not ended; none where one has none, for it moves."""
+        running = self._running()
+        known = {rank: self._pulses[rank] for rank in running if rank in self._pulses}
+        return known if len(known) == len(running) else {}
+
+    def _tell(self) -> None:
+        pulses = self._known()
+        hang = diagnose(list(pulses.values()), self._least)
+        if self._closed or hang is None:
+            self._since = None  # it has moved in the meantime
+            return
+        lines = told(hang, pulses, self._standing)
+        stops = self._on_hang == "stop" or (self._on_hang == "auto" and hang.certain)
+        lines.append(f"    all Python stacks: {self._logs}/rank*.stacks")
+        if stops:
+            lines.append("    this cannot go on by itself: the run is stopped (--on-hang wait would not)")
+            if self._on_hang == "stop":
+                lines[-1] = f"    the run is stopped, with exit code {STOPPED}"
+        else:
+            lines.append("    it may go on, and is waited for: Ctrl-C ends it, and so would --on-hang stop")
+        self._say("\n".join(lines))
+        if stops:
+            self._stop(self._failure(hang, pulses[hang.culprits[0]], lines[0]))
+
+    def _failure(self, hang: Hang, pulse: Pulse, message: str) -> Failure:
+        standing = self._standing.get(pulse.rank, pulse.site or None)
+        where, _, source = (None, "", None) if standing is None else standing.partition("  ")
+        return Failure(
+            rank=hang.culprits[0],
+            pid=pulse.pid,
+            host=self._hosts.get(pulse.rank, socket.gethostname()),
+            exception="Hang",
+            message=message,
+            exit_code=STOPPED,
+            time=time.time(),
+            where=where,
+            source=source,
+        )

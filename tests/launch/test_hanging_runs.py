@@ -1,0 +1,136 @@
+"""Runs in which a rank is stuck: explained by `samestep run` from outside, whatever holds the rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+    import ctypes, os, signal, sys, time
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    rank, fault = dist.get_rank(), sys.argv[1]
+
+    def loop():
+        while True: pass
+
+    def native():
+        mutex = ctypes.create_string_buffer(64)
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)  # waits for itself, and holds the interpreter
+
+    def frozen():
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def skipped():
+        dist.barrier()
+
+    def asleep():
+        time.sleep(9)
+
+    def step(pause=0.0):
+        net(torch.ones(2)).sum().backward()
+        time.sleep(pause)
+        optimizer.step()
+        dist.all_reduce(torch.ones(1))
+
+    def train(faulty):
+        for number in range(40):
+            if number == 20 and rank == 1:
+                faulty()
+            step(pause=0.1 if fault == "asleep" and number > 20 else 0.0)
+
+    def healthy():
+        for number in range(1000):
+            if number % 250 == 100 and rank == 0:
+                net.eval()
+                until = time.monotonic() + 5
+                while time.monotonic() < until:
+                    net(torch.ones(2))
+            if number % 250 == 200 and rank == 1:
+                with open(sys.argv[2], "wb") as file:
+                    for _ in range(100):
+                        file.write(bytes(1 << 20))
+                        time.sleep(0.05)
+            step(pause=1.5 if number % 400 == 300 else 0.0)
+
+    healthy() if fault == "healthy" else train(globals()[fault])
+    dist.destroy_process_group()
+"""
+STUCK = ("loop", "native", "frozen", "skipped")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
+    """What became of each, all at once: most of their time they wait."""
+    folder = tmp_path_factory.mktemp("hangs")
+    (folder / "train.py").write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
+
+    def run(fault: str) -> subprocess.CompletedProcess[str]:
+        options = ["--hang-after", "4", "--run-dir", fault, "--json", f"{fault}.json"]
+        options += ["--on-hang", "stop"] if fault in {"loop", "native", "frozen"} else []
+        command = [sys.executable, "-m", "samestep", "run", "-n", "2", *options, "train.py", fault, "saved"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
+        told = json.loads((folder / f"{fault}.json").read_text(encoding="utf-8"))
+        stacks = {path.name: path.read_text(encoding="utf-8") for path in (folder / fault).rglob("rank*.stacks")}
+        return subprocess.CompletedProcess([str(told["failure"]), str(stacks)], done.returncode, "", done.stderr)
+
+    with ThreadPoolExecutor(3) as pool:
+        faults = (*STUCK, "asleep", "healthy")
+        return dict(zip(faults, pool.map(run, faults), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "line"),
+    [
+        ("loop", "rank 1 computes without finishing a step, and the other waits for it", "while True: pass"),
+        ("native", "rank 1 sleeps, and the other waits for it", "holds the interpreter"),
+        ("frozen", "rank 1 is frozen, by SIGSTOP, Ctrl-Z or a debugger, and the other waits for it", "kill -CONT"),
+        ("skipped", "the ranks wait in different collectives, each for the others", "dist.barrier()"),
+    ],
+)
+def test_a_rank_that_is_stuck_is_named_with_its_line(
+    runs: dict[str, subprocess.CompletedProcess[str]], fault: str, words: str, line: str
+) -> None:
+    failure, stacks = runs[fault].args
+    said = runs[fault].stderr
+    assert runs[fault].returncode == 124, said
+    assert words in said
+    assert line in said
+    assert "rank 0 in all_reduce, collective" in said
+    assert "dist.all_reduce(torch.ones(1))" in said
+    assert "'exception': 'Hang'" in failure
+    assert "rank0.stacks" in stacks
+    assert "rank1.stacks" in stacks
+
+
+def test_what_goes_on_by_itself_is_waited_for(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    said = runs["asleep"].stderr
+    assert runs["asleep"].returncode == 0, said
+    assert "rank 1 sleeps, and the other waits for it" in said
+    assert said.count("nothing has moved") == 1
+    assert "it moves again, after" in said
+
+
+def test_a_thousand_healthy_steps_raise_no_alarm(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    said = runs["healthy"].stderr
+    assert runs["healthy"].returncode == 0, said
+    assert "nothing has moved" not in said
+
+
+@pytest.mark.parametrize("given", [["--hang-after", "0"], ["--hang-after", "soon"], ["--on-hang", "pray"]])
+def test_what_is_no_such_time_or_choice_is_refused_in_one_line(given: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "samestep", "run", *given, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
