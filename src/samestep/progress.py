@@ -1,7 +1,7 @@
 """How far a rank is and what it is at: a record in memory that it shares with whoever watches over it.
 
     offset  size
-         0     4   layout of this record: 2
+         0     4   layout of this record: 3
          4     4   process of the rank
          8     8   optimizer steps finished since the run began; over all attempts, where a checkpoint counts them
         16     8   when the last of them was
@@ -13,10 +13,12 @@
         72     8   when it entered the last
         80    32   its name
        112   400   where the script called it: "file:line", the end of it where it is longer
+       512    24   time up to the end of the last step: waiting for other ranks, for data, and apart from training
 
-Times are CLOCK_MONOTONIC in nanoseconds, 0 before the first; texts are UTF-8 filled up with zeros. One writer: a reader
-needs no lock, and a rank that hangs, or whose interpreter is held by native code, cannot keep it from being read. The
-memory outlives the rank, so what it was at is known after any death.
+Apart from training are evaluations, saves and loads, whatever is waited for in them. Times are CLOCK_MONOTONIC in
+nanoseconds, 0 before the first; texts are UTF-8 filled up with zeros. One writer: a reader needs no lock, and a rank
+that hangs, or whose interpreter is held by native code, cannot keep it from being read. The memory outlives the rank,
+so what it was at is known after any death.
 
 torchrun knows of its ranks only whether they live.
 """
@@ -34,12 +36,14 @@ from pathlib import Path
 
 __all__: list[str] = []
 
-LAYOUT = 2
+LAYOUT = 3
 SIZE = 4096
 _HEAD, _STEPS = struct.Struct("=II"), struct.Struct("=QQ")
 _WORD, _PHASE, _CALL = struct.Struct("=Q"), struct.Struct("=Q16s"), struct.Struct("=QQQ32s400s")
-_AT_STEPS, _AT_VERSION, _AT_PHASE, _AT_CALL, _END = 8, 24, 32, 56, 512
+_SPENT = struct.Struct("=QQQ")
+_AT_STEPS, _AT_VERSION, _AT_PHASE, _AT_CALL, _AT_SPENT, _END = 8, 24, 32, 56, 512, 536
 _AT_LEFT = _AT_CALL + 8
+_APART = {b"evaluate", b"save", b"load"}
 _TRIES = 100  # reads until one falls between two writes; a rank that died while writing never does
 
 
@@ -57,6 +61,9 @@ class Progress:
     since: float | None
     operation: str
     site: str
+    waited: float = 0.0  # these three up to the end of the last step
+    data: float = 0.0
+    apart: float = 0.0
 
     @property
     def in_collective(self) -> bool:
@@ -84,7 +91,11 @@ class Record:
         self._steps = 0
         self._told = False  # somebody who counts over all attempts has told the step
         self._phase = b""
+        self._began = time.monotonic_ns()  # the phase
         self._entered = 0
+        self._called = 0  # when the collective was entered
+        self._ready: int | None = None  # when this rank's own part of a backward pass was done
+        self._waited = self._data = self._apart = 0
         _HEAD.pack_into(memory, 0, LAYOUT, os.getpid())
 
     def note_step(self, step: int) -> None:
@@ -99,14 +110,22 @@ class Record:
 
     def _write_step(self, step: int) -> None:
         self._steps = step
-        _STEPS.pack_into(self._memory, _AT_STEPS, step, time.monotonic_ns())
+        with self._writing():
+            _STEPS.pack_into(self._memory, _AT_STEPS, step, time.monotonic_ns())
+            _SPENT.pack_into(self._memory, _AT_SPENT, self._waited, self._data, self._apart)
 
     def note_phase(self, name: str) -> str:
         """Writes down what the rank is at from now on; returns what it was at."""
         before, self._phase = self._phase, _bytes(name)
         if before != self._phase:
+            now = time.monotonic_ns()
+            if before == b"data":
+                self._data += now - self._began
+            elif before in _APART:
+                self._apart += now - self._began
+            self._began = now
             with self._writing():
-                _PHASE.pack_into(self._memory, _AT_PHASE, time.monotonic_ns(), self._phase)
+                _PHASE.pack_into(self._memory, _AT_PHASE, now, self._phase)
         return before.decode()
 
     def end_phase(self, name: str) -> None:
@@ -118,12 +137,28 @@ class Record:
         """Writes down that the rank is about to take part in a collective."""
         self._entered += 1
         line, name = _bytes(site)[-400:], _bytes(operation)[:32]
+        self._called = time.monotonic_ns()
         with self._writing():
-            _CALL.pack_into(self._memory, _AT_CALL, self._entered, self._entered - 1, time.monotonic_ns(), name, line)
+            _CALL.pack_into(self._memory, _AT_CALL, self._entered, self._entered - 1, self._called, name, line)
 
     def leave(self) -> None:
         """Writes down that it has come back from it."""
         _WORD.pack_into(self._memory, _AT_LEFT, self._entered)
+        self._wait_since(self._called)
+
+    def note_ready(self) -> None:
+        """Writes down that the rank has done its own part of a backward pass."""
+        self._ready = time.monotonic_ns()
+
+    def note_backward(self) -> None:
+        """Writes down that a backward pass has ended: from its own part on, the rank has waited for others."""
+        if self._ready is not None:
+            self._wait_since(self._ready)
+            self._ready = None
+
+    def _wait_since(self, began: int) -> None:
+        if self._phase != b"data" and self._phase not in _APART:
+            self._waited += time.monotonic_ns() - began
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -203,6 +238,18 @@ def phase(name: str) -> Iterator[None]:
         note_phase(before)
 
 
+def note_ready() -> None:
+    """Writes down that this process has done its own part of a backward pass."""
+    for record in _records:
+        record.note_ready()
+
+
+def note_backward() -> None:
+    """Writes down that a backward pass has ended."""
+    for record in _records:
+        record.note_backward()
+
+
 def enter(operation: str, site: str) -> None:
     """Writes down that this process takes part in a collective, called by the script at "file:line"."""
     for record in _records:
@@ -237,6 +284,7 @@ def read_file(path: Path) -> Progress:
 def _parsed(raw: bytes) -> Progress:
     step, changed = _STEPS.unpack_from(raw, _AT_STEPS)
     phase_since, name = _PHASE.unpack_from(raw, _AT_PHASE)
+    waited, data, apart = _SPENT.unpack_from(raw, _AT_SPENT)
     entered, left, since, operation, site = _CALL.unpack_from(raw, _AT_CALL)
     return Progress(
         process=_HEAD.unpack_from(raw, 0)[1],
@@ -249,6 +297,9 @@ def _parsed(raw: bytes) -> Progress:
         since=_seconds(since),
         operation=_text(operation),
         site=_text(site),
+        waited=waited / 1e9,
+        data=data / 1e9,
+        apart=apart / 1e9,
     )
 
 

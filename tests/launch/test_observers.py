@@ -145,7 +145,7 @@ def test_where_a_rank_was_killed_is_known_from_its_record(folder):
         from samestep import progress
         def kill_in_barrier():
             record = progress._records[0]._memory
-            while progress._parsed(record[:512]).operation != "barrier":
+            while progress._parsed(record[: progress._END]).operation != "barrier":
                 pass
             os.kill(os.getpid(), 9)
         join()

@@ -6,7 +6,7 @@
       bind {address}            ->       opens the store's socket
                                 <-       bound {port}
       start {job}               ->                                  N processes
-                                <-       output, pulse, failed, waiting, cannot, preempted, ended
+                                <-       output, pulse, pace, failed, waiting, cannot, preempted, ended
       order {what, ranks}       ->                                  stop, preempt, signal, terminate, kill
       clear                     ->                                  whatever they have left
                                 <-       cleared {left}
@@ -96,7 +96,7 @@ class Agent:
         if self._about is not None:
             self._beat()
         self._bury()
-        Pulses(self._loop, self._team.records, lambda pulse: self._tell("pulse", **pulse))
+        Pulses(self._loop, self._team.records, lambda kind, body: self._tell(kind, **body))
         with Signals(self._loop, PASSED_ON, self._signalled):
             try:
                 self._loop.run()

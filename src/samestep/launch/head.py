@@ -24,7 +24,6 @@ from samestep.launch.frames import Link, Message, pair
 from samestep.launch.hang import LEAST
 from samestep.launch.loop import Alarm, Loop
 from samestep.launch.process import adopt_orphans, end_orphans
-from samestep.launch.pulse import Pulse
 from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.supervise import Supervisor
 from samestep.launch.team import Job
@@ -273,9 +272,9 @@ class Head:
             _interrupt(body["number"])
         elif message.kind == "unable":
             raise SamestepError(f"host {host.host} {body['reason']}")
-        elif message.kind == "pulse":
+        elif message.kind in {"pulse", "pace"}:
             if self._vigil is not None:
-                self._vigil.hear(host.host, Pulse(**body))
+                self._vigil.hear(host.host, message.kind, body)
         elif "rank" in body and self._supervisor is not None:
             self._supervisor.hear(host, message.kind, body)
             if message.kind == "waiting":

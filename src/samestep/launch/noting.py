@@ -26,6 +26,7 @@ from types import FrameType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 from samestep import progress
+from samestep.launch import clocks
 from samestep.launch.failure import is_users, shown
 from samestep.launch.imports import exchange, when_imported
 
@@ -76,7 +77,7 @@ def begin(joined: Callable[[int, int], None] | None = None) -> None:
     when_imported("torch.distributed", functools.partial(_note_collectives, joined))
     when_imported("torch.optim.optimizer", _note_steps)
     when_imported("torch.nn.parallel.distributed", _keep_groups)
-    when_imported("torch.nn.modules.module", _note_evaluations)
+    clocks.begin()
 
 
 def _keep_groups(module: ModuleType) -> None:
@@ -86,6 +87,7 @@ def _keep_groups(module: ModuleType) -> None:
     @functools.wraps(original)
     def __init__(model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(model, *args, **kwargs)
+        clocks.watch_gradients(model)
         if id(model.process_group) not in _kept:
             _kept.add(id(model.process_group))
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(model.process_group))  # for good: not even at the end it goes
@@ -101,18 +103,6 @@ def _count_step(*_: Any) -> None:
     if not _is_compiling():  # a compiled optimizer's steps are not counted, and stay one graph
         progress.count_step()
         progress.end_phase("evaluate")
-
-
-def _note_evaluations(module: Any) -> None:
-    """A script that tells its model to evaluate may take its time, until it steps again."""
-    original = module.Module.eval
-
-    @functools.wraps(original)
-    def evaluating(model: Any) -> Any:
-        progress.note_phase("evaluate")
-        return original(model)
-
-    module.Module.eval = evaluating
 
 
 def _note_collectives(joined: Callable[[int, int], None] | None, module: ModuleType) -> None:

@@ -4,8 +4,8 @@
     /proc/PID/stat, io       processor time, bytes read and written            active; its DataLoader's workers count
     /proc/PID/stat           R runs, S sleeps, D waits for a disk, T frozen    state
 
-Told to the head once a second, of the ranks that stand still. No thread of the rank is asked: it may hold the
-interpreter's lock, or be frozen.
+Told to the head once a second: the pulse of ranks that stand still, the pace of those that step. No thread of a rank is
+asked: it may hold the interpreter's lock, or be frozen.
 """
 
 from __future__ import annotations
@@ -63,6 +63,27 @@ class Pulse:
     usual: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How far a rank is, and where its time has gone: seconds, since it began, up to the end of its last step.
+
+    Attributes:
+        rank: which.
+        step: optimizer steps finished.
+        at: when the last of them was, on its host's monotonic clock.
+        waited: for other ranks.
+        data: waiting for data.
+        apart: in evaluations, saves and loads.
+    """
+
+    rank: int
+    step: int
+    at: float
+    waited: float
+    data: float
+    apart: float
+
+
 @dataclass
 class _Seen:
     """What was known of a rank at the last look; times are of the monotonic clock, in seconds."""
@@ -85,14 +106,14 @@ class Pulses:
     Args:
         loop: what waits.
         ranks: returns process and progress record of every rank that has not ended.
-        tell: is given every message, as :meth:`Pulse` in a dictionary.
+        tell: is given the kind of every message, "pulse" or "pace", and its fields.
     """
 
     def __init__(
         self,
         loop: Loop,
         ranks: Callable[[], Mapping[int, tuple[int, Progress]]],
-        tell: Callable[[dict[str, Any]], None],
+        tell: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._loop, self._ranks, self._tell = loop, ranks, tell
         self._seen: dict[int, _Seen] = {}
@@ -104,11 +125,13 @@ class Pulses:
         self._seen = {rank: self._seen.get(rank, _Seen(moved=now, active=now)) for rank in ranks}
         for rank, (pid, record) in ranks.items():
             seen = self._seen[rank]
+            if record.step != seen.step and record.changed is not None:
+                self._tell("pace", asdict(_pace(rank, record, record.changed)))
             state = _note(seen, pid, record, now)
             still = now - seen.moved
             if still >= STILL or seen.told:
                 seen.told = still >= STILL
-                self._tell(asdict(_pulse(rank, pid, record, seen, state, now)))
+                self._tell("pulse", asdict(_pulse(rank, pid, record, seen, state, now)))
 
 
 def _pulse(rank: int, pid: int, record: Progress, seen: _Seen, state: str, now: float) -> Pulse:
@@ -126,6 +149,10 @@ def _pulse(rank: int, pid: int, record: Progress, seen: _Seen, state: str, now: 
         phase=record.phase,
         usual=durations[int(0.99 * (len(durations) - 1))] if durations else 0.0,
     )
+
+
+def _pace(rank: int, record: Progress, at: float) -> Pace:
+    return Pace(rank=rank, step=record.step, at=at, waited=record.waited, data=record.data, apart=record.apart)
 
 
 def _note(seen: _Seen, pid: int, record: Progress, now: float) -> str:

@@ -1,4 +1,4 @@
-"""Waits for a run to hang, and then says once what it has found.
+"""Waits for a run to hang, or for a rank to fall behind, and then says once what it has found.
 
     all ranks still for long enough ── diagnosis ──▶ ask for stacks ── 0.5 s ──▶ collect them ── 2 s ──▶ say it
       a rank moves again ──▶ say that it goes on                                               and stop, or wait
@@ -13,12 +13,13 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from samestep.launch.failure import Failure
 from samestep.launch.hang import FROZEN, LEAST, Hang, diagnose, told
 from samestep.launch.loop import Loop
-from samestep.launch.pulse import Pulse
+from samestep.launch.pulse import Pace, Pulse
+from samestep.launch.stragglers import Stragglers
 
 __all__: list[str] = []
 
@@ -62,6 +63,7 @@ class Vigil:
         self._pulses: dict[int, Pulse] = {}
         self._standing: dict[int, str] = {}
         self._hosts: dict[int, str] = {}
+        self._stragglers = Stragglers()
         self._since: float | None = None  # when the last rank moved, once a hang is being told
         self._closed = False
         self._look()
@@ -70,10 +72,13 @@ class Vigil:
         """Watches no more."""
         self._closed = True
 
-    def hear(self, host: str, pulse: Pulse) -> None:
-        """Takes a rank's pulse."""
-        self._pulses[pulse.rank] = pulse
-        self._hosts[pulse.rank] = host
+    def hear(self, host: str, kind: str, body: dict[str, Any]) -> None:
+        """Takes a rank's pulse, or its pace."""
+        self._hosts[body["rank"]] = host
+        if kind == "pulse":
+            self._pulses[body["rank"]] = Pulse(**body)
+        else:
+            self._stragglers.hear(Pace(**body))
 
     def stands(self, rank: int, line: str | None) -> None:
         """Takes a rank's own line, out of its stacks."""
@@ -84,6 +89,8 @@ class Vigil:
         if self._closed:
             return
         self._loop.at(PERIOD, self._look)
+        for line in self._stragglers.found(self._running(), time.monotonic()):
+            self._say(line)
         pulses = self._known()
         hang = diagnose(list(pulses.values()), self._least)
         if hang is not None and self._since is None:

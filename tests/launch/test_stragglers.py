@@ -1,0 +1,110 @@
+"""Which rank makes the others wait, and with what: from paces that are made up, and in real runs."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from samestep.launch.pulse import Pace
+from samestep.launch.stragglers import Stragglers
+
+STEP = 0.5  # seconds that the slowest takes; looked at once a second
+
+
+def lines(own, data=(0.0, 0.0, 0.0), *, looks=30, seed=0):
+    """What is said in so many looks at three ranks, whose own work and data take so long; by look."""
+    stragglers, chance, said = Stragglers(), random.Random(seed), []
+    spent = [dict.fromkeys(("at", "waited", "data"), 0.0) for _ in own]
+    for look in range(looks):
+        for _ in range(2):
+            works = [chance.uniform(0.9, 1.1) * (each(look) if callable(each) else each) for each in own]
+            whole = max(work + wait for work, wait in zip(works, data, strict=True))
+            for times, work, wait in zip(spent, works, data, strict=True):
+                times["at"] += whole
+                times["waited"] += whole - work - wait
+                times["data"] += wait
+        for rank, times in enumerate(spent):
+            stragglers.hear(Pace(rank=rank, step=2 * look + 2, apart=0.0, **times))
+        said += [(look, line) for line in stragglers.found(range(len(own)), float(look))]
+    return said
+
+
+def test_the_rank_whose_own_work_takes_longest_is_named_once_within_20_steps():
+    ((look, line),) = lines([0.2, 0.2, 0.5])
+    assert 2 * look + 2 <= 20
+    assert line.startswith("rank 2 is slow: its own work takes ")
+    assert "the others wait for it" in line
+
+
+def test_a_rank_that_waits_for_its_data_is_told_so():
+    ((_, line),) = lines([0.2, 0.2, 0.2], [0.01, 0.3, 0.01])
+    assert line.startswith(
+        "rank 1 is slow: it waits 300 ms a step for data, the others 10 ms; the others wait for it 5"
+    )
+
+
+def test_who_keeps_up_again_is_told_too():
+    said = lines([0.2, 0.2, lambda look: 0.5 if look < 15 else 0.2], looks=60)
+    assert [line.split(":")[0] for _, line in said] == ["rank 2 is slow", "rank 2 keeps up again"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_healthy_ranks_raise_no_alarm(seed):
+    one_long_step = lambda look: 5.0 if look == 20 else 0.3  # noqa: E731
+    assert lines([0.3, one_long_step, 0.33], [0.02, 0.03, 0.02], looks=500, seed=seed) == []
+
+
+def test_a_rank_alone_is_compared_with_nobody():
+    assert lines([0.5], [0.0]) == []
+
+
+SCRIPT = """
+    import sys, time
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, Dataset
+
+    dist.init_process_group("gloo")
+    kind, rank = sys.argv[1], dist.get_rank()
+
+    class Samples(Dataset):
+        def __len__(self):
+            return 1600
+
+        def __getitem__(self, index):
+            if kind == "data" and rank == 1:
+                time.sleep(0.01)
+            return torch.ones(16)
+
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in DataLoader(Samples(), batch_size=16):
+        time.sleep(0.15 if kind == "compute" and rank == 0 else 0.05)
+        model(batch).mean().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+"""
+
+
+def test_a_script_that_knows_nothing_of_it_has_its_slow_rank_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
+
+    def said(kind: str) -> str:
+        command = [sys.executable, "-m", "samestep", "run", "-n", "2", "--run-dir", kind, "train.py", kind]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    with ThreadPoolExecutor(2) as pool:
+        compute, data = pool.map(said, ("compute", "data"))
+    assert "rank 0 is slow: its own work takes" in compute
+    assert compute.count("is slow") == 1
+    assert "rank 1 is slow: it waits" in data
+    assert "for data" in data
