@@ -176,7 +176,7 @@ class Head:
     def _watch_over(self, attempt: Attempt, supervisor: Supervisor) -> Vigil:
         return Vigil(
             self._loop,
-            supervisor.running,
+            lambda: [] if self._paused else supervisor.running(),  # who writes to a full pipe stands still
             supervisor.order,
             attempt.console.tell,
             supervisor.hung,

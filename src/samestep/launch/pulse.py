@@ -28,7 +28,8 @@ __all__: list[str] = []
 PERIOD = 1.0  # seconds between two looks
 STILL = 1.0  # seconds without a move after which it is told
 COMPUTES = 0.1  # of one core, beyond what threads that wait for messages use
-READS = 1 << 18  # bytes a second, read or written
+READS = 1 << 14  # bytes a second, read or written; a slow network's are among them
+SLEPT = 5.0  # seconds between two looks after which this process itself has been stopped, and its ranks with it
 _KEPT = 200  # steps whose durations are kept
 
 
@@ -117,17 +118,21 @@ class Pulses:
     ) -> None:
         self._loop, self._ranks, self._tell = loop, ranks, tell
         self._seen: dict[int, _Seen] = {}
+        self._looked = time.monotonic()
         self._look()
 
     def _look(self) -> None:
         self._loop.at(PERIOD, self._look)
         now, ranks = time.monotonic(), self._ranks()
+        slept, self._looked = now - self._looked > SLEPT, now
         self._seen = {rank: self._seen.get(rank, _Seen(moved=now, active=now)) for rank in ranks}
         for rank, (pid, record) in ranks.items():
             seen = self._seen[rank]
             if record.step != seen.step and record.changed is not None:
                 self._tell("pace", asdict(_pace(rank, record, record.changed)))
             state = _note(seen, pid, record, now)
+            if slept:
+                seen.moved = seen.active = now
             still = now - seen.moved
             if still >= STILL or seen.told:
                 seen.told = still >= STILL

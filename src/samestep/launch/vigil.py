@@ -91,6 +91,8 @@ class Vigil:
         self._loop.at(PERIOD, self._look)
         for line in self._stragglers.found(self._running(), time.monotonic()):
             self._say(line)
+        if not self._running():
+            self._pulses.clear()
         pulses = self._known()
         hang = diagnose(list(pulses.values()), self._least)
         if hang is not None and self._since is None:
