@@ -46,6 +46,21 @@ def test_the_culprits_own_line_is_shown_with_its_traceback_alone(folder):
     assert "all_reduce" in json.loads(folder.logs()["rank0.error.json"])["traceback"]
 
 
+def test_a_rank_that_lost_the_culprit_stood_where_it_was_told_and_not_at_its_exit(folder):
+    script = folder.script("""
+        import atexit
+        atexit.register(time.sleep, 8)
+        join()
+        if rank == 1:
+            atexit.unregister(time.sleep)
+            raise ValueError
+        meet()
+    """)
+    done = folder.run("-n", 2, script)
+    (line,) = [line for line in done.stderr.splitlines() if "rank 0 stood at" in line]
+    assert "all_reduce" in line
+
+
 def test_an_error_inside_a_library_is_placed_at_the_users_line(folder):
     script = folder.script("import json\njson.loads('{')")
     folder.run(script)

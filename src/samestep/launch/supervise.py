@@ -137,9 +137,8 @@ class Supervisor:
     def verdict(self) -> Verdict:
         """Returns what became of it."""
         found = judge(self._codes, list(self._failures.values()), self._finished, self._interrupted())
-        standing = {
-            failure.rank: _place(failure) for failure in self._failures.values() if failure.lost_peer
-        } | self._standing
+        lost = [failure for failure in self._failures.values() if failure.lost_peer and failure.where is not None]
+        standing = self._standing | {failure.rank: _place(failure) for failure in lost}  # not where it stood at its exit
         return replace(
             found,
             standing={rank: standing[rank] for rank in found.waiting if rank in standing},
