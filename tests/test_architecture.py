@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -82,6 +83,12 @@ def test_no_module_imports_itself_through_others() -> None:
 def test_files_stay_small(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= MAX_LINES, f"{path} has {lines} lines (limit {MAX_LINES}): split it along a noun"
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Pytest imports them by it, and cannot collect the second; it is seen in whole runs only."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("*.py"))
+    assert [name for name, count in names.items() if count > 1 and name != "conftest.py"] == []
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if module(p).split(".")[0] in WITHOUT_TORCH], ids=module)

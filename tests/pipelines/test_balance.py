@@ -138,7 +138,7 @@ def of(layers, *, memory=math.inf, plan=one_f_one_b, micro_batches=8):
     [
         (lambda: of([Layer("a", 1, 1)]), "2 stages of 1 layers: a stage must have one layer"),
         (lambda: Problem([Layer("a", 1, 1)], [], fill_drain(2, 4)), "a model cannot be cut into 0 stages"),
-        (lambda: of([Layer("a", 1, 1)] * 4, plan=interleaved), "2 devices for a schedule of 4 stages on 2 ranks"),
+        (lambda: of([Layer("a", 1, 1)] * 3, plan=interleaved), "4 stages of 3 layers"),
         (lambda: Layer("a", -1, 1), "layer a: forward=-1 is negative, or no number"),
         (lambda: Layer("a", 1, float("nan")), "layer a: inputs=nan"),
         (lambda: Device(speed=0), "a device of speed 0"),

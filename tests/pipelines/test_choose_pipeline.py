@@ -12,9 +12,11 @@ from torch.nn import functional as F
 
 import samestep
 from samestep.errors import UsageError
+from samestep.pipelines import choose
 from samestep.pipelines.choose import plan_pipeline
 from samestep.pipelines.layers import Device, Link
 from samestep.pipelines.planned import pipeline
+from samestep.schedule.choose import STRAIGHT
 
 BATCH = torch.ones(96, 5), torch.ones(96, 5)
 
@@ -57,6 +59,59 @@ def test_devices_and_links_count(chain):
 
     assert planned(devices=[Device(), Device(speed=3)]).ends[0] < planned().ends[0]
     assert planned(link=Link(latency=1.0)).seconds > planned().seconds
+
+
+def test_an_interleaved_plan_has_several_stages_on_each_rank(chain):
+    plan = plan_pipeline(chain(8), BATCH, F.mse_loss, micro_batches=6, schedule="interleaved", repeats=1)
+    assert (plan.ranks, len(plan.ends)) == (2, 2 * plan.chunks)
+    text = str(plan)
+    assert f"{len(plan.ends)} stages, {plan.chunks} on each of 2 ranks, interleaved, 6 micro-batches" in text
+    assert "stage 2 on rank 0   " in text
+    assert plan.seconds_of(96, 6) == plan.seconds
+    with pytest.raises(UsageError, match="4 stages of 3 layers: a stage must have one layer at least"):
+        plan_pipeline(chain(3), BATCH, F.mse_loss, micro_batches=6, schedule="interleaved", repeats=1)
+
+
+@pytest.mark.parametrize(("latency", "better"), [(0.01, True), (3.0, False)])
+def test_interleaving_is_chosen_where_it_is_quicker(monkeypatch, latency, better):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
+    model = nn.Sequential(*(Takes(clock, number + 1, 1.0, 1.5, 0.5) for number in range(8)))
+
+    def planned(**options):
+        return plan_pipeline(model, BATCH, F.mse_loss, micro_batches=4, repeats=1, **options)
+
+    best = planned(link=Link(latency=latency))
+    every = {name: planned(link=Link(latency=latency), schedule=name).seconds for name in (*STRAIGHT, "interleaved")}
+    assert best.seconds == every[best.schedule] == min(every.values())
+    assert (best.schedule == "interleaved") == better
+    assert planned().schedule != "interleaved"  # what its messages take is not known
+
+
+def test_a_schedule_that_does_not_fit_gives_way_to_one_that_does():
+    model = nn.Sequential(*(nn.Tanh() for _ in range(4)), nn.Linear(5, 5), *(nn.Tanh() for _ in range(4)))
+
+    def planned(**options):
+        return plan_pipeline(model, BATCH, F.mse_loss, micro_batches=8, repeats=1, **options)
+
+    layers = planned(schedule="1f1b").layers
+    memory = 4 * sum(layer.parameters for layer in layers) + 2 * sum(layer.saved for layer in layers)
+    with pytest.raises(UsageError, match="no cut into 2 stages fits|layer 4 takes"):
+        planned(schedule="fill-drain", devices=[Device(memory=memory)] * 2)
+    assert planned(devices=[Device(memory=memory)] * 2).schedule != "fill-drain"
+
+
+def test_a_plan_is_drawn_beside_one_device_and_one_stream(chain, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(choose, "draw", lambda timelines, *_: drawn.append(timelines))
+    options = {"micro_batches": 4, "schedule": "1f1b", "link": Link(latency=0.5), "repeats": 1}
+    plan = plan_pipeline(chain(4), BATCH, F.mse_loss, **options)
+    plan.gantt("plan.png")
+    plan.gantt("plan.png", compared=True)
+    assert list(drawn[0]) == ["predicted, 1f1b"]
+    assert list(drawn[1]) == ["one device", "2 devices, one stream", "2 devices, two streams", "predicted, 1f1b"]
+    one, copied, beside, _ = drawn[1].values()
+    assert one.seconds == plan.alone > copied.seconds > beside.seconds
 
 
 def test_another_batch_and_split_size_is_answered_by_t_of_b(monkeypatch):
@@ -106,14 +161,14 @@ def test_a_sample_that_is_no_batch_is_refused(chain, sample):
         plan_pipeline(chain(4), sample, F.mse_loss, repeats=1)
 
 
-def carried_out():
+def carried_out(**options):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.Tanh())))
     generator = torch.Generator().manual_seed(1)
     batch = torch.randn(12, 16, generator=generator), torch.randn(12, 16, generator=generator)
     with samestep.world(pipeline=2) as world:
-        plan = plan_pipeline(model, batch, F.mse_loss, micro_batches=4, repeats=1)
+        plan = plan_pipeline(model, batch, F.mse_loss, micro_batches=4, repeats=1, **options)
         stage = pipeline(model, world, plan)
         optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
         losses = []
@@ -129,3 +184,15 @@ def test_a_plan_is_carried_out_alike_on_all_ranks(two_ranks):
     assert losses == others
     assert losses == sorted(losses, reverse=True)
     assert sorted(first + second) == sorted(f"{number}.{kind}" for number in (0, 2, 4) for kind in ("weight", "bias"))
+
+
+def several_a_rank():
+    return carried_out(schedule="interleaved"), carried_out(schedule="1f1b")
+
+
+def test_an_interleaved_plan_is_carried_out_with_the_same_bits(two_ranks):
+    ((losses, first), straight), ((others, second), _) = two_ranks(several_a_rank)
+    assert losses == others == straight[0]
+    assert not set(first) & set(second)
+    assert len(first + second) == 6
+    assert first != straight[1]

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import samestep
 from samestep.errors import StepError
+from samestep.pipelines.lanes import COLOURS, PART_COLOURS, ROW
 from samestep.pipelines.pipeline import Pipeline
 from samestep.pipelines.report import PARTS, Foreseen, reported
 from samestep.pipelines.stopwatch import Timed
@@ -128,9 +129,39 @@ def test_a_picture_shows_every_action(tmp_path):
     assert "<script src" not in page  # it needs no network
 
 
-def test_a_picture_without_plotly_says_what_to_install(tmp_path, monkeypatch):
+def test_an_image_shows_every_action_where_it_was(tmp_path):
+    """Rank 0's forwards fill [0, 6) of 15 seconds, its backwards the rest; below them stands what the time went to."""
+    image, names = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageColor")
+    timed, costs = exactly("fill-drain")
+    with samestep.world() as world:
+        reported(world, [timed], Foreseen(6, 3, costs)).gantt(tmp_path / "step.PNG")
+    with image.open(tmp_path / "step.PNG") as picture:
+        assert picture.format == "PNG"
+        pixels = [[picture.getpixel((x, y)) for x in range(picture.width)] for y in range(picture.height)]
+
+    def widest(colour, line):
+        return sum(pixel == names.getrgb(colour) for pixel in pixels[line])
+
+    (_, forward), (_, backward) = COLOURS["F"], COLOURS["B"]
+    lines = [line for line in range(len(pixels)) if widest(forward, line) > 300]
+    assert len(lines) == 2 * (ROW - 14)  # the predicted step's lane, and the achieved one's
+    for line in lines[:5]:  # above the numbers
+        assert widest(forward, line) / widest(backward, line) == pytest.approx(6 / 9, rel=0.02)
+    assert any(widest(PART_COLOURS[0], line) > 800 for line in range(lines[-1], len(pixels)))  # all is work
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("step.html", r"a picture needs plotly: pip install 'samestep\[report\]'"),
+        ("step.png", r"a picture needs Pillow: pip install 'samestep\[report\]'"),
+        ("step.jpeg", "step.jpeg must end in .html or .png"),
+        ("step", "step must end in .html or .png"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_says_why(tmp_path, monkeypatch, file, said):
     timed, _ = exactly("1f1b")
     monkeypatch.setattr("samestep.pipelines.picture.find_spec", lambda _: None)
-    with samestep.world() as world, pytest.raises(samestep.UsageError, match=r"pip install 'samestep\[report\]'"):
-        reported(world, [timed], None).gantt(tmp_path / "step.html")
+    with samestep.world() as world, pytest.raises(samestep.UsageError, match=said):
+        reported(world, [timed], None).gantt(tmp_path / file)
     assert os.listdir(tmp_path) == []  # noqa: PTH208

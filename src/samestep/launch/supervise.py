@@ -138,7 +138,9 @@ class Supervisor:
         """Returns what became of it."""
         found = judge(self._codes, list(self._failures.values()), self._finished, self._interrupted())
         lost = [failure for failure in self._failures.values() if failure.lost_peer and failure.where is not None]
-        standing = self._standing | {failure.rank: _place(failure) for failure in lost}  # not where it stood at its exit
+        standing = self._standing | {
+            failure.rank: _place(failure) for failure in lost
+        }  # not where it stood at its exit
         return replace(
             found,
             standing={rank: standing[rank] for rank in found.waiting if rank in standing},

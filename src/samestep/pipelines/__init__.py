@@ -12,6 +12,9 @@ carried out
   stage         what one stage computes, and keeps until its backward
   interpreter   one rank's part of a schedule, over any transport
   messages      the transport over torch.distributed
+  devices       those of a process that holds all stages
+  streams       what crosses from one of them to another, while both compute
+  transfers     the transport over these
   draws         random numbers of layers, the same on whatever rank
   reduction     gradients added up over the replicas
   outputs       what one rank has and all want

@@ -27,6 +27,7 @@ import numpy as np
 
 from samestep.errors import UsageError
 from samestep.pipelines.bounds import Chain
+from samestep.pipelines.dealt import Dealt
 from samestep.pipelines.layers import Device, Layer, Link, check_chain
 from samestep.schedule.plan import Plan
 from samestep.schedule.simulate import Costs, simulate
@@ -35,6 +36,7 @@ __all__: list[str] = []
 
 STATE = 4.0  # copies of the parameters: themselves, gradients, and two of Adam's
 MOST_PLAYED = 1000  # cuts: some 10 s with 100 layers on 8 stages
+MOST_DEALT = 300  # of several stages a rank, which take longer to play
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ class Problem:
 
     Attributes:
         layers: in their order.
-        devices: one for each stage, in the order of the stages.
-        plan: the schedule, of one stage a rank.
+        devices: one for each rank, in the order of the ranks.
+        plan: the schedule; of several stages a rank if it has whole backwards.
         link: between a stage and the next.
         state: copies of the parameters that are kept: themselves, gradients and what the optimizer remembers.
         together: sets of layers that must be in one stage, such as those that share a weight.
@@ -103,22 +105,37 @@ class Problem:
     together: Sequence[frozenset[int]] = ()
 
     def __post_init__(self) -> None:
-        check_chain(self.layers, len(self.devices))
-        if not self.plan.stages == self.plan.ranks == len(self.devices):
+        if self.plan.ranks != len(self.devices) and self.devices:
             raise UsageError(
                 f"{len(self.devices)} devices for a schedule of {self.plan.stages} stages on {self.plan.ranks} ranks: "
-                "give one for each, and one stage a rank"
+                "give one for each rank"
+            )
+        check_chain(self.layers, self.plan.stages if self.devices else 0)
+        if self.plan.stages > self.plan.ranks and (self.plan.splits or not self.plan.trains):
+            raise UsageError(
+                f"{self.plan.name} has several stages a rank: cuts are searched for such a schedule if it trains, with "
+                "whole backwards"
             )
 
     @cached_property
     def chain(self) -> Chain:
         """The layers as matrices."""
-        return Chain(self.layers, self.devices, self.plan, self.link, self.state, self.together)
+        return Chain(self.layers, self._holders, self.plan, self.link, self.state, self.together)
+
+    @property
+    def _holders(self) -> list[Device]:
+        """By stage, the device of its rank."""
+        return [self.devices[rank] for rank in self.plan.placement]
+
+    @cached_property
+    def _dealt(self) -> Dealt | None:
+        """The search, where ranks have several stages."""
+        return Dealt(self.chain, self.seconds) if self.plan.stages > self.plan.ranks else None
 
     def costs(self, ends: Sequence[int]) -> Costs:
         """Returns what the stages of a cut cost."""
         works = self.chain.works
-        pairs = list(zip(pairs_of(ends), self.devices, strict=True))
+        pairs = list(zip(pairs_of(ends), self._holders, strict=True))
         forward, inputs, weights = (
             [float(works[kind][pair]) / device.speed for pair, device in pairs] for kind in ("F", "I", "W")
         )
@@ -127,38 +144,47 @@ class Problem:
 
     def seconds(self, ends: Sequence[int]) -> float:
         """Returns what a step takes, cut so; inf where a device has too little memory."""
-        if self.chain.at_least(ends) == math.inf:
+        fits = self._dealt.fits(tuple(ends)) if self._dealt else self.chain.at_least(ends) < math.inf
+        if not fits:
             return math.inf
         return simulate(self.plan, self.costs(ends)).seconds
 
-    def best(self, most: int = MOST_PLAYED) -> Split:
+    def best(self, most: int | None = None) -> Split:
         """Returns the cut with the shortest step; of several, that which comes first in the order of the search.
 
         Args:
-            most: how many cuts may be played.
+            most: how many cuts may be played; MOST_PLAYED, or MOST_DEALT with several stages a rank, if None.
 
         Raises:
             UsageError: no cut fits into the devices' memory; says which layer, or what could be done.
         """
+        if self._dealt:
+            if found := self._dealt.best(MOST_DEALT if most is None else most):
+                return Split(*found)
+            raise UsageError(self._why_not())
+        most = MOST_PLAYED if most is None else most
         best, seconds, played = None, math.inf, 0
         for bound, ends in _Search(self.chain).cuts():
             if best is not None and (bound >= seconds or played >= most):
                 return Split(best, seconds, min(bound, seconds), played)
             played += 1
-            if (found := self.seconds(ends)) < seconds:
-                best, seconds = ends, found
+            if (took := self.seconds(ends)) < seconds:
+                best, seconds = ends, took
         if best is None:
             raise UsageError(self._why_not())
         return Split(best, seconds, seconds, played)
 
     def _why_not(self) -> str:
-        stages = range(len(self.devices))
+        stages = range(self.plan.stages)
         largest = max(device.memory for device in self.devices)
         for number, layer in enumerate(self.layers):
             least = min(float(self.chain.memory(stage)[number, number + 1]) for stage in stages)
             if least > largest:
                 return f"layer {layer.name} takes {_size(least)}, and the largest device has {_size(largest)}"
-        if next(_Search(self.chain, [self.chain.whole] * len(stages)).cuts(), None) is None:
+        begun = np.arange(self.chain.length + 1) == 0
+        for _ in stages:
+            begun = (self.chain.whole & begun[:, None]).any(axis=0)
+        if not begun[-1]:
             tied = "; ".join(", ".join(self.layers[one].name for one in sorted(group)) for group in self.together)
             return f"no {len(stages)} stages can be cut without parting layers that share a weight: {tied}"
         return (
@@ -198,12 +224,11 @@ class _Search:
 
     Args:
         chain: to be cut.
-        allowed: by stage, which [begin, end) can be one.
     """
 
-    def __init__(self, chain: Chain, allowed: list[Any] | None = None) -> None:
+    def __init__(self, chain: Chain) -> None:
         self._chain = chain
-        self._allowed = chain.allowed if allowed is None else allowed
+        self._allowed = chain.allowed
         self._sums = self._least(chain.sums, np.add)
         self._forwards = self._least(chain.forwards, np.maximum)
         self._rest = self._least(chain.rest, np.maximum)

@@ -37,7 +37,7 @@ class Chain:
     Attributes:
         layers: in their order.
         devices: by stage.
-        plan: of one stage a rank.
+        plan: the schedule; the bound is that of one stage a rank.
         link: between a stage and the next.
         state: copies of the parameters that are kept.
         together: sets of layers that must be in one stage.
@@ -95,7 +95,8 @@ class Chain:
 
     def memory(self, stage: int) -> Any:
         """Returns the bytes of [begin, end) as a stage."""
-        return self.span("parameters") * self.state + self.span("saved") * self.plan.most_held(stage)
+        held = self.plan.most_held(self.plan.placement[stage], stage)
+        return self.span("parameters") * self.state + self.span("saved") * held
 
     # --- the bound: Σ sums + before · max forwards + max rest ---
 

@@ -3,6 +3,7 @@
     micro-batches of a batch of 96     2 x 48      4 x 24      8 x 12      16 x 6
     layers, measured at that size      t(48)       t(24)       t(12)       t(6)           fewer samples, worse kernels
     schedules, with their best cuts    fill-drain, 1F1B, eager 1F1B, zero bubble          more of them, less bubble
+                                       interleaved, with 2, 3 or 4 stages a rank          less still, more messages
 
 So "96 : 16 or 120 : 20", a batch and a split size, is answered by times of layers and not by a rule: both have as much
 bubble, and differ in what kernels make of 16 or 20 samples.
@@ -10,6 +11,8 @@ bubble, and differ in what kernels make of 16 or 20 samples.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,13 +24,15 @@ from samestep.errors import ModelError, UsageError
 from samestep.pipelines.agreement import check
 from samestep.pipelines.balance import Problem
 from samestep.pipelines.chain import chain_of, shared
+from samestep.pipelines.compared import ways
 from samestep.pipelines.curves import layers_at
 from samestep.pipelines.cutting import Recipe
-from samestep.pipelines.layers import Device, Layer, Link
-from samestep.pipelines.measure import REPEATS, measure
+from samestep.pipelines.layers import Device, Layer, Link, check_chain
+from samestep.pipelines.measure import PARTS, REPEATS, WARM_UP, measure
 from samestep.pipelines.picture import draw
+from samestep.pipelines.telling import Telling
 from samestep.pipelines.ties import ties_of
-from samestep.schedule.choose import STRAIGHT, named
+from samestep.schedule.choose import NAMES, STRAIGHT, named
 from samestep.schedule.plan import Plan
 from samestep.schedule.simulate import Costs, Timeline, simulate
 from samestep.topology import cut_evenly
@@ -36,6 +41,7 @@ __all__ = ["PipelinePlan", "plan_pipeline"]
 
 _FOLLOWED = 2  # samples with which a forward is followed
 AT_MOST = 8  # micro-batches for each stage, where they are chosen
+CHUNKS = (2, 3, 4)  # stages of each rank, where schedules are interleaved
 
 
 @dataclass(frozen=True)
@@ -45,19 +51,20 @@ class PipelinePlan:
     Attributes:
         layers: what each layer costs for a micro-batch under the schedule, in their order.
         ends: by stage, the layer behind its last.
-        schedule: by name: "fill-drain", "1f1b", "eager-1f1b" or "zero-bubble".
+        schedule: by name: "fill-drain", "1f1b", "eager-1f1b", "zero-bubble" or "interleaved".
         micro_batches: that a batch is cut into.
         samples: of the batch that was measured.
         loss_fn: of outputs and targets.
         weight: of targets, or None: the samples.
         costs: of the stages, for a micro-batch.
         timeline: the step that is predicted.
-        bound: seconds that no cut undercuts with this schedule.
+        bound: seconds that no cut undercuts with this schedule, and as many stages.
         recipe: how the model was cut into layers, if it is no nn.Sequential.
         sizes: samples of a micro-batch -> the layers, as measured.
         tried: micro-batches -> seconds of the best step with so many.
-        devices: by stage.
+        devices: by rank.
         link: between a stage and the next.
+        chunks: stages of each rank, which are dealt in turn; more than one if the schedule is interleaved.
     """
 
     layers: tuple[Layer, ...]
@@ -75,6 +82,12 @@ class PipelinePlan:
     tried: Mapping[int, float] = field(default_factory=dict, repr=False)
     devices: Sequence[Device] = field(default=(), repr=False)
     link: Link = field(default_factory=Link, repr=False)
+    chunks: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """How many hold stages."""
+        return len(self.ends) // self.chunks
 
     @property
     def seconds(self) -> float:
@@ -107,29 +120,38 @@ class PipelinePlan:
         """
         if not 1 <= micro_batches <= samples:
             raise UsageError(f"{samples} samples in {micro_batches} micro-batches: each must have one at least")
-        plan = named(self.schedule, len(self.ends), micro_batches)
+        plan = named(self.schedule, self.ranks, micro_batches, self.chunks)
         layers = halved(layers_at(self.sizes, -(-samples // micro_batches)), plan)
         return simulate(plan, Problem(layers, self.devices, plan, self.link).costs(self.ends)).seconds
 
-    def gantt(self, file: str | Path) -> None:
-        """Draws the step that is predicted, in a page that needs no network.
+    def gantt(self, file: str | Path, *, compared: bool = False) -> None:
+        """Draws the step that is predicted: in a page that needs no network, or as an image.
+
+        Args:
+            file: where; its name ends in ".html" or ".png".
+            compared: draw above it the step on one device, and with copies that ranks wait for, and that they do not.
 
         Raises:
-            UsageError: plotly is not installed.
+            UsageError: it ends otherwise, or plotly, for a page, or Pillow, for an image, is not installed.
         """
-        draw({"predicted": self.timeline}, {}, Path(file))
+        others = ways(self.timeline.plan, self.costs) if compared else {}
+        draw({**others, f"predicted, {self.schedule}": self.timeline}, {}, Path(file))
 
     def __str__(self) -> str:
         """The cut and what it comes to, for people."""
         each = -(-self.samples // self.micro_batches)
-        lines = [f"{len(self.ends)} stages, {self.schedule}, {self.micro_batches} micro-batches of {each} samples"]
+        dealt = f", {self.chunks} on each of {self.ranks} ranks" if self.chunks > 1 else ""
+        lines = [
+            f"{len(self.ends)} stages{dealt}, {self.schedule}, {self.micro_batches} micro-batches of {each} samples"
+        ]
         for stage, (begin, end) in enumerate(zip((0, *self.ends), self.ends, strict=False)):
             own = self.layers[begin:end]
             names = own[0].name if len(own) == 1 else f"{own[0].name} to {own[-1].name}"
             forward = 1e3 * sum(layer.forward for layer in own)
             backward = 1e3 * sum(layer.inputs + layer.weights for layer in own)
             sent = f", sends {own[-1].activations / 1e6:.2f} MB" if end < len(self.layers) else ""
-            lines.append(f"  stage {stage}   {names}: forward {forward:.2f} ms, backward {backward:.2f} ms{sent}")
+            rank = f" on rank {stage % self.ranks}" if self.chunks > 1 else ""
+            lines.append(f"  stage {stage}{rank}   {names}: forward {forward:.2f} ms, backward {backward:.2f} ms{sent}")
         gap = 1 - self.bound / self.seconds
         proved = "no other cut is better" if gap <= 0 else f"another cut is better by {100 * gap:.1f} % at most"
         lines.append(
@@ -162,10 +184,11 @@ def plan_pipeline(
             stays as it is.
         sample: inputs and targets of one replica's batch, there too; dim 0 of all runs over the samples.
         loss_fn: of outputs and targets: the mean loss of a micro-batch, or all of its losses.
-        stages: one for each rank of the pipeline.
+        stages: as many as the pipeline has ranks; under "interleaved" each rank has several.
         micro_batches: that a batch is cut into; "auto" tries 1, 2, 4, … up to 8 for each stage.
-        schedule: a name, or "auto": all of "fill-drain", "1f1b", "eager-1f1b", "zero-bubble".
-        devices: by stage; all as quick as this one, with memory enough, if None.
+        schedule: a name, or "auto": all of "fill-drain", "1f1b", "eager-1f1b" and "zero-bubble", and where a link is
+            given "interleaved", which has 2, 3 or 4 stages on each rank, and as many times the messages.
+        devices: by rank; all as quick as this one, with memory enough, if None.
         link: between a stage and the next; messages that take no time if None.
         weight: of targets: how many items their mean loss is of; their samples if None.
         repeats: passes of which the median is taken.
@@ -197,13 +220,29 @@ def plan_pipeline(
     devices = [Device()] * stages if devices is None else devices
     if len(devices) != stages:
         raise UsageError(f"{len(devices)} devices for {stages} stages: give one for each")
+    names = _names(schedule, stages, link)
+    check_chain(chain.layers, stages * (CHUNKS[0] if schedule == "interleaved" else 1))
     together = shared(chain.layers, ties_of(model, chain.layers))
-    asked = _Asked(chain.layers, chain.recipe, together, sample, loss_fn, weight, devices, link or Link(), repeats)
-    names = list(STRAIGHT) if schedule == "auto" else [schedule]
     counts = _counts(micro_batches, stages, len(sample[-1]))
-    best = [min(asked.plans(count, names), key=lambda plan: plan.seconds) for count in counts]
-    tried = {plan.micro_batches: plan.seconds for plan in best}
-    return replace(min(best, key=lambda plan: plan.seconds), tried=tried)
+    with Telling() as telling:
+        asked = _Asked(
+            chain.layers, chain.recipe, together, sample, loss_fn, weight, devices, link or Link(), repeats, telling
+        )
+        found = [plan for count in counts for plan in asked.plans(count, names)]
+    if not found:
+        raise asked.refused[0]
+    tried: dict[int, float] = {}
+    for plan in found:
+        tried[plan.micro_batches] = min(plan.seconds, tried.get(plan.micro_batches, math.inf))
+    return replace(min(found, key=lambda plan: plan.seconds), tried=tried)
+
+
+def _names(asked: str, stages: int, link: Link | None) -> Sequence[str]:
+    """Returns the schedules to be compared: those with more messages than others only if it is known what they take."""
+    if asked == "auto":
+        return [name for name in NAMES if name in STRAIGHT or link is not None]
+    named(asked, stages, 1)
+    return [asked]
 
 
 def _counts(asked: int | Literal["auto"], stages: int, samples: int) -> list[int]:
@@ -230,19 +269,25 @@ class _Asked:
     devices: Sequence[Device]
     link: Link
     repeats: int
+    telling: Telling
     sizes: dict[int, list[Layer]] = field(default_factory=dict)
+    refused: list[UsageError] = field(default_factory=list)
 
     def plans(self, count: int, names: Sequence[str]) -> Iterator[PipelinePlan]:
-        """Yields the best cut under each schedule of so many micro-batches."""
+        """Yields the best cut of so many micro-batches under each schedule that can be; notes why others cannot."""
         measured = self.measured(count)
-        for name in names:
-            plan = named(name, len(self.devices), count)
-            layers = halved(measured, plan)
-            problem = Problem(layers, self.devices, plan, self.link, together=self.together)
-            split = problem.best()
+        for name, chunks in self._schedules(count, names):
+            self.telling.say(f"searching where to cut for {name}, {count} micro-batches")
+            try:
+                plan = named(name, len(self.devices), count, chunks)
+                problem = Problem(halved(measured, plan), self.devices, plan, self.link, together=self.together)
+                split = problem.best()
+            except UsageError as error:
+                self.refused.append(error)
+                continue
             costs = problem.costs(split.ends)
             yield PipelinePlan(
-                layers=tuple(layers),
+                layers=tuple(problem.layers),
                 ends=split.ends,
                 schedule=name,
                 micro_batches=count,
@@ -256,7 +301,17 @@ class _Asked:
                 sizes=self.sizes,
                 devices=self.devices,
                 link=self.link,
+                chunks=chunks,
             )
+
+    def _schedules(self, count: int, names: Sequence[str]) -> Iterator[tuple[str, int]]:
+        """Yields names, and how many stages each rank has."""
+        ranks, layers = len(self.devices), len(self.layers)
+        for name in names:
+            if name != "interleaved":
+                yield name, 1
+            elif len(names) == 1 or count >= ranks > 1:
+                yield from ((name, chunks) for chunks in CHUNKS if chunks * ranks <= layers)
 
     def measured(self, count: int) -> list[Layer]:
         """Returns what layers cost for the largest of so many micro-batches."""
@@ -267,7 +322,13 @@ class _Asked:
             losses = self.loss_fn(outputs, targets)
             return losses if losses.dim() == 0 else losses.mean()
 
-        found = measure(self.layers, inputs, lose, self.repeats)
+        passes = itertools.count(1)
+
+        def tell() -> None:
+            what = f"measuring {count} micro-batches of {end - begin} samples"
+            self.telling.say(f"{what}: pass {next(passes)} of {PARTS * (WARM_UP + self.repeats)}")
+
+        found = measure(self.layers, inputs, lose, self.repeats, tell)
         self.sizes[end - begin] = found
         return found
 

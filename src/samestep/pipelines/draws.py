@@ -4,13 +4,13 @@
                                                               whatever the schedule, and in one process too
 
 In torch's own pipelines a stage draws from the stream of its process: with other cuts, or micro-batches in another
-order, it is another training. Torch's generators are keyed, on the host and on the rank's device; Python's and NumPy's
+order, it is another training. Torch's generators are keyed, on the host and on the layer's device; Python's and NumPy's
 are not. After a step the streams stand where they stood before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -29,41 +29,40 @@ class Draws:
     Args:
         seed: of the pipeline.
         replica: that the rank belongs to.
-        device: where its layers compute.
+        devices: where its layers compute.
 
     Attributes:
         steps: how many micro-batches of a loader, or steps without one, have been taken.
     """
 
-    def __init__(self, seed: int, replica: int, device: torch.device) -> None:
+    def __init__(self, seed: int, replica: int, devices: Sequence[torch.device]) -> None:
         self.steps = 0
         self._seed = seed
         self._replica = replica
-        self._device = device
+        self._cards = [each for each in dict.fromkeys(devices) if each.type == "cuda"]
         self._keys: dict[int, int] | None = None  # by micro-batch; None outside of a step
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Within it :meth:`at` seeds; after it the streams stand where they stood."""
-        devices = [self._device] if self._device.type == "cuda" else []
         self._keys = {}
         try:
-            with torch.random.fork_rng(devices):
+            with torch.random.fork_rng(self._cards):
                 yield
         finally:
             self._keys = None
             self.steps += 1
 
-    def at(self, micro_batch: int, layer: int) -> None:
-        """Before a layer computes a micro-batch."""
+    def at(self, micro_batch: int, layer: int, device: torch.device) -> None:
+        """Before a layer computes a micro-batch on a device."""
         if self._keys is None:
             return
         if micro_batch not in self._keys:
             self._keys[micro_batch] = derive_seed(self._seed, self._replica, self.steps, micro_batch)
         seed = (self._keys[micro_batch] + layer * _MIX) & _BITS
         torch.default_generator.manual_seed(seed)
-        if self._device.type == "cuda":
-            torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
     def state(self) -> list[int]:
         """Returns what a resumed run goes on from; the same on every rank."""

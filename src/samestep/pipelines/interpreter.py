@@ -1,7 +1,8 @@
 """Carries out one rank's part of a plan: a loop over its actions, on its stages, with what others send.
 
 The plan says everything: what to do next, whose result it needs, who needs its own. So there is one loop for every
-schedule and every transport; torch.distributed.pipelining has a class for each.
+schedule and every transport; torch.distributed.pipelining has a class for each. A process that has all stages, on
+devices of its own, is all ranks of the plan: it issues what they do in the order in which they would.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class Transport(Protocol):
 
 
 class Interpreter:
-    """One rank of a pipeline.
+    """One rank of a pipeline, or all.
 
     Args:
         plan: of every step.
-        rank: on the pipeline.
+        rank: on the pipeline; None for all of them.
         stages: those of this rank, by number.
         transport: to the other ranks.
         watch: notes when it does what.
@@ -50,13 +51,13 @@ class Interpreter:
     def __init__(
         self,
         plan: Plan,
-        rank: int,
+        rank: int | None,
         stages: Mapping[int, Stage],
         transport: Transport,
         watch: Stopwatch | None = None,
     ) -> None:
         self._plan = plan
-        self._rank = rank
+        self._order = tuple(action for _, action in plan.in_time) if rank is None else plan.orders[rank]
         self._stages = stages
         self._transport = transport
         self._noted = nullcontext if watch is None else watch.action
@@ -78,9 +79,10 @@ class Interpreter:
             kinds: by micro-batch, its shapes; the same on all ranks.
         """
         given: list[Tensors] = []
+        self._here.clear()
         self._transport.begin(kinds)
         with torch.set_grad_enabled(self._plan.trains):
-            for action in self._plan.orders[self._rank]:
+            for action in self._order:
                 if action.kind == "F":
                     given += self._forward(action, inputs, lose)
                 elif action.kind in BACKWARDS:
@@ -120,12 +122,10 @@ class Interpreter:
 
     def _taken(self, action: Action) -> tuple[list[Tensor], list[bool]]:
         """Returns what an action gives, and which of it wants gradients."""
-        if self._plan.placement[action.stage] == self._rank:
-            return self._here.pop(action)
-        return self._transport.receive(action)
+        return self._here.pop(action) if action in self._here else self._transport.receive(action)
 
     def _give(self, action: Action, tensors: Sequence[Tensor]) -> None:
-        if self._plan.taker(action) == self._rank:
+        if self._plan.taker(action) == self._plan.placement[action.stage]:
             self._here[action] = (list(tensors), [each.requires_grad for each in tensors])
         else:
             self._transport.send(action, tensors)

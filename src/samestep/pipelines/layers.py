@@ -92,7 +92,7 @@ class Link:
         return self.latency + size / self.bandwidth
 
 
-def check_chain(layers: Sequence[Layer], stages: int) -> None:
+def check_chain(layers: Sequence[object], stages: int) -> None:
     """Refuses what cannot be cut into so many stages.
 
     Raises:

@@ -34,6 +34,7 @@ from samestep.pipelines.layers import Layer
 __all__: list[str] = []
 
 WARM_UP, REPEATS = 3, 10  # passes
+PARTS = 3  # each with as many: whole, for inputs alone, in halves
 
 
 @dataclass
@@ -75,6 +76,7 @@ def measure(
     sample: Sequence[Tensor],
     lose: Callable[[Any], Tensor],
     repeats: int = REPEATS,
+    passed: Callable[[], None] = lambda: None,
 ) -> list[Layer]:
     """Returns what each layer costs for a micro-batch like `sample`; parameters and their gradients stay as they are.
 
@@ -83,6 +85,7 @@ def measure(
         sample: a micro-batch's inputs, on the layers' device.
         lose: makes a scalar of the last layer's outputs.
         repeats: passes whose median is taken.
+        passed: called after each of PARTS * (WARM_UP + repeats) passes.
 
     Raises:
         UsageError: there are no passes to take the median of.
@@ -94,7 +97,7 @@ def measure(
     """
     if repeats < 1:
         raise UsageError(f"the median of {repeats} passes is to be taken: give 1 or more")
-    chain = _Chain(layers, sample, lose)
+    chain = _Chain(layers, sample, lose, passed)
     with _kept(layers):
         whole = [chain.passed() for _ in range(WARM_UP + repeats)][WARM_UP:]
         with _without_gradients(layers):
@@ -127,6 +130,7 @@ class _Chain:
     layers: Sequence[tuple[str, nn.Module]]
     sample: Sequence[Tensor]
     lose: Callable[[Any], Tensor]
+    told: Callable[[], None]
 
     def passed(self, *, inputs: bool = False) -> tuple[list[float], list[float]]:
         """Returns the seconds of each layer's forward and backward in one pass.
@@ -150,6 +154,7 @@ class _Chain:
         loss.backward()  # type: ignore[no-untyped-call]
         clock.back.setdefault(0, clock.now())
         clock.back[count] = begin
+        self.told()
         forward = [clock.ahead[place + 1] - clock.ahead[place] for place in range(count)]
         return forward, list(_spent(clock.back, count))
 
@@ -175,6 +180,7 @@ class _Chain:
                 seconds.append(clock.now() - begin)
             more.append(seconds[1] - seconds[0])
             given = tuple(each.detach() for each in found)
+        self.told()
         return more
 
     def sized(self) -> tuple[list[int], list[int], list[int]]:

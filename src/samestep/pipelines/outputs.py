@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ def told(axis: Axis, source: int, given: Sequence[tuple[Tensor, ...]], device: t
         axis: the pipeline.
         source: the position of the rank of the last stage.
         given: there, the outputs of each micro-batch.
-        device: where they lie.
+        device: where they are wanted.
     """
-    whole = [torch.cat(each) for each in zip(*given, strict=True)]
+    whole = [torch.cat(each).to(device) for each in zip(*given, strict=True)]
     if axis.size > 1:
         forms = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in whole]
         forms = tell_json(axis, forms, source)
@@ -33,6 +34,16 @@ def told(axis: Axis, source: int, given: Sequence[tuple[Tensor, ...]], device: t
         for each in whole:
             dist.broadcast(each, axis.ranks[source], group=axis.group)
     return whole[0] if len(whole) == 1 else tuple(whole)
+
+
+def on_host(numbers: Sequence[Tensor]) -> Tensor:
+    """Returns scalars as one tensor on the host; devices are waited for once for all that lies there in a row.
+
+    >>> on_host([torch.tensor(1.0), torch.tensor(2.0)])
+    tensor([1., 2.])
+    """
+    rows = [torch.stack(list(row)).cpu() for _, row in groupby(numbers, key=lambda each: each.device)]
+    return torch.cat(rows) if rows else torch.zeros(0)
 
 
 def gathered(axis: Axis, own: Mapping[str, Tensor]) -> dict[str, Tensor]:

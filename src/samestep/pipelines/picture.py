@@ -1,4 +1,4 @@
-"""Steps of a pipeline as pictures: who computes what when, and where the time went, in a page that needs no network."""
+"""Steps of a pipeline as pictures: who computes what when, and where the time went; a page, or an image."""
 
 from __future__ import annotations
 
@@ -7,54 +7,56 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from samestep.errors import UsageError
+from samestep.pipelines.lanes import AXIS_TITLE, COLOURS, PART_COLOURS, PARTS_TITLE, ROW, boxes, title
+from samestep.pipelines.png import draw_png
 from samestep.schedule.simulate import Timeline
 
 __all__: list[str] = []
 
-COLOURS = {  # told apart by the colour-blind too: Okabe and Ito
-    "F": ("forward", "#56B4E9"),
-    "B": ("backward", "#E69F00"),
-    "I": ("backward, inputs", "#E69F00"),
-    "W": ("backward, weights", "#009E73"),
-    "message": ("message", "#999999"),
-}
-ROW = 46  # pixels of a rank
+NEEDS = {".html": "plotly", ".png": "Pillow"}  # by the kind of file
+_MODULES = {"plotly": "plotly", "Pillow": "PIL"}
 
 
 def draw(timelines: Mapping[str, Timeline], parts: Mapping[str, float], file: Path) -> None:
-    """Writes the page.
+    """Writes a page or an image, as the name of the file ends.
 
     Args:
         timelines: title -> a step; drawn one below the other, on one scale.
         parts: seconds of a step by what they went to; drawn at the foot, if there are any.
-        file: where.
+        file: where; ".html", a page that needs no network, or ".png".
 
     Raises:
-        UsageError: plotly is not installed.
+        UsageError: the name ends otherwise, or plotly, for a page, or Pillow, for an image, is not installed.
     """
-    if find_spec("plotly") is None:
-        raise UsageError("a picture needs plotly: pip install 'samestep[report]'")
+    needed = NEEDS.get(file.suffix.lower())
+    if needed is None:
+        raise UsageError(f"a picture is a page or an image: {file.name} must end in .html or .png")
+    if find_spec(_MODULES[needed]) is None:
+        raise UsageError(f"a picture needs {needed}: pip install 'samestep[report]'")
+    if needed == "Pillow":
+        draw_png(timelines, parts, file)
+    else:
+        _draw_page(timelines, parts, file)
+
+
+def _draw_page(timelines: Mapping[str, Timeline], parts: Mapping[str, float], file: Path) -> None:
     from plotly import graph_objects
     from plotly.subplots import make_subplots
 
-    titles = [f"{name}: {1e3 * each.seconds:.2f} ms, {100 * each.idle:.0f} % idle" for name, each in timelines.items()]
+    titles = [title(name, each) for name, each in timelines.items()]
     heights = [ROW * each.plan.ranks for each in timelines.values()] + ([ROW] if parts else [])
     figure = make_subplots(
         rows=len(heights),
         cols=1,
         shared_xaxes=True,
-        subplot_titles=titles + (["where a step's time goes"] if parts else []),
+        subplot_titles=titles + ([PARTS_TITLE] if parts else []),
         row_heights=heights,
         vertical_spacing=min(0.2, 60 / sum(heights)),
     )
     shown: set[str] = set()
     for row, timeline in enumerate(timelines.values(), 1):
         for kind, (name, colour) in COLOURS.items():
-            spans = [
-                span
-                for span in timeline.spans
-                if kind == ("message" if span.target is not None else span.action.kind) and span.end > span.begin
-            ]
+            spans = boxes(timeline, kind)
             if not spans:
                 continue
             message = kind == "message"
@@ -98,7 +100,7 @@ def draw(timelines: Mapping[str, Timeline], parts: Mapping[str, float], file: Pa
                 insidetextanchor="middle",
                 textangle=0,
                 hovertemplate=f"{name}: {1e3 * seconds:.3f} ms<extra></extra>",
-                marker={"color": ["#0072B2", "#F0E442", "#CC79A7", "#999999", "#D55E00"][place % 5]},
+                marker={"color": PART_COLOURS[place % len(PART_COLOURS)]},
             ),
             row=len(heights),
             col=1,
@@ -109,5 +111,5 @@ def draw(timelines: Mapping[str, Timeline], parts: Mapping[str, float], file: Pa
         height=sum(heights) + 80 * len(heights) + 60,
         legend={"orientation": "h", "y": -0.12},
     )
-    figure.update_xaxes(title="ms from the step's begin", row=len(heights), col=1)
+    figure.update_xaxes(title=AXIS_TITLE, row=len(heights), col=1)
     figure.write_html(file, include_plotlyjs=True)

@@ -29,15 +29,17 @@ from samestep.data.batches import sliced, tensors_of
 from samestep.errors import DataError
 from samestep.pipelines.chain import Whole, chain_of, stages_of, unpacked
 from samestep.pipelines.cutting import Call, Recipe
+from samestep.pipelines.devices import Asked, check_number, devices_of
 from samestep.pipelines.draws import Draws
 from samestep.pipelines.interpreter import Interpreter
 from samestep.pipelines.messages import Messages
-from samestep.pipelines.outputs import gathered, told
+from samestep.pipelines.outputs import gathered, on_host, told
 from samestep.pipelines.reduction import Reduction
 from samestep.pipelines.report import Foreseen, PipelineReport, reported
 from samestep.pipelines.stage import Lose, Stage, Tensors
 from samestep.pipelines.stopwatch import Stopwatch
 from samestep.pipelines.ties import Copies, split, ties_of
+from samestep.pipelines.transfers import Transfers
 from samestep.replicas.buffers import equalise_buffers
 from samestep.runtime.exchange import gather_json, gather_tensors, tell_json
 from samestep.runtime.world import World
@@ -60,25 +62,30 @@ class Pipeline(nn.Module):
 
     Args:
         model: an nn.Sequential, or any with a recipe; this rank keeps its own layers.
-        world: made with `pipeline=` as many ranks as hold stages.
+        world: made with `pipeline=` as many ranks as hold stages; one if each process holds all.
         loss_fn: takes the model's outputs and the targets, and gives the mean loss of a micro-batch, or all losses.
         ends: by stage, the layer behind its last one.
         schedule: a name of :data:`samestep.schedule.choose.NAMES`.
         micro_batches: that a batch is cut into; fewer where it has fewer samples.
+        split_size: samples of a micro-batch at most, from which the number of each batch's follows; instead of
+            `micro_batches`.
         weight: of targets: how many items their mean loss is of, unmasked tokens say; their samples if None. Within a
             loop over :func:`samestep.shards` its `weight` counts, and this is not asked.
         foreseen: what the plan was made with, for the report.
         recipe: how a model that is no nn.Sequential is cut into layers.
+        devices: by stage, that this process computes on; one stage on the world's device if None. Or how many of its
+            own this process has.
 
     Attributes:
         parts: this rank's stages, by number, under the names that they have in the model.
+        devices: of these stages, by number.
         whole: the names and shapes of the whole model.
         draws: the random numbers of its layers.
         aliases: name of a copy -> name of the weight that it is a copy of, on all stages.
 
     Raises:
         ModelError: the model cannot be cut so.
-        UsageError: the stages do not fit the world.
+        UsageError: the stages do not fit the world, or the devices, or one of these is not there.
     """
 
     def __init__(
@@ -93,55 +100,70 @@ class Pipeline(nn.Module):
         weight: Weight | None = None,
         foreseen: Foreseen | None = None,
         recipe: Recipe | None = None,
+        split_size: int | None = None,
+        devices: Asked = None,
     ) -> None:
         super().__init__()
+        axis, here = world.pipeline, devices_of(devices, world)
+        self._holds_all = axis.size == 1
+        if devices is not None and self._holds_all:
+            check_number(len(here), len(ends), schedule)
+        ranks = len(here) if self._holds_all else axis.size
         chain = chain_of(model, recipe=recipe)
-        cuts = stages_of(chain.layers, ends, world.pipeline.size, apart=ties_of(model, chain.layers))
+        cuts = stages_of(chain.layers, ends, ranks, apart=ties_of(model, chain.layers))
         self.whole = Whole.of(model)
         ties = split(model, chain.layers)
         self.world = world
         self.number = world.next_number()
-        self.micro_batches = micro_batches
+        self.micro_batches, self.split_size = micro_batches, split_size
         self._loss_fn, self._weight = loss_fn, weight
-        self._chunks = len(cuts) // world.pipeline.size
-        self._plans = cache(lambda count: named(schedule, world.pipeline.size, count, self._chunks))
+        chunks = len(cuts) // ranks
+        self._plans = cache(lambda count: named(schedule, ranks, count, chunks))
+        self._passes = cache(lambda count: forward_only(ranks, count, chunks))
         self._placement = self._plans(micro_batches).placement
-        own = [stage for stage, rank in enumerate(self._placement) if rank == world.pipeline.rank]
+        own = [stage for stage, rank in enumerate(self._placement) if self._holds_all or rank == axis.rank]
+        self.devices = {stage: here[self._placement[stage] if self._holds_all else 0] for stage in own}
+        self._transfers = Transfers(self.devices)
         self.parts: dict[int, nn.Module] = {}
         self._layers: dict[int, list[tuple[int, Call]]] = {}
         for stage in own:
             part, calls = chain.part(*cuts[stage])
-            self.parts[stage], self._layers[stage] = part, list(enumerate(calls, cuts[stage][0]))
+            self.parts[stage] = part.to(self.devices[stage])
+            self._layers[stage] = list(enumerate(calls, cuts[stage][0]))
             self.add_module(f"stage{stage}", part)
         seed = tell_json(world.everyone, torch.initial_seed())
-        self.draws = Draws(derive_seed(seed, "pipeline", self.number), world.data.rank, world.device)
+        self.draws = Draws(derive_seed(seed, "pipeline", self.number), world.data.rank, here)
         self._training, self._forwards = cache(self._trains), cache(self._evaluates)
-        ranks = [self._placement[stage] for stage, (begin, end) in enumerate(cuts) for _ in range(begin, end)]
-        copies = Copies(ties, ranks, dict(self.named_parameters()), world.pipeline)
+        holders = [self._holder(stage) for stage, (begin, end) in enumerate(cuts) for _ in range(begin, end)]
+        copies = Copies(ties, holders, dict(self.named_parameters()), axis)
         self.aliases = copies.aliases
         self._reduction = Reduction(self, world, copies)
-        self._watch, self._foreseen = Stopwatch(world.device), foreseen
+        self._watch, self._foreseen = Stopwatch(self.devices), foreseen
         world.hold(self)
 
     def _trains(self, count: int) -> Interpreter:
         return self._interpreter(self._plans(count), self._watch)
 
     def _evaluates(self, count: int) -> Interpreter:
-        return self._interpreter(forward_only(self.world.pipeline.size, count, self._chunks))
+        return self._interpreter(self._passes(count))
 
     def _interpreter(self, plan: Plan, watch: Stopwatch | None = None) -> Interpreter:
-        stages = {number: Stage(number, part, self._call(number)) for number, part in self.parts.items()}
-        axis = self.world.pipeline
-        return Interpreter(plan, axis.rank, stages, Messages(plan, axis, self.world.device), watch)
+        stages = {
+            number: Stage(number, part, self._call(number), self.devices[number]) for number, part in self.parts.items()
+        }
+        if self._holds_all:
+            return Interpreter(plan, None, stages, self._transfers, watch)
+        axis, (device, *_) = self.world.pipeline, self.devices.values()
+        return Interpreter(plan, axis.rank, stages, Messages(plan, axis, device), watch)
 
     def _call(self, stage: int) -> Callable[[int, Tensors], Any]:
         """Returns what calls one layer after another, each with random numbers of its own."""
-        layers = self._layers[stage]
+        layers, device = self._layers[stage], self.devices[stage]
 
         def call(micro_batch: int, inputs: Tensors) -> Any:
             given: Any = unpacked(inputs)
             for number, layer in layers:
-                self.draws.at(micro_batch, number)
+                self.draws.at(micro_batch, number, device)
                 given = layer(given)
             return given
 
@@ -150,7 +172,10 @@ class Pipeline(nn.Module):
     @property
     def last(self) -> int:
         """The position on the pipeline of the rank that has the last stage."""
-        return self._placement[-1]
+        return self._holder(-1)
+
+    def _holder(self, stage: int) -> int:
+        return 0 if self._holds_all else self._placement[stage]
 
     def step(self, batch: Sequence[Any]) -> Tensor:
         """Adds a batch's gradients to the parameters'; returns its loss, the same on every rank of the world.
@@ -162,7 +187,7 @@ class Pipeline(nn.Module):
         the last micro-batch of the step. Elsewhere each call is a step of its own.
 
         Args:
-            batch: inputs and targets; of all tensors in it dim 0 runs over the samples.
+            batch: inputs and targets, on any device; of all tensors in it dim 0 runs over the samples.
 
         Returns:
             The mean loss, 0-dim, float64, on the host.
@@ -177,6 +202,7 @@ class Pipeline(nn.Module):
         weigh = self._weigh if mean is None else mean.weigh
         weights = [weigh(sliced(batch, *cut)) for cut in cuts]
         total = self._total(sum(weights)) if mean is None else mean.total
+        targets = self._brought(targets, len(self._placement) - 1)
 
         def lose(number: int) -> Lose:
             wanted = sliced(targets, *cuts[number])
@@ -216,7 +242,7 @@ class Pipeline(nn.Module):
             inputs: of which dim 0 runs over the samples.
 
         Returns:
-            A tensor, or a tuple of several, of all samples.
+            A tensor, or a tuple of several, of all samples, on the world's device.
 
         Raises:
             DataError: the tensors have not as many samples, or none.
@@ -228,7 +254,12 @@ class Pipeline(nn.Module):
     def _cut(self, samples: int, *, nothing: bool) -> list[tuple[int, int]]:
         if not samples and not nothing:
             raise DataError("the batch has no sample")
-        return cut_evenly(samples, min(self.micro_batches, samples)) if samples else []
+        count = self.micro_batches if self.split_size is None else -(-samples // self.split_size)
+        return cut_evenly(samples, min(count, samples)) if samples else []
+
+    def _brought(self, batch: Any, stage: int) -> Any:
+        """Returns what the user gives on the device of a stage, if it is here."""
+        return self._transfers.brought(batch, stage) if stage in self.parts else batch
 
     def _run(
         self,
@@ -241,7 +272,7 @@ class Pipeline(nn.Module):
             return []
 
         def given(number: int) -> Tensors:
-            return tuple(sliced(each, *cuts[number]) for each in inputs)
+            return self._brought(tuple(sliced(each, *cuts[number]) for each in inputs), 0)  # type: ignore[no-any-return]
 
         kinds = [tuple((each.dtype, each.shape[1:], end - begin) for each in inputs) for begin, end in cuts]
         return interpreters(len(cuts)).run(given, lose, kinds)
@@ -290,8 +321,7 @@ class Pipeline(nn.Module):
         }
         axis = self.world.pipeline
         names = [name for told in gather_json(axis, list(own)) for name in told]
-        values = torch.stack(list(own.values())) if own else torch.zeros(0)
-        norms = dict(zip(names, torch.cat(gather_tensors(axis, values)), strict=True))
+        norms = dict(zip(names, torch.cat(gather_tensors(axis, on_host(list(own.values())))), strict=True))
         return [norms[name] for name in self.whole.parameters if name in norms]
 
     def gathered(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:

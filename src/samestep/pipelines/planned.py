@@ -9,6 +9,7 @@ from torch import nn
 from samestep.errors import UsageError
 from samestep.pipelines.choose import PipelinePlan
 from samestep.pipelines.cutting import Recipe
+from samestep.pipelines.devices import Asked
 from samestep.pipelines.pipeline import Pipeline
 from samestep.pipelines.report import Foreseen
 from samestep.runtime.exchange import tell_json
@@ -18,16 +19,31 @@ from samestep.schedule.simulate import Costs
 __all__ = ["pipeline"]
 
 
-def pipeline(model: nn.Module, world: World, plan: PipelinePlan) -> Pipeline:
+def pipeline(
+    model: nn.Module,
+    world: World,
+    plan: PipelinePlan,
+    *,
+    devices: Asked = None,
+    micro_batches: int | None = None,
+    split_size: int | None = None,
+) -> Pipeline:
     """Returns this rank's stages of a model that is cut as planned: on all ranks as rank 0 has planned it.
 
     Collective: every rank of the world must call it. Times that were measured differ between ranks, and so may plans.
 
     Args:
-        model: that was planned for, on this rank's device.
+        model: that was planned for; its layers are moved to the devices of their stages.
         world: made with `pipeline=` the number of stages; the ranks that remain are replicas of the whole. A world of
             one takes the same micro-batches one after another, and comes to the same bits.
         plan: made by :func:`samestep.plan_pipeline`.
+        devices: on which each process computes all stages, one for each: ["cuda:0", "cuda:1"]; one may come several
+            times. Or how many of its own each process has: with 2, process 3 of a host has cuda:6 and cuda:7, and both
+            are the CPU where there is no GPU. Then `world.pipeline` is 1, and every process is a replica. Under
+            "interleaved" one for each of the ranks that were planned for.
+        micro_batches: that a batch is cut into, instead of the plan's.
+        split_size: samples of a micro-batch, at most: a batch of n is cut evenly into ceil(n / split_size). Instead of
+            `micro_batches`.
 
     Returns:
         A module whose parameters are those of this rank's stages, to be given to an optimizer; its `step` takes the
@@ -35,7 +51,8 @@ def pipeline(model: nn.Module, world: World, plan: PipelinePlan) -> Pipeline:
 
     Raises:
         ModelError: the model is not the one that was planned for, or cannot be cut so.
-        UsageError: the plan is for another number of stages than `world.pipeline` has ranks.
+        UsageError: the plan is for another number of stages than `world.pipeline` has ranks, or than there are devices;
+            a device is not there, or another process has it; `micro_batches` and `split_size` contradict each other.
 
     Example:
         >>> import samestep, torch
@@ -49,6 +66,11 @@ def pipeline(model: nn.Module, world: World, plan: PipelinePlan) -> Pipeline:
         ...     optimizer.step()
         ...     float(stage.step((x, y))) < float(before)
         True
+
+    In one process on two devices; with GPUs, their copies travel while both compute::
+
+        with samestep.world() as world:
+            stage = samestep.pipeline(model, world, plan, devices=["cuda:0", "cuda:1"], split_size=20)
 
     On two ranks, with data, clipping and a checkpoint::
 
@@ -66,15 +88,19 @@ def pipeline(model: nn.Module, world: World, plan: PipelinePlan) -> Pipeline:
                     state.commit()
     """
     told = None if plan.recipe is None else plan.recipe.told()
-    own = [plan.ends, plan.schedule, plan.micro_batches, plan.samples, asdict(plan.costs), told]
-    ends, schedule, micro_batches, samples, costs, told = tell_json(world.everyone, own)
-    foreseen = Foreseen(samples, micro_batches, Costs(**costs)) if len(ends) == world.pipeline.size else None
-    if world.pipeline.size == 1:  # alone it holds all stages, which then are one
+    count = _micro_batches(plan, micro_batches, split_size)
+    own = [plan.ends, plan.chunks, plan.schedule, plan.samples, plan.micro_batches, asdict(plan.costs), told]
+    heard = tell_json(world.everyone, [*own, count, split_size])
+    ends, chunks, schedule, samples, planned, costs, told, count, split_size = heard
+    ranks, size = len(ends) // chunks, world.pipeline.size
+    foreseen = Foreseen(samples, planned, Costs(**costs)) if devices is not None or ranks == size else None
+    if size == 1 and devices is None:  # alone it holds all stages, which then are one
         ends, schedule = ends[-1:], "1f1b"
-    if len(ends) != world.pipeline.size:
+    elif size > 1 and ranks != size:
+        dealt = f", {chunks} on each of {ranks} ranks" if chunks > 1 else ""
         raise UsageError(
-            f"the plan has {len(ends)} stages, and the pipeline {world.pipeline.size} ranks: "
-            f"samestep.world(pipeline={len(ends)}), or plan for stages={world.pipeline.size}"
+            f"the plan has {len(ends)} stages{dealt}, and the pipeline {size} ranks: "
+            f"samestep.world(pipeline={ranks}), or plan for stages={size}"
         )
     return Pipeline(
         model,
@@ -82,8 +108,26 @@ def pipeline(model: nn.Module, world: World, plan: PipelinePlan) -> Pipeline:
         plan.loss_fn,
         ends=ends,
         schedule=schedule,
-        micro_batches=micro_batches,
+        micro_batches=count,
         weight=plan.weight,
         foreseen=foreseen,
         recipe=None if told is None else Recipe.heard(told),
+        split_size=split_size,
+        devices=devices,
     )
+
+
+def _micro_batches(plan: PipelinePlan, asked: int | None, split_size: int | None) -> int:
+    """Returns how many micro-batches the plan's batch is cut into."""
+    for name, number in (("micro_batches", asked), ("split_size", split_size)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise UsageError(f"{name}={number!r}: give a whole number, 1 or more")
+    if split_size is None:
+        return plan.micro_batches if asked is None else asked
+    count = -(-plan.samples // split_size)
+    if asked not in {None, count}:
+        raise UsageError(
+            f"micro_batches={asked} and split_size={split_size} contradict each other: {plan.samples} samples, "
+            f"{split_size} in each, are {count} micro-batches: give one of the two"
+        )
+    return count

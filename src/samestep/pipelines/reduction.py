@@ -48,7 +48,7 @@ class Reduction:
         self._world = world
         self._aside: dict[nn.Parameter, Tensor | None] | None = None
         self._step = -1  # in which that was set aside
-        self._shared = _in_shared_memory(world)
+        self._shared = _in_shared_memory(world, module)
         self._buckets: list[_Bucket] = []
 
     @property
@@ -120,25 +120,26 @@ class _Bucket:
     region: Region | None
 
 
-def _in_shared_memory(world: World) -> SharedMemory | None:
+def _in_shared_memory(world: World, module: nn.Module) -> SharedMemory | None:
     """Returns what adds up over the replicas, if they are on CPUs of one host. Collective over them."""
     axis = world.data
     one_host = axis.neighbours is not None and axis.neighbours.is_one_host
-    if axis.size == 1 or world.device.type != "cpu" or not one_host or not is_ordered():
+    on_cpu = all(each.device.type == "cpu" for each in module.parameters()) and world.device.type == "cpu"
+    if axis.size == 1 or not on_cpu or not one_host or not is_ordered():
         return None
     board = open_board(axis)
     return None if board is None else SharedMemory(board)
 
 
 def buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields gradients that travel together: of one type, and no more than a bucket's bytes if there are several.
+    """Yields gradients that travel together: of one type and device, and no more than a bucket's bytes if several.
 
     >>> [len(bucket) for bucket in buckets([torch.zeros(2), torch.zeros(3), torch.zeros(1, dtype=torch.float64)])]
     [2, 1]
     """
-    alike: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+    alike: defaultdict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for each in gradients:
-        alike[each.dtype].append(each)
+        alike[each.dtype, each.device].append(each)
     for tensors in alike.values():
         bucket: list[Tensor] = []
         for each in tensors:

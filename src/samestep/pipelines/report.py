@@ -93,10 +93,13 @@ class PipelineReport:
         return "\n".join(lines)
 
     def gantt(self, file: str | Path) -> None:
-        """Draws the step, and above it the one that was predicted, in a page that needs no network.
+        """Draws the step, and above it the one that was predicted: in a page that needs no network, or as an image.
+
+        Args:
+            file: where; its name ends in ".html" or ".png".
 
         Raises:
-            UsageError: plotly is not installed.
+            UsageError: it ends otherwise, or plotly, for a page, or Pillow, for an image, is not installed.
         """
         pictures = {"predicted": self.foretold, "achieved": self.timeline}
         draw({name: timeline for name, timeline in pictures.items() if timeline is not None}, self.parts, Path(file))
@@ -154,10 +157,10 @@ def _joined(plan: Plan, ranks: Sequence[dict[str, Any]], *, one_host: bool) -> T
     """Returns the ranks' actions on one clock: the host's, or where they have several that of the steps' begins."""
     first = min(each["began"] for each in ranks)
     spans = []
-    for rank, each in enumerate(ranks):
+    for each in ranks:
         late = each["began"] - first if one_host else 0.0
         spans += [
-            Span(rank, Action(kind, stage, micro_batch), late + begin, late + end)
+            Span(plan.placement[stage], Action(kind, stage, micro_batch), late + begin, late + end)
             for kind, stage, micro_batch, begin, end in each["spans"]
         ]
     return Timeline(plan, tuple(sorted(spans, key=lambda span: span.begin)))

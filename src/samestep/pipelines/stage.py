@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from samestep.errors import ModelError
 from samestep.pipelines.halves import Halves
+from samestep.pipelines.streams import current
 
 __all__: list[str] = []
 
@@ -25,6 +26,7 @@ Tensors = tuple[Tensor, ...]
 Lose = Callable[[Tensors], Tensor]  # outputs -> the micro-batch's part of the step's loss, a scalar
 
 _IN_PLACE = "a leaf Variable that requires grad"
+_HOST = torch.device("cpu")
 
 
 @dataclass
@@ -48,11 +50,19 @@ class Stage:
         module: that holds the parameters.
         call: computes a micro-batch: its number, what the stage before gives -> a tensor or several. If None the
             module does, with one argument for each tensor.
+        device: that it computes on.
     """
 
-    def __init__(self, number: int, module: nn.Module, call: Callable[[int, Tensors], Any] | None = None) -> None:
+    def __init__(
+        self,
+        number: int,
+        module: nn.Module,
+        call: Callable[[int, Tensors], Any] | None = None,
+        device: torch.device = _HOST,
+    ) -> None:
         self.number = number
         self.module = module
+        self._device = device
         self._call = call or (lambda _, inputs: module(*inputs))
         self._kept: dict[int, _Kept] = {}
         self._halves: dict[int, Halves] = {}
@@ -73,8 +83,17 @@ class Stage:
         """
         pairs = zip(inputs, wants, strict=True)
         leaves = tuple(each.detach().requires_grad_(want and torch.is_grad_enabled()) for each, want in pairs)
+        with current(self._device):
+            outputs = self._computed(micro_batch, leaves)
+            if lose is not None:
+                outputs = (lose(outputs),)
+        if torch.is_grad_enabled():
+            self._kept[micro_batch] = _Kept(leaves, outputs)
+        return outputs
+
+    def _computed(self, micro_batch: int, leaves: Tensors) -> Tensors:
         try:
-            outputs = self._tensors(self._call(micro_batch, leaves))
+            return self._tensors(self._call(micro_batch, leaves))
         except RuntimeError as error:
             if _IN_PLACE in str(error):
                 raise ModelError(
@@ -82,11 +101,6 @@ class Stage:
                     "with another layer, or say inplace=False"
                 ) from error
             raise
-        if lose is not None:
-            outputs = (lose(outputs),)
-        if torch.is_grad_enabled():
-            self._kept[micro_batch] = _Kept(leaves, outputs)
-        return outputs
 
     def _tensors(self, given: object) -> Tensors:
         found = tuple(given) if isinstance(given, tuple | list) else (given,)

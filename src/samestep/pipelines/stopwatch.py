@@ -1,20 +1,22 @@
 """When each stage of this rank computed which micro-batch, in the last steps: what a report is made of.
 
 On the CPU a time is the host's. On a GPU it is an event in the stream, which costs no waiting, and is looked up when
-somebody asks.
+somebody asks. Events of two GPUs cannot be compared, so those of one process begin a step together; beside a GPU, what
+the host computes is placed as if the GPU had begun when it did.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from samestep.pipelines.streams import meet
 from samestep.schedule.plan import Action, Plan
 
 __all__: list[str] = []
@@ -29,7 +31,7 @@ class _Step:
     plan: Plan
     samples: int
     began: float
-    first: Any
+    first: Mapping[torch.device, Any]
     spans: list[tuple[Action, Any, Any]] = field(default_factory=list)
     ended: float = 0.0
 
@@ -57,17 +59,18 @@ class Stopwatch:
     """Notes the last steps of one rank.
 
     Args:
-        device: that computes.
+        devices: that compute, by stage.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, devices: Mapping[int, torch.device]) -> None:
+        self._devices = devices
+        self._cards = [device for device in dict.fromkeys(devices.values()) if device.type == "cuda"]
         self._steps: deque[_Step] = deque(maxlen=KEPT)
 
     @contextmanager
     def step(self, plan: Plan, samples: int) -> Iterator[None]:
         """Notes a step, if it comes to its end."""
-        step = _Step(plan, samples, time.monotonic(), self._now())
+        step = _Step(plan, samples, time.monotonic(), self._begun())
         self._steps.append(step)
         try:
             yield
@@ -79,28 +82,35 @@ class Stopwatch:
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """Notes an action of the step."""
-        begin = self._now()
+        device = self._devices[action.stage]
+        begin = _now(device)
         yield
-        self._steps[-1].spans.append((action, begin, self._now()))
+        self._steps[-1].spans.append((action, begin, _now(device)))
 
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.monotonic()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    def _begun(self) -> dict[torch.device, Any]:
+        if len(self._cards) > 1:
+            meet(self._cards)
+        return {device: _now(device) for device in dict.fromkeys(self._devices.values())}
 
     def steps(self) -> list[Timed]:
         """Returns the steps, oldest first; on a GPU it waits for the last."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        for card in self._cards:
+            torch.cuda.synchronize(card)
         return [self._timed(step) for step in self._steps]
 
     def _timed(self, step: _Step) -> Timed:
-        def after(mark: Any) -> float:
-            if self._device.type == "cuda":
-                return float(step.first.elapsed_time(mark)) / 1e3
-            return float(mark - step.first)
+        def after(action: Action, mark: Any) -> float:
+            device = self._devices[action.stage]
+            first = step.first[device]
+            return float(first.elapsed_time(mark)) / 1e3 if device.type == "cuda" else float(mark - first)
 
-        spans = tuple((action, after(begin), after(end)) for action, begin, end in step.spans)
+        spans = tuple((action, after(action, begin), after(action, end)) for action, begin, end in step.spans)
         return Timed(step.plan, step.samples, step.began, step.ended - step.began, spans)
+
+
+def _now(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.monotonic()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -163,9 +163,9 @@ class Copies:
             work.wait()
         sum_ = gradients[places[0][0]].clone()
         for name, _ in places[1:]:
-            sum_ += gradients[name]
+            sum_ += gradients[name].to(sum_.device)
         for parameter in parameters.values():
-            parameter.grad = sum_.clone()
+            parameter.grad = sum_.to(parameter.device, copy=True)
 
     def _send(self, tensor: Tensor, rank: int, tag: int) -> Any:
         return dist.isend(tensor, self._axis.ranks[rank], group=self._axis.group, tag=tag)

@@ -137,20 +137,25 @@ class Plan:
 
         One process that drives all ranks issues it in this order.
         """
-        return tuple(self._issued())
+        return tuple(pair for issued in self.rounds for pair in issued)
 
-    def _issued(self) -> Iterator[tuple[int, Action]]:
+    @cached_property
+    def rounds(self) -> tuple[tuple[tuple[int, Action], ...], ...]:
+        """The same in rounds: of each rank the next action, if what it needs was done in the rounds before."""
+        return tuple(self._rounds())
+
+    def _rounds(self) -> Iterator[tuple[tuple[int, Action], ...]]:
         done: set[Action] = set()
         places = [0] * self.ranks
         while True:
-            ready = [
+            ready = tuple(
                 (rank, self.orders[rank][place])
                 for rank, place in enumerate(places)
                 if self._is_next(rank, place, done)
-            ]
+            )
             if not ready:
                 return
-            yield from ready
+            yield ready
             for rank, action in ready:
                 done.add(action)
                 places[rank] += 1
@@ -158,13 +163,19 @@ class Plan:
     def _is_next(self, rank: int, place: int, done: set[Action]) -> bool:
         return place < len(self.orders[rank]) and all(one in done for one in self.needs(self.orders[rank][place]))
 
-    def most_held(self, rank: int) -> int:
-        """Returns how many micro-batches' activations a rank holds at once, at most, of all its stages together.
+    def most_held(self, rank: int, stage: int | None = None) -> int:
+        """Returns how many micro-batches' activations a rank holds at once, at most.
 
         Held from the forward to the end of the backward.
+
+        Args:
+            rank: whose.
+            stage: of which stage; of all its stages together if None.
         """
         held = most = 0
         for action in self.orders[rank]:
+            if stage is not None and action.stage != stage:
+                continue
             held += (action.kind == "F") - (action.kind in ADDS)
             most = max(most, held)
         return most if self.trains else 1

@@ -5,8 +5,9 @@ A rank does its actions one after another, each as soon as what it needs has com
     beside the work         a rank works on while its message travels; a link carries one message at a time, each way
     (two streams, c10d)     rank 0   F0 F1 F2            link   ·0 ·1 ·2            rank 1      F0 F1 F2
 
-    in its place            the copy is one more piece of work on both ranks, in the order in which it was issued
-    (one stream)            rank 0   F0 ·0 F1 ·1                                    rank 1      ·0 F0 ·1 F1
+    in its place            the copy is one more piece of work on both ranks, in the order in which it was issued:
+    (one stream)            copies of a round behind what all ranks do in it, as one process would
+                            rank 0   F0 ·0 F1 ·1 F2                                 rank 1      ·0 F0 ·1 F1
 
 torch's simulator of its schedules knows no durations (`_simulate_comms_compute`, torch 2.13).
 """
@@ -178,13 +179,18 @@ class _Play:
 
     def spans(self) -> Iterator[Span]:
         self.free = [0.0] * self.plan.ranks
-        for rank, action in self.plan.in_time:
-            begin = max([self.free[rank], *(self.come[one, rank] for one in self.plan.needs(action))])
-            end = self.free[rank] = self.come[action, rank] = begin + self.costs.of(action)
-            yield Span(rank, action, begin, end)
-            target = self.plan.taker(action)
-            if target is not None and target != rank:
-                yield self._message(rank, target, action, end)
+        for issued in self.plan.rounds:
+            done = [self._done(rank, action) for rank, action in issued]
+            yield from done
+            for span in done:
+                target = self.plan.taker(span.action)
+                if target is not None and target != span.rank:
+                    yield self._message(span.rank, target, span.action, span.end)
+
+    def _done(self, rank: int, action: Action) -> Span:
+        begin = max([self.free[rank], *(self.come[one, rank] for one in self.plan.needs(action))])
+        end = self.free[rank] = self.come[action, rank] = begin + self.costs.of(action)
+        return Span(rank, action, begin, end)
 
     def _message(self, rank: int, target: int, action: Action, ready: float) -> Span:
         seconds = self.costs.of_message(action)
@@ -192,7 +198,7 @@ class _Play:
             begin = max(ready, self.links.get((rank, target), 0.0))
             self.links[rank, target] = begin + seconds
         else:
-            begin = max(ready, self.free[target]) if seconds else ready
+            begin = max(ready, self.free[rank], self.free[target]) if seconds else ready
             if seconds:
                 self.free[rank] = self.free[target] = begin + seconds
         self.come[action, target] = begin + seconds
