@@ -105,7 +105,8 @@ def test_a_verification_that_is_killed_takes_a_forked_run_along(tmp_path: Path) 
     path.write_text(textwrap.dedent(WAITS), encoding="utf-8")
     os.mkfifo(pids)
     command = [sys.executable, "-m", "samestep", "verify", str(path), str(pids)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as verification:
+    nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, **nowhere) as verification:
         rank, agent = map(int, pids.read_text(encoding="ascii").split())
         handles = [os.pidfd_open(rank), os.pidfd_open(agent)]
         verification.kill()
