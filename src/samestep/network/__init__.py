@@ -6,6 +6,15 @@ one message
 many
   cost        the price of a plan, round by round
   formulas    the same prices in closed form, for any number of ranks
+
+many, through a network of switches
+  topologies/ what it looks like: torus, fat tree, dragonfly, Slim Fly
+  placement   which rank runs on which host
+  circuit     an order of the hosts in which each is next to the last
+  routing     which way a message takes
+  rounds      the messages that are sent at once
+  load        the bytes that they put on every link
+  contention  the price of rounds, in each other's way
 """
 
 from __future__ import annotations

@@ -1,0 +1,169 @@
+"""Which way a message takes: three choices, none of which looks at what other messages do.
+
+    minimal     the one shortest way that the topology states: dimension order, D-mod-k, one line, one cable
+    ecmp        split evenly over all shortest ways (of a torus: those that its file states)
+    valiant     to a random switch first, by the minimal way, and on from there: twice the way, but no hot link
+                (in a fat tree: by a random top switch, which is no longer)
+
+                     s ──▶ ▪ ──▶ t   minimal           s ──▶ ▪ ─┬─▶ t   ecmp
+                                                        └──▶ ▪ ─┘
+
+Adaptive routing, which real dragonflies and Slim Flies have (UGAL sends a message the long way where the short one is
+full), is not among them: between minimal and valiant lies what it would reach.
+
+Source: L. Valiant, "A scheme for fast parallel communication", SIAM J. Computing 11, 1982.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from samestep.errors import UsageError
+from samestep.network.topologies.topology import Hop, Legs, Topology
+from samestep.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from samestep.network.topologies.topology import Ints
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A choice of ways.
+
+    Attributes:
+        name: of the choice.
+        every: split evenly over all ways that are equally short.
+        seed: of the random switches that messages go by; where None, they go straight.
+        parts: equal ones that each message is cut into, each with a random switch of its own.
+    """
+
+    name: str
+    every: bool = False
+    seed: int | None = None
+    parts: int = 1
+
+    @property
+    def splits(self) -> bool:
+        """Whether a message may go several ways at once."""
+        return self.every or self.parts > 1
+
+    def legs(self, topology: Topology, sources: Ints, targets: Ints) -> list[Legs]:
+        """Returns the ways of each part of messages between hosts, from router to router: one leg, or two a part."""
+        each = topology.concentration
+        straight = Legs(sources // each, targets // each, targets)
+        if self.seed is None:
+            return [straight]
+        draws = (_draws(self.seed, part, sources, targets) for part in range(self.parts))
+        return [leg for draw in draws for leg in topology.detour(straight, draw)]
+
+
+MINIMAL = Routing("minimal")
+ECMP = Routing("ecmp", every=True)
+
+
+def valiant(seed: int = 0, parts: int = 1) -> Routing:
+    """Returns Valiant's routing: a pair of hosts always goes by the same random switch, or one for each part.
+
+    Args:
+        seed: of the switches.
+        parts: of each message. One is a large message on one way: chance puts several on one link. Many come near to
+            packets that each go their own way.
+
+    Raises:
+        UsageError: fewer than 1 part.
+
+    Example:
+        >>> valiant(seed=3).splits, valiant(parts=16).splits
+        (False, True)
+    """
+    if parts < 1:
+        raise UsageError(f"a message cannot be cut into {parts} parts: give 1 or more")
+    return Routing("valiant", seed=seed, parts=parts)
+
+
+def hops(topology: Topology, routing: Routing, sources: Ints, targets: Ints) -> Iterator[Hop]:
+    """Yields the hops of messages between hosts, ports included; links bear their numbers in the topology.
+
+    The hops of one message come in their order.
+    """
+    import numpy as np
+
+    everyone, whole = np.arange(len(sources)), np.ones(len(sources))
+    if not topology.direct:
+        yield Hop(everyone, sources, whole)
+    for legs in routing.legs(topology, sources, targets):
+        for hop in topology.between(legs, every=routing.every):
+            yield Hop(hop.messages, hop.links + topology.first_of_fabric, hop.shares / routing.parts)
+    if not topology.direct:
+        yield Hop(everyone, topology.hosts + targets, whole)
+
+
+def flow(topology: Topology, routing: Routing, source: int, target: int) -> dict[int, float]:
+    """Returns how much of a message passes on each link, in the order of the way.
+
+    Raises:
+        UsageError: a host that the topology has not.
+
+    Example:
+        >>> from samestep.network.links import Link
+        >>> from samestep.network.topologies.cables import Cables
+        >>> from samestep.network.topologies.fat_tree import leaf_spine
+        >>> tree = leaf_spine(Cables(Link(1e-6, 25e9)), leaves=2, hosts=2, spines=2)
+        >>> flow(tree, ECMP, 0, 3)
+        {0: 1.0, 8: 0.5, 9: 0.5, 14: 0.5, 15: 0.5, 7: 1.0}
+    """
+    import numpy as np
+
+    _check(topology, source, target)
+    shares: dict[int, float] = defaultdict(float)
+    if source != target:
+        for hop in hops(topology, routing, np.array([source]), np.array([target])):
+            for link, share in zip(hop.links.tolist(), hop.shares.tolist(), strict=True):
+                shares[link] += share
+    return {link: share for link, share in shares.items() if share}
+
+
+def path(topology: Topology, routing: Routing, source: int, target: int) -> list[int]:
+    """Returns the vertices on the way of a message that is not split.
+
+    >>> from samestep.network.links import Link
+    >>> from samestep.network.topologies.cables import Cables
+    >>> from samestep.network.topologies.torus import Torus
+    >>> path(Torus(Cables(Link(1e-6, 50e9)), (3, 4)), MINIMAL, 0, 10)
+    [0, 1, 2, 10]
+
+    Raises:
+        UsageError: a host that the topology has not, or a routing that splits.
+    """
+    import numpy as np
+
+    if routing.splits:
+        raise UsageError(f"{routing.name} splits a message over several paths: ask for its flow")
+    _check(topology, source, target)
+    walked = hops(topology, routing, np.array([source]), np.array([target])) if source != target else ()
+    links = [link for hop in walked for link in hop.links.tolist()]
+    return [source, *(topology.ends(link)[1] for link in links)]
+
+
+def _check(topology: Topology, *hosts: int) -> None:
+    for host in hosts:
+        if not 0 <= host < topology.hosts:
+            raise UsageError(f"host {host} is not in {topology.name}: give one of 0 to {topology.hosts - 1}")
+
+
+def _draws(seed: int, part: int, sources: Ints, targets: Ints) -> Ints:
+    """A random number of 62 bits for each pair: splitmix64 of both, which hangs on nothing else."""
+    import numpy as np
+
+    state = np.full(len(sources), derive_seed(seed, "valiant", part), dtype=np.uint64)
+    for hosts in (sources, targets):
+        state = (state ^ hosts.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state ^= state >> np.uint64(31)
+    return (state >> np.uint64(2)).astype(np.int64)

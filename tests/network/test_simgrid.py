@@ -1,0 +1,110 @@
+"""The same rounds in SimGrid, which follows every message in time: Debian's python3-simgrid, skipped where it is not.
+
+Star, torus and fat tree are SimGrid's own, routing included, so
+both constructions are compared; a Slim Fly it does not know is given route by route, so only times are.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from samestep.network import placement, rounds
+from samestep.network.contention import price
+from samestep.network.links import Link
+from samestep.network.rounds import Round, Shift
+from samestep.network.routing import MINIMAL, flow
+from samestep.network.topologies.cables import Cables
+from samestep.network.topologies.fat_tree import FatTree
+from samestep.network.topologies.slim_fly import SlimFly
+from samestep.network.topologies.switch import Switch
+from samestep.network.topologies.torus import Torus
+
+LINK = Link(1e-6, 12.5e9)
+CABLES = Cables(LINK)
+PYTHON = "/usr/bin/python3"
+N = 16e6
+
+
+@cache
+def reason_to_skip():
+    if shutil.which(PYTHON) is None:
+        return f"there is no {PYTHON}"
+    done = subprocess.run([PYTHON, "-c", "import simgrid"], capture_output=True, check=False, timeout=60)
+    return "" if done.returncode == 0 else f"{PYTHON} has no simgrid: apt-get install python3-simgrid"
+
+
+def case_of(network):
+    if isinstance(network, Switch):
+        return {"network": "star", "hosts": network.hosts}
+    if isinstance(network, Torus):
+        return {"network": "torus", "dims": network.dims[::-1]}  # SimGrid's first dimension changes fastest
+    if isinstance(network, FatTree):
+        return {"network": "fat tree", "down": network.down, "up": network.up}
+    pairs = [(a, b) for a in range(network.hosts) for b in range(network.hosts) if a != b]
+    ways = [(a, b, list(flow(network, MINIMAL, a, b))) for a, b in pairs]
+    return {"network": "routes", "hosts": network.hosts, "routes": ways}
+
+
+def simulated(network, placed, each):
+    messages = [
+        [(placed.hosts[a], placed.hosts[b], n) for a, b, n in zip(one.sources, one.targets, one.nbytes, strict=True)]
+        for one in each
+    ]
+    case = {**case_of(network), "bytes_per_s": LINK.bytes_per_s, "latency_s": LINK.latency_s, "rounds": messages}
+    done = subprocess.run(
+        [PYTHON, Path(__file__).with_name("simgrid_rounds.py")],
+        input=json.dumps(case, default=int),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def both(network, placed):
+    """Seconds of every round, ours and SimGrid's."""
+    if reason_to_skip():
+        pytest.skip(reason_to_skip())
+    each: list[Round] = list(patterns(placed.ranks))
+    return [price([one], network, placed).seconds for one in each], simulated(network, placed, each)
+
+
+def patterns(ranks):
+    """The ring's round, all of halving and doubling and of a tree, and three shifts."""
+    yield from (Shift(ranks, distance, N / ranks).round() for distance in (1, 3, ranks // 2 - 1))
+    for one in (*rounds.halving_doubling(ranks, N), *rounds.binomial_tree(ranks, N)):
+        yield one.round() if isinstance(one, Shift) else one
+
+
+CASES = [
+    (Switch(CABLES, 16), 16),
+    (Torus(CABLES, (5, 5)), 25),
+    (Torus(CABLES, (3, 3, 3)), 27),
+    (FatTree(CABLES, (4, 4), (4,)), 16),
+    (FatTree(CABLES, (4, 4), (2,)), 16),
+    (FatTree(CABLES, (2, 2, 4), (2, 2)), 16),
+    (SlimFly(CABLES, 3, 1), 18),
+    (SlimFly(CABLES, 5, 1), 50),
+]
+
+
+@pytest.mark.parametrize(("network", "ranks"), CASES, ids=[network.name for network, _ in CASES])
+def test_every_round_of_ranks_in_order_takes_as_long_in_simgrid(network, ranks):
+    ours, theirs = both(network, placement.linear(network, ranks))
+    assert ours == pytest.approx(theirs, rel=0.05)
+
+
+@pytest.mark.parametrize(("network", "ranks"), CASES, ids=[network.name for network, _ in CASES])
+def test_all_rounds_of_ranks_at_random_take_as_long_in_simgrid(network, ranks):
+    """On a torus a message may be held up on one link while another, busier one waits for it: 1 round in 20."""
+    ours, theirs = both(network, placement.random(network, ranks))
+    assert sum(ours) == pytest.approx(sum(theirs), rel=0.05)
+    assert ours == pytest.approx(theirs, rel=0.2 if isinstance(network, Torus) else 0.05)
