@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from samestep import progress
 from samestep.testing import ranks
 
 LEAVING = 30.0  # seconds between the summary and the end of the process
@@ -29,6 +30,17 @@ def three_ranks():
 def four_ranks():
     with ranks(4) as run:
         yield run
+
+
+@pytest.fixture
+def record():
+    """A record of this process, and a descriptor to read it from."""
+    written = progress.create()
+    reader = os.dup(written)
+    progress.attach(written)
+    yield reader
+    progress.detach()
+    os.close(reader)
 
 
 @pytest.hookimpl(trylast=True)

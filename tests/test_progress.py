@@ -8,17 +8,6 @@ import pytest
 from samestep import progress
 
 
-@pytest.fixture
-def record():
-    """A record of this process, and a descriptor to read it from."""
-    written = progress.create()
-    reader = os.dup(written)
-    progress.attach(written)
-    yield reader
-    progress.detach()
-    os.close(reader)
-
-
 def test_a_new_record_names_the_process_and_nothing_else(record):
     read = progress.read(record)
     assert read.process == os.getpid()

@@ -4,7 +4,9 @@
       run.json                          the command, the ranks, times, exit code, failure
       <attempt>/<host>/rankK.out        what rank K wrote to standard output, byte for byte
       <attempt>/<host>/rankK.err        the same for standard error
+      events.jsonl                      what the launcher said of it: hangs, stragglers, restarts (samestep.events)
       <attempt>/<host>/rankK.error.json what rank K wrote down when it failed
+      <attempt>/<host>/rankK.events.jsonl      where every step's time went (samestep.events)
       <attempt>/<host>/rankK.spawned/   the same of ranks that rank K's script has started by itself:
                        rankJ.progress   how far rank J is (samestep.progress)
                        rankJ.stacks     the Python stacks that it was asked for, or died with
@@ -41,6 +43,11 @@ class RunDirectory:
         """The file that sums the run up."""
         return self.path / "run.json"
 
+    @property
+    def events(self) -> Path:
+        """The file of what the launcher has said of the run."""
+        return self.path / "events.jsonl"
+
     def logs(self, host: str, attempt: int = 0) -> Path:
         """Returns the directory that holds what the ranks of `host` wrote."""
         return self.path / str(attempt) / host
@@ -60,7 +67,7 @@ def spawned_folder(logs: Path, starter: int) -> Path:
 
 
 def rank_file(folder: Path, rank: int, kind: str) -> Path:
-    """Returns one rank's file of a kind: "progress", "stacks"."""
+    """Returns one rank's file of a kind: "progress", "stacks", "events.jsonl"."""
     return folder / f"rank{rank}.{kind}"
 
 

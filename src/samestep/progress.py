@@ -1,19 +1,20 @@
 """How far a rank is and what it is at: a record in memory that it shares with whoever watches over it.
 
     offset  size
-         0     4   layout of this record: 3
+         0     4   layout of this record: 4
          4     4   process of the rank
          8     8   optimizer steps finished since the run began; over all attempts, where a checkpoint counts them
         16     8   when the last of them was
         24     8   how often the lines below were written, times 2; odd while they are
         32     8   when the phase began
-        40    16   the phase: "data", "train", "evaluate", "save", "load"; empty before the first
+        40    16   the phase: "data", "train", "backward", "wait", "optimizer", "evaluate", "save", "load"
         56     8   collectives that the rank has entered
         64     8   collectives that it has left: one less while it is inside one
         72     8   when it entered the last
         80    32   its name
        112   400   where the script called it: "file:line", the end of it where it is longer
        512    24   time up to the end of the last step: waiting for other ranks, for data, and apart from training
+       536     8   what it has worked on up to then: samples, tokens or whatever its steps are weighed by, a double
 
 Apart from training are evaluations, saves and loads, whatever is waited for in them. Times are CLOCK_MONOTONIC in
 nanoseconds, 0 before the first; texts are UTF-8 filled up with zeros. One writer: a reader needs no lock, and a rank
@@ -30,18 +31,20 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from samestep.taker import Taker
+
 __all__: list[str] = []
 
-LAYOUT = 3
+LAYOUT = 4
 SIZE = 4096
 _HEAD, _STEPS = struct.Struct("=II"), struct.Struct("=QQ")
 _WORD, _PHASE, _CALL = struct.Struct("=Q"), struct.Struct("=Q16s"), struct.Struct("=QQQ32s400s")
-_SPENT = struct.Struct("=QQQ")
-_AT_STEPS, _AT_VERSION, _AT_PHASE, _AT_CALL, _AT_SPENT, _END = 8, 24, 32, 56, 512, 536
+_SPENT = struct.Struct("=QQQd")
+_AT_STEPS, _AT_VERSION, _AT_PHASE, _AT_CALL, _AT_SPENT, _END = 8, 24, 32, 56, 512, 544
 _AT_LEFT = _AT_CALL + 8
 _APART = {b"evaluate", b"save", b"load"}
 _TRIES = 100  # reads until one falls between two writes; a rank that died while writing never does
@@ -64,6 +67,7 @@ class Progress:
     waited: float = 0.0  # these three up to the end of the last step
     data: float = 0.0
     apart: float = 0.0
+    load: float = 0.0
 
     @property
     def in_collective(self) -> bool:
@@ -78,8 +82,8 @@ class Progress:
         return doing.get(self.phase, "")
 
 
-class Record:
-    """The writer's side.
+class Record(Taker):
+    """The writer's side of the memory.
 
     Args:
         memory: of SIZE bytes, shared with the readers.
@@ -88,35 +92,32 @@ class Record:
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self._version = 0
-        self._steps = 0
-        self._told = False  # somebody who counts over all attempts has told the step
         self._phase = b""
         self._began = time.monotonic_ns()  # the phase
         self._entered = 0
         self._called = 0  # when the collective was entered
         self._ready: int | None = None  # when this rank's own part of a backward pass was done
         self._waited = self._data = self._apart = 0
+        self._load = 0.0
         _HEAD.pack_into(memory, 0, LAYOUT, os.getpid())
+
+    def begin_at(self, step: int) -> None:
+        """Writes down where the run goes on."""
+        self.note_step(step)
 
     def note_step(self, step: int) -> None:
         """Writes down that `step` steps are finished."""
-        self._told = True
-        self._write_step(step)
+        self._begin_writing()
+        _STEPS.pack_into(self._memory, _AT_STEPS, step, time.monotonic_ns())
+        _SPENT.pack_into(self._memory, _AT_SPENT, self._waited, self._data, self._apart, self._load)
+        self._end_writing()
 
-    def count_step(self) -> None:
-        """Writes down one more finished step, unless somebody tells how many there are."""
-        if not self._told:
-            self._write_step(self._steps + 1)
+    def note_phase(self, name: str) -> None:
+        """Writes down what the rank is at from now on."""
+        self._write_phase(_bytes(name))
 
-    def _write_step(self, step: int) -> None:
-        self._steps = step
-        with self._writing():
-            _STEPS.pack_into(self._memory, _AT_STEPS, step, time.monotonic_ns())
-            _SPENT.pack_into(self._memory, _AT_SPENT, self._waited, self._data, self._apart)
-
-    def note_phase(self, name: str) -> str:
-        """Writes down what the rank is at from now on; returns what it was at."""
-        before, self._phase = self._phase, _bytes(name)
+    def _write_phase(self, name: bytes) -> None:
+        before, self._phase = self._phase, name
         if before != self._phase:
             now = time.monotonic_ns()
             if before == b"data":
@@ -124,22 +125,18 @@ class Record:
             elif before in _APART:
                 self._apart += now - self._began
             self._began = now
-            with self._writing():
-                _PHASE.pack_into(self._memory, _AT_PHASE, now, self._phase)
-        return before.decode()
-
-    def end_phase(self, name: str) -> None:
-        """Writes down that the rank is not at that any more, if it was."""
-        if self._phase and self._phase == _bytes(name):
-            self.note_phase("")
+            self._begin_writing()
+            _PHASE.pack_into(self._memory, _AT_PHASE, now, self._phase)
+            self._end_writing()
 
     def enter(self, operation: str, site: str) -> None:
         """Writes down that the rank is about to take part in a collective."""
         self._entered += 1
         line, name = _bytes(site)[-400:], _bytes(operation)[:32]
         self._called = time.monotonic_ns()
-        with self._writing():
-            _CALL.pack_into(self._memory, _AT_CALL, self._entered, self._entered - 1, self._called, name, line)
+        self._begin_writing()
+        _CALL.pack_into(self._memory, _AT_CALL, self._entered, self._entered - 1, self._called, name, line)
+        self._end_writing()
 
     def leave(self) -> None:
         """Writes down that it has come back from it."""
@@ -147,28 +144,39 @@ class Record:
         self._wait_since(self._called)
 
     def note_ready(self) -> None:
-        """Writes down that the rank has done its own part of a backward pass."""
+        """Writes down that the rank has done its own part of a backward pass, and waits for the others."""
         self._ready = time.monotonic_ns()
+        if self._phase == b"backward":
+            self._write_phase(b"wait")
 
     def note_backward(self) -> None:
         """Writes down that a backward pass has ended: from its own part on, the rank has waited for others."""
         if self._ready is not None:
             self._wait_since(self._ready)
             self._ready = None
+        if self._phase == b"wait":
+            self._write_phase(b"backward")
+
+    def note_work(self, work: Mapping[str, float]) -> None:
+        """Adds up what the rank's steps are weighed by."""
+        self._load += work.get("weight", 0.0) or work.get("elements", 0.0)
 
     def _wait_since(self, began: int) -> None:
         if self._phase != b"data" and self._phase not in _APART:
             self._waited += time.monotonic_ns() - began
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _begin_writing(self) -> None:
         _WORD.pack_into(self._memory, _AT_VERSION, self._version + 1)
-        yield
+
+    def _end_writing(self) -> None:
         self._version += 2
         _WORD.pack_into(self._memory, _AT_VERSION, self._version)
 
 
-_records: list[Record] = []  # this process's own; empty where nobody watches
+_takers: list[Taker] = []  # this process's own record first; empty where nobody watches
+_phase = [""]
+_steps = [0]  # that are finished
+_counts = [True]  # the optimizer's steps are; else somebody who counts over all attempts tells the number
 
 
 def create() -> int:
@@ -189,43 +197,72 @@ def attach(descriptor: int) -> None:
     """Makes this process the writer of the record behind a descriptor, which it takes."""
     memory = mmap.mmap(descriptor, SIZE)
     os.close(descriptor)
-    _records[:] = [Record(memory)]
+    _takers[:] = [Record(memory)]
+    _phase[0], _steps[0], _counts[0] = "", 0, True
+
+
+def tell_also(taker: Taker) -> None:
+    """Lets somebody else take note too."""
+    _takers.append(taker)
 
 
 def detach() -> None:
     """Writes no more: for a process that was forked by the one whose record this is."""
-    _records.clear()
+    _takers.clear()
 
 
 def is_attached() -> bool:
     """Tells whether this process has a record."""
-    return bool(_records)
+    return bool(_takers)
+
+
+def begin_at(step: int) -> None:
+    """Writes down that `step` steps were finished before; from now on :func:`note_step` tells how many there are."""
+    _steps[0], _counts[0] = step, False
+    for taker in _takers:
+        taker.begin_at(step)
 
 
 def note_step(step: int) -> None:
-    """Writes down that `step` steps are finished; does nothing in a process without a record."""
-    for record in _records:
-        record.note_step(step)
+    """Writes down that `step` steps are finished; in a process without a record nobody reads it."""
+    _steps[0], _counts[0] = step, False
+    for taker in _takers:
+        taker.note_step(step)
 
 
 def count_step() -> None:
     """Writes down one more finished step, unless :func:`note_step` is in use."""
-    for record in _records:
-        record.count_step()
+    if _counts[0]:
+        _steps[0] += 1
+        for taker in _takers:
+            taker.note_step(_steps[0])
+
+
+def finished_steps() -> int:
+    """Returns how many steps are finished."""
+    return _steps[0]
 
 
 def note_phase(name: str) -> str:
-    """Writes down what this process is at from now on; returns what it was at."""
-    before = ""
-    for record in _records:
-        before = record.note_phase(name)
+    """Writes down what this process is at from now on; returns what it was at. Without a record it is at nothing."""
+    if not _takers:
+        return ""
+    before, _phase[0] = _phase[0], name
+    if before != name:
+        for taker in _takers:
+            taker.note_phase(name)
     return before
+
+
+def current_phase() -> str:
+    """Returns what this process is at."""
+    return _phase[0]
 
 
 def end_phase(name: str) -> None:
     """Writes down that this process is not at that any more, if it was."""
-    for record in _records:
-        record.end_phase(name)
+    if name and _phase[0] == name:
+        note_phase("")
 
 
 @contextlib.contextmanager
@@ -240,26 +277,50 @@ def phase(name: str) -> Iterator[None]:
 
 def note_ready() -> None:
     """Writes down that this process has done its own part of a backward pass."""
-    for record in _records:
-        record.note_ready()
+    for taker in _takers:
+        taker.note_ready()
 
 
 def note_backward() -> None:
     """Writes down that a backward pass has ended."""
-    for record in _records:
-        record.note_backward()
+    for taker in _takers:
+        taker.note_backward()
 
 
 def enter(operation: str, site: str) -> None:
     """Writes down that this process takes part in a collective, called by the script at "file:line"."""
-    for record in _records:
-        record.enter(operation, site)
+    for taker in _takers:
+        taker.enter(operation, site)
 
 
 def leave() -> None:
     """Writes down that it has come back from it."""
-    for record in _records:
-        record.leave()
+    for taker in _takers:
+        taker.leave()
+
+
+def note_bucket(number: int, size: int, *, begun: bool) -> None:
+    """Writes down that a gradient bucket of `size` bytes is filled, and, if `begun`, on its way to the other ranks."""
+    for taker in _takers:
+        taker.note_bucket(number, size, begun=begun)
+
+
+def note_bucket_done(number: int) -> None:
+    """Writes down that it holds the mean."""
+    for taker in _takers:
+        taker.note_bucket_done(number)
+
+
+def note_work(work: Mapping[str, float]) -> None:
+    """Writes down what this rank has of the step that it is in, or of one of its micro-batches."""
+    for taker in _takers:
+        taker.note_work(work)
+
+
+def note_values(values: Mapping[str, float | str]) -> None:
+    """Writes down numbers that belong to the step that was finished last; "nan", "inf" and "-inf" are texts."""
+    for taker in _takers:
+        taker.note_values(values)
 
 
 def read(descriptor: int) -> Progress:
@@ -284,7 +345,7 @@ def read_file(path: Path) -> Progress:
 def _parsed(raw: bytes) -> Progress:
     step, changed = _STEPS.unpack_from(raw, _AT_STEPS)
     phase_since, name = _PHASE.unpack_from(raw, _AT_PHASE)
-    waited, data, apart = _SPENT.unpack_from(raw, _AT_SPENT)
+    waited, data, apart, load = _SPENT.unpack_from(raw, _AT_SPENT)
     entered, left, since, operation, site = _CALL.unpack_from(raw, _AT_CALL)
     return Progress(
         process=_HEAD.unpack_from(raw, 0)[1],
@@ -300,6 +361,7 @@ def _parsed(raw: bytes) -> Progress:
         waited=waited / 1e9,
         data=data / 1e9,
         apart=apart / 1e9,
+        load=load,
     )
 
 

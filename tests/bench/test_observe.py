@@ -18,6 +18,19 @@ def test_both_sets_take_the_steps_and_only_one_writes_a_journal(tmp_path):
     assert [path.name for path in tmp_path.glob("*.journals")] == ["seen.journals"]
 
 
+def test_events_are_kept_in_one_set_of_the_two(tmp_path):
+    ours, theirs, facts = observe.compare(observe.TIMELINE, tmp_path, 1, 1, "cpu", 3)
+    assert (len(ours), len(theirs)) == (1, 1)
+    assert facts["bytes_of_journal_a_step"] > 200
+    assert [path.name for path in tmp_path.rglob("rank0.*")] == ["rank0.events.jsonl"]
+
+
+def test_the_events_of_a_step_are_timed_with_what_writes_them():
+    comparison = observe._notes(repeats=2)
+    assert min(comparison.ours) > 1e-6
+    assert comparison.theirs == (observe.EVENTS_S,) * 2
+
+
 def test_steps_that_keep_values_are_held_against_their_neighbours():
     seconds = [1.0] * 70
     for step in (4, 16, 64):

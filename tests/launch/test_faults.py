@@ -199,6 +199,10 @@ def test_restarts_go_on_until_an_attempt_ends_well(folder):
     (record,) = folder.path.glob("runs/*/run.json")
     assert json.loads(record.read_text())["restarts"] == 2
     assert {path.name for path in record.parent.iterdir()} >= {"0", "1", "2"}
+    events = [json.loads(line) for line in (record.parent / "events.jsonl").read_text().splitlines()]
+    told = [(event["kind"], event["attempt"], event["ranks"]) for event in events]
+    assert told == [("restart", 1, [1]), ("restart", 2, [1])]
+    assert all("rank 1" in event["text"] for event in events)
 
 
 def test_a_step_that_fails_three_times_is_not_tried_again(folder):

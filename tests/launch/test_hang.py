@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from samestep.launch.hang import diagnose, limit, told
+from samestep.launch.hang import diagnose, is_doubtful, limit, told
 from samestep.launch.pulse import Pulse
 
 WAITS = Pulse(
@@ -48,6 +48,37 @@ def test_who_holds_a_run_up(others: list[Pulse], kind: str, culprits: tuple[int,
     found = diagnose([WAITS, *others])
     assert found is not None
     assert (found.kind, found.culprits, found.still, found.certain) == (kind, culprits, 12.0, certain)
+
+
+def test_ranks_that_all_compute_are_told_apart_by_the_flight_recorder() -> None:
+    """Kernels of NCCL that wait look like work."""
+    both = [replace(COMPUTES, rank=0), COMPUTES]
+    assert diagnose(both) is None
+    assert is_doubtful(both)
+    found = diagnose(both, missing=[1])
+    assert found is not None
+    assert (found.kind, found.culprits, found.certain) == ("busy", (1,), False)
+    assert not is_doubtful([replace(both[0], still=9.0), both[1]])
+    assert not is_doubtful([WAITS, COMPUTES])
+    assert not is_doubtful([])
+
+
+@pytest.mark.parametrize(
+    ("others", "missing", "culprits"),
+    [
+        ([COMPUTES, replace(COMPUTES, rank=2)], (2,), (2,)),
+        ([ASLEEP, replace(ASLEEP, rank=2)], (1,), (1,)),
+        ([FROZEN, replace(ASLEEP, rank=2)], (2,), (1,)),  # the kernel knows better
+        ([COMPUTES], (1,), (1,)),
+        ([COMPUTES, replace(COMPUTES, rank=2)], (0,), (1, 2)),  # not one of them: not enough to acquit them
+    ],
+)
+def test_the_flight_recorder_tells_apart_whom_the_pulses_do_not(
+    others: list[Pulse], missing: tuple[int, ...], culprits: tuple[int, ...]
+) -> None:
+    found = diagnose([WAITS, *others], missing=missing)
+    assert found is not None
+    assert found.culprits == culprits
 
 
 @pytest.mark.parametrize(

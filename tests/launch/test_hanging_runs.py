@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from samestep.events import Reader
+
 SCRIPT = """
     import ctypes, os, signal, sys, time
     import torch
@@ -20,6 +22,7 @@ SCRIPT = """
     net = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     rank, fault = dist.get_rank(), sys.argv[1]
+    model = torch.nn.parallel.DistributedDataParallel(net) if fault == "uneven" else net
 
     def loop():
         while True: pass
@@ -36,11 +39,14 @@ SCRIPT = """
         dist.barrier()
 
     def asleep():
-        time.sleep(9)
+        time.sleep(9)  # the fault itself
+
+    def uneven():
+        dist.barrier()  # rank 1 has no batch any more, and thinks that the epoch is over
 
     def step(pause=0.0):
-        net(torch.ones(2)).sum().backward()
-        time.sleep(pause)
+        model(torch.ones(2)).sum().backward()
+        time.sleep(pause)  # a step that takes longer
         optimizer.step()
         dist.all_reduce(torch.ones(1))
 
@@ -61,13 +67,13 @@ SCRIPT = """
                 with open(sys.argv[2], "wb") as file:
                     for _ in range(100):
                         file.write(bytes(1 << 20))
-                        time.sleep(0.05)
+                        time.sleep(0.05)  # a slow disk
             step(pause=1.5 if number % 400 == 300 else 0.0)
 
     healthy() if fault == "healthy" else train(globals()[fault])
     dist.destroy_process_group()
 """
-STUCK = ("loop", "native", "frozen", "skipped")
+STUCK = ("loop", "native", "frozen", "skipped", "uneven")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +89,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.Compl
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
         told = json.loads((folder / f"{fault}.json").read_text(encoding="utf-8"))
         stacks = {path.name: path.read_text(encoding="utf-8") for path in (folder / fault).rglob("rank*.stacks")}
-        return subprocess.CompletedProcess([str(told["failure"]), str(stacks)], done.returncode, "", done.stderr)
+        events = [*Reader(folder / fault / "events.jsonl").events()]
+        return subprocess.CompletedProcess([told["failure"], stacks, events], done.returncode, "", done.stderr)
 
     with ThreadPoolExecutor(3) as pool:
         faults = (*STUCK, "asleep", "healthy")
@@ -97,21 +104,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.Compl
         ("native", "rank 1 sleeps, and the other waits for it", "holds the interpreter"),
         ("frozen", "rank 1 is frozen, by SIGSTOP, Ctrl-Z or a debugger, and the other waits for it", "kill -CONT"),
         ("skipped", "the ranks wait in different collectives, each for the others", "dist.barrier()"),
+        ("uneven", "the ranks wait in different collectives, each for the others", "dist.barrier()"),
     ],
 )
 def test_a_rank_that_is_stuck_is_named_with_its_line(
     runs: dict[str, subprocess.CompletedProcess[str]], fault: str, words: str, line: str
 ) -> None:
-    failure, stacks = runs[fault].args
+    failure, stacks, (event,) = runs[fault].args
     said = runs[fault].stderr
     assert runs[fault].returncode == 124, said
     assert words in said
     assert line in said
-    assert "rank 0 in all_reduce, collective" in said
-    assert "dist.all_reduce(torch.ones(1))" in said
-    assert "'exception': 'Hang'" in failure
-    assert "rank0.stacks" in stacks
-    assert "rank1.stacks" in stacks
+    where = "the all-reduce of a backward pass at train.py" if fault == "uneven" else "all_reduce, collective"
+    assert f"rank 0 in {where}" in said
+    assert ("model(torch.ones(2)).sum().backward()" if fault == "uneven" else "dist.all_reduce(torch.ones(1))") in said
+    if fault == "uneven":
+        assert "flight recorder, group 0 default_pg: rank 0 collective" in said
+        assert "all_reduce of [6], not done; rank 1 collective" in said
+    assert failure["exception"] == "Hang"
+    assert {"rank0.stacks", "rank1.stacks"} <= set(stacks)
+    assert (event["kind"], event["step"], 1 in event["ranks"]) == ("hang", 20, True)
+    assert words in event["text"]
 
 
 def test_what_goes_on_by_itself_is_waited_for(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
@@ -120,12 +133,14 @@ def test_what_goes_on_by_itself_is_waited_for(runs: dict[str, subprocess.Complet
     assert "rank 1 sleeps, and the other waits for it" in said
     assert said.count("nothing has moved") == 1
     assert "it moves again, after" in said
+    assert [event["kind"] for event in runs["asleep"].args[2]][-2:] == ["hang", "moves"]
 
 
 def test_a_thousand_healthy_steps_raise_no_alarm(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
     said = runs["healthy"].stderr
     assert runs["healthy"].returncode == 0, said
     assert "nothing has moved" not in said
+    assert "hang" not in [event["kind"] for event in runs["healthy"].args[2]]
 
 
 @pytest.mark.parametrize("given", [["--hang-after", "0"], ["--hang-after", "soon"], ["--on-hang", "pray"]])

@@ -23,9 +23,10 @@ class Watch(Observer):
         seat.folder.mkdir(parents=True, exist_ok=True)
 
     def end(self, error):
-        read = progress._records[0]
+        read = progress._takers[0]
         told = {"rank": self.seat.rank, "size": self.seat.size, "spawned": self.seat.spawned, "process": os.getpid()}
-        told |= {"torch": self.early, "error": repr(error), "steps": read._steps, "collectives": read._entered}
+        told |= {"steps": progress.finished_steps(), "collectives": read._entered}
+        told |= {"torch": self.early, "error": repr(error)}
         (self.seat.folder / f"rank{self.seat.rank}.watch").write_text(json.dumps(told))
 """
 
@@ -144,7 +145,7 @@ def test_where_a_rank_was_killed_is_known_from_its_record(folder):
         import threading
         from samestep import progress
         def kill_in_barrier():
-            record = progress._records[0]._memory
+            record = progress._takers[0]._memory
             while progress._parsed(record[: progress._END]).operation != "barrier":
                 pass
             os.kill(os.getpid(), 9)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,17 +15,6 @@ from samestep.launch import pulse
 from samestep.launch.loop import Loop
 
 OWN = os.getpid()
-
-
-@pytest.fixture
-def record() -> Iterator[int]:
-    """A record that this process writes, and a descriptor to read it from."""
-    written = progress.create()
-    reader = os.dup(written)
-    progress.attach(written)
-    yield reader
-    progress.detach()
-    os.close(reader)
 
 
 class Looks:
@@ -63,6 +51,7 @@ def test_who_stands_still_is_told_and_who_moves_again(record: int, monkeypatch: 
 
 
 def test_steps_are_told_with_where_their_time_has_gone(record: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleeps are the time that must be found again; nothing is waited for."""
     looks, began = Looks(OWN, record, monkeypatch), time.monotonic()
     progress.note_phase("data")
     time.sleep(0.02)
@@ -103,11 +92,11 @@ def test_the_kernel_tells_who_is_stopped_and_who_computes(record: int, monkeypat
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             process.stdout.readline()
             looks = Looks(process.pid, record, monkeypatch)
-            time.sleep(1.0)
+            time.sleep(1.0)  # of computing, or of none: what a look a second later compares
             told = looks.later(1.0)
             assert (told["state"], told["idle"]) == (state, pytest.approx(idle, abs=0.6))
             process.send_signal(signal.SIGSTOP)
-            time.sleep(0.1)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
             assert looks.later(1.0)["state"] == "T"
             process.kill()
         monkeypatch.undo()

@@ -127,6 +127,7 @@ def test_the_run_directory_keeps_each_ranks_streams_and_a_record(folder):
     script = folder.script("print('out', rank); print('err', rank, file=sys.stderr)")
     assert folder.run("-n", 2, "--run-dir", "here", script, "--lr", "1").returncode == 0
     logs = {path.name: path.read_text() for path in folder.path.glob("here/0/*/*")}
+    assert all(logs.pop(f"rank{rank}.events.jsonl").endswith("\n") for rank in (0, 1))
     assert logs == {"rank0.out": "out 0\n", "rank0.err": "err 0\n", "rank1.out": "out 1\n", "rank1.err": "err 1\n"}
     record = json.loads((folder.path / "here/run.json").read_text())
     assert (record["command"], record["ranks"], record["exit"]) == (["train.py", "--lr", "1"], 2, 0)

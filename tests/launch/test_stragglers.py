@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -17,21 +18,25 @@ from samestep.launch.stragglers import Stragglers
 STEP = 0.5  # seconds that the slowest takes; looked at once a second
 
 
-def lines(own, data=(0.0, 0.0, 0.0), *, looks=30, seed=0):
-    """What is said in so many looks at three ranks, whose own work and data take so long; by look."""
+def lines(own, data=(0.0, 0.0, 0.0), *, loads=(0, 0, 0), floor=0.0, looks=30, seed=0):
+    """What is said in so many looks at three ranks, whose own work and data take so long, on so much; by look.
+
+    The messages of a step take `floor` seconds more.
+    """
     stragglers, chance, said = Stragglers(), random.Random(seed), []
     spent = [dict.fromkeys(("at", "waited", "data"), 0.0) for _ in own]
     for look in range(looks):
         for _ in range(2):
             works = [chance.uniform(0.9, 1.1) * (each(look) if callable(each) else each) for each in own]
-            whole = max(work + wait for work, wait in zip(works, data, strict=True))
+            whole = max(work + wait for work, wait in zip(works, data, strict=True)) + floor
             for times, work, wait in zip(spent, works, data, strict=True):
                 times["at"] += whole
                 times["waited"] += whole - work - wait
                 times["data"] += wait
         for rank, times in enumerate(spent):
-            stragglers.hear(Pace(rank=rank, step=2 * look + 2, apart=0.0, **times))
-        said += [(look, line) for line in stragglers.found(range(len(own)), float(look))]
+            load = 2.0 * (look + 1) * loads[rank]
+            stragglers.hear(Pace(rank=rank, step=2 * look + 2, apart=0.0, load=load, **times))
+        said += [(look, line) for _, _, line in stragglers.found(range(len(own)), float(look))]
     return said
 
 
@@ -49,6 +54,18 @@ def test_a_rank_that_waits_for_its_data_is_told_so():
     )
 
 
+def test_a_rank_with_larger_batches_is_told_so_with_what_they_cost():
+    ((_, line),) = lines([0.2, 0.2, 0.5], loads=(100, 100, 240))
+    assert line.startswith("rank 2 has more to do: its batches are 2.4 times as large as the others', and take ")
+    assert "the others wait for it 59% of the time. Deal samples out by their cost" in line
+
+
+@pytest.mark.parametrize("loads", [(100, 100, 110), (100, 100, 140), (100, 100, 60), (0, 0, 0)])
+def test_larger_batches_excuse_nobody_who_is_slower_than_they_make_him(loads):
+    ((_, line),) = lines([0.2, 0.2, 0.5], loads=loads)
+    assert line.startswith("rank 2 is slow: its own work takes ")
+
+
 def test_who_keeps_up_again_is_told_too():
     said = lines([0.2, 0.2, lambda look: 0.5 if look < 15 else 0.2], looks=60)
     assert [line.split(":")[0] for _, line in said] == ["rank 2 is slow", "rank 2 keeps up again"]
@@ -58,6 +75,30 @@ def test_who_keeps_up_again_is_told_too():
 def test_healthy_ranks_raise_no_alarm(seed):
     one_long_step = lambda look: 5.0 if look == 20 else 0.3  # noqa: E731
     assert lines([0.3, one_long_step, 0.33], [0.02, 0.03, 0.02], looks=500, seed=seed) == []
+
+
+def test_a_network_that_is_slow_for_all_is_told_as_that():
+    ((_, line),) = lines([0.02, 0.02, 0.02], floor=0.4)
+    assert line.startswith("all ranks spend 95% of a step (421 ms) in messages, and none is slower than the others")
+    assert lines([0.01, 0.01, 0.01], floor=0.03) == []
+    assert lines([0.2, 0.2, 0.2], floor=0.1) == []
+
+
+def standing(*spent):
+    """What a display shows of ranks whose own work, and whose waiting, take so long in each of 20 steps."""
+    stragglers = Stragglers()
+    for rank, (own, waited) in enumerate(spent):
+        for step in (0, 10, 20):
+            stragglers.hear(
+                Pace(rank=rank, step=step, at=step * (own + waited), waited=step * waited, data=0.0, apart=0.0)
+            )
+    return stragglers.standing(range(len(spent)))
+
+
+def test_a_display_says_how_long_the_ranks_wait_and_for_whom():
+    assert standing((0.2, 0.2), (0.2, 0.2), (0.4, 0.0)) == "waiting 33%  slowest rank 2 (2.0x)"
+    assert standing((0.3, 0.1), (0.3, 0.1)) == "waiting 25%"
+    assert standing((0.3, 0.1)) == ""
 
 
 def test_a_rank_alone_is_compared_with_nobody():
@@ -80,15 +121,18 @@ SCRIPT = """
 
         def __getitem__(self, index):
             if kind == "data" and rank == 1:
-                time.sleep(0.01)
-            return torch.ones(16)
+                time.sleep(0.01)  # slow data
+            return torch.ones(3 if kind == "larger" and rank == 0 else 1, 16)
 
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in DataLoader(Samples(), batch_size=16):
-        time.sleep(0.15 if kind == "compute" and rank == 0 else 0.05)
+        time.sleep(0.15 if kind != "data" and rank == 0 else 0.05)  # the work of a step, and a slow rank's
         model(batch).mean().backward()
         optimizer.step()
+    if rank == 0:
+        from samestep.launch import orders
+        print(orders.standing())
     dist.destroy_process_group()
 """
 
@@ -100,11 +144,13 @@ def test_a_script_that_knows_nothing_of_it_has_its_slow_rank_named(tmp_path: Pat
         command = [sys.executable, "-m", "samestep", "run", "-n", "2", "--run-dir", kind, "train.py", kind]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr
-        return done.stderr
+        return done.stderr + done.stdout
 
-    with ThreadPoolExecutor(2) as pool:
-        compute, data = pool.map(said, ("compute", "data"))
+    with ThreadPoolExecutor(3) as pool:
+        compute, data, larger = pool.map(said, ("compute", "data", "larger"))
     assert "rank 0 is slow: its own work takes" in compute
     assert compute.count("is slow") == 1
+    assert re.search(r"waiting \d+%  slowest rank 0 \([23]\.\dx\)", compute), compute
     assert "rank 1 is slow: it waits" in data
     assert "for data" in data
+    assert "rank 0 has more to do: its batches are 3.0 times as large as the other" in larger

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 
 import pytest
+from chains import chain, every_cut
 
 from samestep.errors import UsageError
 from samestep.pipelines.balance import Problem, Split
@@ -16,17 +16,6 @@ from samestep.schedule.fill_drain import fill_drain
 from samestep.schedule.forward_only import forward_only
 from samestep.schedule.interleaved import interleaved
 from samestep.schedule.one_f_one_b import one_f_one_b
-
-
-def chain(chance, count):
-    return [
-        Layer(str(number), *(chance.lognormvariate(0, 1) for _ in range(3)), *(chance.random() for _ in range(3)))
-        for number in range(count)
-    ]
-
-
-def every_cut(count, stages):
-    return [(*inner, count) for inner in itertools.combinations(range(1, count), stages - 1)]
 
 
 def drawn(chance, name):

@@ -7,6 +7,7 @@ import math
 import random
 
 import pytest
+from chains import chain, every_cut
 
 from samestep.errors import UsageError
 from samestep.pipelines.balance import Problem
@@ -14,17 +15,6 @@ from samestep.pipelines.layers import Device, Layer, Link
 from samestep.schedule.choose import STRAIGHT, named
 from samestep.schedule.forward_only import forward_only
 from samestep.schedule.interleaved import interleaved
-
-
-def chain(chance, count):
-    return [
-        Layer(str(number), *(chance.lognormvariate(0, 1) for _ in range(3)), *(chance.random() for _ in range(3)))
-        for number in range(count)
-    ]
-
-
-def every_cut(count, stages):
-    return [(*inner, count) for inner in itertools.combinations(range(1, count), stages - 1)]
 
 
 def drawn(chance):

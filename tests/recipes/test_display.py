@@ -38,10 +38,10 @@ class Clock:
 def made():
     """Makes a display on a page of text."""
 
-    def make(*, rank=0, terminal=False, **options):
+    def make(*, rank=0, terminal=False, pace="", **options):
         page, clock, batches = io.StringIO(), Clock(), Batches()
         console = Console(file=page, force_terminal=terminal, width=120, highlight=False, soft_wrap=True)
-        world = SimpleNamespace(is_first=rank == 0, size=4)
+        world = SimpleNamespace(is_first=rank == 0, size=4, pace=pace)
         show = Display("demo", world, batches, epochs=3, items=1000, console=console, clock=clock, **options)
         return show, page, clock, batches
 
@@ -65,6 +65,13 @@ def test_a_log_gets_a_line_every_five_seconds_and_one_for_each_epoch(made):
         "demo: epoch 1/3  step 10/10  loss 0.2500  100 samples/s  eta 0:00:20",
         "demo: epoch 1/3  loss 0.2500  held out 97.5 %  100 samples/s",
     ]
+
+
+def test_how_the_ranks_stand_is_shown_where_it_is_known(made):
+    show, page, clock, _ = made(pace="waiting 31%  slowest rank 2 (1.4x)")
+    show.begin(0)
+    advance(show, clock, 5)
+    assert "100 samples/s  waiting 31%  slowest rank 2 (1.4x)  eta" in page.getvalue()
 
 
 def test_the_loss_is_read_only_when_a_line_is_written(made):

@@ -1,4 +1,4 @@
-"""What watching costs: `bench step`'s loop by hand under verify's recorder, under --check, and under nobody.
+"""What watching costs: `bench step`'s loop by hand under verify's recorder, --check, a run's events, and nobody.
 
 What an observer changes in torch cannot be taken back in a process, so two sets of ranks are kept, and asked in turn:
 
@@ -37,12 +37,16 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 RECORDER = "samestep.verification.recording.recorder:Recorder"
+TIMELINE = "samestep.launch.timeline:Timeline"
 CHECKER = "samestep.verification.checking.checker:Checker"
 RECORDED = 1.15  # promised of a step whose gradients and parameters are digested
 CHECKED = 1.02  # of a step under --check
+EVENTFUL = 1.01  # of a step whose events are kept
+EVENTS_S = 1e-4  # promised for the events of a step of 10 ms: both threads' time, the record in memory included
 DIGEST_S = 0.025  # promised for DIGESTED bytes on one core
 DIGESTED = 100_000_000
 STEPS = 16  # in a block
+NOTED_STEPS = 300
 SETS = 4  # pairs of sets, as in `bench step`
 WARMUP = 130  # steps: with those whose values the recorder keeps
 _KEPT = (4, 16, 64)  # of them
@@ -56,7 +60,8 @@ def run(options: Options) -> Report:
         "verify's recorder / nobody, a step without kept values", RECORDER, RECORDED, options, device
     )
     checked, _ = _compared("--check / nobody", CHECKER, CHECKED, options, device)
-    return Report("observe", [recorded, checked, _digests()], facts)
+    events, _ = _compared("events / none", TIMELINE, EVENTFUL, options, device)
+    return Report("observe", [recorded, checked, events, _notes(), _digests()], facts)
 
 
 def _compared(
@@ -119,7 +124,9 @@ class Side:
 
     def __init__(self, path: Path, ranks: int, device: str | None, observer: str | None = None) -> None:
         order = json.dumps({"folder": str(path.with_suffix(".journals")), "steps": None})
-        watched = {} if observer is None else {"SAMESTEP_OBSERVERS": observer, "SAMESTEP_VERIFY": order}
+        kept = str(path.with_suffix(".journals"))
+        watched = {"SAMESTEP_OBSERVERS": observer or "", "SAMESTEP_VERIFY": order, "SAMESTEP_LOGS": kept}
+        watched = {} if observer is None else watched
         self._pool = RankPool(ranks, extra={"OMP_NUM_THREADS": "1", **watched})
         self._thread = ThreadPoolExecutor(1)
         try:
@@ -221,6 +228,48 @@ def _peak() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _notes(repeats: int = 30) -> Comparison:
+    """What a script's usual calls of :mod:`samestep.progress` cost with events, held against what is promised."""
+    from samestep import events, progress
+    from samestep.launch.observers import Seat
+    from samestep.launch.timeline import Timeline
+
+    times = []
+    for _ in range(repeats):
+        with TemporaryDirectory(prefix="samestep-bench-") as folder:
+            progress.attach(progress.create())
+            timeline = Timeline()
+            began = time.process_time()
+            timeline.begin(Seat(rank=0, size=1, folder=Path(folder)))
+            for _ in range(NOTED_STEPS):
+                _note_step()
+            timeline.end(None)
+            times.append((time.process_time() - began) / NOTED_STEPS)
+            progress.detach()
+            events.detach()
+    return Comparison("events of a step / 0.1 ms", "step", tuple(times), (EVENTS_S,) * repeats, 1.0)
+
+
+def _note_step() -> None:
+    """All that a step of four buckets, with a collective of its own and a logged loss, gives rise to."""
+    from samestep import progress
+
+    for phase in ("data", "train", "backward"):
+        progress.note_phase(phase)
+    for bucket in range(4):
+        progress.note_bucket(bucket, 1 << 20, begun=True)
+        progress.note_bucket_done(bucket)
+    progress.note_ready()
+    progress.note_backward()
+    progress.note_phase("train")
+    progress.enter("all_reduce", "train.py:12")
+    progress.leave()
+    progress.note_phase("optimizer")
+    progress.note_phase("train")
+    progress.count_step()
+    progress.note_values({"loss": 0.5})
 
 
 def _digests(repeats: int = 30) -> Comparison:

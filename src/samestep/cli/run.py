@@ -182,6 +182,7 @@ def _queue(options: argparse.Namespace) -> int:
     run += ["--check"] if options.check else []
     run += [] if options.hang_after == LEAST else ["--hang-after", f"{options.hang_after:g}"]
     run += [] if options.on_hang == "auto" else ["--on-hang", options.on_hang]
+    run += [] if options.events else ["--no-events"]
     script = batch_script(
         Batch(
             program=(*(["-m"] if options.module else []), *options.program),
@@ -270,6 +271,7 @@ def _parser() -> Parser:
         "(default: %(default)g)",
     )
     add("--on-hang", choices=("auto", "stop", "wait"), default="auto", help=ON_HANG)
+    add("--no-events", dest="events", action="store_false", help="do not write down where each step's time goes")
     add("--mpi", action="store_true", help="have mpiexec start the ranks, for scripts whose backend is mpi")
     add("--pin", action="store_true", help="bind each rank of this machine to cores of its own")
     add_options(parser)
@@ -319,6 +321,7 @@ def _plan(options: argparse.Namespace, parts: tuple[Part, ...], path: Path) -> P
         hang_after=options.hang_after,
         on_hang=options.on_hang,
         observers=(_CHECKER,) if options.check else (),
+        events=options.events,
         hash_seeds=getattr(options, "hash_seeds", False),
     )
 

@@ -181,6 +181,7 @@ class Shards:
     def _micro_batches(self, current: OpenStep, batches: Iterator[Any]) -> Iterator[Any]:
         self._open = current
         try:
+            progress.note_work(self._share_of(current))
             for number, batch in enumerate(batches):
                 current.micro = number
                 self.step_ends = current.step_ends
@@ -195,6 +196,12 @@ class Shards:
             self.finish_step()
         finally:
             self._leave()
+
+    def _share_of(self, step: OpenStep) -> dict[str, float]:
+        """This rank's part of a step, for the run's events."""
+        samples = sum(step.counts)
+        weight = samples if step.weights is None else sum(step.weights)
+        return {"samples": samples, "weight": weight, "epoch": self._epoch}
 
     def _mean_of(self, step: OpenStep) -> StepMean:
         def weigh(samples: Any) -> float:

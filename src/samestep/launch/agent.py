@@ -6,8 +6,9 @@
       bind {address}            ->       opens the store's socket
                                 <-       bound {port}
       start {job}               ->                                  N processes
-                                <-       output, pulse, pace, failed, waiting, cannot, preempted, ended
-      order {what, ranks}       ->                                  stop, preempt, signal, terminate, kill
+                                <-       output, pulse, pace, flight, failed, waiting, cannot, preempted, ended
+      order {what, ranks}       ->                                  stop, preempt, flight, ask, signal, kill, …
+      standing {text}           ->                                  rank 0's display shows it
       clear                     ->                                  whatever they have left
                                 <-       cleared {left}
     end of the connection       ->       kills all of it, and ends
@@ -164,6 +165,8 @@ class Agent:
                 self._start(job_from(body["job"]))
             case "order":
                 self._team.order(body["what"], body["ranks"], body["number"])
+            case "standing":
+                self._team.show_standing(body["text"])
             case "resize":
                 self._team.resize()
             case "look":

@@ -5,7 +5,10 @@
                     preempted    it has saved, at this step and path
                     cannot       nobody here can save: send the signal instead
                     leaving      the interpreter ends in good order (to a watcher, which cannot wait for it)
+                    flight       what its flight recorder knows (samestep.launch.flight)
     team -> rank    stop         a peer has failed: leave now
+                    flight       say what the flight recorder knows
+                    standing     how the ranks stand, for a progress display
                     preempt      save at the next step that all agree on, and leave
     end of file     the launcher is gone: leave now, unless it was a mere watcher (samestep.launch.watcher)
 
@@ -25,7 +28,7 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
-from samestep.launch import orders
+from samestep.launch import flight, orders
 from samestep.launch.failure import UNKNOWN, own_line, tried
 
 __all__: list[str] = []
@@ -74,6 +77,11 @@ class Control:
     def _follow(self, order: dict[str, Any]) -> None:
         if order["kind"] == "stop":
             self._leave(order["number"] or 128 + signal.SIGTERM)
+        elif order["kind"] == "flight":
+            nothing: list[dict[str, Any]] = []
+            self.tell("flight", flights=tried(flight.recorded, nothing))
+        elif order["kind"] == "standing":
+            orders.note_standing(order["text"])
         elif order["kind"] == "preempt" and not orders.preempt(order["number"]):
             number = order["number"]
             handles = signal.getsignal(number) not in {signal.SIG_DFL, None}
@@ -130,8 +138,12 @@ class Pipe:
             kind: "preempt" or "stop".
             number: of the signal that preempts; the exit code to stop with, 0 for that of one ended by SIGTERM.
         """
+        self.send(kind, number=number)
+
+    def send(self, kind: str, **body: Any) -> None:
+        """Sends a message; what does not fit into the pipe at once is lost."""
         with contextlib.suppress(OSError):
-            self._socket.send(json.dumps({"kind": kind, "number": number}).encode() + b"\n")
+            self._socket.send(json.dumps({"kind": kind, **body}).encode() + b"\n")
 
     def close(self) -> None:
         self._socket.close()

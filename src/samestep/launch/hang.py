@@ -14,10 +14,10 @@ NCCL give up after 30 and 10 minutes, and name nobody.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from samestep.launch.pulse import Pulse
+from samestep.launch.pulse import BACKWARD, Pulse
 from samestep.launch.verdict import spans
 
 __all__: list[str] = []
@@ -55,13 +55,27 @@ def limit(pulses: Sequence[Pulse], least: float = LEAST) -> float:
     return max(least, TIMES * max((pulse.usual for pulse in pulses), default=0.0))
 
 
-def diagnose(pulses: Sequence[Pulse], least: float = LEAST) -> Hang | None:
+def diagnose(pulses: Sequence[Pulse], least: float = LEAST, missing: Sequence[int] = ()) -> Hang | None:
     """Returns what holds a run up; None where something moves, or does long work.
 
     Args:
         pulses: of all ranks that have not ended, the last of each.
         least: seconds without a move that are no hang, however short the steps are.
+        missing: the ranks that have not begun a collective in which others wait, as far as the flight recorder knows.
     """
+    found = _diagnosed(pulses, least, missing)
+    if found is None or found.kind not in {"busy", "asleep"} or not set(missing) < set(found.culprits):
+        return found
+    return replace(found, culprits=tuple(missing)) if missing else found
+
+
+def is_doubtful(pulses: Sequence[Pulse], least: float = LEAST) -> bool:
+    """Whether nothing moves though all ranks compute: whoever waits in a kernel of NCCL looks like that."""
+    still = min((pulse.still for pulse in pulses), default=0.0)
+    return still >= limit(pulses, least) and all(_is_busy(pulse) and not pulse.operation for pulse in pulses)
+
+
+def _diagnosed(pulses: Sequence[Pulse], least: float, missing: Sequence[int]) -> Hang | None:
     patience = limit(pulses, least)
     still = min((pulse.still for pulse in pulses), default=0.0)
     if still < patience:
@@ -77,8 +91,8 @@ def diagnose(pulses: Sequence[Pulse], least: float = LEAST) -> Hang | None:
     busy, asleep = [one for one in outside if _is_busy(one)], [one for one in outside if not _is_busy(one)]
     if busy and (inside or asleep):
         return _hang("busy", busy, still)
-    if busy:
-        return None  # all compute, and nobody waits
+    if busy:  # all compute; who waits all the same waits in a kernel
+        return _hang("busy", busy, still) if missing else None
     disk = [pulse for pulse in asleep if pulse.state == "D"]
     return _hang("disk", disk, still) if disk else _hang("asleep", asleep if inside else _behind(asleep), still)
 
@@ -98,9 +112,14 @@ def _between(inside: Sequence[Pulse], still: float) -> Hang | None:
 
 def _behind(pulses: Sequence[Pulse]) -> Sequence[Pulse]:
     """The ranks that have come least far; all where none is behind the others."""
-    least = min((pulse.step, pulse.entered) for pulse in pulses)
-    behind = [pulse for pulse in pulses if (pulse.step, pulse.entered) == least]
+    least = min(map(_come, pulses))
+    behind = [pulse for pulse in pulses if _come(pulse) == least]
     return behind if len(behind) < len(pulses) else pulses
+
+
+def _come(pulse: Pulse) -> tuple[int, int]:
+    """How far a rank has come: steps, and collectives, of which that of a backward pass has no number."""
+    return pulse.step, pulse.entered + (pulse.operation == BACKWARD)
 
 
 def _is_busy(pulse: Pulse) -> bool:
@@ -156,7 +175,8 @@ def _doing(pulse: Pulse, standing: str | None) -> str:
     if pulse.state in FROZEN:
         return f"frozen, process {pulse.pid}: kill -CONT {pulse.pid} lets it go on{step}"
     if pulse.operation:
-        return f"in {pulse.operation}, collective {pulse.entered}{place or f' at {pulse.site}'}{step}"
+        number = "" if pulse.operation == BACKWARD else f", collective {pulse.entered}"
+        return f"in {pulse.operation}{number}{place or (f' at {pulse.site}' if pulse.site else '')}{step}"
     doing = "computing" if _is_busy(pulse) else "waiting for a disk" if pulse.state == "D" else "asleep"
     phase = f", in phase {pulse.phase!r}" if pulse.phase else ""
     return f"{doing}{place}{phase}{step}"

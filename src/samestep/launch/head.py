@@ -28,7 +28,7 @@ from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.supervise import Supervisor
 from samestep.launch.team import Job
 from samestep.launch.verdict import Verdict
-from samestep.launch.vigil import OnHang, Vigil
+from samestep.launch.vigil import Note, OnHang, Vigil
 from samestep.launch.wire import SealedLink
 
 __all__: list[str] = []
@@ -74,13 +74,14 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What one attempt runs: a job for each host, where its ranks' output goes, and what becomes of a hang."""
+    """What one attempt runs: a job for each host, where its output and its events go, and what becomes of a hang."""
 
     jobs: tuple[Job, ...]
     console: Console
     grace: float
     hang_after: float = LEAST
     on_hang: OnHang = "auto"
+    note: Note = lambda *_: None
 
 
 class Interruption(Exception):  # noqa: N818  (not a mistake)
@@ -180,6 +181,8 @@ class Head:
             supervisor.order,
             attempt.console.tell,
             supervisor.hung,
+            attempt.note,
+            lambda text: self.hosts[0].send("standing", text=text),
             least=attempt.hang_after,
             on_hang=attempt.on_hang,
             logs=attempt.console.logs,
@@ -272,7 +275,7 @@ class Head:
             _interrupt(body["number"])
         elif message.kind == "unable":
             raise SamestepError(f"host {host.host} {body['reason']}")
-        elif message.kind in {"pulse", "pace"}:
+        elif message.kind in {"pulse", "pace", "flight"}:
             if self._vigil is not None:
                 self._vigil.hear(host.host, message.kind, body)
         elif "rank" in body and self._supervisor is not None:

@@ -96,13 +96,19 @@ def _keep_groups(module: ModuleType) -> None:
 
 
 def _note_steps(module: ModuleType) -> None:
+    module.register_optimizer_step_pre_hook(_begin_step)
     module.register_optimizer_step_post_hook(_count_step)
+
+
+def _begin_step(*_: Any) -> None:
+    if not _is_compiling():
+        progress.note_phase("optimizer")
 
 
 def _count_step(*_: Any) -> None:
     if not _is_compiling():  # a compiled optimizer's steps are not counted, and stay one graph
+        progress.note_phase("train")
         progress.count_step()
-        progress.end_phase("evaluate")
 
 
 def _note_collectives(joined: Callable[[int, int], None] | None, module: ModuleType) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from samestep import progress
+from samestep import events, progress
 from samestep.launch import noting
 from samestep.launch.imports import when_imported
 from samestep.launch.spawned import recognise
@@ -90,6 +90,7 @@ def _folder() -> Path | None:
 def _forked(starter: int) -> None:
     """In a child of a rank: what belongs to the rank is not its own."""
     progress.detach()
+    events.detach()
     _watching.clear()
     _starter[:] = [starter]
 

@@ -30,6 +30,7 @@ STILL = 1.0  # seconds without a move after which it is told
 COMPUTES = 0.1  # of one core, beyond what threads that wait for messages use
 READS = 1 << 14  # bytes a second, read or written; a slow network's are among them
 SLEPT = 5.0  # seconds between two looks after which this process itself has been stopped, and its ranks with it
+BACKWARD = "the all-reduce of a backward pass"
 _KEPT = 200  # steps whose durations are kept
 
 
@@ -45,7 +46,7 @@ class Pulse:
         idle: seconds since it, or a child of it, has computed, read or written.
         state: the kernel's letter for its main thread.
         entered: collectives entered.
-        operation: the collective in which it stands; "" outside of any.
+        operation: the collective in which it stands, BACKWARD for those of a backward pass; "" outside of any.
         site: where the script called it.
         phase: as in its record.
         usual: seconds that 99 of 100 of its steps do not exceed.
@@ -75,6 +76,7 @@ class Pace:
         waited: for other ranks.
         data: waiting for data.
         apart: in evaluations, saves and loads.
+        load: no seconds: the samples, tokens or numbers that it has worked on.
     """
 
     rank: int
@@ -83,6 +85,7 @@ class Pace:
     waited: float
     data: float
     apart: float
+    load: float = 0.0
 
 
 @dataclass
@@ -149,7 +152,7 @@ def _pulse(rank: int, pid: int, record: Progress, seen: _Seen, state: str, now: 
         idle=now - seen.active,
         state=state,
         entered=record.entered,
-        operation=record.operation if record.in_collective else "",
+        operation=record.operation if record.in_collective else BACKWARD if record.phase == "wait" else "",
         site=record.site if record.in_collective else "",
         phase=record.phase,
         usual=durations[int(0.99 * (len(durations) - 1))] if durations else 0.0,
@@ -157,7 +160,8 @@ def _pulse(rank: int, pid: int, record: Progress, seen: _Seen, state: str, now: 
 
 
 def _pace(rank: int, record: Progress, at: float) -> Pace:
-    return Pace(rank=rank, step=record.step, at=at, waited=record.waited, data=record.data, apart=record.apart)
+    spent = {"waited": record.waited, "data": record.data, "apart": record.apart, "load": record.load}
+    return Pace(rank=rank, step=record.step, at=at, **spent)
 
 
 def _note(seen: _Seen, pid: int, record: Progress, now: float) -> str:

@@ -10,12 +10,14 @@ import contextlib
 import json
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from samestep._version import __version__
+from samestep.events import EventFile
 from samestep.launch.bootstrap import Assignment
 from samestep.launch.cluster import Part
 from samestep.launch.console import Console, say
@@ -30,10 +32,14 @@ from samestep.launch.team import Job
 from samestep.launch.terminal import is_terminal
 from samestep.launch.variables import Group, lay_out, rank_variables, threads_per_rank
 from samestep.launch.verdict import Verdict, explain
-from samestep.launch.vigil import OnHang
+from samestep.launch.vigil import Note, OnHang
 from samestep.paths import RunDirectory
+from samestep.rankenv import variable
 
 __all__: list[str] = []
+
+TIMELINE = "samestep.launch.timeline:Timeline"
+WORTH_A_LOOK = 30.0  # seconds of a run whose report is pointed at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +50,9 @@ class Plan:
     `local_rank_option` is passed to the script with each rank's local rank, if given; `lost_host` says whether a
     restart goes on with the hosts that are left ("continue"), waits for another in the place of each that is lost
     ("wait"), or does not come to pass ("stop"); `hang_after` and `on_hang` are those of samestep.launch.vigil;
-    `observers` are loaded in every rank (samestep.launch.observers); with `hash_seeds` each rank hashes texts in
-    another way, so that an order which hangs on a set of texts differs between ranks every time rather than now and
-    then.
+    `observers` are loaded in every rank (samestep.launch.observers), one that keeps `events` among them; with
+    `hash_seeds` each rank hashes texts in another way, so that an order which hangs on a set of texts differs between
+    ranks every time rather than now and then.
     """
 
     parts: tuple[Part, ...]
@@ -64,6 +70,7 @@ class Plan:
     hang_after: float = LEAST
     on_hang: OnHang = "auto"
     observers: tuple[str, ...] = ()
+    events: bool = False
     hash_seeds: bool = False
 
     @property
@@ -95,7 +102,9 @@ class Plan:
         part = self.parts[self.part_of(rank)]
         theirs = rank_variables(replace(group, interface=part.interface), rank, threads=part.threads)
         logs = self.directory.logs(part.machine, group.restarts)
-        observed = {"SAMESTEP_OBSERVERS": ",".join(self.observers)} if self.observers else {}
+        own = (TIMELINE,) if self.events else ()
+        names = [name for name in (variable("SAMESTEP_OBSERVERS"), *own, *self.observers) if name]
+        observed = {"SAMESTEP_OBSERVERS": ",".join(names)} if names else {}
         observed |= {"PYTHONHASHSEED": str(rank + 1)} if self.hash_seeds else {}
         return {**theirs, **observed, "SAMESTEP_RUN_DIR": str(self.directory.path), "SAMESTEP_LOGS": str(logs)}
 
@@ -161,7 +170,10 @@ def launch(plan: Plan, head: Head, replacement: Replacement | None = None) -> Ve
             restarts.withdraw(found.reason)
             verdict = verdict if found.signal is None else _interrupted(verdict, found.signal)
             break
-        say("\n".join(_cause(plan, verdict, restarts.done - 1)), plain=True)
+        cause = "\n".join(_cause(plan, verdict, restarts.done - 1))
+        say(cause, plain=True)
+        blamed = [] if verdict.blamed is None else [verdict.blamed.rank]
+        _noting(plan, restarts.done)("restart", 0, cause, blamed)
         plan = replace(plan, parts=found.parts)
         say(f"restart {restarts.done} of {restarts.most}: {_everybody(plan.size)} again")
         verdict = _attempt(head, plan, restarts.done)
@@ -170,8 +182,21 @@ def launch(plan: Plan, head: Head, replacement: Replacement | None = None) -> Ve
     if restarts.reason is not None:
         say(restarts.reason)
     say("\n".join(_cause(plan, verdict, restarts.done)), plain=True)
+    if verdict.exit_code == 0 and plan.events and time.time() - began > WORTH_A_LOOK:
+        say(f"where the time went: samestep report {_shown(plan.directory.path)}")
     head.tell_exit(verdict.exit_code)
     return verdict
+
+
+def _noting(plan: Plan, attempt: int) -> Note:
+    """Returns what writes down an event of the launcher's own; there are few, and they are written at once."""
+
+    def note(kind: str, step: int, text: str, ranks: Sequence[int]) -> None:
+        file = EventFile(plan.directory.events, None, attempt, at_once=True)
+        file.put(kind, step, {"text": text, "ranks": list(ranks)})
+        file.close()
+
+    return note
 
 
 def _prepare(plan: Plan, head: Head) -> Verdict | None:
@@ -214,7 +239,12 @@ def _attempt(head: Head, plan: Plan, number: int) -> Verdict:
     console = Console(plan.logs(number), jobs[0].drawn)
     try:
         attempt = Attempt(
-            jobs=jobs, console=console, grace=plan.grace, hang_after=plan.hang_after, on_hang=plan.on_hang
+            jobs=jobs,
+            console=console,
+            grace=plan.grace,
+            hang_after=plan.hang_after,
+            on_hang=plan.on_hang,
+            note=_noting(plan, number),
         )
         verdict = head.run(attempt)
     finally:
@@ -259,5 +289,8 @@ def _write_record(plan: Plan, began: float, verdict: Verdict | None, restarts: i
 
 def _cause(plan: Plan, verdict: Verdict, attempt: int) -> list[str]:
     logs = plan.logs(attempt)[0 if verdict.blamed is None else verdict.blamed.rank]
-    shown = logs.relative_to(Path.cwd()) if logs.is_relative_to(Path.cwd()) else logs
-    return explain(verdict, shown)
+    return explain(verdict, _shown(logs))
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

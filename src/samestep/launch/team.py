@@ -282,12 +282,12 @@ class Team:
     def order(self, what: str, ranks: Iterable[int], number: int = 0) -> None:
         """Gives an order to those of `ranks` that are here and alive.
 
-        `stop` and `preempt` go over the control pipe, `signal` to the ranks alone, `terminate` and `kill` to all that
-        they have started too; `ask` makes them write their stacks.
+        `stop`, `preempt` and `flight` go over the control pipe, `signal` to the ranks alone, `terminate` and `kill` to
+        all that they have started too; `ask` makes them write their stacks.
         """
         for member in [self._members[rank] for rank in ranks if rank in self._members]:
             process = member.process
-            if what in {"stop", "preempt"}:
+            if what in {"stop", "preempt", "flight"}:
                 member.control.order(what, number)
             elif what == "signal":
                 signal_alone(process, number)
@@ -299,6 +299,11 @@ class Team:
                 self._tell("waiting", text, rank=member.rank, where=where, source=source)
             else:
                 signal_group(process, signal.SIGTERM if what == "terminate" else signal.SIGKILL)
+
+    def show_standing(self, text: str) -> None:
+        """Tells rank 0, which draws the progress, how the ranks stand."""
+        if 0 in self._members:
+            self._members[0].control.send("standing", text=text)
 
     def records(self) -> dict[int, tuple[int, progress.Progress]]:
         """Returns process and progress record of every rank that has not ended."""

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from samestep.launch.failure import Failure
-from samestep.launch.hang import FROZEN, LEAST, Hang, diagnose, told
+from samestep.launch.flight import Flight, missing
+from samestep.launch.flight import lines as recorder_lines
+from samestep.launch.hang import FROZEN, LEAST, Hang, diagnose, is_doubtful, told
 from samestep.launch.loop import Loop
 from samestep.launch.pulse import Pace, Pulse
 from samestep.launch.stragglers import Stragglers
@@ -26,9 +28,11 @@ __all__: list[str] = []
 STOPPED = 124  # what timeout(1) ends with
 PERIOD = 1.0  # seconds between two looks
 ANSWER = 0.5  # seconds for stacks to be written
+AGAIN = 5.0  # seconds until the flight recorders are asked once more
 SETTLED = 2.0  # seconds for them to arrive, and the next pulses with them
 
 OnHang = Literal["auto", "stop", "wait"]
+Note = Callable[[str, int, str, Sequence[int]], None]
 
 
 class Vigil:
@@ -39,6 +43,8 @@ class Vigil:
         running: returns the ranks that have not ended; none while they are being ended.
         order: passes an order on to ranks.
         say: shows a line to the person who has started the run.
+        note: writes an event down: its kind, the step, the text and the ranks that it is about.
+        show: lets the ranks' own progress display show how they stand.
         stop: ends the run for this reason.
         least: seconds without a move that are no hang.
         on_hang: "stop" ends the run, "wait" does not, "auto" ends what cannot go on by itself.
@@ -52,18 +58,23 @@ class Vigil:
         order: Callable[[str, Sequence[int]], None],
         say: Callable[[str], None],
         stop: Callable[[Failure], None],
+        note: Note = lambda *_: None,
+        show: Callable[[str], None] = lambda _: None,
         *,
         least: float = LEAST,
         on_hang: OnHang = "auto",
         logs: str = "",
     ) -> None:
         self._loop, self._running, self._order = loop, running, order
-        self._say, self._stop = say, stop
+        self._say, self._stop, self._note, self._show = say, stop, note, show
+        self._shown = ""
         self._least, self._on_hang, self._logs = least, on_hang, logs
         self._pulses: dict[int, Pulse] = {}
         self._standing: dict[int, str] = {}
+        self._flights: dict[int, list[Flight]] = {}
         self._hosts: dict[int, str] = {}
         self._stragglers = Stragglers()
+        self._asked = -AGAIN  # when the flight recorders were, while all ranks compute
         self._since: float | None = None  # when the last rank moved, once a hang is being told
         self._closed = False
         self._look()
@@ -73,9 +84,11 @@ class Vigil:
         self._closed = True
 
     def hear(self, host: str, kind: str, body: dict[str, Any]) -> None:
-        """Takes a rank's pulse, or its pace."""
+        """Takes a rank's pulse, its pace, or what its flight recorder knows."""
         self._hosts[body["rank"]] = host
-        if kind == "pulse":
+        if kind == "flight":
+            self._flights[body["rank"]] = [Flight(rank=body["rank"], **each) for each in body["flights"]]
+        elif kind == "pulse":
             self._pulses[body["rank"]] = Pulse(**body)
         else:
             self._stragglers.hear(Pace(**body))
@@ -89,21 +102,53 @@ class Vigil:
         if self._closed:
             return
         self._loop.at(PERIOD, self._look)
-        for line in self._stragglers.found(self._running(), time.monotonic()):
-            self._say(line)
+        for kind, ranks, line in self._stragglers.found(self._running(), time.monotonic()):
+            self._tell_of(kind, ranks, line)
+        self._show_standing()
         if not self._running():
             self._pulses.clear()
         pulses = self._known()
-        hang = diagnose(list(pulses.values()), self._least)
+        self._doubt(pulses)
+        hang = self._diagnosed(pulses)
         if hang is not None and self._since is None:
             self._since = time.monotonic() - hang.still
             self._standing.clear()
+            self._flights.clear()
+            self._order("flight", list(pulses))
             self._order("ask", [rank for rank, pulse in pulses.items() if pulse.state not in FROZEN])
             self._loop.at(ANSWER, lambda: self._order("waiting", list(pulses)))
             self._loop.at(ANSWER + SETTLED, self._tell)
         elif hang is None and self._since is not None and pulses:
-            self._say(f"it moves again, after {time.monotonic() - self._since:.0f} s")
+            self._tell_of("moves", [], f"it moves again, after {time.monotonic() - self._since:.0f} s")
             self._since = None
+
+    def _diagnosed(self, pulses: Mapping[int, Pulse]) -> Hang | None:
+        return diagnose(list(pulses.values()), self._least, missing(self._told_of(pulses)))
+
+    def _told_of(self, pulses: Mapping[int, Pulse]) -> list[Flight]:
+        """What the flight recorders of these ranks have told."""
+        return [each for rank in pulses for each in self._flights.get(rank, ())]
+
+    def _doubt(self, pulses: Mapping[int, Pulse]) -> None:
+        """Asks the flight recorders where the pulses alone cannot tell who waits."""
+        if self._since is not None:
+            return
+        if not is_doubtful(list(pulses.values()), self._least):
+            self._flights.clear()
+            self._asked = -AGAIN
+        elif time.monotonic() - self._asked >= AGAIN:
+            self._asked = time.monotonic()
+            self._order("flight", list(pulses))
+
+    def _show_standing(self) -> None:
+        standing = self._stragglers.standing(self._running())
+        if standing != self._shown:
+            self._shown = standing
+            self._show(standing)
+
+    def _tell_of(self, kind: str, ranks: Sequence[int], text: str) -> None:
+        self._say(text)
+        self._note(kind, min((pulse.step for pulse in self._pulses.values()), default=0), text, ranks)
 
     def _known(self) -> dict[int, Pulse]:
         """The pulses of all ranks that have not ended; none where one has none, for it moves."""
@@ -113,11 +158,12 @@ class Vigil:
 
     def _tell(self) -> None:
         pulses = self._known()
-        hang = diagnose(list(pulses.values()), self._least)
+        hang = self._diagnosed(pulses)
         if self._closed or hang is None:
             self._since = None  # it has moved in the meantime
             return
         lines = told(hang, pulses, self._standing)
+        lines += [f"    {line}" for line in recorder_lines(self._told_of(pulses))]
         stops = self._on_hang == "stop" or (self._on_hang == "auto" and hang.certain)
         lines.append(f"    all Python stacks: {self._logs}/rank*.stacks")
         if stops:
@@ -126,7 +172,7 @@ class Vigil:
                 lines[-1] = f"    the run is stopped, with exit code {STOPPED}"
         else:
             lines.append("    it may go on, and is waited for: Ctrl-C ends it, and so would --on-hang stop")
-        self._say("\n".join(lines))
+        self._tell_of("hang", hang.culprits, "\n".join(lines))
         if stops:
             self._stop(self._failure(hang, pulses[hang.culprits[0]], lines[0]))
 

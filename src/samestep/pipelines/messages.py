@@ -10,6 +10,7 @@ garbage (torch 2.13): running statistics and random streams are others after it.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep import progress
 from samestep.errors import ModelError
+from samestep.launch.noting import site
 from samestep.runtime.axes import Axis
 from samestep.schedule.plan import Action, Plan
 
@@ -120,11 +123,15 @@ class Messages:
     def receive(self, action: Action) -> tuple[list[Tensor], list[bool]]:
         """Returns what an action of another rank gives, and for which of it gradients are wanted."""
         source = self._plan.placement[action.stage]
-        self._post(source, self._places[action] + 1, heard=True)
-        self._post(source, self._places[action] + 1 + AHEAD, heard=False)
-        coming = self._coming.pop(action)
-        for work in coming.works:
-            work.wait()
+        progress.enter(f"recv from stage {action.stage}", site(sys._getframe()))  # noqa: SLF001
+        try:
+            self._post(source, self._places[action] + 1, heard=True)
+            self._post(source, self._places[action] + 1 + AHEAD, heard=False)
+            coming = self._coming.pop(action)
+            for work in coming.works:
+                work.wait()
+        finally:
+            progress.leave()
         return coming.tensors, [form.wants_gradient for form in coming.forms]
 
     def end(self) -> None:

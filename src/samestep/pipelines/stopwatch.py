@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
+from samestep import events, progress
 from samestep.pipelines.streams import meet
 from samestep.schedule.plan import Action, Plan
 
 __all__: list[str] = []
 
 KEPT = 50  # steps
+DRAWN = 3  # first steps that are all among the run's events
 
 
 @dataclass
@@ -66,6 +68,7 @@ class Stopwatch:
         self._devices = devices
         self._cards = [device for device in dict.fromkeys(devices.values()) if device.type == "cuda"]
         self._steps: deque[_Step] = deque(maxlen=KEPT)
+        self._taken = 0
 
     @contextmanager
     def step(self, plan: Plan, samples: int) -> Iterator[None]:
@@ -75,9 +78,21 @@ class Stopwatch:
         try:
             yield
             step.ended = time.monotonic()
+            self._note(step)
         except BaseException:
             self._steps.pop()
             raise
+
+    def _note(self, step: _Step) -> None:
+        """Writes a step down among the run's events: of the first ones each, later now and then; on GPUs none."""
+        self._taken += 1
+        if self._cards or not events.is_attached() or (self._taken > DRAWN and self._taken % KEPT):
+            return
+        actions = [
+            [*action, round(begin - step.began, 6), round(end - step.began, 6)] for action, begin, end in step.spans
+        ]
+        fields = {"schedule": step.plan.name, "stages": step.plan.stages, "actions": actions}
+        events.note("pipeline", progress.finished_steps() + 1, step.began, **fields)
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:

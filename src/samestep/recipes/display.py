@@ -9,6 +9,10 @@ count the samples of all ranks and leave out the time spent in evaluation.
     both        digits: epoch 3/12  loss 0.0911  held-out accuracy 97.5 %  9,198 samples/s
                 digits: 97.5 % of 360 held-out samples right, 12 epochs, 2 ranks, 6.1 s, checkpoints in runs/digits
 
+Under `samestep run` it also says what share of the time the ranks wait, and for whom, if one stands out:
+
+    file        digits: epoch 3/12  step 6/23  loss 0.1034  9,214 samples/s  waiting 31%  slowest rank 1 (1.4x)  eta …
+
 A recipe that shows more hands over `columns`: name -> function that returns the text.
 """
 
@@ -159,8 +163,9 @@ class Display:
 
     @property
     def pace(self) -> str:
-        """Such as `9,214 samples/s`: items of all ranks, by the seconds spent training."""
-        return f"{self.items_a_step * self.taken / self.busy:,.0f} {self.unit}/s" if self.busy > 0 else ""
+        """Such as `9,214 samples/s`: items of all ranks, by the seconds spent training; and how the ranks stand."""
+        rate = f"{self.items_a_step * self.taken / self.busy:,.0f} {self.unit}/s" if self.busy > 0 else ""
+        return "  ".join(filter(None, [rate, self.world.pace]))
 
     @property
     def remaining(self) -> timedelta:

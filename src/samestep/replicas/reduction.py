@@ -31,6 +31,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from samestep import progress
 from samestep.collectives import shared_memory
 from samestep.collectives.board import Board, is_ordered
 from samestep.collectives.shared_memory import Region, SharedMemory, is_shared, mean_of, overflows
@@ -116,7 +117,14 @@ def register(model: DistributedDataParallel, axis: Axis, hook: Hook) -> None:
     """Has a bucket handed to `hook`, which DDP wants to be a function with these very annotations."""
 
     def handed(axis, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        return hook(axis, bucket)
+        if not progress.is_attached():
+            return hook(axis, bucket)
+        number, buffer = bucket.index(), bucket.buffer()
+        dense = buffer if buffer.layout is torch.strided else buffer._values()  # noqa: SLF001
+        progress.note_bucket(number, dense.nbytes, begun=True)
+        mean = hook(axis, bucket)
+        mean.add_done_callback(lambda _: progress.note_bucket_done(number))
+        return mean
 
     model.register_comm_hook(axis, handed)
 

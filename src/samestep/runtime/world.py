@@ -22,10 +22,12 @@ import torch.distributed as dist
 
 from samestep import rankenv
 from samestep.errors import UsageError
+from samestep.launch import orders
 from samestep.runtime import seeds
 from samestep.runtime.axes import Axis
 from samestep.runtime.joining import Joining, Membership, adopt, stay_alone
 from samestep.runtime.step import StepState
+from samestep.runtime.tracking import Track, keep_events
 from samestep.runtime.virtual import VirtualRanks
 
 __all__ = ["Axis", "World", "world"]
@@ -59,7 +61,13 @@ class World:
     """
 
     def __init__(
-        self, membership: Membership, *, seed: int | None, run_dir: Path | None, virtual_ranks: int | None = None
+        self,
+        membership: Membership,
+        *,
+        seed: int | None,
+        run_dir: Path | None,
+        virtual_ranks: int | None = None,
+        tensorboard: str | Path | None = None,
     ) -> None:
         self.rank = membership.rank
         self.size = membership.size
@@ -80,6 +88,9 @@ class World:
         self._held: list[weakref.ref[Any]] = []
         self._counted = 0
         self._streams_apart = False
+        self._track = Track(tensorboard, writes=self.is_first)
+        self._timeline = keep_events(run_dir, self.rank, self.size)
+        self._error: BaseException | None = None  # what the world was left by
         atexit.register(self.close)
 
     def _virtual(self, count: int) -> VirtualRanks:
@@ -162,6 +173,34 @@ class World:
         who = (self.rank,) if per_rank else ()
         return seeds.generator(self.seed or 0, purpose, *who)
 
+    @property
+    def pace(self) -> str:
+        """What `samestep run` sees of the ranks' pace, on rank 0: "waiting 31%  slowest rank 2 (1.4x)".
+
+        The mean share of a step in which a rank waits for others, and the rank that they wait for, if one stands out;
+        "" on other ranks, under other launchers, in a world of one and in the first seconds.
+        """
+        return orders.standing()
+
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Keeps numbers of the step that was finished last, for `samestep report`, `samestep watch` and TensorBoard.
+
+        Each rank keeps its own, and nothing is communicated: `batches.loss` and what `evaluate` returns are the same
+        on all. A tensor on a GPU is waited for.
+
+        Args:
+            values: names and numbers; a tensor must have one element.
+
+        Raises:
+            UsageError: a value is no number.
+
+        Example:
+            >>> import samestep
+            >>> with samestep.world() as world:
+            ...     world.log(loss=0.25, accuracy=0.9)
+        """
+        self._track.log(values)
+
     def close(self) -> None:
         """Destroys the process group; called on every way out, more than once does no harm.
 
@@ -174,6 +213,9 @@ class World:
         atexit.unregister(self.close)
         with contextlib.ExitStack() as last:  # every user lets go, whatever another one raises
             last.callback(self._destroy)
+            last.callback(self._track.close)
+            if self._timeline is not None:
+                last.callback(self._timeline.end, self._error)
             for user in reversed(self._holders()):
                 last.callback(user.release)
 
@@ -196,6 +238,7 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._error = error
         self.close()
 
     def __repr__(self) -> str:
@@ -217,6 +260,7 @@ def world(
     timeout: float | timedelta = 1800.0,
     join_timeout: float | timedelta = 300.0,
     run_dir: str | Path | None = None,
+    tensorboard: str | Path | None = None,
 ) -> World:
     """Joins the other ranks, however they were started, and returns the world; alone it is a world of one.
 
@@ -242,7 +286,10 @@ def world(
             :func:`samestep.runtime.seeds.use_deterministic_algorithms` for the price.
         timeout: seconds a collective may take.
         join_timeout: seconds to wait for the other ranks.
-        run_dir: where files of the run belong; by default what `samestep run` chose.
+        run_dir: where files of the run belong; by default what `samestep run` chose. Where something else has started
+            the ranks, they write there what `samestep report` and `samestep watch` show.
+        tensorboard: a folder for TensorBoard's files, into which rank 0 writes what it gives to :meth:`World.log`;
+            needs the extra `track`.
 
     Raises:
         RankVariablesError: the launcher's variables are half set or contradictory.
@@ -272,7 +319,8 @@ def world(
     folder = run_dir if run_dir is not None else rankenv.variable("SAMESTEP_RUN_DIR")
     if virtual_ranks is not None:
         torch.set_num_threads(1)  # how a sum is cut among threads shows in its last bits
-    return World(membership, seed=seed, run_dir=None if folder is None else Path(folder), virtual_ranks=virtual_ranks)
+    folder = None if folder is None else Path(folder)
+    return World(membership, seed=seed, run_dir=folder, virtual_ranks=virtual_ranks, tensorboard=tensorboard)
 
 
 def _seconds(value: float | timedelta) -> float:

@@ -103,6 +103,7 @@ def run(
         *("run", "-n", str(ranks), *(("--start", "fork") if nursery else ("--start", "spawn", "--hash-seeds"))),
         *(["--mpi"] if script.mpi and ranks > 1 else []),
         *("--run-dir", str(folder / "run"), "--json", str(folder / "run.json"), "--grace", "5", "--on-hang", "wait"),
+        "--no-events",
         *script.words(),
     ]
     told = json.dumps({**order, "folder": str(folder / "journals")})

@@ -12,6 +12,7 @@ the last save of a script that ends.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -21,6 +22,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from samestep import events
 
 __all__: list[str] = []
 
@@ -72,6 +75,7 @@ class Background:
             except Exception as error:  # noqa: BLE001  (kept for whoever asks next)
                 self._outcome = Outcome(step, None, error)
             self.took.append(time.monotonic() - began)
+            _note(self._outcome, began, self.took[-1])
 
         self._thread = threading.Thread(target=run, name="samestep-checkpoint")
         self._thread.start()
@@ -87,3 +91,14 @@ class Background:
         self._thread.join()
         self._thread, outcome, self._outcome = None, self._outcome, None
         return outcome
+
+
+def _note(outcome: Outcome, began: float, seconds: float) -> None:
+    """Writes down among the run's events what became of a write."""
+    folder, size = outcome.folder, 0
+    if folder is not None:
+        with contextlib.suppress(OSError):  # a newer one has replaced it
+            size = sum(file.stat().st_size for file in folder.iterdir())
+    reason = None if outcome.error is None else str(outcome.error)
+    path = "" if folder is None else str(folder)
+    events.note("checkpoint", outcome.step, began, seconds=round(seconds, 6), path=path, bytes=size, reason=reason)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from samestep._version import __version__
 from samestep.errors import CheckpointError, Preempted, UsageError
-from samestep.progress import note_step, phase
+from samestep.progress import begin_at, note_step, phase
 from samestep.running.checkpoints import compression, stages, streams, virtual
 from samestep.running.checkpoints.background import Outcome
 from samestep.running.checkpoints.directory import Keep, what_is_left
@@ -178,7 +178,7 @@ class Checkpoint:
         if self._every.seconds is not None or self._leaving.is_possible:
             world.step.listen()
         self._leaving.watch()
-        note_step(self.step)
+        begin_at(self.step)
         self._due.note_save()  # what loading took is no time without a save
 
     def commit(self) -> None:

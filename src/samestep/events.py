@@ -1,0 +1,375 @@
+"""What happened in a run: lines of JSON, written by its ranks while they train, read by whoever wants to see.
+
+    {"v": 1, "t": 1795371394.035884, "rank": 0, "attempt": 0, "kind": "step", "step": 12, …}
+
+`t` is when it began, in seconds since 1970; `rank` is null in what the launcher says; `step` counts the optimizer
+steps that were finished. The other fields, by kind; seconds, unless said otherwise:
+
+    begin       host, pid, size, python                            a rank's script begins
+    machine     torch, backend, device, threads                    what is known when its first step is over
+    step        steps, seconds, spent, spans, more, buckets, work  steps up to this one, the last of them in pieces
+    values      values                                             what the script logged: name -> number
+    checkpoint  seconds, path, bytes, reason                       something was saved, by samestep.checkpoint
+    pipeline    schedule, stages, actions                          of a step: [kind, stage, micro-batch, begin, end]
+    end         error                                              its exception in a line, or null
+    dropped     lines, why                                         what the writer had no room for
+    at          phase, operation, site                             a piece of a step has lasted for 2 s, and goes on
+    hang · moves · straggler · network · keeps-up · restart
+                text, ranks                                        what the launcher had to say, and of whom
+
+A step is what lies between the ends of two optimizer steps, in pieces that add up to `seconds`. What comes behind the
+last is a line of 0 steps, or belongs to the last line:
+
+    spent       {"data": s, "forward": s, "backward": s, "wait": s, "collective": s, "optimizer": s, "other": s,
+                 "evaluate": s, "save": s, "load": s}              sums over `steps` steps; what did not occur is absent
+    spans       [["forward", 1200, 2300], …]                       the last step: what, its begin and its length in
+                                                                   microseconds; a collective with name and line
+    more        how many spans were left out of a step that has too many
+    buckets     [[number, bytes, ready, begun, done], …]           gradient buckets of the last step: microseconds
+                                                                   from the step's begin, null where torch does not say
+    work        {"samples": …, "weight": …, "epoch": …}            this rank's share of the last step
+    values      a number that is none is a text: "nan", "inf", "-inf"
+
+Every step has a line up to the 10,000th; beyond, one line stands for 2, 4, 8… steps, so that the longest run keeps a
+readable file. A rank hands its lines to a thread that writes them twice a second: what a rank that is killed had not
+yet written is lost, up to that; a last line may be torn. A full disk drops lines, and never a step.
+
+torch.profiler records every operator of a few steps; this is every step, in a few words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__: list[str] = []
+
+VERSION = 1
+KINDS = {
+    "begin": ("host", "pid", "size", "python"),
+    "machine": ("torch", "backend", "device", "threads"),
+    "step": ("steps", "seconds", "spent", "spans", "more", "buckets", "work"),
+    "values": ("values",),
+    "checkpoint": ("seconds", "path", "bytes", "reason"),
+    "pipeline": ("schedule", "stages", "actions"),
+    "end": ("error",),
+    "dropped": ("lines", "why"),
+    "at": ("phase", "operation", "site"),
+    "hang": ("text", "ranks"),
+    "moves": ("text", "ranks"),
+    "straggler": ("text", "ranks"),
+    "network": ("text", "ranks"),
+    "keeps-up": ("text", "ranks"),
+    "restart": ("text", "ranks"),
+}
+PHASES = ("data", "forward", "backward", "wait", "collective", "optimizer", "other", "evaluate", "save", "load")
+APART = ("evaluate", "save", "load")  # of a step's seconds, what is no training
+LINE_FOR_EACH = 10_000  # steps with a line of their own
+PERIOD = 0.5  # seconds between two writings
+MOST_WAITING = 20_000  # lines in memory
+LONGEST = 1 << 20  # bytes of a line; a longer one is somebody else's
+
+
+def stride(step: int) -> int:
+    """Returns how many steps a line stands for, `step` steps after the rank began.
+
+    >>> stride(10_000), stride(10_001), stride(25_000), stride(79_999)
+    (1, 2, 4, 8)
+    """
+    return 1 if step <= LINE_FOR_EACH else 1 << (step // LINE_FOR_EACH).bit_length()
+
+
+Fields = dict[str, Any] | Callable[[], dict[str, Any]]
+_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+class EventFile:
+    """One writer's lines, on their way into a file; the thread that writes begins with the first.
+
+    Args:
+        path: of the file, which is appended to; its folder is made.
+        rank: whose lines they are, None for the launcher's.
+        attempt: how often the run was started again.
+        at_once: writes in whoever hands a line over; for few lines, in a process that must have no other thread.
+        look: called before each writing, in the thread that writes.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        rank: int | None,
+        attempt: int = 0,
+        *,
+        at_once: bool = False,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.path = path
+        self._whose = f'"rank":{json.dumps(rank)},"attempt":{attempt}'
+        self._waiting: deque[tuple[float, str, int, Fields]] = deque()
+        self._offset = time.time() - time.monotonic()  # a clock that is set must not turn time back
+        self._file: int | None = None
+        self._dropped, self._why = 0, ""
+        self._thread: threading.Thread | None = None
+        self._at_once, self._look = at_once, look
+        self._closing = threading.Event()
+        self._writing = threading.Lock()
+
+    def put(self, kind: str, step: int, fields: Fields, began: float | None = None) -> None:
+        """Hands a line over.
+
+        Args:
+            kind: of the event.
+            step: how many were finished.
+            fields: of that kind, or what gives them, called when the line is written.
+            began: a time of the monotonic clock; now by default.
+        """
+        if self._thread is None and not self._at_once:
+            self._thread = threading.Thread(target=self._write_on, name="samestep events", daemon=True)
+            self._thread.start()
+        if len(self._waiting) >= MOST_WAITING:
+            self._dropped, self._why = self._dropped + 1, "more lines at once than fit into memory"
+            return
+        self._waiting.append((time.monotonic() if began is None else began, kind, step, fields))
+        if self._at_once:
+            self._write()
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._closing.set()
+        self._write()
+        with self._writing:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def _write_on(self) -> None:
+        while not self._closing.wait(PERIOD):
+            self._look()
+            self._write()
+
+    def _write(self) -> None:
+        with self._writing:
+            count = len(self._waiting)
+            lines = [self._line(*self._waiting[number]) for number in range(count)]
+            if self._dropped:
+                fields = {"lines": self._dropped, "why": self._why}
+                lines.append(self._line(time.monotonic(), "dropped", 0, fields))
+            if not lines:
+                return
+            try:
+                self._append("".join(lines).encode())
+                self._dropped = 0
+            except OSError as error:
+                self._dropped, self._why = self._dropped + count, error.strerror or str(error)
+            for _ in range(count):
+                self._waiting.popleft()
+
+    def _line(self, began: float, kind: str, step: int, fields: Fields) -> str:
+        head = f'{{"v":{VERSION},"t":{began + self._offset:.6f},{self._whose},"kind":"{kind}","step":{step}'
+        return f"{head},{_encode(fields() if callable(fields) else fields)[1:]}\n"  # every kind has a field
+
+    def _append(self, lines: bytes) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._file = os.open(self.path, flags, 0o600)
+        end = os.fstat(self._file).st_size
+        try:
+            while lines:
+                lines = lines[os.write(self._file, lines) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, end)  # no half of a line in the middle of a file
+            raise
+
+
+_files: list[EventFile] = []  # this process's own; empty where nobody keeps any
+
+
+def attach(file: EventFile) -> None:
+    """Lets this process's events go into a file."""
+    _files[:] = [file]
+
+
+def detach() -> None:
+    """Writes no more: for a process that was forked by the one whose file this is."""
+    _files.clear()
+
+
+def is_attached() -> bool:
+    """Tells whether anybody keeps events of this process."""
+    return bool(_files)
+
+
+def note(kind: str, step: int, began: float | None = None, **fields: Any) -> None:
+    """Writes an event down; does nothing in a process whose events nobody keeps."""
+    for file in _files:
+        file.put(kind, step, fields, began)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Reader:
+    """Reads a file that may still be written, as far as it has got each time.
+
+    Attributes:
+        path: of the file; it need not be there yet.
+        torn: lines that are no events; a last one without its end may still become one.
+        newer: the version of lines that only a later samestep understands, None where there are none.
+    """
+
+    path: Path
+    torn: int = 0
+    newer: int | None = None
+    _read: int = 0
+    _rest: bytes = field(default=b"", repr=False)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yields what has been written since the last call.
+
+        Raises:
+            OSError: the file is there, and cannot be read.
+        """
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            if os.fstat(file.fileno()).st_size < self._read:
+                self._read, self._rest = 0, b""  # it was begun anew
+            file.seek(self._read)
+            while block := file.read(1 << 20):
+                self._read += len(block)
+                *lines, self._rest = (self._rest + block).split(b"\n")
+                for line in lines:
+                    event = self._event(line)
+                    if event is not None:
+                        yield event
+                if len(self._rest) > LONGEST:
+                    self.torn, self._rest = self.torn + 1, b""
+
+    def _event(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            event = json.loads(line) if line else None
+        except (ValueError, RecursionError):
+            event = None
+        if isinstance(event, dict) and isinstance(version := event.get("v"), int):
+            if version > VERSION:
+                self.newer = version
+                return None
+            if is_event(event):
+                return event
+        self.torn += bool(line)
+        return None
+
+
+def is_event(event: dict[str, Any]) -> bool:
+    """Returns whether a line has what every event has, and the fields of its kind, each of its own type."""
+    kind, rank = event.get("kind"), event.get("rank")
+    head = isinstance(kind, str) and _is_number(event.get("t")) and isinstance(event.get("step"), int)
+    head = head and (rank is None or isinstance(rank, int)) and isinstance(event.get("attempt"), int)
+    return head and all(name in event and _FITS[name](event[name]) for name in KINDS.get(str(kind), ()))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it can be reckoned with: no truth value, not infinite, not an integer beyond every double."""
+    return type(value) in _NUMBERS and -_MOST < value < _MOST
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text_or_null(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+def _are_values(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_number(one) or one in ("nan", "inf", "-inf") for one in value.values())
+
+
+def _are_spans(value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    for span in value:  # a loop: most of what reading a run takes is spent here
+        if type(span) is not list or len(span) < 3 or type(span[0]) is not str:
+            return False
+        if not (_is_number(span[1]) and _is_number(span[2])):
+            return False
+    return True
+
+
+def _are_buckets(value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    for bucket in value:
+        if type(bucket) is not list or len(bucket) != 5:
+            return False
+        for moment in bucket:
+            if moment is not None and not _is_number(moment):
+                return False
+    return True
+
+
+def _are_actions(value: Any) -> bool:
+    """[kind, stage, micro-batch, begin, end] of a pipeline's step."""
+    return isinstance(value, list) and all(
+        isinstance(one, list) and len(one) == 5 and isinstance(one[0], str) and all(map(_is_number, one[1:]))
+        for one in value
+    )
+
+
+_NUMBERS = {int, float}
+_MOST = 1e300
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "host": _is_text,
+    "pid": _is_whole,
+    "size": _is_whole,
+    "python": _is_text,
+    "torch": _is_text_or_null,
+    "backend": _is_text_or_null,
+    "device": _is_text_or_null,
+    "threads": lambda value: value is None or _is_whole(value),
+    "steps": _is_whole,
+    "seconds": _is_number,
+    "spent": _are_numbers,
+    "spans": _are_spans,
+    "more": _is_whole,
+    "buckets": _are_buckets,
+    "work": _are_numbers,
+    "values": _are_values,
+    "path": _is_text,
+    "bytes": _is_whole,
+    "reason": _is_text_or_null,
+    "schedule": _is_text,
+    "stages": _is_whole,
+    "actions": _are_actions,
+    "error": _is_text_or_null,
+    "lines": _is_whole,
+    "why": _is_text,
+    "phase": _is_text,
+    "operation": _is_text_or_null,
+    "site": _is_text_or_null,
+    "text": _is_text,
+    "ranks": lambda value: isinstance(value, list) and all(map(_is_whole, value)),
+}

@@ -1,0 +1,97 @@
+"""Numbers that a script wants to be kept, and a run's events where no launcher keeps them.
+
+    world.log(loss=…)      rankK.events.jsonl       every rank its own; samestep report and samestep watch show them
+                           TensorBoard's files      rank 0's, where the world was asked for them
+
+Nothing is reduced: what differs between ranks is shown as such. torch.utils.tensorboard writes what it is told on
+every rank that calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from samestep import events, progress
+from samestep.errors import UsageError
+from samestep.launch import noting
+from samestep.launch.observers import Seat
+from samestep.launch.timeline import Timeline
+from samestep.paths import RunDirectory
+from samestep.rankenv import variable
+
+__all__: list[str] = []
+
+
+def keep_events(folder: Path | None, rank: int, size: int) -> Timeline | None:
+    """Begins to write events in a process that nobody else does it for; the caller ends it.
+
+    Args:
+        folder: the run directory, None for no events.
+        rank: of this process.
+        size: how many ranks there are.
+    """
+    if folder is None or events.is_attached() or variable("SAMESTEP_RUN_DIR") is not None:
+        return None
+    if not progress.is_attached():
+        progress.attach(progress.create())
+        os.register_at_fork(after_in_child=progress.detach)
+        noting.begin()
+    os.register_at_fork(after_in_child=events.detach)
+    attempt = int(variable("TORCHELASTIC_RESTART_COUNT") or 0)
+    timeline = Timeline()
+    timeline.begin(Seat(rank=rank, size=size, folder=RunDirectory(folder).logs(socket.gethostname(), attempt)))
+    return timeline
+
+
+class Track:
+    """Where `World.log` puts its numbers.
+
+    Args:
+        tensorboard: the folder for TensorBoard's files, or None.
+        writes: whether this rank is the one that writes them.
+
+    Raises:
+        UsageError: TensorBoard is not installed.
+    """
+
+    def __init__(self, tensorboard: str | Path | None, *, writes: bool) -> None:
+        self._calls = 0
+        self._writer: Any = None
+        if tensorboard is not None and find_spec("tensorboard") is None:
+            raise UsageError("world(tensorboard=…) needs tensorboard: pip install 'samestep[track]'")
+        if tensorboard is not None and writes:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(tensorboard))
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Keeps numbers of the step that was finished last."""
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        self._calls += 1
+        progress.note_values({name: value if value - value == 0 else str(value) for name, value in numbers.items()})
+        if self._writer is not None:
+            for name, number in numbers.items():
+                self._writer.add_scalar(name, number, progress.finished_steps() or self._calls)
+
+    def close(self) -> None:
+        """Writes what is left."""
+        if self._writer is not None:
+            with contextlib.suppress(OSError):  # a full disk ends no training
+                self._writer.close()
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"log({name}=…) takes a number or a tensor of one element, not {_shown(value)}") from error
+
+
+def _shown(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + ("" if shape is None else f" of shape {tuple(shape)}")

@@ -1,0 +1,71 @@
+"""What the head does about a run that may hang: whom it asks, and what it says; without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from samestep.launch import vigil
+from samestep.launch.flight import Flight
+from samestep.launch.loop import Loop
+from samestep.launch.pulse import Pulse
+from samestep.launch.vigil import Vigil
+
+
+def computing(rank: int) -> Pulse:
+    """A rank that has computed for 12 seconds, and not come to the end of a step."""
+    where = {"operation": "", "site": "", "phase": "train", "entered": 3}
+    return Pulse(rank=rank, pid=70 + rank, step=30, still=12.0, idle=0.1, state="R", usual=0.2, **where)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PERIOD", "ANSWER", "SETTLED"):
+        monkeypatch.setattr(vigil, name, 0.01)
+
+
+def watched(flights: Sequence[Flight]) -> tuple[list[str], list[Any]]:
+    """Returns what was said of two ranks that compute, and the orders that they got; their recorders know `flights`."""
+    loop, said, orders = Loop(), [], []
+
+    def order(what: str, ranks: Sequence[int]) -> None:
+        orders.append((what, list(ranks)))
+        if what == "flight":
+            for flight in flights:
+                fields = {name: value for name, value in asdict(flight).items() if name != "rank"}
+                watch.hear("node1", "flight", {"rank": flight.rank, "flights": [fields]})
+
+    def say(text: str) -> None:
+        said.append(text)
+        loop.stop()
+
+    watch = Vigil(loop, lambda: [0, 1], order, say, lambda _: None)
+    for rank in (0, 1):
+        watch.hear("node1", "pulse", asdict(computing(rank)))
+    loop.at(0.5, loop.stop)
+    loop.run()
+    watch.close()
+    return said, orders
+
+
+def flight(rank: int, number: int, *, done: bool) -> Flight:
+    return Flight(rank=rank, group="0 default_pg", number=number, operation="all_reduce", sizes="[20]", done=done)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_rank_for_which_others_wait_in_a_kernel_is_found_by_the_flight_recorders() -> None:
+    said, orders = watched([flight(0, 41, done=False), flight(1, 40, done=True)])
+    assert said[0].startswith("nothing has moved for 12 s: rank 1 computes without finishing a step, and the other")
+    assert "flight recorder, group 0 default_pg: rank 0 collective 41, all_reduce of [20], not done" in said[0]
+    assert ("ask", [0, 1]) in orders
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("flights", [[], [flight(0, 41, done=True), flight(1, 41, done=True)]])
+def test_long_steps_in_which_nobody_waits_are_no_hang_and_the_recorders_are_asked_seldom(flights: list[Flight]) -> None:
+    said, orders = watched(flights)
+    assert said == []
+    assert orders == [("flight", [0, 1])]
