@@ -51,7 +51,7 @@ SIGNATURES = {
     "spawn": "(fn, n, *args, timeout, progress)",
     "verify": "(script, *arguments, ranks, steps, timeout)",
     "world": "(*, backend, init_method, rank, size, device, pipeline, virtual_ranks, seed, deterministic, timeout, "
-    "join_timeout, run_dir)",
+    "join_timeout, run_dir, tensorboard)",
 }
 
 EXIT_CODES = {

@@ -1,0 +1,114 @@
+"""`samestep report`: a run directory as one page, as a trace, as data."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samestep.cli.options import Parser
+from samestep.errors import UsageError
+
+if TYPE_CHECKING:
+    from samestep.reporting.analysis import Analysis
+    from samestep.reporting.summary import Summary
+
+__all__ = ["main"]
+
+DESCRIPTION = """Makes a page of a run: is it the same training, where does the time go, what to change and what that
+would gain; curves of what was logged, what every rank did in chosen steps, slow ranks, pipelines, the data's ledger,
+checkpoints, findings. The page is one file that opens without a network. A run that goes on is shown as far as it is.
+
+RUN_DIR is what `samestep run` names at its end, runs/<script>-<time>-<hex> by default; without it the newest run in
+./runs is shown."""
+
+EXAMPLES = """examples:
+  samestep report                                             the newest run in ./runs
+  samestep report runs/train-20260101-120000-1a2b             writes report.html into it
+  samestep report runs/train-20260101-120000-1a2b -o page.html
+  samestep report RUN_DIR --trace trace.json.gz               for ui.perfetto.dev or chrome://tracing
+  samestep report RUN_DIR --json report.json                  the same numbers, for programs
+  samestep report RUN_DIR --attempt 0                         before the run was started again
+
+exit code: 0, whatever became of the run; 2 for a usage error."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    options = _parser().parse(arguments)
+    from samestep.reporting.words import printable
+
+    try:
+        return _report(options)
+    except UsageError as error:
+        raise UsageError(printable(error)) from error  # it names files
+
+
+def _report(options: argparse.Namespace) -> int:
+    from samestep.reporting.record import newest
+    from samestep.reporting.summary import lines
+    from samestep.reporting.words import printable
+
+    options.path = options.path or newest(Path("runs"))
+    page = options.output or options.path / "report.html"
+    _check_paths(page, options.trace, options.json)
+    analysis, told = _read(options)
+    _write(options, page, analysis, told)
+    for line in [*lines(told), *(f"note: {printable(problem)}" for problem in analysis.run.problems)]:
+        print(line)
+    for path in (page, options.trace, options.json):
+        if path is not None:
+            print(printable(path))
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser("report", usage="samestep report [RUN_DIR] [options]", description=DESCRIPTION, epilog=EXAMPLES)
+    add = parser.add_argument
+    add("path", metavar="RUN_DIR", type=Path, nargs="?", help="a run directory (default: the newest in ./runs)")
+    add("-o", "--output", metavar="FILE", type=Path, help="the page (default: RUN_DIR/report.html)")
+    add("--trace", metavar="FILE", type=Path, help="write a trace too, compressed if FILE ends in .gz")
+    add("--json", metavar="FILE", type=Path, help="write the summary as data too")
+    add("--attempt", metavar="N", type=int, help="which attempt of a run that was started again (default: the last)")
+    return parser
+
+
+def _check_paths(*paths: Path | None) -> None:
+    """Refuses before anything is read what cannot be written."""
+    from samestep.reporting.page import check_library
+
+    check_library()
+    named = [path.resolve() for path in paths if path is not None]
+    for path in named:
+        if path.is_dir():
+            raise UsageError(f"{path} is a directory: name a file in it")
+        if named.count(path) > 1:
+            raise UsageError(f"page, trace and data need different files: {path} is named twice")
+
+
+def _read(options: argparse.Namespace) -> tuple[Analysis, Summary]:
+    from samestep.reporting.analysis import analysed
+    from samestep.reporting.packed import PackingReader
+    from samestep.reporting.record import opened
+    from samestep.reporting.summary import summary
+
+    analysis = analysed(opened(options.path, PackingReader), options.attempt)
+    return analysis, summary(analysis, time.time())
+
+
+def _write(options: argparse.Namespace, page: Path, analysis: Analysis, told: Summary) -> None:
+    from samestep.reporting.content import cleaned
+    from samestep.reporting.draft import write_whole
+    from samestep.reporting.page import rendered
+    from samestep.reporting.summary import as_json
+    from samestep.reporting.trace import trace
+
+    if options.json is not None:
+        data = json.dumps(cleaned(as_json(analysis, told)), indent=2, allow_nan=False)
+        write_whole(options.json, [data, "\n"])
+    if options.trace is not None:
+        write_whole(options.trace, trace(analysis.run, analysis.logs))
+    write_whole(page, [rendered(analysis, told)])

@@ -1,0 +1,202 @@
+"""What to change so that a run takes less time, and by how much at most: each piece from the run's own numbers.
+
+    what                     is advised where it takes   and would bring, at most
+    data wait                5 % of a step               the steps' longest own time less that without the data wait
+    a slow rank              3 %                         what every step would be shorter if it kept up
+    uneven batches           2 %                         what an even division would save, where times follow the work
+    changing slow ranks      5 %                         what is waited for others beyond that
+    exchange of gradients    5 %                         all of it if hidden, half of it with half as many
+    collectives in the step  2 %                         what the rank that waits least waits in them
+    saving, evaluating       2 %, 10 % of the run        half of it, done half as often
+    idle stages              10 %                        what they are idle
+
+Nothing is advised that would bring less than 2 %, and nothing is known of how the gains add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from samestep.reporting.analysis import Analysis
+from samestep.reporting.gantt import idle
+from samestep.reporting.words import printable, seconds, share
+
+__all__: list[str] = []
+
+LEAST = 0.02  # of the time
+DATA, SLOW, EXCHANGE, CHANGING, EVALUATION, IDLE = 0.05, 0.03, 0.05, 0.05, 0.10, 0.10
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something to change.
+
+    Attributes:
+        code: what it is about.
+        text: what was seen, and what to do about it.
+        how: where the gain comes from.
+        gain: the share of the time that it would save at most.
+        of: a "step", or the whole "run".
+    """
+
+    code: str
+    text: str
+    how: str
+    gain: float
+    of: Literal["step", "run"] = "step"
+
+    @property
+    def sentence(self) -> str:
+        """All of it."""
+        whole = "a step would take" if self.of == "step" else "the run would take"
+        return f"{self.text}: {whole} up to {share(self.gain)} less time ({self.how})."
+
+
+def advice(analysis: Analysis) -> list[Advice]:
+    """Returns what stands out, the greatest gain first; empty where nothing does."""
+    found = [piece for kind in KINDS for piece in kind(analysis) if piece.gain >= LEAST]
+    return sorted(found, key=lambda piece: -piece.gain)
+
+
+def _data(analysis: Analysis) -> Iterator[Advice]:
+    table, account = analysis.table.steady, analysis.account
+    waiting = table.of_phases("data")
+    part = account.part(table.mean(waiting))
+    slow = analysis.pace.straggler
+    only_one = slow is not None and slow.phase == "data" and account.part(slow.gain) >= SLOW
+    if part > DATA and not only_one and not analysis.is_staged:
+        without = table.own.max(axis=0) - (table.own - waiting).max(axis=0)
+        text = (
+            f"The ranks wait {seconds(table.mean(waiting))} of a step for data, {share(part)} of it. Load with more "
+            "workers (`workers=` of samestep.shards, `num_workers=` of a DataLoader), or prepare the data beforehand"
+        )
+        yield Advice(
+            "data", text, "the longest own time of each step, less what it is without data", _of(without, analysis)
+        )
+
+
+def _straggler(analysis: Analysis) -> Iterator[Advice]:
+    slow = analysis.pace.straggler
+    gain = analysis.account.part(slow.gain) if slow else 0.0
+    if slow is None or gain < SLOW or analysis.is_staged or _uneven_gain(analysis) > gain / 2:
+        return
+    times = (
+        f"{slow.own / slow.others:.2f} times the others' {seconds(slow.others)}" if slow.others else "the others none"
+    )
+    look = "at what it reads its data from" if slow.phase == "data" else "what else runs there, at its cores and device"
+    text = (
+        f"Rank {slow.rank} on {_host(analysis, slow.rank)} holds the others up: its own time is {seconds(slow.own)} a "
+        f"step, {times}, and it loses most in {slow.phase}. Look {look}"
+    )
+    how = "what the longest own time of each step would be shorter if it kept up"
+    yield Advice("straggler", text, how, gain)
+
+
+def _uneven(analysis: Analysis) -> Iterator[Advice]:
+    ledger = analysis.ledger
+    if ledger is None or analysis.is_staged:
+        return
+    what = "samples" if ledger.unit == "samples" else "weight (tokens, say)"
+    text = (
+        f"The steps' work is uneven: the rank that has most has {share(ledger.imbalance)} more {what} than the "
+        "mean, and the times follow. Divide by cost (`samestep.shards(…, cost=lengths)`)"
+    )
+    how = "what a unit of work costs, times what the fullest rank has beyond the mean"
+    yield Advice("imbalance", text, how, _uneven_gain(analysis))
+
+
+def _changing(analysis: Analysis) -> Iterator[Advice]:
+    account, slow = analysis.account, analysis.pace.straggler
+    explained = max(slow.gain if slow else 0.0, analysis.ledger.cost if analysis.ledger else 0.0)
+    left = account.part(max(0.0, account.delay - explained))
+    if left < CHANGING or analysis.is_staged:
+        return
+    text = (
+        f"The ranks wait {seconds(account.delay)} of a step for slower ones, and not always for the same. Look for "
+        "batches of unequal cost, and for other programs on the hosts' cores"
+    )
+    yield Advice("changing stragglers", text, "what is waited beyond the messages, and not for one slow rank", left)
+
+
+def _exchange(analysis: Analysis) -> Iterator[Advice]:
+    account, overlap = analysis.account, analysis.overlap
+    own_calls = sum(call.least for call in analysis.calls)
+    exchange = max(0.0, min(account.transfer - own_calls, account.phases.get("wait", 0.0)))
+    part = account.part(exchange)
+    if part < EXCHANGE or analysis.is_staged:
+        return
+    text = f"The exchange of gradients keeps every rank for {seconds(exchange)} of a step, {share(part)} of it"
+    if overlap is not None and overlap.part is not None:
+        text += f", though {share(overlap.part)} of it passes beside the backward"
+    more = f"{text}. Larger batches for each rank, or two micro-batches a step, halve it for the same samples"
+    yield Advice("accumulation", more, "half of the least that any rank waits", part / 2)
+    if overlap is not None and overlap.buckets:
+        text = 'Hide the exchange behind the backward (`buckets="auto"`), or send less (`compress="int8"`, say)'
+        yield Advice("overlap", text, "the least that any rank waits for gradients, if nothing of it were left", part)
+
+
+def _calls(analysis: Analysis) -> Iterator[Advice]:
+    for call in analysis.calls:
+        text = (
+            f"{printable(call.operation)} at {printable(call.where)} takes {seconds(call.seconds)} of every step. Call "
+            "it less often, or with `async_op=True`"
+        )
+        how = "what the rank that waits least in it waits"
+        yield Advice(f"collective {call.operation} {call.where}", text, how, analysis.account.part(call.least))
+
+
+def _saves(analysis: Analysis) -> Iterator[Advice]:
+    spent = analysis.account.apart.get("save", 0.0)
+    part = analysis.account.of_run(spent)
+    text = f"Saving stops the training for {seconds(spent)}, {share(part)} of the run. Save half as often (`every=`)"
+    if part >= LEAST:
+        yield Advice("save", text, "half of the time that saves take", part / 2, "run")
+
+
+def _evaluations(analysis: Analysis) -> Iterator[Advice]:
+    spent = analysis.account.apart.get("evaluate", 0.0)
+    part = analysis.account.of_run(spent)
+    text = f"Evaluation takes {seconds(spent)}, {share(part)} of the run. Evaluate half as often"
+    if part >= EVALUATION:
+        yield Advice("evaluate", text, "half of the time that evaluations take", part / 2, "run")
+
+
+def _idle(analysis: Analysis) -> Iterator[Advice]:
+    if not analysis.is_staged:
+        return
+    part, last = idle(analysis.gantts), analysis.gantts[-1]
+    text = (
+        f"The stages of the pipeline are idle {share(part)} of a step. Cut it into more than {last.micro_batches} "
+        "micro-batches, or the model elsewhere (`samestep.plan_pipeline`)"
+    )
+    if part >= IDLE:
+        yield Advice("idle stages", text, "what the ranks' time holds besides actions", part)
+
+
+KINDS: tuple[Callable[[Analysis], Iterator[Advice]], ...] = (
+    _data,
+    _straggler,
+    _uneven,
+    _changing,
+    _exchange,
+    _calls,
+    _saves,
+    _evaluations,
+    _idle,
+)
+
+
+def _of(columns: np.typing.NDArray[np.float64], analysis: Analysis) -> float:
+    return analysis.account.part(analysis.table.steady.mean(columns))
+
+
+def _uneven_gain(analysis: Analysis) -> float:
+    return 0.0 if analysis.ledger is None else analysis.account.part(analysis.ledger.cost)
+
+
+def _host(analysis: Analysis, rank: int) -> str:
+    return next((printable(log.host) for log in analysis.logs if log.rank == rank), "")

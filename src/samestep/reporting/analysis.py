@@ -1,0 +1,104 @@
+"""One attempt of a run, and everything that its numbers tell: made once, shown as a page, as words and as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from samestep.errors import UsageError
+from samestep.reporting.account import Account, account
+from samestep.reporting.gantt import Gantt, gantts
+from samestep.reporting.overlap import Call, Overlap, calls, overlap
+from samestep.reporting.pace import Pace
+from samestep.reporting.record import RankLog, Run
+from samestep.reporting.table import Table
+from samestep.reporting.work import Ledger, ledger
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """An attempt.
+
+    Attributes:
+        run: that it is of.
+        number: of the attempt.
+        logs: of its ranks, in their order; none where no rank has written anything.
+    """
+
+    run: Run
+    number: int
+    logs: tuple[RankLog, ...]
+
+    @cached_property
+    def table(self) -> Table:
+        """Where its steps went."""
+        return Table.of(self.logs)
+
+    @cached_property
+    def account(self) -> Account:
+        """Where its time went."""
+        return account(self.table, self.logs)
+
+    @cached_property
+    def pace(self) -> Pace:
+        """How fast each rank is."""
+        return Pace(self.table.steady)
+
+    @cached_property
+    def ledger(self) -> Ledger | None:
+        """Who did how much of the work."""
+        return ledger(self.table, self.logs)
+
+    @cached_property
+    def overlap(self) -> Overlap | None:
+        """How much of the communication passes beside the backward pass."""
+        return overlap(self.logs)
+
+    @cached_property
+    def calls(self) -> list[Call]:
+        """The script's own collectives."""
+        return calls(self.logs)
+
+    @cached_property
+    def gantts(self) -> list[Gantt]:
+        """Steps of a pipeline."""
+        return gantts(self.logs)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether ranks hold different stages of a model: they differ by design then."""
+        return bool(self.gantts)
+
+    @property
+    def steps(self) -> int:
+        """How many steps the ranks have finished in this attempt."""
+        return max((sum(line["steps"] for line in log.steps) for log in self.logs), default=0)
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last one, which counts from the run's first attempt."""
+        return max((log.step for log in self.logs), default=0)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are meant to be."""
+        sizes: list[int] = [log.begin["size"] for log in self.logs if log.begin]
+        told = self.run.about.get("ranks")
+        return max([*sizes, len(self.logs), told if isinstance(told, int) and not sizes else 0])
+
+
+def analysed(run: Run, number: int | None = None) -> Analysis:
+    """Returns an attempt, the last one by default.
+
+    Raises:
+        UsageError: there is no such attempt.
+    """
+    attempts = run.attempts
+    if number is None:
+        number = attempts[-1] if attempts else 0
+    elif number not in attempts:
+        there = ", ".join(map(str, attempts)) or "none: no rank has written an event"
+        raise UsageError(f"there is no attempt {number} of this run; there are {there}")
+    return Analysis(run, number, tuple(run.attempt(number)))

@@ -1,0 +1,260 @@
+"""What a page shows of an attempt: tables of texts, and the data of its charts; short, however long the run was."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from samestep.events import PHASES
+from samestep.reporting.analysis import Analysis
+from samestep.reporting.curves import MOST_CURVES, STACKED, Course, Curve, course, curves, ends, ranges
+from samestep.reporting.gantt import Gantt
+from samestep.reporting.moments import Moment, moments
+from samestep.reporting.record import RankLog
+from samestep.reporting.summary import checkpoints
+from samestep.reporting.words import lines, number, printable, seconds, share, size, spans
+
+__all__: list[str] = []
+
+EVEN = 0.005  # of the mean: ranks that have so much more have as much
+MOST_ROWS = 256  # of a table
+MOST_HEATED = 128  # ranks in the heat map
+NONE = "-"
+LEAST_SHOWN = 0.0005  # of a step
+
+Row = list[str]
+
+
+def charts(analysis: Analysis) -> dict[str, Any]:
+    """Returns the data of the charts, as JSON can hold it."""
+    told = {
+        "moments": [_moment(each) for each in moments(analysis.table, analysis.logs)],
+        "course": _course(course(analysis.table)),
+        "heat": _heat(analysis),
+        "curves": [asdict(each) for each in _curves(analysis)],
+        "gantts": [_gantt(each) for each in analysis.gantts],
+    }
+    clean: dict[str, Any] = cleaned(told)
+    return clean
+
+
+def cleaned(value: Any) -> Any:
+    r"""Returns data without what JSON does not know: numbers that are none are null; and texts that nothing obeys.
+
+    >>> cleaned({"a": [1.5, float("nan"), "b\x00"]})
+    {'a': [1.5, None, 'b\\x00']}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value if value.isprintable() else lines(value)
+    if isinstance(value, Mapping):
+        return {printable(key): cleaned(each) for key, each in value.items()}
+    return [cleaned(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _curves(analysis: Analysis) -> list[Curve]:
+    """The attempt's own first; then what earlier ones had logged."""
+    earlier = [number for number in analysis.run.attempts if number < analysis.number][-3:]
+    found = curves(analysis.logs)
+    for each in reversed(earlier):
+        found += curves(analysis.run.attempt(each))
+    return found
+
+
+def undrawn(analysis: Analysis) -> int:
+    """Returns how many logged values have no curve in the page: it has room for some only."""
+    return max(0, len({name for log in analysis.logs for line in log.values for name in line["values"]}) - MOST_CURVES)
+
+
+def _moment(moment: Moment) -> dict[str, Any]:
+    lanes = [[lane.rank, lane.spans, lane.buckets, lane.more] for lane in moment.lanes]
+    return {"step": moment.step, "why": moment.why, "seconds": moment.seconds, "lanes": lanes}
+
+
+def _course(course: Course) -> dict[str, Any]:
+    phases = {name: _milliseconds(course.phases[name]) for name in PHASES if name in course.phases}
+    return {"steps": course.steps, "phases": phases, "slowest": _milliseconds(course.slowest)}
+
+
+def _milliseconds(values: Sequence[float]) -> list[float]:
+    return [round(1e3 * value, 4) for value in values]
+
+
+def _heat(analysis: Analysis) -> dict[str, Any] | None:
+    table = analysis.table.steady
+    edges = ranges(len(table), STACKED)
+    if len(table.ranks) < 2 or len(edges) < 2:
+        return None
+    rows = np.argsort(-analysis.pace.own, kind="stable")
+    if len(rows) > MOST_HEATED:
+        rows = np.concatenate([rows[: MOST_HEATED // 2], rows[-MOST_HEATED // 2 :]])
+    rows = np.sort(rows)
+    counts = np.add.reduceat(table.counts, edges[:-1])
+    own = np.add.reduceat(table.own * table.counts, edges[:-1], axis=1) / counts
+    first = [int(table.steps[edge] - table.counts[edge] + 1) for edge in edges[:-1]]
+    return {
+        "ranks": [table.ranks[row] for row in rows],
+        "of": len(table.ranks),
+        "first": first,
+        "last": ends(table, edges),
+        "percent": np.round(100 * analysis.pace.over(edges)[rows], 1).tolist(),
+        "own": np.round(1e3 * own[rows], 3).tolist(),
+    }
+
+
+def _gantt(gantt: Gantt) -> dict[str, Any]:
+    boxes = [[box.rank, box.kind, box.stage, box.micro_batch, 1e3 * box.begin, 1e3 * box.end] for box in gantt.boxes]
+    told = {"step": gantt.step, "schedule": gantt.schedule, "stages": gantt.stages, "ranks": list(gantt.ranks)}
+    return told | {"boxes": boxes, "idle": gantt.idle, "seconds": gantt.seconds}
+
+
+# --- tables -------------------------------------------------------------------------------------------
+
+
+def parts(analysis: Analysis) -> list[dict[str, Any]]:
+    """Returns the phases of a step and their shares, for a bar."""
+    account = analysis.account
+    return [
+        {"name": name, "share": account.part(spent), "told": f"{seconds(spent)}, {share(account.part(spent))}"}
+        for name, spent in account.phases.items()
+        if account.part(spent) >= LEAST_SHOWN
+    ]
+
+
+def ranks(analysis: Analysis) -> list[Row]:
+    """Returns a row for each rank, the slowest ones where there are too many: times of a step, and its work."""
+    table, pace = analysis.table.steady, analysis.pace
+    data, waits = table.by_rank(table.of_phases("data")), table.by_rank(table.waits)
+    rows = {
+        rank: [
+            seconds(float(pace.own[row])),
+            f"{100 * pace.relative[row]:+.1f} %".replace("-0.0 ", "+0.0 "),
+            seconds(float(data[row])),
+            seconds(float(waits[row])),
+        ]
+        for row, rank in enumerate(table.ranks)
+    }
+    shown = sorted(analysis.logs, key=lambda log: -pace.own[table.ranks.index(log.rank)] if log.rank in rows else -1e9)
+    return [
+        [str(log.rank), log.begin.get("host", log.host), f"{log.step:,}", *rows.get(log.rank, [NONE] * 4), _end(log)]
+        for log in sorted(shown[:MOST_ROWS], key=lambda log: log.rank)
+    ]
+
+
+def _end(log: RankLog) -> str:
+    if log.end is None:
+        return "none"
+    return "error: " + str(log.end["error"]) if log.end["error"] else "ended"
+
+
+def shares(analysis: Analysis) -> list[Row]:
+    """Returns what each rank had of the work."""
+    if analysis.ledger is None:
+        return []
+    return [
+        [
+            str(each.rank),
+            number(each.samples),
+            number(each.weight),
+            f"{number(each.least)} to {number(each.most)}",
+            str(each.epoch),
+        ]
+        for each in analysis.ledger.shares[:MOST_ROWS]
+    ]
+
+
+def ledger_words(analysis: Analysis) -> str:
+    """Returns what the imbalance of the work is, and costs."""
+    ledger = analysis.ledger
+    if ledger is None:
+        return "The script does not say what each rank had: samestep.shards does."
+    if len(ledger.shares) < 2:
+        return "One rank had all of it."
+    if ledger.imbalance < EVEN:
+        return f"All ranks have as many {ledger.unit}."
+    told = (
+        f"The rank that has most of a step has {share(ledger.imbalance)} more {ledger.unit} than the mean of the ranks"
+    )
+    if ledger.cost:
+        part = share(analysis.account.part(ledger.cost))
+        return f"{told}; the times follow, and it costs {seconds(ledger.cost)} of a step, {part} of it."
+    if ledger.follows is None or not ledger.imbalance:
+        return f"{told}."
+    return (
+        f"{told}; it explains {share(ledger.follows)} of the differences between their times, too little to blame it."
+    )
+
+
+def calls(analysis: Analysis) -> list[Row]:
+    """Returns the script's own collectives."""
+    part = analysis.account.part
+    return [
+        [call.operation, call.where, seconds(call.seconds), share(part(call.seconds)), seconds(call.least)]
+        for call in analysis.calls
+    ]
+
+
+def saves(analysis: Analysis) -> list[Row]:
+    """Returns the checkpoints, the last ones where there are too many."""
+    return [
+        [
+            f"{one['step']:,}",
+            clock(one["t"]),
+            seconds(max(0.0, min(one["seconds"], 1e9))),
+            size(min(one["bytes"], 1 << 70)),
+            one["path"] or NONE,
+            one["reason"] or "saved",
+        ]
+        for one in checkpoints(analysis)[-MOST_ROWS:]
+    ]
+
+
+def findings(analysis: Analysis) -> list[dict[str, Any]]:
+    """Returns what --check found, as texts."""
+    keys = ("code", "severity", "rank", "step", "tensor", "factor", "where", "cause", "fix")
+    return [{key: one.get(key) for key in keys} for one in analysis.run.findings[:MOST_ROWS]]
+
+
+def said(analysis: Analysis) -> list[Row]:
+    """Returns what the launcher had to say: when, the attempt, what of, its text."""
+    return [[clock(one["t"]), str(one["attempt"]), one["kind"], one["text"]] for one in analysis.run.said[-MOST_ROWS:]]
+
+
+def machines(analysis: Analysis) -> list[Row]:
+    """Returns the ranks' environments, ranks that are alike in one row."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for log in analysis.logs:
+        told = log.begin | log.machine
+        keys = ("host", "python", "torch", "backend", "device", "threads")
+        row = tuple(NONE if told.get(key) is None else str(told[key]) for key in keys)
+        alike.setdefault(row, []).append(log.rank)
+    return [[spans(which), *row] for row, which in alike.items()][:MOST_ROWS]
+
+
+def facts(analysis: Analysis) -> Iterator[tuple[str, str]]:
+    """Yields what is known of the run as a whole."""
+    about = analysis.run.about
+    yield "run directory", str(analysis.run.path)
+    command = about.get("command")
+    if isinstance(command, list):
+        yield "command", " ".join(map(str, command))
+    for name in ("directory", "samestep", "run_id"):
+        if about.get(name) is not None:
+            yield name.replace("_", " "), str(about[name])
+    for name in ("began", "ended"):
+        if isinstance(about.get(name), int | float):
+            yield name, clock(about[name])
+
+
+def clock(moment: float) -> str:
+    """Returns a time of day, in this machine's zone; nothing of what is none."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    except (OverflowError, ValueError, OSError):
+        return NONE

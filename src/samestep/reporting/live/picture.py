@@ -1,0 +1,260 @@
+"""A run as lines of a terminal of a given size.
+
+runs/train-20260101-120000-1a2b  8 ranks on node1  train.py            running  3 min 05 s   1  title
+step 256  24.2 ms a step  41.3 steps/s  9,214 samples/s  epoch 2                             2  figures
+loss 0.1034 ▇▅▃▂▁  accuracy 0.97 ▁▃▆█                                                        3  values
+  rank   step   a step  where the last steps went              at                            4  ranks: as many as
+▸    0    256  24.2 ms  D F      B           W       O                                          fit, round the
+     1    256  24.3 ms  D  F         B               O         slow                             chosen one
+ D data  F forward  B backward  W wait …                                                     5  legend
+── what happened ─────────────────────────────────                                           6  the last few
+12:03:04  straggler  rank 1 is slow: its own work takes 24 ms a step, …
+── rank 0, standard output ── 0/node1/rank0.out ──                                           7  what is left
+…
+ q quit  ↑↓ rank  Tab stderr  f events …                                                     8  keys
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from samestep.launch.status import spoken
+from samestep.reporting import words
+from samestep.reporting.live.choice import KEYS
+from samestep.reporting.live.marks import LEVELS, PHASES, Marks
+from samestep.reporting.live.scene import Row, Scene, Value, path_as_said
+from samestep.reporting.live.standing import Happening
+
+__all__: list[str] = []
+
+FEW_LINES = 30  # of a terminal that has no room for more than a few of each
+TITLES = {"out": "standard output", "err": "standard error", "events": "standard output"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many lines each part gets; 0 where there is no room for it."""
+
+    ranks: int
+    happenings: int
+    panel: int
+    legend: int = 1
+
+    @classmethod
+    def of(cls, free: int, ranks: int, happenings: int) -> Layout:
+        """Divides what is left for numbers 4 to 7: ranks before the panel, the panel before what happened.
+
+        >>> Layout.of(20, ranks=8, happenings=9)
+        Layout(ranks=8, happenings=3, panel=5, legend=1)
+        """
+        roomy = free > FEW_LINES
+        happenings = min(happenings, 6 if roomy else 3)
+        least = (10 if roomy else 5) + 2  # with head and legend
+        told = happenings + 1 if happenings and free >= 14 else 0
+        rows = max(1, min(ranks, free - least - told - 1))
+        panel = free - 2 - rows - told - 1
+        if panel < 1:
+            return cls(max(1, min(ranks, free - 1)), 0, 0, legend=int(free > 2))
+        return cls(rows, max(0, told - 1), panel)
+
+
+def picture(scene: Scene, output: Sequence[str], width: int, height: int, marks: Marks) -> list[Text]:
+    """Returns the lines of a terminal; `output` are the last lines of the chosen rank's."""
+    return Picture(scene, marks, width).screen(output, height)
+
+
+def snapshot(scene: Scene, output: Sequence[str], width: int, marks: Marks) -> list[Text]:
+    """Returns all that there is, in as many lines as it takes; of the output the last ten lines."""
+    return Picture(scene, marks, width, is_live=False).whole(output[-10:])
+
+
+class Picture:
+    """Draws a scene `width` cells wide."""
+
+    def __init__(self, scene: Scene, marks: Marks, width: int, *, is_live: bool = True) -> None:
+        self.scene, self.marks, self.width, self.is_live = scene, marks, max(20, width), is_live
+        self.at_width = min(44, max(16, self.width * 28 // 100))
+        hosts = {log.host for log in scene.logs.values()}
+        self.host_width = min(20, max(map(len, hosts), default=0)) if len(hosts) > 1 and self.width >= 110 else 0
+
+    def screen(self, output: Sequence[str], height: int) -> list[Text]:
+        """Returns the lines of a screen."""
+        if self.scene.choice.is_help:
+            return self._padded([*self._keys()], height)
+        top = list(self._top())
+        events = self.scene.panel == "events"
+        told = 0 if events else len(self.scene.happenings)
+        layout = Layout.of(height - len(top) - 1, len(self.scene.ranks), told)
+        lines = [*top, *self._ranks(layout)]
+        if layout.happenings:
+            lines += self._happenings(layout.happenings)
+        if layout.panel:
+            lines += self._events(layout.panel) if events else self._output(output, layout.panel)
+        return self._padded(lines, height)
+
+    def whole(self, output: Sequence[str]) -> list[Text]:
+        """Returns the lines of a page of any length."""
+        ranks = len(self.scene.ranks)
+        lines = [*self._top(), *self._ranks(Layout(max(1, ranks), 0, 0))]
+        if self.scene.happenings:
+            lines += self._events(len(self.scene.happenings) * 20)
+        return lines + (self._output(output, len(output)) if output else [])
+
+    def _padded(self, lines: list[Text], height: int) -> list[Text]:
+        blank = [Text("")] * max(0, height - 1 - len(lines))
+        return [*lines[: height - 1], *blank, self._footer()][:height]
+
+    def _line(self, text: str, style: str = "") -> Text:
+        return Text(self.marks.cut(text, self.width).rstrip(), style, no_wrap=True)
+
+    # --- 1, 2, 3 --------------------------------------------------------------------------------
+
+    def _top(self) -> Iterator[Text]:
+        yield self._title()
+        yield self._line(f" {'   '.join(self.scene.figures)}", "bold")
+        if self.scene.values:
+            yield self._values()
+        if self.scene.failure:
+            for text in wrap(self.scene.failure, self.width - 2)[:3]:
+                yield self._line(f" {text}", LEVELS["bad"])
+
+    def _title(self) -> Text:
+        state, took = self.scene.state, spoken(self.scene.took)
+        left = self.width - len(state.text) - len(took) - 4
+        text = Text(f" {self.marks.cut(self.scene.name(left), left)} ", no_wrap=True)
+        text.append(state.text, f"bold {LEVELS[state.level]}")
+        return text.append(f"  {took}")
+
+    def _values(self) -> Text:
+        text = Text(no_wrap=True)
+        for value in self.scene.values:
+            shown = self._value(value)
+            if len(text) and text.cell_len + shown.cell_len > self.width:
+                text.append(f" {self.marks.more}", "dim")
+                break
+            text.append_text(shown)
+        text.truncate(self.width)
+        return text
+
+    def _value(self, value: Value) -> Text:
+        text = Text(f" {self.marks.cut(value.name, min(cell_len(value.name), 24))} ", "dim")
+        text.append(value.last, "bold not dim")
+        return text.append(f" {self.marks.spark(value.before, 8 if self.width < 100 else 16)} ", "cyan not dim")
+
+    # --- 4, 5 -----------------------------------------------------------------------------------
+
+    def _ranks(self, layout: Layout) -> Iterator[Text]:
+        first = self._first_row(layout.ranks)
+        rows = [self.scene.row(rank) for rank in self.scene.ranks[first : first + layout.ranks]]
+        yield self._head(first, len(rows))
+        yield from map(self._row, rows)
+        if layout.legend:
+            legend = self.marks.legend({name for row in rows for name in row.pace.spent}, self.width)
+            legend.truncate(self.width)
+            yield legend
+
+    def _first_row(self, count: int) -> int:
+        """The chosen rank stands in the middle, as far as there are ranks on both sides."""
+        ranks = self.scene.ranks
+        at = next((row for row, rank in enumerate(ranks) if rank >= self.scene.rank), 0)
+        return max(0, min(at - count // 2, len(ranks) - count))
+
+    @property
+    def _bar_width(self) -> int:
+        return max(0, self.width - 29 - self.at_width - (self.host_width and self.host_width + 1))
+
+    def _head(self, first: int, count: int) -> Text:
+        all_ = len(self.scene.ranks)
+        part = "" if count >= all_ else f"{first + 1}-{first + count} of {all_:,}"
+        host = f"{'host':<{self.host_width}} " if self.host_width else ""
+        bar = self.marks.cut("where the last steps went", self._bar_width)
+        at = self.marks.cut("at", max(0, self.at_width - len(part))) + part
+        return self._line(f"   rank {host}{'step':>9}{'a step':>10} {bar} {at}", "dim")
+
+    def _row(self, row: Row) -> Text:
+        is_chosen = self.is_live and row.rank == self.scene.rank
+        text = Text(f" {self.marks.chosen if is_chosen else ' '}", "bold" if is_chosen else "", no_wrap=True)
+        text.append(f"{row.rank:>5}", "reverse" if is_chosen else "")
+        if self.host_width:
+            text.append(f" {self.marks.cut(row.host, self.host_width)}")
+        step = self.marks.cut(f"{row.step:>9,}", 9) if row.step < 10**12 else f"{'?':>9}"
+        took = words.seconds(row.pace.seconds) if row.pace.seconds else ""
+        text.append(f" {step}{took:>10.10}")
+        text.append(" ").append_text(self.marks.bar(row.pace.spent, self._bar_width))
+        text.append(f" {self.marks.cut(row.at.text, self.at_width).rstrip()}", LEVELS[row.at.level])
+        text.truncate(self.width)
+        return text
+
+    # --- 6, 7 -----------------------------------------------------------------------------------
+
+    def _rule(self, *titles: str) -> Text:
+        rule = self.marks.rule * 2
+        text = " ".join(f"{rule} {title}" for title in titles) + " "
+        return Text(self.marks.cut(text + self.marks.rule * max(0, self.width - cell_len(text)), self.width), "dim")
+
+    def _happenings(self, count: int) -> Iterator[Text]:
+        all_ = self.scene.happenings
+        more = f" (the last {count} of {len(all_)}: f shows all)" if len(all_) > count else ""
+        yield self._rule(f"what happened{more}")
+        for each in all_[-count:]:
+            text = Text(f" {each.clock}  ", "dim", no_wrap=True)
+            text.append(f"{each.kind:<9}  ", f"not dim {LEVELS[each.level]}")
+            text.append(self.marks.cut(each.text.split("\n")[0], self.width - 22).rstrip(), "not dim")
+            text.truncate(self.width)
+            yield text
+
+    def _events(self, count: int) -> list[Text]:
+        lines = [line for each in self.scene.happenings for line in self._told(each)]
+        return [self._rule("what happened"), *(lines[-count:] or [self._line(" nothing so far", "dim")])]
+
+    def _told(self, each: Happening) -> Iterator[Text]:
+        """All that there is to say of it, in as many lines as that takes."""
+        margin = " " * 22
+        texts = [line for text in each.text.split("\n") for line in wrap(text, max(20, self.width - 22)) or [""]]
+        for number, text in enumerate(texts):
+            line = Text(margin if number else f" {each.clock}  ", "dim", no_wrap=True)
+            if not number:
+                line.append(f"{each.kind:<9}  ", f"not dim {LEVELS[each.level]}")
+            line.append(text, "not dim")
+            line.truncate(self.width)
+            yield line
+
+    def _output(self, output: Sequence[str], count: int) -> list[Text]:
+        rank, stream = self.scene.rank, TITLES[self.scene.panel]
+        file = words.printable(path_as_said(self.scene.output()))
+        lines = [self._line(f" {line}") for line in output[-count:]] if count else []
+        return [self._rule(f"rank {rank}, {stream}", file), *(lines or [self._line(" nothing so far", "dim")])]
+
+    # --- 8 ----------------------------------------------------------------------------------------
+
+    def _footer(self) -> Text:
+        arrows = "j k" if self.marks.ascii_only else "↑ ↓"
+        choice = self.scene.choice
+        other = "stdout" if self.scene.panel == "err" else "stderr"
+        events = "output" if self.scene.panel == "events" else "events"
+        keys = [("q", "quit"), (arrows, "rank"), ("Tab", other), ("f", events), ("n", "trouble")]
+        keys += [("a", "attempt")] if self.scene.attempts[1:] else []
+        text = Text(" PAUSED " if choice.is_paused else "", "bold reverse", no_wrap=True)
+        for key, what in [*keys, ("Space", "go on" if choice.is_paused else "pause"), ("?", "keys")]:
+            text.append(f" {key}", "bold not reverse").append(f" {what} ", "dim not bold not reverse")
+        text.truncate(self.width)
+        return text
+
+    def _keys(self) -> Iterator[Text]:
+        yield self._line(" samestep watch: keys", "bold")
+        for key, what in KEYS:
+            text = Text(f"   {key:<16}", "bold", no_wrap=True).append(what, "not bold")
+            text.truncate(self.width)
+            yield text
+        yield Text("")
+        phases = list(PHASES)
+        for names in (phases[:7], phases[7:]):
+            text = Text("  ").append_text(self.marks.named(names))
+            text.truncate(self.width)
+            yield text
+        yield self._line("   these have a share of a bar only where the rank has just been in one", "dim")

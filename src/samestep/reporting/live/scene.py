@@ -1,0 +1,206 @@
+"""What there is to see of a run at one moment, before anybody thinks of lines and columns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from samestep.paths import RunDirectory
+from samestep.reporting import words
+from samestep.reporting.live import standing
+from samestep.reporting.live.choice import Choice, Panel, Seen
+from samestep.reporting.live.pace import Pace, measured, pace, typical
+from samestep.reporting.live.standing import Happening, Standing
+from samestep.reporting.record import Event, RankLog, Run
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rank."""
+
+    rank: int
+    host: str
+    step: int
+    pace: Pace
+    at: Standing
+
+
+@dataclass(frozen=True)
+class Value:
+    """What the script has logged under one name: the last, and those before."""
+
+    name: str
+    last: str
+    before: list[Any]
+
+
+@dataclass
+class Scene:
+    """A run, as somebody looks at it who has chosen what to see."""
+
+    run: Run
+    choice: Choice
+    now: float
+    trouble: str = ""  # why the files could not be read the last time
+
+    @cached_property
+    def attempt(self) -> int:
+        """Which attempt is seen."""
+        return self.choice.shown_attempt(self.run)
+
+    @cached_property
+    def attempts(self) -> list[int]:
+        """Those that there are."""
+        return self.run.attempts
+
+    @cached_property
+    def logs(self) -> dict[int, RankLog]:
+        """What the ranks of the attempt have written."""
+        return {log.rank: log for log in self.run.attempt(self.attempt)}
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """All ranks of the attempt."""
+        return standing.ranks_of(self.run, self.attempt)
+
+    @cached_property
+    def rank(self) -> int:
+        """Whose output is shown: where nobody has chosen, of the rank to blame."""
+        first = self.ranks[0] if self.ranks else 0
+        blamed = [standing.blamed(self.run), *sorted(self.told.missing)]
+        found = next((rank for rank in blamed if rank in self.ranks), None)
+        return self.choice.rank if self.choice.rank is not None else first if found is None else found
+
+    @cached_property
+    def panel(self) -> Panel:
+        """Which of it: where nobody has chosen, what a rank says that has failed."""
+        failed = standing.blamed(self.run) == self.rank and self.is_over
+        return self.choice.panel or ("err" if failed else "out")
+
+    @property
+    def seen(self) -> Seen:
+        """What keys go by."""
+        return Seen(self.rank, self.panel, self.ranks, self.attempts, lambda: self.troubled)
+
+    @cached_property
+    def told(self) -> standing.Said:
+        """What the launcher has said of it."""
+        return standing.said(self.run, self.attempt)
+
+    @cached_property
+    def is_over(self) -> bool:
+        """Whether the attempt is."""
+        return self.run.is_over or self.attempt != max(self.attempts, default=self.attempt)
+
+    @cached_property
+    def paces(self) -> dict[int, Pace]:
+        """Where the time of the last steps went, by rank."""
+        return {rank: pace(log) for rank, log in self.logs.items()}
+
+    def row(self, rank: int) -> Row:
+        """Returns what is seen of a rank."""
+        log, its = self.logs.get(rank), self.paces.get(rank, Pace())
+        at = standing.standing(log, its, self.told, self.now, is_over=self.is_over)
+        if at.level == "bad" and standing.blamed(self.run) not in {None, rank}:
+            at = Standing(at.text, "warn")  # a victim
+        host = "" if log is None else words.printable(log.host)
+        return Row(rank, host, 0 if log is None else log.step, its, at)
+
+    @cached_property
+    def troubled(self) -> list[int]:
+        """The ranks that somebody who looks for trouble should see."""
+        return [rank for rank in self.ranks if self.row(rank).at.is_remarkable]
+
+    @cached_property
+    def state(self) -> Standing:
+        """How the run stands."""
+        return standing.state(self.run, self.told, self.now)
+
+    @cached_property
+    def failure(self) -> str:
+        """Why it failed, or cannot be read any more, in a line."""
+        return words.printable(self.trouble) if self.trouble else standing.failure(self.run)
+
+    @property
+    def took(self) -> float:
+        """Seconds that the run has been going, or went."""
+        return standing.took(self.run, self.now)
+
+    @cached_property
+    def happenings(self) -> list[Happening]:
+        """What has happened to it."""
+        return standing.happenings(self.run)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step, as most ranks have it."""
+        return typical(self.paces.values())
+
+    def name(self, room: int) -> str:
+        """Returns the run, its ranks, its command; of its path only the end where there is no room for all."""
+        about = self.run.about
+        command = about.get("command")
+        told = " ".join(map(str, command)) if isinstance(command, list) else ""
+        hosts = sorted({log.host for log in self.logs.values()})
+        where = f" on {hosts[0] if len(hosts) == 1 else f'{len(hosts)} hosts'}" if hosts else ""
+        attempt = f", attempt {self.attempt}" if self.attempts[1:] else ""
+        ranks = f"{words.some(len(self.ranks), 'rank')}{where}{attempt}"
+        paths = path_as_said(self.run.path), os.path.abspath(self.run.path).rpartition("/")[2]  # noqa: PTH100
+        names = ["  ".join(map(words.printable, filter(None, (path, ranks, told)))) for path in paths]
+        return names[len(names[0]) > room]
+
+    @property
+    def figures(self) -> list[str]:
+        """How far it is, and how fast."""
+        step = max((log.step for log in self.logs.values()), default=0)
+        told = [f"step {words.printable(f'{step:,}')}"]
+        if self.seconds:
+            told.append(f"{words.seconds(self.seconds)} a step")
+            told.append(f"{words.number(float(f'{1 / self.seconds:.3g}'))} steps/s")
+            samples = sum(each.samples for each in self.paces.values())
+            told += [f"{samples / self.seconds:,.0f} samples/s"] if samples else []
+        epochs = [measured(log.steps[-1]["work"].get("epoch")) for log in self.logs.values() if log.steps]
+        return told + ([f"epoch {words.number(max(epochs))}"] if any(epochs) else [])
+
+    @cached_property
+    def values(self) -> list[Value]:
+        """What the script has logged: of the first rank that logs anything."""
+        events: Sequence[Event] = next((log.values for log in self.logs.values() if log.values), ())
+        by_name: dict[str, list[Any]] = {}
+        for event in events:
+            for name, value in event["values"].items():
+                by_name.setdefault(name, []).append(value)
+        return [Value(words.printable(name), _number(all_[-1]), all_) for name, all_ in by_name.items()]
+
+    def output(self) -> Path:
+        """Returns the file of what the chosen rank has printed."""
+        stream = "err" if self.panel == "err" else "out"
+        log = self.logs.get(self.rank)
+        if log is None:
+            logs = RunDirectory(self.run.path / str(self.attempt)).path
+            name = f"rank{self.rank}.{stream}"
+            return next(logs.glob(f"*/{name}"), logs / name)
+        own = log.output(stream)
+        if log.folder.suffix == ".spawned" and not own.exists():
+            return log.folder.parent / f"{log.folder.stem}.{stream}"  # it prints where its starter does
+        return own
+
+
+def path_as_said(path: Path) -> str:
+    """Returns a path as short as it can be said from here."""
+    here = Path.cwd()
+    whole = Path(os.path.abspath(path))  # noqa: PTH100  (resolve() would follow links, and name another directory)
+    return str(whole.relative_to(here)) if whole.is_relative_to(here) else str(whole)
+
+
+def _number(value: Any) -> str:
+    try:
+        return words.printable(value) if isinstance(value, str) else words.number(value)
+    except OverflowError:
+        return "inf"

@@ -1,0 +1,122 @@
+"""The loop of a live view: read what is new, draw it, obey keys; twice a second."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.text import Text
+
+from samestep.reporting.live.choice import Choice
+from samestep.reporting.live.latest import Tail, forget
+from samestep.reporting.live.marks import Marks
+from samestep.reporting.live.picture import picture, snapshot
+from samestep.reporting.live.scene import Scene
+from samestep.reporting.live.terminal import Terminal
+from samestep.reporting.record import Run
+
+__all__: list[str] = []
+
+PERIOD = 0.5  # seconds between two looks at a run that goes on; its ranks write as often
+CALM = 2.0  # at one that is over: somebody may start it again
+
+
+@dataclass
+class View:
+    """A run on a console.
+
+    Attributes:
+        run: is read again and again.
+        console: where it is shown.
+        choice: what is shown of it.
+        trouble: why it could not be read the last time; "" where it could.
+    """
+
+    run: Run
+    console: Console
+    choice: Choice
+    trouble: str = ""
+    _tail: Tail | None = None
+    _shown: Sequence[Text | None] = ()
+    _size: tuple[int, int] = (0, 0)
+    _now: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        encoding = (self.console.encoding or "").lower().replace("-", "")
+        colours = self.console.color_system is not None and not self.console.no_color
+        self.marks = Marks(colours=colours, ascii_only=not encoding.startswith("utf"))
+
+    @property
+    def scene(self) -> Scene:
+        """What there is to see; a pause stops the clock too."""
+        return Scene(self.run, self.choice, self._now, self.trouble)
+
+    def output(self, scene: Scene) -> list[str]:
+        """The last lines of the chosen rank's output."""
+        path = scene.output()
+        if self._tail is None or self._tail.path != path:
+            self._tail = Tail(path)
+        return self._tail.read()
+
+    def once(self) -> None:
+        """Prints all that there is, and is done."""
+        scene = self.scene
+        with self.console.capture() as page:  # rich would end the process where nobody reads
+            for line in snapshot(scene, self.output(scene), self.console.width, self.marks):
+                self.console.print(self._encoded(line), soft_wrap=True)
+        self.console.file.write(page.get())
+        self.console.file.flush()
+
+    def live(self) -> int:
+        """Shows it until somebody leaves; returns the exit code."""
+        with Terminal(self.console) as terminal:
+            while True:
+                self._draw()
+                due = time.monotonic() + (CALM if self.run.is_over else PERIOD)
+                while (left := due - time.monotonic()) > 0:
+                    for key in terminal.wait(left):
+                        if not self._press(key):
+                            return 0
+                        self._draw()
+                    if terminal.ended_by is not None:
+                        return 0 if terminal.ended_by == signal.SIGINT else 128 + terminal.ended_by
+                if not self.choice.is_paused:
+                    self._refresh()
+
+    def _press(self, key: str) -> bool:
+        if not key:
+            self._size = (0, 0)  # draws every line again
+            return True
+        return self.choice.press(key, self.scene.seen)
+
+    def _refresh(self) -> None:
+        try:
+            gone = not self.run.path.is_dir()
+            self.trouble = f"{self.run.path} is gone: this is what was last read of it" if gone else ""
+            if not gone:
+                self.run.refresh()
+        except OSError as error:
+            self.trouble = f"{error.filename or self.run.path} cannot be read: {error.strerror}"
+        forget(self.run)
+        self._now = time.time()
+
+    def _draw(self) -> None:
+        scene, (width, height) = self.scene, self.console.size
+        lines = picture(scene, self.output(scene), width, height, self.marks)
+        before = self._shown if self._size == (width, height) else [None] * height
+        self._shown, self._size = lines, (width, height)
+        with self.console:  # written at once
+            for number, line in enumerate(lines):
+                if line != before[number]:
+                    drawn = self.console.render_lines(self._encoded(line), self.console.options.update(height=1))
+                    self.console.update_screen_lines(drawn, 0, number)
+
+    def _encoded(self, line: Text) -> Text:
+        """A letter that the terminal's encoding lacks is a question mark."""
+        if self.marks.ascii_only:
+            line = line.copy()
+            line.plain = line.plain.encode("ascii", "replace").decode()
+        return line

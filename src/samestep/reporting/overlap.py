@@ -1,0 +1,135 @@
+"""How much of the communication passes beside the backward pass, and which calls of the script cost most.
+
+    backward ──────────────┐ wait ────┐            bucket 0 is reduced while the backward goes on: hidden
+      bucket 0  ├────┤                             bucket 1 is not: its last part is what the step waits for
+      bucket 1           ├────────────┤
+
+Whoever fills buckets says when one is full; when it was sent and when it was back, only samestep's own reductions say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from samestep.reporting.record import Event, RankLog
+from samestep.reporting.table import WAITS, measured, sound
+
+__all__: list[str] = []
+
+LOOKED_AT = 400  # lines of a rank: a mean of more is no other
+SHOWN = 10  # calls
+
+Stretch = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A step's communication, as far as is known when buckets were under way; microseconds, the mean of what was seen.
+
+    Attributes:
+        buckets: how many there are.
+        size: bytes of all of them.
+        travelling: at least one was under way.
+        hidden: of that, while the rank computed.
+    """
+
+    buckets: int
+    size: int
+    travelling: float
+    hidden: float
+
+    @property
+    def part(self) -> float | None:
+        """What share was hidden; None where nobody says when buckets were done."""
+        return self.hidden / self.travelling if self.travelling else None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective of the script's own.
+
+    Attributes:
+        operation: such as "all_reduce".
+        where: "file:line".
+        seconds: of a step, the mean of the ranks.
+        least: likewise, the rank that waits least in it: what is no waiting for others.
+    """
+
+    operation: str
+    where: str
+    seconds: float
+    least: float
+
+
+def overlap(logs: Sequence[RankLog]) -> Overlap | None:
+    """Returns what the buckets tell; None where there are none."""
+    lines = [line for log in logs for line in _some_of(log) if line["buckets"] and not line["more"]]
+    if not lines:
+        return None
+    seen = [(stretches, line) for line in lines if (stretches := travelling(line))]
+    whole = sum(_length(stretches) for stretches, _ in seen)
+    open_to_see = sum(_length(_common(stretches, _waiting(line))) for stretches, line in seen)
+    count = max(1, len(seen))
+    size = sum(measured(bucket[1]) for bucket in lines[-1]["buckets"])
+    return Overlap(len(lines[-1]["buckets"]), int(size), whole / count, (whole - open_to_see) / count)
+
+
+def travelling(line: Event) -> list[Stretch]:
+    """Returns when at least one bucket of a line was under way, in stretches that do not touch."""
+    known = sorted((begun, done) for *_, begun, done in line["buckets"] if begun is not None and done is not None)
+    merged: list[Stretch] = []
+    for begin, end in known:
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        elif end > begin:
+            merged.append((begin, end))
+    return merged
+
+
+def calls(logs: Sequence[RankLog]) -> list[Call]:
+    """Returns the collectives that the script calls in its steps, the dearest first; never those of the first step."""
+    by_rank = []
+    for log in logs:
+        lines = [line for line in _some_of(log) if line["step"] > log.steps[0]["step"]]
+        spent: Counter[tuple[str, str]] = Counter()
+        for line in lines:
+            spent.update(_called(line))
+        by_rank.append({call: micros / len(lines) / 1e6 for call, micros in spent.items()})
+    every = {call for each in by_rank for call in each}
+    found = [_call(call, [spent.get(call, 0.0) for spent in by_rank]) for call in every]
+    return sorted(found, key=lambda each: (-each.seconds, each.where))[:SHOWN]
+
+
+def _call(call: tuple[str, str], spent: Sequence[float]) -> Call:
+    return Call(*call, fmean(spent), min(spent))
+
+
+def _called(line: Event) -> Counter[tuple[str, str]]:
+    spent: Counter[tuple[str, str]] = Counter()
+    for name, _, length, *call in line["spans"]:
+        if name == "collective" and len(call) == 2:
+            spent[str(call[0]), str(call[1])] += measured(length)  # type: ignore[assignment]
+    return spent
+
+
+def _some_of(log: RankLog) -> list[Event]:
+    lines = list(sound(log.steps).values())
+    return lines[:: max(1, -(-len(lines) // LOOKED_AT))]
+
+
+def _waiting(line: Event) -> list[Stretch]:
+    return [(begin, begin + length) for name, begin, length, *_ in line["spans"] if name in WAITS]
+
+
+def _common(one: Sequence[Stretch], other: Sequence[Stretch]) -> Iterator[Stretch]:
+    for begin, end in one:
+        for since, until in other:
+            if min(end, until) > max(begin, since):
+                yield max(begin, since), min(end, until)
+
+
+def _length(stretches: Sequence[Stretch] | Iterator[Stretch]) -> float:
+    return sum(end - begin for begin, end in stretches)

@@ -1,0 +1,264 @@
+"""A run as its directory tells of it, while it goes on or afterwards: ranks, steps, findings, output.
+
+    run.json                        command, ranks, times, exit code     absent where samestep run did not start it
+    events.jsonl                    what the launcher said
+    findings.jsonl, checked.json    what --check found, and over how many steps
+    <attempt>/<host>/rankK.events.jsonl      a rank's steps
+    <attempt>/<host>/rankK.spawned/rankJ.…   of ranks that a script has started by itself
+
+Everything in it is somebody else's text: whoever shows it escapes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from samestep.errors import UsageError
+from samestep.events import APART, Reader
+from samestep.paths import RunDirectory
+
+__all__: list[str] = []
+
+Event = dict[str, Any]
+_LARGEST = 64 << 20  # bytes of a file that is read whole
+
+
+@dataclass
+class RankLog:
+    """What one rank has written in one attempt.
+
+    Attributes:
+        rank: which.
+        attempt: of the run.
+        host: the name of its host's folder.
+        folder: where its files lie.
+        begin: its "begin", or {}.
+        machine: its "machine", or {}.
+        steps: its "step" events, in order; the last may be of 0 steps.
+        values: its "values".
+        checkpoints: its "checkpoint" events.
+        pipelines: its "pipeline" events.
+        at: its last "at", {} where a step has ended since.
+        end: its "end", None while it runs, or where it was killed.
+        dropped: lines that its writer had no room for.
+        ahead: seconds that its clock is ahead of rank 0's.
+    """
+
+    rank: int
+    attempt: int
+    host: str
+    folder: Path
+    begin: Event = field(default_factory=dict)
+    machine: Event = field(default_factory=dict)
+    steps: list[Event] = field(default_factory=list)
+    values: list[Event] = field(default_factory=list)
+    checkpoints: list[Event] = field(default_factory=list)
+    pipelines: list[Event] = field(default_factory=list)
+    at: Event = field(default_factory=dict)
+    end: Event | None = None
+    dropped: int = 0
+    ahead: float = 0.0
+    reader: Reader = field(repr=False, default_factory=lambda: Reader(Path()))
+
+    def take(self) -> int:
+        """Reads what has been written since the last time; returns how many events."""
+        lists = {"step": self.steps, "values": self.values, "checkpoint": self.checkpoints, "pipeline": self.pipelines}
+        count = 0
+        for event in self.reader.events():
+            count += 1
+            kind = event["kind"]
+            if kind in lists:
+                lists[kind].append(event)
+                self.at = {} if kind == "step" and self.at and self.at["step"] < event["step"] else self.at
+            elif kind in ("begin", "machine", "at"):
+                setattr(self, kind, event)
+            elif kind == "end":
+                self.end = event
+            elif kind == "dropped":
+                self.dropped += event["lines"]
+        return count
+
+    @property
+    def step(self) -> int:
+        """How many optimizer steps are finished."""
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    def output(self, stream: str) -> Path:
+        """Returns the file of its standard output ("out") or error ("err")."""
+        return self.folder / f"rank{self.rank}.{stream}"
+
+
+@dataclass
+class Run:
+    """A run directory.
+
+    Attributes:
+        path: of it.
+        about: its run.json, {} where there is none.
+        ranks: what the ranks have written, by attempt and rank.
+        said: the launcher's events.
+        findings: those of --check, as `samestep verify --json` has them.
+        problems: what could not be read, a line each.
+        checked: what --check says of itself at its end, None where it was not asked for, or is not over.
+        reader: what reads events; a view of the last steps need not read all.
+    """
+
+    path: Path
+    about: Event = field(default_factory=dict)
+    ranks: dict[tuple[int, int], RankLog] = field(default_factory=dict)
+    said: list[Event] = field(default_factory=list)
+    findings: list[Event] = field(default_factory=list)
+    checked: Event | None = None
+    reader: type[Reader] = field(default=Reader, repr=False)
+    _launcher: Reader | None = field(default=None, repr=False)
+    _checked: tuple[int, int] | None = field(default=None, repr=False)
+
+    def refresh(self) -> int:
+        """Reads what is new; returns how many events there were."""
+        directory = RunDirectory(self.path)
+        self.about = _object_in(directory.record)
+        self._read_findings(self.path / "findings.jsonl")
+        self.checked = _object_in(self.path / "checked.json") or None
+        if self._launcher is None:
+            self._launcher = Reader(directory.events)
+        new = list(self._launcher.events())
+        self.said += new
+        for file in sorted(self.path.glob("[0-9]*/*/**/rank*.events.jsonl")):
+            self._open(file)
+        count = len(new) + sum(log.take() for log in self.ranks.values())
+        _align(self.ranks)
+        return count
+
+    def _read_findings(self, file: Path) -> None:
+        about = file.stat() if file.exists() else None
+        stamp = None if about is None else (about.st_size, about.st_mtime_ns)
+        if stamp != self._checked:
+            self._checked, self.findings = stamp, list(_objects_in(file))
+
+    def _open(self, file: Path) -> None:
+        attempt, host = file.relative_to(self.path).parts[:2]
+        number = file.name[len("rank") : -len(".events.jsonl")]
+        if not (attempt.isdecimal() and number.isdecimal()):
+            return
+        key = int(attempt), int(number)
+        known = self.ranks.get(key)
+        # A script that has started ranks by itself is none of them, though it has a number, and a file.
+        if known is None or len(file.parts) > len(known.reader.path.parts):
+            self.ranks[key] = RankLog(key[1], key[0], host, file.parent, reader=self.reader(file))
+
+    @property
+    def problems(self) -> list[str]:
+        """What could not be read, a line each."""
+        readers = [log.reader for log in self.ranks.values()] + ([self._launcher] if self._launcher else [])
+        told = [f"{one.path.name}: {one.torn} lines that are no events were left out" for one in readers if one.torn]
+        told += [
+            f"{one.path.name} has lines of version {one.newer}: a later samestep wrote them, and they were left out"
+            for one in readers
+            if one.newer is not None
+        ]
+        lost = sum(log.dropped for log in self.ranks.values())
+        return told + ([f"the ranks had no room for {lost} lines"] if lost else [])
+
+    @property
+    def attempts(self) -> list[int]:
+        """The attempts of which something is known."""
+        return sorted({attempt for attempt, _ in self.ranks})
+
+    def attempt(self, number: int) -> list[RankLog]:
+        """Returns the ranks of an attempt, in their order."""
+        return [log for (attempt, _), log in sorted(self.ranks.items()) if attempt == number]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come: the launcher, or every rank, has said so."""
+        if self.about:
+            return self.about.get("ended") is not None
+        return bool(self.ranks) and all(log.end is not None for log in self.attempt(self.attempts[-1]))
+
+
+def opened(path: Path, reader: type[Reader] = Reader) -> Run:
+    """Returns what a run directory says by now.
+
+    Raises:
+        UsageError: there is none, or nothing of a run is in it.
+    """
+    if not path.exists():
+        raise UsageError(f"there is no run directory {path}: `samestep run` says where a run's logs lie")
+    if not path.is_dir():
+        raise UsageError(f"{path} is a file: name the run directory, such as runs/train-20260101-120000-1a2b")
+    run = Run(path, reader=reader)
+    try:
+        run.refresh()
+    except OSError as error:
+        raise UsageError(f"{error.filename or path} cannot be read: {error.strerror}") from error
+    if not run.about and not run.ranks:
+        raise UsageError(f"{path} is no run directory: neither run.json nor events of a rank are in it{_inside(path)}")
+    return run
+
+
+def newest(runs: Path) -> Path:
+    """Returns the run directory in `runs` that has begun, or ended, last.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = _newest(runs)
+    if found is None:
+        raise UsageError(f"there is no run in ./{runs}: name a run directory, or start a run with `samestep run`")
+    return found
+
+
+def _newest(runs: Path) -> Path | None:
+    record = max(runs.glob("*/run.json"), key=lambda each: each.stat().st_mtime, default=None)
+    return None if record is None else record.parent
+
+
+def _inside(path: Path) -> str:
+    """Names the newest run in a directory of runs."""
+    found = _newest(path)
+    return "" if found is None else f"; the newest run in it is {found}"
+
+
+def trained(step: Event) -> float:
+    """Returns the seconds of a step event that were training: without evaluations, saves and loads."""
+    seconds: float = step["seconds"] - sum(step["spent"].get(name, 0.0) for name in APART)
+    return max(0.0, seconds)
+
+
+def _align(ranks: dict[tuple[int, int], RankLog]) -> None:
+    """Finds how far the hosts' clocks are apart: their steps end together, as far as all wait for all."""
+    for attempt in {attempt for attempt, _ in ranks}:
+        logs = {rank: log for (number, rank), log in sorted(ranks.items()) if number == attempt}
+        first = next(iter(logs.values()))
+        offsets: dict[str, float] = {first.host: 0.0}
+        begins = {event["step"]: event["t"] for event in first.steps[:200]}
+        for log in logs.values():
+            if log.host not in offsets:
+                apart = [event["t"] - begins[event["step"]] for event in log.steps[:200] if event["step"] in begins]
+                offsets[log.host] = median(apart) if apart else 0.0
+            log.ahead = offsets[log.host]
+
+
+def _object_in(file: Path) -> Event:
+    return next(_objects_in(file, whole=True), {})
+
+
+def _objects_in(file: Path, *, whole: bool = False) -> Iterator[Event]:
+    """Yields the JSON objects of a file: of its lines, or the one that it is."""
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(_LARGEST)
+    except FileNotFoundError:
+        return
+    for text in [data] if whole else data.splitlines():
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            continue  # half-written
+        if isinstance(found, dict):
+            yield found

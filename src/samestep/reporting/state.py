@@ -1,0 +1,132 @@
+"""What became of a run: how it ended, which ranks did not, and what else its directory holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from samestep.reporting.account import last
+from samestep.reporting.analysis import Analysis
+from samestep.reporting.record import Event, RankLog
+from samestep.reporting.words import listed, printable, seconds, some, spans
+
+__all__: list[str] = []
+
+PREEMPTED, HANG = 75, 124  # exit codes
+_MOST_STANDING = 64  # ranks of which it is told what they were at
+_QUIET = 60.0  # seconds without a line, after which a run may be dead
+
+Word = Literal["running", "ended", "failed"]
+
+
+@dataclass(frozen=True)
+class State:
+    """In a word, and in sentences."""
+
+    word: Word
+    sentences: tuple[str, ...]
+
+
+def state(analysis: Analysis, now: float) -> State:
+    """Returns what became of the run; `now` is in seconds since 1970."""
+    about = analysis.run.about
+    word = _word(analysis)
+    told = [_first(analysis)]
+    if word == "running":
+        told.append(_running(analysis, now))
+    elif about:
+        told.append(_exit(about))
+    told += [*_failure(about), *_ranks(analysis, over=word != "running"), *_others(analysis), *_foreign(analysis)]
+    return State(word, tuple(told))
+
+
+def _word(analysis: Analysis) -> Word:
+    about = analysis.run.about
+    if not analysis.run.is_over:
+        return "running"
+    failed = about.get("exit") not in (0, None) or any(log.end and log.end["error"] for log in analysis.logs)
+    return "failed" if failed and about.get("exit") != PREEMPTED else "ended"
+
+
+def _first(analysis: Analysis) -> str:
+    hosts = list(dict.fromkeys(printable(log.begin.get("host", log.host)) for log in analysis.logs))
+    where = f" on {listed(hosts) if len(hosts) <= 4 else some(len(hosts), 'host')}" if hosts else ""
+    took = f" in {seconds(analysis.account.wall)}" if analysis.steps else ""
+    what = printable(program(analysis.run.about))
+    return f"{what}, {some(analysis.size, 'rank')}{where}: {some(analysis.steps, 'step')}{took}."
+
+
+def program(about: Event) -> str:
+    """Returns the script or module that was run, as far as it is known."""
+    command = about.get("command")
+    return str(command[0]) if isinstance(command, list) and command else "A script"
+
+
+def _running(analysis: Analysis, now: float) -> str:
+    heard = max((last(log) for log in analysis.logs), default=0.0)
+    quiet = now - heard
+    if heard and quiet > _QUIET:
+        return f"It is still running, or was killed with its launcher: the last line is {seconds(quiet)} old."
+    return "It is still running: this is what it has written by now."
+
+
+def _exit(about: Event) -> str:
+    code = about.get("exit")
+    meaning = {0: "", PREEMPTED: ": preempted, and saved", HANG: ": it hung, and was stopped"}
+    told = meaning.get(code, "") if isinstance(code, int) else ""
+    return f"It ended with exit code {printable(code)}{told}."
+
+
+def _failure(about: Event) -> Iterator[str]:
+    failure = about.get("failure")
+    if isinstance(failure, dict):
+        said = [failure.get("exception"), failure.get("message")]
+        what = ": ".join(printable(each) for each in said if each) or f"signal {printable(failure.get('signal'))}"
+        where = f", at {printable(failure['where'])}" if failure.get("where") else ""
+        yield f"Rank {printable(failure.get('rank'))} is to blame: {what}{where}."
+
+
+def _ranks(analysis: Analysis, *, over: bool) -> Iterator[str]:
+    silent = [log.rank for log in analysis.logs if log.end is None] if over else []
+    if silent:
+        yield f"{_named(silent)} did not come to an end: killed, or stopped with the others."
+    yield from (_standing(log) for log in analysis.logs[:_MOST_STANDING] if log.end is None and log.at)
+    missing = sorted(set(range(min(analysis.size, 1 << 16))) - {log.rank for log in analysis.logs})
+    if analysis.logs and missing:
+        yield f"Nothing is known of {_named(missing).lower()}."
+    if not analysis.logs:
+        yield "No rank has written an event: the script ended before its first step, or did not begin."
+    for rank, count in analysis.table.left_out.items():
+        yield f"Rank {rank} has taken {some(count, 'step')} and is not compared with the others."
+
+
+def _standing(log: RankLog) -> str:
+    """What a rank was at when it was last heard of, and had been for seconds."""
+    call = f" ({printable(log.at['operation'])} at {printable(log.at['site'])})" if log.at["operation"] else ""
+    return f"Rank {log.rank} was last seen in its phase {printable(log.at['phase'])!r}{call}, for over two seconds."
+
+
+def _others(analysis: Analysis) -> Iterator[str]:
+    others = [number for number in analysis.run.attempts if number != analysis.number]
+    if others:
+        which = "the last" if analysis.number > others[-1] else "an earlier one"
+        words = f"attempts {spans(others)}" if len(others) > 1 else f"attempt {others[0]}"
+        yield f"This is attempt {analysis.number}, {which}; `--attempt` shows {words}."
+
+
+def _foreign(analysis: Analysis) -> Iterator[str]:
+    if not analysis.steps:
+        return
+    lacking: dict[str, Any] = {
+        "values": any(log.values for log in analysis.logs),
+        "shares of the work": analysis.ledger,
+        "buckets": analysis.overlap,
+    }
+    absent = [name for name, found in lacking.items() if not found]
+    if absent and analysis.size > 1:
+        yield f"The script tells nothing of {listed(absent)}: what follows goes as far as can be seen from outside."
+
+
+def _named(ranks: list[int]) -> str:
+    return f"Ranks {spans(ranks)}" if len(ranks) > 1 else f"Rank {ranks[0]}"

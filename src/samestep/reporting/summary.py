@@ -1,0 +1,241 @@
+"""A run in words and in numbers: what became of it, is it the same training, where the time goes, what to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from samestep.events import APART
+from samestep.reporting.advice import Advice, advice
+from samestep.reporting.analysis import Analysis
+from samestep.reporting.record import Event
+from samestep.reporting.sameness import Sameness, sameness
+from samestep.reporting.state import State, state
+from samestep.reporting.words import printable, seconds, share, size, some
+
+__all__: list[str] = []
+
+VERSION = 1  # of what --json writes
+NAMES = {"evaluate": "evaluation", "save": "saving", "load": "loading"}
+NOTHING = "Nothing stands out."
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What there is to say first.
+
+    Attributes:
+        state: what became of the run.
+        same: whether it was the same training.
+        time: where its time went, in sentences.
+        advice: what to change, the greatest gain first.
+    """
+
+    state: State
+    same: Sameness
+    time: tuple[str, ...]
+    advice: tuple[Advice, ...]
+
+    @property
+    def changes(self) -> list[str]:
+        """What to change, in sentences."""
+        return [each.sentence for each in self.advice] or [NOTHING]
+
+
+def summary(analysis: Analysis, now: float) -> Summary:
+    """Returns it; `now` is in seconds since 1970."""
+    time = tuple(_time(analysis)) if analysis.steps else ("No step was finished.",)
+    found = advice(analysis) if len(analysis.table) else []
+    return Summary(state(analysis, now), sameness(analysis.run), time, tuple(found))
+
+
+def as_json(analysis: Analysis, told: Summary) -> dict[str, Any]:
+    """Returns what --json writes; docs/reporting.md explains the keys."""
+    account = analysis.account
+    return {
+        "version": VERSION,
+        "run_dir": str(analysis.run.path),
+        "attempt": analysis.number,
+        "attempts": analysis.run.attempts,
+        "state": told.state.word,
+        "exit": analysis.run.about.get("exit"),
+        "ranks": analysis.size,
+        "steps": analysis.steps,
+        "last_step": analysis.last_step,
+        "same": {"verdict": told.same.verdict, "command": told.same.command},
+        "time": {
+            "wall": account.wall,
+            "training": account.training,
+            "first_step": account.first,
+            **{name: account.apart.get(name, 0.0) for name in APART},
+            "rest": account.rest,
+        },
+        "step": {
+            "mean": account.step,
+            "median": account.usual,
+            "slowest": {"step": account.slowest_step, "seconds": account.slowest},
+            "phases": account.phases,
+        },
+        "communication": _communication(analysis),
+        "per_rank": [_rank(analysis, row) for row in range(len(analysis.table.ranks))],
+        "imbalance": None if analysis.ledger is None else analysis.ledger.imbalance,
+        "values": values(analysis),
+        "advice": [vars(each) for each in told.advice],
+        "findings": analysis.run.findings,
+        "launcher": analysis.run.said,
+        "checkpoints": checkpoints(analysis),
+        "problems": analysis.run.problems,
+        "sentences": {
+            "state": list(told.state.sentences),
+            "same": [told.same.sentence],
+            "time": list(told.time),
+            "advice": told.changes,
+        },
+    }
+
+
+def checkpoints(analysis: Analysis) -> list[dict[str, Any]]:
+    """Returns the saves, one of all ranks' for each step and path."""
+    keys = ("step", "t", "seconds", "path", "bytes", "reason")
+    found = {(one["step"], one["path"]): one for log in analysis.logs for one in log.checkpoints}
+    return [{key: one[key] for key in keys} for _, one in sorted(found.items())]
+
+
+def values(analysis: Analysis) -> dict[str, dict[str, Any]]:
+    """Returns what became of each logged value, as the first rank that logs it says."""
+    found: dict[str, list[Event]] = {}
+    for log in analysis.logs:
+        own = {name for line in log.values for name in line["values"]} - set(found)
+        for line in log.values:
+            for name in own & set(line["values"]):
+                found.setdefault(name, []).append({"step": line["step"], "value": number_of(line["values"][name])})
+    return {name: _course(points) for name, points in found.items()}
+
+
+def number_of(value: float | str) -> float:
+    """Returns a logged value as a number; "nan", "inf" and "-inf" are texts in the file.
+
+    >>> number_of("inf"), number_of(2), number_of(10**400)
+    (inf, 2.0, inf)
+    """
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _course(points: list[Event]) -> dict[str, Any]:
+    finite = [point["value"] for point in points if math.isfinite(point["value"])]
+    odd = [point["step"] for point in points if not math.isfinite(point["value"])]
+    return {
+        "first": finite[0] if finite else None,
+        "last": finite[-1] if finite else None,
+        "lowest": min(finite, default=None),
+        "highest": max(finite, default=None),
+        "logged": len(points),
+        "not_finite": len(odd),
+        "first_not_finite": odd[0] if odd else None,
+    }
+
+
+def _communication(analysis: Analysis) -> dict[str, Any]:
+    account, overlap = analysis.account, analysis.overlap
+    return {
+        "seconds": account.waits,
+        "share": account.part(account.waits),
+        "transfer": account.transfer,
+        "delay": account.delay,
+        "buckets": None if overlap is None else overlap.buckets,
+        "bytes": None if overlap is None else overlap.size,
+        "hidden": None if overlap is None else overlap.part,
+        "calls": [vars(call) for call in analysis.calls],
+    }
+
+
+def _rank(analysis: Analysis, row: int) -> dict[str, Any]:
+    steady, rank = analysis.table.steady, analysis.table.ranks[row]
+    log = next(log for log in analysis.logs if log.rank == rank)
+    work = next((share for share in analysis.ledger.shares if share.rank == rank), None) if analysis.ledger else None
+    return {
+        "rank": rank,
+        "host": log.begin.get("host", log.host),
+        "steps": sum(line["steps"] for line in log.steps),
+        "own": float(analysis.pace.own[row]),
+        "data": float(steady.by_rank(steady.of_phases("data"))[row]),
+        "waits": float(steady.by_rank(steady.waits)[row]),
+        "relative": float(analysis.pace.relative[row]),
+        "samples": None if work is None else work.samples,
+        "weight": None if work is None else work.weight,
+        "epoch": None if work is None else work.epoch,
+        "ended": log.end is not None,
+        "error": log.end["error"] if log.end else None,
+    }
+
+
+def _time(analysis: Analysis) -> Iterator[str]:
+    account = analysis.account
+    yield _whole(analysis)
+    yield _step(analysis)
+    if analysis.size > 1 and account.waits:
+        yield _waits(analysis)
+    beyond = account.first - account.usual
+    if len(analysis.table) > 1 and beyond > 0:
+        yield (
+            f"The first step took {seconds(account.first)}, {seconds(beyond)} more than a usual one "
+            f"({share(account.of_run(beyond))} of the run): building the model, warming up, compiling."
+        )
+
+
+def _whole(analysis: Analysis) -> str:
+    account = analysis.account
+
+    def told(spent: float) -> str:
+        return f"{seconds(spent)} ({share(account.of_run(spent))})"
+
+    apart = [f"{NAMES[name]} {told(spent)}" for name, spent in account.apart.items()]
+    rest = (
+        [f"what lies before, between and behind {told(account.rest)}"] if account.of_run(account.rest) > 0.005 else []
+    )
+    parts = [f"{told(account.training)} were training", *apart, *rest]
+    return f"Of {seconds(account.wall)} from begin to end {', '.join(parts)}."
+
+
+def _step(analysis: Analysis) -> str:
+    account = analysis.account
+    phases = sorted(account.phases.items(), key=lambda each: -each[1])
+    told = ", ".join(f"{name} {share(account.part(spent))}" for name, spent in phases if account.part(spent) >= 0.005)
+    slowest = f"; the slowest, step {account.slowest_step:,}, {seconds(account.slowest)}"
+    return f"A step takes {seconds(account.step)} (median {seconds(account.usual)}{slowest}): {told}."
+
+
+def _waits(analysis: Analysis) -> str:
+    account, overlap = analysis.account, analysis.overlap
+    told = (
+        f"Communication keeps the ranks for {share(account.part(account.waits))} of a step: "
+        f"{share(account.part(account.transfer))} the exchange itself, {share(account.part(account.delay))} waiting "
+        "for slower ranks"
+    )
+    if overlap is None:
+        return f"{told}."
+    buckets = f"{some(overlap.buckets, 'bucket')} of gradients ({size(overlap.size)})"
+    if overlap.part is None:
+        return f"{told}. {buckets}: when they were full is known, when they were back is not."
+    part = f"{share(overlap.part)} of the time that they travel passes beside other work"
+    return f"{told}. {buckets}: {part}."
+
+
+def lines(told: Summary) -> list[str]:
+    """Returns the summary for a terminal."""
+    parts = {
+        "": told.state.sentences,
+        "is it the same training?": (told.same.sentence,),
+        "where does the time go?": told.time,
+        "what to change": told.changes,
+    }
+    shown: list[str] = []
+    for heading, sentences in parts.items():
+        shown += [heading] if heading else []
+        shown += [printable(f"  {sentence}" if heading else sentence) for sentence in sentences]
+    return shown

@@ -1,0 +1,111 @@
+"""Numbers as a person reads them, and other people's texts as nothing obeys them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+__all__: list[str] = []
+
+LONGEST = 2_000  # letters of somebody else's text that are shown
+
+
+def seconds(value: float) -> str:
+    """Returns a time with the unit that suits it.
+
+    >>> seconds(0.00042), seconds(0.0184), seconds(1.5), seconds(125), seconds(7320)
+    ('0.42 ms', '18.4 ms', '1.50 s', '2 min 05 s', '2 h 02 min')
+    """
+    if value < 0.9995:
+        milliseconds = 1e3 * value
+        return f"{milliseconds:.2f} ms" if milliseconds < 9.995 else f"{milliseconds:.{int(milliseconds < 99.95)}f} ms"
+    if value < 59.995:
+        return f"{value:.2f} s" if value < 9.995 else f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"
+
+
+def share(value: float) -> str:
+    """Returns a part of a whole.
+
+    >>> share(0.5), share(0.034), share(0.0004), share(0)
+    ('50 %', '3.4 %', '< 0.1 %', '0 %')
+    """
+    percent = 100 * value
+    if 0 < percent < 0.1:
+        return "< 0.1 %"
+    return f"{percent:.1f} %" if 0 < percent < 9.95 else f"{percent:.0f} %"
+
+
+def size(count: float) -> str:
+    """Returns a number of bytes, in powers of 1000.
+
+    >>> size(999), size(1234567)
+    ('999 B', '1.2 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def number(value: float) -> str:
+    """Returns a number with as many digits as say something.
+
+    >>> number(1234.0), number(0.123456), number(float("nan"))
+    ('1,234', '0.1235', 'nan')
+    """
+    if math.isfinite(value) and value == round(value) and abs(value) < 1e15:
+        return f"{round(value):,}"
+    return f"{value:.4g}"
+
+
+def some(count: int, what: str, plural: str = "") -> str:
+    """Returns how many of something.
+
+    >>> some(1, "rank"), some(2000, "rank")
+    ('1 rank', '2,000 ranks')
+    """
+    return f"{count:,} {what if count == 1 else plural or what + 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns names as a sentence has them.
+
+    >>> listed(["a"]), listed(["a", "b", "c"])
+    ('a', 'a, b and c')
+    """
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Returns numbers in ascending order, neighbours in one.
+
+    >>> spans([0, 1, 2, 5, 7, 8])
+    '0-2, 5, 7-8'
+    """
+    runs: list[list[int]] = []
+    for each in numbers:
+        if runs and each == runs[-1][-1] + 1:
+            runs[-1][1:] = [each]
+        else:
+            runs.append([each])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def printable(text: Any) -> str:
+    r"""Returns a text on one line, and without what a terminal or a page would obey; one that is too long is cut.
+
+    >>> printable("a\x1b[31m\u202eb")
+    'a\\x1b[31m\\u202eb'
+    """
+    told = str(text)
+    told = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in told[:LONGEST])
+    return told + ("…" if len(str(text)) > LONGEST else "")
+
+
+def lines(text: Any) -> str:
+    """Returns a text of several lines, each of them printable."""
+    return "\n".join(map(printable, str(text)[: 10 * LONGEST].split("\n")))

@@ -1,0 +1,112 @@
+"""The data ledger: which rank had how much of the steps' work, and what it costs if that is uneven.
+
+In each step the ranks that had more of it are compared with those that had less: how much longer did they compute?
+A line through all of these differences is what a unit of work costs. A step ends with the rank that has most, so
+
+    cost of a step  =  seconds of a unit, times what the rank that has most has beyond the mean of the ranks
+
+and nothing, unless the times do follow the work: ranks may be slow for other reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.reporting.record import Event, RankLog
+from samestep.reporting.table import Floats, Table, measured, sound
+
+__all__: list[str] = []
+
+FOLLOWS = 0.5  # of the variance of the times is explained by the work
+FEWEST = 10  # steps of which that can be said
+
+Unit = Literal["samples", "weight"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank had.
+
+    Attributes:
+        rank: which.
+        samples, weight: of a step, in the mean.
+        least, most: the least and the most weight of a step.
+        epoch: the last.
+        epochs: how many there were.
+    """
+
+    rank: int
+    samples: float
+    weight: float
+    least: float
+    most: float
+    epoch: int
+    epochs: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The work of all ranks.
+
+    Attributes:
+        shares: by rank.
+        unit: what the imbalance is of.
+        imbalance: by how much the rank that has most of a step has more than the mean, in the mean of the steps.
+        follows: how much of the differences between the ranks' times the work explains, None where nothing differs.
+        cost: seconds of a step that an even division would save.
+    """
+
+    shares: tuple[Share, ...]
+    unit: Unit
+    imbalance: float
+    follows: float | None
+    cost: float
+
+
+def ledger(table: Table, logs: Sequence[RankLog]) -> Ledger | None:
+    """Returns what the ranks had to do; None where the script does not say, as one without samestep's loader."""
+    lines = {log.rank: found for log in logs if (found := _lines(log))}
+    if not lines:
+        return None
+    shares = tuple(_share(rank, list(each.values())) for rank, each in sorted(lines.items()))
+    steady = table.steady
+    known = [step in each for each in (lines.get(rank, {}) for rank in steady.ranks) for step in steady.steps.tolist()]
+    common: NDArray[Any] = np.array(known, dtype=bool).reshape(len(steady.ranks), len(steady))
+    steady = steady.columns(np.flatnonzero(common.all(axis=0)))
+    if len(steady.ranks) < 2 or not len(steady):
+        return Ledger(shares, "samples", 0.0, None, 0.0)
+    unit: Unit = "weight" if any(share.weight != share.samples for share in shares) else "samples"
+    work = np.array([[measured(lines[rank][step].get(unit, 0)) for step in steady.steps] for rank in steady.ranks])
+    return Ledger(shares, unit, *_uneven(work, steady))
+
+
+def _uneven(work: Floats, table: Table) -> tuple[float, float | None, float]:
+    beyond = work - work.mean(axis=0)
+    mean = table.mean(work.mean(axis=0))
+    imbalance = table.mean(beyond.max(axis=0)) / mean if mean else 0.0
+    own = table.own - table.own.mean(axis=0)
+    variance = float((beyond**2).sum())
+    if not variance or not float((own**2).sum()):
+        return imbalance, None, 0.0
+    together = float((beyond * own).sum())
+    follows = together**2 / (variance * float((own**2).sum()))
+    if together <= 0 or follows < FOLLOWS or len(table) < FEWEST:
+        return imbalance, follows if together > 0 else 0.0, 0.0
+    return imbalance, follows, together / variance * table.mean(beyond.max(axis=0))
+
+
+def _lines(log: RankLog) -> dict[int, Event]:
+    return {step: line["work"] for step, line in sound(log.steps).items() if line["work"]}
+
+
+def _share(rank: int, lines: Sequence[Event]) -> Share:
+    samples = [measured(line.get("samples", 0)) for line in lines]
+    weight = [measured(line.get("weight", 0)) for line in lines]
+    epochs = {int(measured(line.get("epoch", 0))) for line in lines}
+    mean = float(np.mean(samples)), float(np.mean(weight))
+    return Share(rank, *mean, min(weight), max(weight), max(epochs), len(epochs))

@@ -1,0 +1,146 @@
+"""The latest of files that may be huge: what is read of them, and how much that is."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from made_runs import T0, Made
+
+from samestep.reporting.live import latest
+from samestep.reporting.live.latest import LatestReader, Tail, clean, forget, open_latest
+
+
+def test_of_a_huge_file_the_first_and_the_last_events_are_read(tmp_path):
+    made = Made(tmp_path, ranks=1, steps=5_000)
+    made.write()
+    assert made.file(0).stat().st_size > 2 * (latest.HEAD + latest.LAST)
+    run = open_latest(tmp_path)
+    log = run.ranks[0, 0]
+    assert log.begin["host"] == "node0"
+    assert log.machine["backend"] == "gloo"
+    assert [event["step"] for event in log.steps[-latest.LOOK :]] == list(range(5_001 - latest.LOOK, 5_001))
+    assert log.end is not None
+    assert len(log.steps) <= 2 * latest.LOOK
+    assert run.problems == []
+
+
+def test_what_is_appended_is_read_once_and_whole(tmp_path):
+    made = Made(tmp_path, ranks=1, steps=3, ended=lambda rank: False)
+    made.write()
+    reader = LatestReader(made.file(0))
+    assert [event["kind"] for event in reader.events()] == ["begin", "machine", "step", "step", "step"]
+    assert list(reader.events()) == []
+    line = json.dumps({"v": 1, "t": T0, "rank": 0, "attempt": 0, "kind": "values", "step": 3, "values": {"loss": 1}})
+    with made.file(0).open("a") as file:
+        file.write(line[:30])
+    assert list(reader.events()) == []
+    with made.file(0).open("a") as file:
+        file.write(line[30:] + "\n")
+    assert [event["values"] for event in reader.events()] == [{"loss": 1}]
+    assert reader.torn == 0
+
+
+def test_of_many_new_steps_the_last_are_read_and_everything_else(tmp_path):
+    made = Made(tmp_path, ranks=1, steps=3, ended=lambda rank: False)
+    made.write()
+    reader = LatestReader(made.file(0))
+    list(reader.events())
+    step = {"v": 1, "t": T0, "rank": 0, "attempt": 0, "kind": "step", "step": 0, "steps": 1, "seconds": 1.0}
+    step |= {"spent": {}, "spans": [["all_reduce", 0, 1, "a.py:3"]], "more": 0, "buckets": [[0, 1, 2, None, 3]]}
+    step |= {"work": {}}
+    saved = {**step, "kind": "checkpoint", "path": "x", "bytes": 1, "reason": None}
+    with made.file(0).open("a") as file:
+        for number in range(4, 104):
+            file.write(json.dumps(step | {"step": number}, separators=(",", ":")) + "\n")
+            if number == 30:
+                file.write(json.dumps(saved, separators=(",", ":")) + "\n")
+    events = list(reader.events())
+    assert [event["step"] for event in events if event["kind"] == "step"] == [4, *range(104 - latest.LOOK, 104)]
+    assert [event["kind"] for event in events].count("checkpoint") == 1
+    assert events[-1]["spans"] == events[-1]["buckets"] == []
+    assert events[-1]["work"] == {}
+    assert reader.torn == 0
+
+
+def test_a_file_that_was_begun_anew_is_read_anew(tmp_path):
+    made = Made(tmp_path, ranks=1, steps=9)
+    made.write()
+    reader = LatestReader(made.file(0))
+    assert len(list(reader.events())) == 12
+    Made(tmp_path, ranks=1, steps=2).write()
+    assert len(list(reader.events())) == 5
+
+
+def test_a_line_without_end_is_dropped(tmp_path):
+    file = tmp_path / "rank0.events.jsonl"
+    file.write_bytes(b"x" * (3 << 20))
+    reader = LatestReader(file)
+    for _ in range(5):
+        assert list(reader.events()) == []
+        with file.open("ab") as more:
+            more.write(b"x" * (300 << 10))
+    assert reader.torn == 1
+
+
+def test_what_is_kept_in_memory_has_a_limit(tmp_path):
+    made = Made(tmp_path, ranks=1, steps=600, values=lambda rank, step: {"loss": 1.0})
+    made.write()
+    run = open_latest(tmp_path)
+    for number in range(1, 2_000):
+        run.said.append({"number": number})
+    forget(run)
+    assert len(run.said) == len(run.ranks[0, 0].values) == latest.KEPT
+
+
+# --- output -----------------------------------------------------------------------------------------------
+
+
+def test_the_last_lines_of_output_are_read_and_no_more(tmp_path):
+    file = tmp_path / "rank0.out"
+    file.write_text("".join(f"line {number}\n" for number in range(100_000)))
+    tail = Tail(file)
+    assert tail.read()[-1] == "line 99999"
+    assert sum(map(len, tail.lines)) < latest.TAIL
+    assert tail.lines[0].startswith("line 9")  # not half of one
+    with file.open("a") as more:
+        more.write("and ")
+    assert tail.read()[-1] == "and "
+    with file.open("a") as more:
+        more.write("more\n")
+    assert tail.read()[-1] == "and more"
+
+
+def test_one_line_longer_than_what_is_read_is_shown_in_part(tmp_path):
+    file = tmp_path / "rank0.out"
+    file.write_bytes(b"\xff" * (1 << 20))
+    (line,) = Tail(file).read()
+    assert len(line) == latest.LONGEST
+
+
+def test_what_is_no_file_has_no_lines(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "absent", tmp_path / ("x" * 300)):
+        assert Tail(path).read() == []
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("\x1b[1;31mred\x1b[0m", "red"),
+        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x07", "link"),
+        ("\x1b]0;title without end", ""),
+        ("\x1b(Bcharset\x1b7saved\x1bc", "charsetsaved"),
+        ("\x1b", "\\x1b"),
+        ("\x9b31mred", "red"),
+        (" 10%|#   |\r 90%|### |\r", " 90%|### |"),
+        ("a\tb", "a   b"),
+        ("[red]markup[/red]", "[red]markup[/red]"),
+        ("\x00\x07\x7f\u202e", "\\x00\\x07\\x7f\\u202e"),
+        ("\x1b[" + "1;" * 5_000, "1;" * 500),
+    ],
+)
+def test_a_line_is_shown_and_never_obeyed(line, shown):
+    assert clean(line) == shown
+    assert clean(line).isprintable()
