@@ -45,13 +45,17 @@ class Flight:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """Returns what this process's flight recorder says, for the launcher, which knows its rank."""
+    """Returns the last collective of each of this process's groups, the latest last; the launcher adds the rank."""
     c10d: Any = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(c10d, "_dump_fr_trace_json", None)
     if dump is None:
         return []
     told = json.loads(dump(includeCollectives=True, onlyActive=False))
-    lasts = {str(entry["process_group"]): _fields(entry) for entry in told.get("entries", []) if not entry["is_p2p"]}
+    lasts: dict[str, dict[str, Any]] = {}
+    for entry in told.get("entries", []):
+        if not entry["is_p2p"]:
+            lasts.pop(group := str(entry["process_group"]), None)
+            lasts[group] = _fields(entry)
     return list(lasts.values())
 
 
