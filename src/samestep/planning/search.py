@@ -1,0 +1,173 @@
+"""Which way to use so many ranks is quickest, and how that goes on as they become more.
+
+    ranks     data parallel     pipeline     hybrid        every way is predicted; of each kind the quickest is kept,
+      1       one process                                  as long as it fits the devices' memory
+      2       2 replicas        2 stages
+      4       4                 4            2 x 2
+      …       …                 …            2 x 4, 4 x 2
+
+Micro-batches are tried from one a stage to eight, doubling, as `plan_pipeline` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from samestep.errors import UsageError
+from samestep.network.links import bytes_text
+from samestep.planning import replicas, stages
+from samestep.planning.fabric import Fabric
+from samestep.planning.profile import Profile
+from samestep.planning.step import Step, Way
+
+__all__: list[str] = []
+
+KINDS = ("data", "pipeline", "hybrid")
+MOST_STAGES = 32
+MOST_EACH = 8  # micro-batches for each stage
+SCHEDULES = ("1f1b", "zero-bubble")
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """Why a kind of way cannot be used.
+
+    Attributes:
+        reason: a clause.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best steps of a number of ranks.
+
+    Attributes:
+        ranks: how many.
+        steps: by kind, the quickest, or why there is none.
+    """
+
+    ranks: int
+    steps: dict[str, Step | Unfit]
+
+    @property
+    def best(self) -> Step | None:
+        """The quickest of all kinds, by samples a second."""
+        fitting = [one for one in self.steps.values() if isinstance(one, Step)]
+        return max(fitting, key=lambda one: one.rate, default=None)
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Predicts a training on a cluster.
+
+    Attributes:
+        profile: of one process.
+        fabric: among the ranks.
+        speed: of a device, relative to the profiled one.
+        memory: bytes of a device.
+        grows: the batch grows with the ranks: each takes as many samples as the profiled process; else all take those
+            together, and the training is the same.
+        times: the batch is that of the profile.
+    """
+
+    profile: Profile
+    fabric: Fabric
+    speed: float = 1.0
+    memory: float = float("inf")
+    grows: bool = False
+    times: int = 1
+    _known: dict[int, Point] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def alone(self) -> Step:
+        """One process on one device, whether it fits there or not."""
+        return replicas.step(self.profile, self.fabric, Way(1), self.speed, batch=self.samples(1))
+
+    def samples(self, ranks: int) -> int:
+        """Returns how many a step has."""
+        return self.profile.batch * self.times * (ranks if self.grows else 1)
+
+    def at(self, ranks: int) -> Point:
+        """Returns the best steps of so many ranks.
+
+        Raises:
+            UsageError: fewer than 1, or more than the cluster has.
+        """
+        if not 1 <= ranks <= self.fabric.ranks:
+            raise UsageError(f"{ranks} ranks are asked for, and the cluster has {self.fabric.ranks}: give 1 to that")
+        if ranks not in self._known:
+            kinds = ("alone",) if ranks == 1 else KINDS
+            self._known[ranks] = Point(ranks, {kind: self._best(kind, ranks) for kind in kinds})
+        return self._known[ranks]
+
+    def curve(self, most: int | None = None) -> list[Point]:
+        """Returns the points of 1, 2, 4, … ranks, and of the most."""
+        most = self.fabric.ranks if most is None else most
+        counts = [1 << bit for bit in range(most.bit_length()) if 1 << bit < most]
+        return [self.at(ranks) for ranks in (*counts, most)]
+
+    def step(self, way: Way) -> Step:
+        """Returns the step of one way.
+
+        Raises:
+            UsageError: no cut fits the devices' memory, or there are fewer layers than stages.
+        """
+        batch = self.samples(way.ranks)
+        if way.stages == 1:
+            return replicas.step(self.profile, self.fabric, way, self.speed, batch=batch)
+        return stages.step(self.profile, self.fabric, way, self.speed, memory=self.memory, batch=batch)
+
+    def ways(self, kind: str, ranks: int) -> Iterator[Way]:
+        """Yields what could be tried."""
+        if kind in ("alone", "data"):
+            if self.samples(ranks) >= ranks:
+                yield Way(ranks)
+            return
+        layers = min((len(each) for each in self.profile.layers.values()), default=0)
+        for count in (ranks,) if kind == "pipeline" else _divisors(ranks):
+            if count <= min(layers, MOST_STAGES):
+                yield from self._orders(ranks // count, count)
+
+    def _orders(self, copies: int, count: int) -> Iterator[Way]:
+        parts = count
+        while parts <= MOST_EACH * count and parts * copies <= self.samples(copies * count):
+            yield from (Way(copies, count, parts, name) for name in SCHEDULES)
+            parts *= 2
+
+    def _best(self, kind: str, ranks: int) -> Step | Unfit:
+        found: list[Step] = []
+        reason = self._none(kind, ranks)
+        for way in self.ways(kind, ranks):
+            try:
+                one = self.step(way)
+            except UsageError as error:
+                reason = str(error)
+                continue
+            if one.memory <= self.memory:
+                found.append(one)
+            else:
+                reason = (
+                    f"a device needs {bytes_text(one.memory)}, and has {bytes_text(self.memory)}: "
+                    f"{bytes_text(one.memory - self.memory)} too little"
+                )
+        return max(found, key=lambda one: one.rate, default=None) or Unfit(reason)
+
+    def _none(self, kind: str, ranks: int) -> str:
+        """Why there is no such way at all."""
+        if kind in ("alone", "data"):
+            return f"a batch of {self.samples(ranks)} samples leaves some of {ranks} ranks without any"
+        if self.profile.uncut:
+            return self.profile.uncut
+        if kind == "hybrid" and not any(True for _ in _divisors(ranks)):
+            return f"{ranks} ranks are no replicas of several stages"
+        layers = min((len(each) for each in self.profile.layers.values()), default=0)
+        return f"{layers} layers, and batches of {self.samples(ranks)} samples, are too few for {ranks} ranks"
+
+
+def _divisors(ranks: int) -> Iterator[int]:
+    """Stages of a hybrid: more than one, and more than one replica."""
+    return (count for count in range(2, ranks // 2 + 1) if ranks % count == 0)

@@ -1,0 +1,141 @@
+"""A plan as a person reads it: a table of ranks, then what to do, and why.
+
+ranks   data parallel      pipeline        hybrid     quickest                 speed-up   samples/s   limited by
+    1         84.7 ms                                 1 process                    1.00         756   computing
+    2         98.7 ms       54.3 ms             -     2 stages, 2 micro-…          1.56        1179   computing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from samestep.network.links import bytes_text, seconds_text
+from samestep.planning.search import KINDS, Planner, Point, Unfit
+from samestep.planning.step import WORDS, Step
+
+__all__: list[str] = []
+
+HALF = 0.5  # efficiency below which ranks are said to cost more than they give
+TITLES = {"data": "data parallel", "pipeline": "pipeline", "hybrid": "hybrid"}
+
+
+def table(planner: Planner, points: Sequence[Point]) -> list[str]:
+    """Returns the lines of the curve."""
+    rows = [("ranks", *TITLES.values(), "quickest", "speed-up", "efficiency", "limited by")]
+    rows += [_row(planner, one) for one in points]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(_cell(row, column, widths[column]) for column in range(len(row))).rstrip() for row in rows]
+
+
+def verdict(planner: Planner, points: Sequence[Point]) -> list[str]:
+    """Returns sentences: what is quickest, when data parallel is the wrong answer, and when ranks no longer pay."""
+    last = points[-1]
+    if last.best is None:
+        reasons = "; ".join(f"{TITLES.get(kind, kind)}: {one.reason}" for kind, one in _unfit(last))
+        return [f"nothing fits {last.ranks} ranks. {reasons}"]
+    return [*_quickest(planner, points), *_wrong(planner, last), *_too_many(planner, points)]
+
+
+def detail(step: Step, planner: Planner) -> list[str]:
+    """Returns what a step goes into, and how to set it up."""
+    shares = {name: seconds for name, seconds in step.parts.shares().items() if abs(seconds) >= 0.001 * step.seconds}
+    order = sorted(shares, key=lambda name: -shares[name])
+    lines = [f"{step.way}: {seconds_text(step.seconds)} a step ({_between(step)}), {step.rate:,.0f} samples a second"]
+    lines += [
+        f"  {seconds_text(shares[name]):>9}  {100 * shares[name] / step.seconds:3.0f} %  {WORDS[name]}"
+        for name in order
+    ]
+    if step.algorithm:
+        buckets = ", ".join(f"{one / 2**20:.1f}" for one in step.buckets)
+        hidden = f", {100 * step.hidden:.0f} % of it beside the backward" if step.way.stages == 1 else ""
+        lines.append(f"  all-reduce: {step.algorithm}, buckets of {buckets} MiB{hidden}")
+    if step.ends:
+        lines.append(f"  stages of layers up to {', '.join(map(str, step.ends))}")
+    room = f" of {bytes_text(planner.memory)}" if planner.memory < float("inf") else ""
+    lines.append(f"  memory: {bytes_text(step.memory)}{room} on the fullest device, as far as tensors go")
+    return lines
+
+
+def speed_up(planner: Planner, step: Step) -> float:
+    """Returns samples a second beside one process."""
+    return step.rate / planner.alone.rate
+
+
+def efficiency(planner: Planner, step: Step) -> float:
+    """Returns the speed-up of each rank."""
+    return speed_up(planner, step) / step.way.ranks
+
+
+def _row(planner: Planner, point: Point) -> tuple[str, ...]:
+    cells = [_time(point.steps.get(kind)) for kind in KINDS]
+    best = point.best
+    if best is None:
+        return (str(point.ranks), *cells, "nothing fits", "", "", "")
+    if point.ranks == 1:
+        cells[0] = seconds_text(best.seconds)
+    share = f"{100 * efficiency(planner, best):.0f} %"
+    return (
+        str(point.ranks),
+        *cells,
+        str(best.way),
+        f"{speed_up(planner, best):.2f}",
+        share,
+        WORDS[best.limit()],
+    )
+
+
+def _cell(row: Sequence[str], column: int, width: int) -> str:
+    return row[column].ljust(width) if column in (4, 7) else row[column].rjust(width)
+
+
+def _time(one: Step | Unfit | None) -> str:
+    return seconds_text(one.seconds) if isinstance(one, Step) else "" if one is None else "-"
+
+
+def _between(step: Step) -> str:
+    return f"{seconds_text(step.low)} to {seconds_text(step.high)}"
+
+
+def _unfit(point: Point) -> Iterator[tuple[str, Unfit]]:
+    return ((kind, one) for kind, one in point.steps.items() if isinstance(one, Unfit))
+
+
+def _quickest(planner: Planner, points: Sequence[Point]) -> Iterator[str]:
+    found = [one.best for one in points if one.best is not None]
+    best = max(found, key=lambda one: one.rate)
+    times = speed_up(planner, best)
+    yield (
+        f"Quickest: {best.way}, {seconds_text(best.seconds)} a step of {best.samples} samples, {times:.2f} times one "
+        f"process, {100 * efficiency(planner, best):.0f} % of what {best.way.ranks} could give at best."
+    )
+
+
+def _wrong(planner: Planner, last: Point) -> Iterator[str]:
+    """When data parallel is no answer, or another way is a better one."""
+    data, best = last.steps.get("data"), last.best
+    if isinstance(data, Unfit) and last.ranks > 1:
+        yield f"Data parallel training on {last.ranks} ranks is out of the question: {data.reason}."
+    elif isinstance(data, Step) and data.rate < planner.alone.rate:
+        yield (
+            f"Data parallel training is the wrong answer here: {data.way} give {data.rate:,.0f} samples a second, "
+            f"one process {planner.alone.rate:,.0f}; what they lose is {WORDS[data.limit()]}."
+        )
+    elif isinstance(data, Step) and best is not None and best.rate > 1.1 * data.rate:
+        yield (
+            f"Data parallel training alone is not the best answer: {best.way} give {best.rate / data.rate:.2f} times "
+            f"as many samples a second on the same {last.ranks} ranks."
+        )
+
+
+def _too_many(planner: Planner, points: Sequence[Point]) -> Iterator[str]:
+    """From how many ranks on more give nothing, or less than they cost."""
+    found = [one.best for one in points if one.best is not None]
+    peak = max(found, key=lambda one: one.rate)
+    if peak is not found[-1]:
+        yield (
+            f"More than {peak.way.ranks} ranks make it slower: {found[-1].way.ranks} give {found[-1].rate:,.0f} "
+            f"samples a second, {peak.way.ranks} give {peak.rate:,.0f}."
+        )
+    paying = [one for one in found if efficiency(planner, one) >= HALF]
+    if paying and paying[-1] is not found[-1] and paying[-1].way.ranks < peak.way.ranks:
+        yield f"Beyond {paying[-1].way.ranks} ranks, each gives less than half of what one process does."
