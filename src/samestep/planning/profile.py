@@ -136,12 +136,12 @@ def load(path: str | Path) -> Profile:
     Example:
         >>> load("nowhere.json")
         Traceback (most recent call last):
-        samestep.errors.UsageError: nowhere.json: no such file: samestep plan train.py --save-profile nowhere.json makes it
+        samestep.errors.UsageError: nowhere.json: no such file: samestep plan --save-profile makes one
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UsageError(f"{path}: no such file: samestep plan train.py --save-profile {path} makes it") from None
+        raise UsageError(f"{path}: no such file: samestep plan --save-profile makes one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
     try:
