@@ -128,3 +128,22 @@ def test_nursery_and_ranks_end_with_a_caller_that_is_killed(tmp_path):
     out = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, timeout=120, check=False).stdout
     assert_ended([os.pidfd_open(pid) for pid in map(int, out.split()) if not gone(pid)])
     assert len(out.split()) == 4
+
+
+def test_a_copy_of_its_caller_that_lives_on_does_not_keep_it():
+    nursery = Nursery({})
+    assert nursery.objection() is None
+    listening, held = os.pipe()
+    copy = os.fork()  # as DataLoader forks its workers: with every descriptor
+    if not copy:
+        os.close(held)
+        os.read(listening, 1)
+        os._exit(0)
+    try:
+        nursery.close()
+        assert nursery.has_ended()
+        assert os.waitpid(copy, os.WNOHANG) == (0, 0)
+    finally:
+        os.close(held)
+        os.waitpid(copy, 0)
+        os.close(listening)

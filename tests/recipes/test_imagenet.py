@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -202,3 +203,4 @@ def test_a_broken_image_is_named_from_a_loader_process_too(digit_folder, tmp_pat
     assert said.startswith("imagenet: error: ")
     assert f"cannot read image {broken}: " in said
     assert said.count("\n") == 1
+    assert not multiprocessing.active_children()

@@ -62,8 +62,8 @@ def _obey(numbers: set[signal.Signals], rank: int) -> None:
 
 def batches_of(loader: DataLoader[Any], order: Positions, board: Board | None) -> Iterator[Any]:
     """Yields what the loader loads; an error of ours from a worker loses the worker's traceback, not its line."""
+    iterator = iter(loader)
     try:
-        iterator = iter(loader)
         if board is not None:
             _watch(iterator, order, board)
         yield from iterator
@@ -74,6 +74,9 @@ def batches_of(loader: DataLoader[Any], order: Positions, board: Board | None) -
         line = text.strip().splitlines()[-1].partition(": ")[2]
         # its own traceback, torch's, makes a circle with itself and would keep the workers; the worker's is its text
         raise type(error)(line) from error.with_traceback(None)
+    finally:
+        if loader.num_workers:  # who keeps an error keeps its frames, and these their workers
+            iterator._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _watch(iterator: Any, order: Positions, board: Board) -> None:

@@ -124,7 +124,13 @@ class Nursery:
         return exit_status(self._process) is not None
 
     def close(self) -> None:
-        """Ends the process, and whatever of its own is left."""
+        """Ends the process, and whatever of its own is left.
+
+        A copy of this process, such as a DataLoader's worker, may hold the socket too and live on: closing this end
+        alone would then not be heard.
+        """
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as link:
+            link.shutdown(socket.SHUT_RDWR)
         self._connection.close()
         self._process.wait()
 
