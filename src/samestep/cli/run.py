@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import json
-import os
 import secrets
 import shlex
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from samestep.cli.before import check_json, check_program, check_run_path, run_path
 from samestep.cli.hosts import add_options, check_effect, listed, opened, own_ranks, place, seconds, taken_along
 from samestep.cli.mpi import under_mpiexec
 from samestep.cli.options import Parser
@@ -28,12 +28,11 @@ from samestep.launch.head import Head
 from samestep.launch.process import end_for_mpiexec
 from samestep.launch.replacement import Replacement
 from samestep.launch.run import Plan, launch, part_here, summary
-from samestep.launch.script import find_module
 from samestep.launch.sibling import PATIENCE, Sibling
 from samestep.launch.slurm import LEAVING, Batch, batch_script, submit, warning_for
 from samestep.launch.supervise import SAVING
 from samestep.launch.verdict import Verdict, explain
-from samestep.paths import RunDirectory, default_run_path
+from samestep.paths import RunDirectory
 from samestep.rankenv import variable
 from samestep.verification.checking.outcome import outcome
 
@@ -81,6 +80,7 @@ _CHECKER = "samestep.verification.checking.checker:Checker"
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options = _parser().parse(arguments)
+    _set(options)
     _check(options)
     if options.mpi:
         under_mpiexec(options, arguments)
@@ -98,8 +98,8 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError("--lost-host continue goes on with the hosts that are left, and this is the only one")
     if options.json is not None:
         check_json(options.json)
-    path = _run_path(options.run_dir, options.program[0])
-    _check_run_path(path)
+    path = run_path(options.run_dir, options.program[0])
+    check_run_path(path)
     with opened(options, where) as (head, parts, replacement):
         plan = _plan(options, parts, path)
         _announce(plan)
@@ -114,6 +114,15 @@ def main(arguments: Sequence[str]) -> int:
     if options.json is not None:
         return _write_json(options.json, told | {"exit": code})
     return code
+
+
+def _set(options: argparse.Namespace) -> None:
+    """Reads the settings: processes where -n does not say, and variables for the ranks."""
+    from samestep.planning.settings import Settings, load
+
+    found = Settings() if options.settings is None else load(options.settings)
+    options.ranks = options.ranks or found.processes
+    options.chosen, options.settings = options.settings, found.variables
 
 
 def _launched(plan: Plan, head: Head, replacement: Replacement) -> Verdict:
@@ -141,36 +150,9 @@ def _write_json(file: Path, told: dict[str, Any]) -> int:
     return code
 
 
-def check_json(file: Path) -> None:
-    """Sees before the training, rather than after it, whether its result can be written."""
-    if file.is_dir():
-        raise UsageError(f"--json {file} is a directory: name a file")
-    if not file.parent.is_dir():
-        raise UsageError(f"--json {file} cannot be written: there is no directory {file.parent}; make it first")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UsageError(f"--json {file} cannot be written: you may not write there; name another file")
-
-
-def _check_run_path(path: Path) -> None:
-    there = next(parent for parent in (path, *path.parents) if _exists(parent))
-    if not there.is_dir():
-        raise UsageError(
-            f"the run directory {path} cannot be made: {there} is not a directory; name one with --run-dir"
-        )
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"the run directory {path} cannot be made: {there} is read-only; name another with --run-dir")
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # no name that a file can have; whoever makes it will say so
-        return False
-
-
 def _queue(options: argparse.Namespace) -> int:
     """Prints the batch script, or hands it to Slurm."""
-    path = _run_path(options.run_dir, options.program[0])
+    path = run_path(options.run_dir, options.program[0])
     taken_along(options.env)  # each must be there
     run = [] if options.start == "auto" else ["--start", options.start]
     run += [] if options.local_rank is None else [f"--pass{options.local_rank[1:]}"]
@@ -183,6 +165,7 @@ def _queue(options: argparse.Namespace) -> int:
     run += [] if options.hang_after == LEAST else ["--hang-after", f"{options.hang_after:g}"]
     run += [] if options.on_hang == "auto" else ["--on-hang", options.on_hang]
     run += [] if options.events else ["--no-events"]
+    run += [] if options.chosen is None else ["--settings", str(options.chosen)]
     script = batch_script(
         Batch(
             program=(*(["-m"] if options.module else []), *options.program),
@@ -271,6 +254,7 @@ def _parser() -> Parser:
         "(default: %(default)g)",
     )
     add("--on-hang", choices=("auto", "stop", "wait"), default="auto", help=ON_HANG)
+    add("--settings", metavar="FILE", type=Path, help="start with what `samestep plan --apply FILE` has chosen")
     add("--no-events", dest="events", action="store_false", help="do not write down where each step's time goes")
     add("--mpi", action="store_true", help="have mpiexec start the ranks, for scripts whose backend is mpi")
     add("--pin", action="store_true", help="bind each rank of this machine to cores of its own")
@@ -323,39 +307,8 @@ def _plan(options: argparse.Namespace, parts: tuple[Part, ...], path: Path) -> P
         observers=(_CHECKER,) if options.check else (),
         events=options.events,
         hash_seeds=getattr(options, "hash_seeds", False),
+        settings=options.settings,
     )
-
-
-def check_program(program: str, *, is_module: bool) -> None:
-    """Raises UsageError where there is no such script or module."""
-    _check_module(program) if is_module else _check_script(program)
-
-
-def _check_script(program: str) -> None:
-    path = Path(program)
-    if path.is_dir() and not (path / "__main__.py").exists():
-        raise UsageError(f"{program} is a directory without a __main__.py: name a script")
-    if not path.exists():
-        hint = f"; for the module, `samestep run -m {program}`" if "/" not in program and path.suffix != ".py" else ""
-        raise UsageError(f"there is no script {program} in {Path.cwd()}: check the path{hint}")
-
-
-def _check_module(name: str) -> None:
-    spec = find_module(name)
-    runnable = spec is None or spec.submodule_search_locations is None or find_module(f"{name}.__main__")
-    if spec is None:
-        hint = "a file needs no -m" if name.endswith(".py") else "check the name, and that it is installed"
-        raise UsageError(f"there is no module {name}: {hint}")
-    if not runnable:
-        raise UsageError(f"{name} is a package without a __main__.py: name one of its modules")
-
-
-def _run_path(asked: Path | None, program: str) -> Path:
-    if asked is None:
-        return default_run_path(program)
-    if _exists(asked / "run.json"):
-        raise UsageError(f"{asked} holds another run already: name a new directory, or leave --run-dir out")
-    return asked.absolute()
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -372,7 +325,7 @@ def _show(options: argparse.Namespace) -> None:
         names = [f"{where.word} {index}" for index in range(where.count)]
         parts = tuple(replace(part_here(ranks), name=name, machine=name, interface="<found>") for name in names)
         print(f"# {names[where.index]} of {where.count}; sizes and ranks hold if every {where.word} brings {ranks}")
-    plan = _plan(options, parts, _run_path(options.run_dir, options.program[0]))
+    plan = _plan(options, parts, run_path(options.run_dir, options.program[0]))
     unknown = _found_later(where, len(parts))
     print(f"# run directory: {unknown.get('SAMESTEP_RUN_DIR', plan.directory.path)}")
     print("# MASTER_PORT is bound when the run starts; rank 0 inherits its socket and serves the store on it")

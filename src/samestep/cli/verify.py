@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from samestep.cli.before import check_json, check_program
 from samestep.cli.options import Parser
-from samestep.cli.run import check_json, check_program
 from samestep.errors import UsageError
 from samestep.launch import mpiexec
 from samestep.verification.findings import EXIT_CODES

@@ -10,8 +10,8 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class Plan:
     ("wait"), or does not come to pass ("stop"); `hang_after` and `on_hang` are those of samestep.launch.vigil;
     `observers` are loaded in every rank (samestep.launch.observers), one that keeps `events` among them; with
     `hash_seeds` each rank hashes texts in another way, so that an order which hangs on a set of texts differs between
-    ranks every time rather than now and then.
+    ranks every time rather than now and then; `settings` are variables that a plan has chosen.
     """
 
     parts: tuple[Part, ...]
@@ -72,6 +72,7 @@ class Plan:
     observers: tuple[str, ...] = ()
     events: bool = False
     hash_seeds: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -106,7 +107,13 @@ class Plan:
         names = [name for name in (variable("SAMESTEP_OBSERVERS"), *own, *self.observers) if name]
         observed = {"SAMESTEP_OBSERVERS": ",".join(names)} if names else {}
         observed |= {"PYTHONHASHSEED": str(rank + 1)} if self.hash_seeds else {}
-        return {**theirs, **observed, "SAMESTEP_RUN_DIR": str(self.directory.path), "SAMESTEP_LOGS": str(logs)}
+        return {
+            **self.settings,
+            **theirs,
+            **observed,
+            "SAMESTEP_RUN_DIR": str(self.directory.path),
+            "SAMESTEP_LOGS": str(logs),
+        }
 
     def part_of(self, rank: int) -> int:
         """Returns which part a rank belongs to."""

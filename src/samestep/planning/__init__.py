@@ -14,6 +14,7 @@ predicted
 
 told
   told          as a person reads it
+  settings      as `samestep run --settings` takes it
 """
 
 from __future__ import annotations

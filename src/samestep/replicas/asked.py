@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.compress import Codec, named
 from samestep.errors import DeviceError, ModelError, UsageError
 from samestep.launch.warning import warn
+from samestep.rankenv import variable
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -56,6 +58,12 @@ def check_average(every: object, world: World, codec: Codec | None) -> None:
         raise UsageError(f"average_every leaves gradients where they are, and {other} gradients: leave one of them out")
     if world.data.size == 1:
         warn(f"average_every={every} changes nothing on one rank")
+
+
+def chosen_buckets(buckets: float | Literal["auto"] | None, *, free: bool) -> float | Literal["auto"] | None:
+    """Returns what was asked for; else, where the choice is free, what `samestep run --settings` has brought."""
+    brought = variable("SAMESTEP_BUCKETS")
+    return float(brought) if buckets is None and free and brought else buckets
 
 
 def check_buckets(buckets: object) -> None:

@@ -263,6 +263,7 @@ def replicate(
     """
     asked.check_model(model, world, Replica)
     mode = asked.batchnorm_mode(model, world, batchnorm)
+    buckets = asked.chosen_buckets(buckets, free=reduce is None and compress is None and average_every is None)
     asked.check_buckets(buckets)
     if reduce is not None and reduce not in WAYS:
         raise UsageError(f"reduce={reduce!r} is unknown: use 'shared', 'ordered' or 'gloo', or leave it out")
