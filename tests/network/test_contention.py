@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 
-from samestep.collectives import halving, hierarchical, tree
+from samestep.collectives import doubling, halving, hierarchical, segmented, server, tree
 from samestep.collectives import ring as ring_plans
+from samestep.collectives import torus as torus_plans
 from samestep.errors import UsageError
 from samestep.network import cost, formulas, placement, rounds
 from samestep.network.contention import price
@@ -29,6 +31,8 @@ PATTERNS = {
     "ring": (rounds.ring, ring_plans.all_reduce, formulas.ring),
     "halving and doubling": (rounds.halving_doubling, halving.all_reduce, formulas.halving_doubling),
     "binomial tree": (rounds.binomial_tree, tree.all_reduce, formulas.binomial_tree),
+    "recursive doubling": (rounds.recursive_doubling, doubling.all_reduce, formulas.recursive_doubling),
+    "segmented ring": (rounds.segmented_ring, segmented.all_reduce, partial(formulas.segmented_ring, segments=2)),
 }
 every_pattern = pytest.mark.parametrize(("pattern", "plan", "formula"), PATTERNS.values(), ids=PATTERNS)
 
@@ -55,6 +59,32 @@ def test_on_a_switch_rounds_cost_what_the_formula_says(pattern, plan, formula, r
     got = price(pattern(ranks, N), network, placement.linear(network, ranks))
     assert got.seconds == formula(ranks, N, links)
     assert got.contention == 1
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 4), (4, 1), (2, 3), (3, 4), (5, 5)])
+def test_the_rounds_of_a_grid_are_those_of_a_torus_and_of_hosts(rows, columns):
+    n = 3.0 * rows * columns
+    short = [messages(one) for one in rounds.torus(rows, columns, n) for _ in range(one.times)]
+    for plan in (torus_plans.all_reduce(rows, columns), hierarchical.all_reduce(rows * columns, columns)):
+        assert short == [messages(one) for one in rounds.of_plan(plan, n)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 13])
+def test_the_rounds_of_one_server_are_those_of_the_plan(ranks):
+    short = [messages(one) for one in rounds.parameter_server(ranks, 64.0)]
+    assert short == [messages(one) for one in rounds.of_plan(server.all_reduce(ranks), 64.0)]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_groups_of_every_so_manyth_rank_do_the_same_each_by_itself(stages):
+    alone = [messages(one) for one in rounds.recursive_doubling(5, 40.0)]
+    together = [messages(one) for one in rounds.apart(rounds.recursive_doubling(5, 40.0), stages)]
+    for stage in range(stages):
+        own = [
+            Counter({(a // stages, b // stages, n): 1 for a, b, n in one if a % stages == b % stages == stage})
+            for one in together
+        ]
+        assert own == alone
 
 
 @pytest.mark.parametrize("choice", [placement.linear, placement.random])
@@ -176,7 +206,8 @@ def test_a_hundred_thousand_ranks_can_be_priced(network, pattern, plan, formula)
     got = price(pattern(100_000, N), network, placement.linear(network, 100_000))
     at_least = formula(100_000, N, Links(CABLES.between))
     assert got.seconds >= at_least * 0.9
-    assert got.rounds == (199_998 if pattern is rounds.ring else 34)
+    rings = {rounds.ring: 199_998, rounds.segmented_ring: 399_996, rounds.recursive_doubling: 18}
+    assert got.rounds == rings.get(pattern, 34)
 
 
 def test_messages_that_cannot_be_are_refused():

@@ -15,6 +15,10 @@ many, through a network of switches
   rounds      the messages that are sent at once
   load        the bytes that they put on every link
   contention  the price of rounds, in each other's way
+
+read from a file
+  units       numbers with units, as people write them
+  cluster     what stands where, what lies between, and what the network looks like
 """
 
 from __future__ import annotations

@@ -108,18 +108,16 @@ def halving_doubling(ranks: int, nbytes: float) -> Iterator[Round]:
     import numpy as np
 
     _check(ranks)
-    bits = ranks.bit_length() - 1
-    extra = ranks - (1 << bits)
-    idle = np.arange(1, 2 * extra, 2)
-    members = np.concatenate([np.arange(0, 2 * extra, 2), np.arange(2 * extra, ranks)])
+    members, idle = _power_of_two(ranks)
+    bits = len(members).bit_length() - 1
     places = np.arange(len(members))
-    if extra:
-        yield Round(idle, idle - 1, np.full(extra, float(nbytes)))
+    if len(idle):
+        yield Round(idle, idle - 1, np.full(len(idle), float(nbytes)))
     for bit in [*range(bits), *reversed(range(bits))]:
         partners = members[places ^ (1 << bit)]
         yield Round(members, partners, np.full(len(members), nbytes / (2 << bit)))
-    if extra:
-        yield Round(idle - 1, idle, np.full(extra, float(nbytes)))
+    if len(idle):
+        yield Round(idle - 1, idle, np.full(len(idle), float(nbytes)))
 
 
 def binomial_tree(ranks: int, nbytes: float) -> Iterator[Round]:
@@ -133,6 +131,82 @@ def binomial_tree(ranks: int, nbytes: float) -> Iterator[Round]:
         ends = (near + (1 << bit), near)
         sources, targets = ends if number < bits else ends[::-1]
         yield Round(sources, targets, np.full(len(near), float(nbytes)))
+
+
+def segmented_ring(ranks: int, nbytes: float, segments: int = 2) -> Iterator[Shift]:
+    """Yields the rounds of :func:`samestep.collectives.segmented.all_reduce`."""
+    _check(ranks)
+    yield Shift(ranks, 1, nbytes / (ranks * segments), times=2 * (ranks - 1) * segments)
+
+
+def recursive_doubling(ranks: int, nbytes: float) -> Iterator[Round]:
+    """Yields the rounds of :func:`samestep.collectives.doubling.all_reduce`."""
+    import numpy as np
+
+    _check(ranks)
+    members, idle = _power_of_two(ranks)
+    if len(idle):
+        yield Round(idle, idle - 1, np.full(len(idle), float(nbytes)))
+    places = np.arange(len(members))
+    for bit in range(len(members).bit_length() - 1):
+        yield Round(members, members[places ^ (1 << bit)], np.full(len(members), float(nbytes)))
+    if len(idle):
+        yield Round(idle - 1, idle, np.full(len(idle), float(nbytes)))
+
+
+def torus(rows: int, columns: int, nbytes: float) -> Iterator[Round]:
+    """Yields the rounds of :func:`samestep.collectives.torus.all_reduce` in one direction.
+
+    With as many columns as a host has ranks, they are those of :func:`samestep.collectives.hierarchical.all_reduce`.
+    """
+    import numpy as np
+
+    _check(rows * columns)
+    ranks = np.arange(rows * columns)
+    row, column = np.divmod(ranks, columns)
+    along, down = row * columns + (column + 1) % columns, (row + 1) % rows * columns + column
+    wide, small = np.full(len(ranks), nbytes / columns), np.full(len(ranks), nbytes / columns / rows)
+    if columns > 1:
+        yield Round(ranks, along, wide, times=columns - 1)
+    if rows > 1:
+        yield Round(ranks, down, small, times=2 * (rows - 1))
+    if columns > 1:
+        yield Round(ranks, along, wide, times=columns - 1)
+
+
+def parameter_server(ranks: int, nbytes: float) -> Iterator[Round]:
+    """Yields the rounds of :func:`samestep.collectives.server.all_reduce` with one server."""
+    import numpy as np
+
+    _check(ranks)
+    others, server = np.arange(1, ranks), np.zeros(ranks - 1, dtype=np.int64)
+    for sources, targets in ((others, server), (server, others)):
+        yield Round(sources, targets, np.full(ranks - 1, float(nbytes)))
+
+
+def apart(rounds: Iterable[Round | Shift], stages: int) -> Iterator[Round]:
+    """Yields the rounds of `stages` groups at once, of which each has every `stages`-th rank.
+
+    >>> [one.sources.tolist() for one in apart([Shift(ranks=2, distance=1, nbytes=8)], stages=2)]
+    [[0, 2, 1, 3]]
+    """
+    import numpy as np
+
+    for one in rounds:
+        each = one.round() if isinstance(one, Shift) else one
+        sources, targets = (
+            np.concatenate([rank * stages + stage for stage in range(stages)]) for rank in (each.sources, each.targets)
+        )
+        yield Round(sources, targets, np.tile(each.nbytes, stages), each.times)
+
+
+def _power_of_two(ranks: int) -> tuple[Ints, Ints]:
+    """The ranks that take part in exchanges, a power of two, and those who are told by their neighbours."""
+    import numpy as np
+
+    extra = ranks - (1 << (ranks.bit_length() - 1))
+    members = np.concatenate([np.arange(0, 2 * extra, 2), np.arange(2 * extra, ranks)])
+    return members, np.arange(1, 2 * extra, 2)
 
 
 def _check(ranks: int) -> None:
