@@ -79,7 +79,7 @@ def test_a_message_to_a_neighbour_takes_the_latency_of_the_file_and_a_hop_more_f
     [
         ("[nodes]\ncuont = 4", "cuont in [nodes] is unknown: did you mean count?"),
         ("[node]\ncount = 4", "node in the file is unknown: did you mean nodes?"),
-        ("[links]\nlatency = 4", "latency in [links] is unknown: there are inside, between, adding, nics"),
+        ("[links]\nlatency = 4", "latency in [links] is unknown: there are inside, between, shared, adding, nics"),
         ("nodes = 4", "nodes is 4: write it as a section, [nodes]"),
         ("[nodes]\ncount = 0\n" + BETWEEN, "nodes.count is 0: give a whole number, 1 or more"),
         ("[nodes]\ncount = true\n" + BETWEEN, "nodes.count is True: give a whole number, 1 or more"),

@@ -131,6 +131,7 @@ class Report:
         conclusion: what follows, where there is more to say than what was promised.
         legend: what the columns are, for people.
         curves: by name, (bytes, GB/s) of what the plot shows.
+        file: a text that --write keeps.
     """
 
     bench: str
@@ -140,6 +141,7 @@ class Report:
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     conclusion: str = ""
     legend: str = ""
+    file: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """The report as `samestep bench --json` writes it."""

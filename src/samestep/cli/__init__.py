@@ -23,6 +23,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "plan": Command("samestep.cli.plan", "predict a training on other machines, before renting them"),
     "run": Command("samestep.cli.run", "start a script on N processes, here or on several hosts"),
     "verify": Command("samestep.cli.verify", "prove that N processes train as one, or name what is different"),
     "watch": Command("samestep.cli.watch", "look at a run while it goes on, or afterwards"),

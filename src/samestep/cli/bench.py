@@ -13,6 +13,7 @@ from samestep.bench import BENCHMARKS, benchmark, load
 from samestep.bench.harness import Comparison, Options, Report
 from samestep.bench.plot import check_plot, draw
 from samestep.cli.options import Parser
+from samestep.errors import UsageError
 from samestep.rankenv import read_rank_variables
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ EXAMPLES = """examples:
   samestep bench guard                    two processes, 60 pairs of 16 steps: a minute and a half
   samestep bench launch -n 4              four processes, 10 pairs: two minutes
   samestep bench checkpoint               two processes, 8 pairs: two minutes
+  samestep bench links --write cluster.toml        what lies between ranks, for `samestep plan`: ten seconds
   samestep bench mpi                      under mpiexec, on an idle and on a busy machine: two minutes
   samestep bench observe                  two processes, 60 pairs each: five minutes
   samestep bench pipeline                 two stages, 20 pairs each: a minute
@@ -56,16 +58,27 @@ def main(arguments: Sequence[str]) -> int:
     chosen = benchmark(options.name)
     if options.plot is not None:
         check_plot(options.name)
+    if options.write is not None and options.name != "links":
+        raise UsageError(f"--write keeps the cluster file of `samestep bench links`, and this is {options.name}")
     report = load(chosen)(Options(options.ranks, options.repeats or chosen.repeats))
     started = read_rank_variables()
     if started is not None and started.rank > 0:  # the first of ranks that measure together speaks for all
         return 0
     _show(report)
+    if options.write is not None:
+        _write(options.write, report.file)
     if options.plot is not None:
         draw(report, options.plot)
     if options.json is not None:
         options.json.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _write(file: Path, text: str) -> None:
+    from samestep.reporting.draft import write_whole
+
+    write_whole(file, [text])
+    print(f"{file} is written: samestep plan train.py --cluster {file}")
 
 
 def _parser() -> Parser:
@@ -83,6 +96,7 @@ def _parser() -> Parser:
     add("-n", dest="ranks", metavar="N", type=_whole, default=Options.ranks, help="processes (default: %(default)s)")
     add("--repeats", metavar="K", type=_whole, help=f"pairs of blocks (default: {defaults})")
     add("--json", metavar="FILE", type=Path, help="write the medians, the ratio and every time to this file")
+    add("--write", metavar="FILE.toml", type=Path, help="keep what links are like as a cluster file (links)")
     add("--plot", metavar="FILE.html", type=Path, help="draw bandwidth against size (allreduce; needs plotly)")
     return parser
 
@@ -98,6 +112,9 @@ def _show(report: Report) -> None:
 
     console = Console(highlight=False)
     console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in report.setting.items()))
+    if not report.comparisons:
+        console.print(report.conclusion)
+        return
     if report.rows:
         console.print(_rows(report))
         console.print(report.legend, end="\n\n" if report.legend else "")

@@ -9,6 +9,7 @@
     [links]
     inside = { latency = "2 us", bandwidth = "300 GB/s" }      # from rank to rank on one host
     between = { latency = "5 us", bandwidth = "100 Gbit/s" }   # from rank to rank on two, all the way
+    shared = { latency = "90 us", bandwidth = "9 GB/s" }       # all-reduces in memory, of all ranks' bytes together
     adding = "50 GB/s"
     nics = 1
 
@@ -63,6 +64,7 @@ class Cluster:
         speed: of a device, relative to the one that was profiled.
         placement: "linear", "random", "snake" or "circuit".
         routing: of messages between hosts.
+        shared: all-reduces in the memory of one host: their latency, and bytes of all ranks together a second.
         text: that it was read from.
     """
 
@@ -74,6 +76,7 @@ class Cluster:
     speed: float = 1.0
     placement: str = "linear"
     routing: Routing = MINIMAL
+    shared: Link | None = None
     text: str = field(default="", repr=False, compare=False)
 
     @property
@@ -145,7 +148,7 @@ def parse(text: str, source: str = "cluster.toml") -> Cluster:
 def _cluster(given: Mapping[str, Any], text: str) -> Cluster:
     _check_keys(given, ("nodes", "links", "network"), "the file")
     nodes = _section(given, "nodes", ("count", "devices", "memory", "speed"))
-    links = _section(given, "links", ("inside", "between", "adding", "nics"))
+    links = _section(given, "links", ("inside", "between", "shared", "adding", "nics"))
     network = _section(given, "network", ("kind", "hop", "placement", "routing", "seed", "parts", *_NUMBERS))
     count, devices = _whole(nodes, "nodes.count", 1), _whole(nodes, "nodes.devices", 1)
     ways = _links(links, count, devices)
@@ -163,6 +166,7 @@ def _cluster(given: Mapping[str, Any], text: str) -> Cluster:
         speed=_positive(nodes.get("speed", 1.0), "nodes.speed"),
         placement=_one_of(network.get("placement", "linear"), ("linear", "random", "snake", "circuit"), "placement"),
         routing=_routing(network),
+        shared=_link(links["shared"], "links.shared") if "shared" in links else None,
         text=text,
     )
 

@@ -34,14 +34,14 @@ Rule = Callable[[int, float], Iterable[Round | Shift]]
 
 @dataclass(frozen=True)
 class Offered:
-    """The fabric of a cluster.
+    r"""The fabric of a cluster.
 
     Attributes:
         cluster: as its file says.
 
     Example:
         >>> from samestep.network.cluster import parse
-        >>> fabric = Offered(parse('nodes.count = 8\\nlinks.between = { latency = "5 us", bandwidth = "1 GB/s" }'))
+        >>> fabric = Offered(parse('nodes.count = 8\nlinks.between = { latency = "5 us", bandwidth = "1 GB/s" }'))
         >>> print(fabric.sums(8, 1, 1e6)[0])
         Sum(name='ring', link=Link(latency_s=7e-05, bytes_per_s=571428571.0))
     """
@@ -64,6 +64,7 @@ class Offered:
                 Sum(name, self._line(self.cost(rule, replicas, stages), added))
                 for name, rule, added in self._rules(replicas, stages)
             ]
+            self._sums[key] += self._shared(replicas * stages)
         return self._sums[key]
 
     def hop(self, replicas: int, stages: int) -> Link:
@@ -82,6 +83,12 @@ class Offered:
         """Returns what an all-reduce of all stages costs, without adding."""
         one = rule(replicas, nbytes)
         return self._priced(rounds.apart(one, stages) if stages > 1 else one, replicas * stages)
+
+    def _shared(self, ranks: int) -> Iterator[Sum]:
+        """All-reduces in the memory of the one host, whose bandwidth all ranks share."""
+        shared = self.cluster.shared
+        if shared is not None and ranks <= self.cluster.devices:
+            yield Sum("shared memory", Link(shared.latency_s, shared.bytes_per_s / ranks))
 
     def _priced(self, several: Iterable[Round | Shift], ranks: int) -> Cost:
         if ranks not in self._places:
@@ -106,7 +113,7 @@ class Offered:
         if 1 < local < replicas and replicas % local == 0:
             yield "hierarchical", _grid(local), 1 - 1 / replicas
         columns = _square(replicas)
-        if 1 < columns and columns != local:
+        if columns > 1 and columns != local:
             yield f"grid of {replicas // columns} x {columns}", _grid(columns), 1 - 1 / replicas
 
 

@@ -108,8 +108,11 @@ class Profile:
     uncut: str | None = None
 
     def __post_init__(self) -> None:
-        for one in (self, *self.gradients, *self.sizes):
-            _check_numbers(one)
+        _check_numbers(self, "")
+        for gradient in self.gradients:
+            _check_numbers(gradient, f"gradient {gradient.name}: ")
+        for size in self.sizes:
+            _check_numbers(size, f"a batch of {size.samples}: ")
         if self.batch < 1 or self.steps < 1:
             raise UsageError(f"a profile of {self.steps} steps of {self.batch} samples: both must be 1 or more")
         if not self.gradients:
@@ -142,8 +145,10 @@ def load(path: str | Path) -> Profile:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file: samestep plan --save-profile makes one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} cannot be read: it is no text") from None
     try:
         return parse(json.loads(text))
     except json.JSONDecodeError as error:
@@ -218,8 +223,8 @@ def _samples(text: str) -> int:
     return int(text)
 
 
-def _check_numbers(one: Any) -> None:
+def _check_numbers(one: Any, where: str) -> None:
     for each in fields(one):
         value = getattr(one, each.name)
         if isinstance(value, (int, float)) and not 0 <= value < math.inf:
-            raise UsageError(f"{each.name} is {value}: a profile has numbers of 0 or more")
+            raise UsageError(f"{where}{each.name} is {value}: a profile has numbers of 0 or more")

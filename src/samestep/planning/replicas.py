@@ -24,7 +24,7 @@ from samestep.planning import work
 from samestep.planning.fabric import Fabric, Sum
 from samestep.planning.profile import Profile
 from samestep.planning.step import Parts, Step, Way
-from samestep.replicas.buckets import DEFAULT_CAPS, Backward, Cut, best_cut, cut_by, merged
+from samestep.replicas.buckets import DEFAULT_CAPS, Backward, Cut, best_cap, best_cut, cut_by, merged
 
 __all__: list[str] = []
 
@@ -114,6 +114,13 @@ def with_default_buckets(profile: Profile, fabric: Fabric, way: Way, backward_s:
     sums = fabric.sums(way.replicas, way.stages, sum(sizes))
     each = (Backward(sizes, ready, one.link) for one in sums)
     return min(one.finish_s(cut_by(sizes, DEFAULT_CAPS)) for one in each) - backward_s
+
+
+def one_cap(profile: Profile, fabric: Fabric, way: Way, backward_s: float, algorithm: str) -> int:
+    """Returns the one size for all buckets, in bytes, that is best with an all-reduce: what `replicate` can be told."""
+    sums = fabric.sums(way.replicas, way.stages, sum(one.nbytes for one in profile.gradients))
+    link = next(one.link for one in sums if one.name == algorithm)
+    return best_cap(replace(_backward(profile, backward_s), link=link))
 
 
 def memory(profile: Profile, samples: float) -> float:

@@ -30,10 +30,13 @@ def table(planner: Planner, points: Sequence[Point]) -> list[str]:
 def verdict(planner: Planner, points: Sequence[Point]) -> list[str]:
     """Returns sentences: what is quickest, when data parallel is the wrong answer, and when ranks no longer pay."""
     last = points[-1]
+    said = []
     if last.best is None:
-        reasons = "; ".join(f"{TITLES.get(kind, kind)}: {one.reason}" for kind, one in _unfit(last))
-        return [f"nothing fits {last.ranks} ranks. {reasons}"]
-    return [*_quickest(planner, points), *_wrong(planner, last), *_too_many(planner, points)]
+        reasons = "; ".join(dict.fromkeys(f"{TITLES.get(kind, kind)}: {one.reason}" for kind, one in _unfit(last)))
+        said = [f"Nothing fits {last.ranks} ranks. {reasons}."]
+    if all(one.best is None for one in points):
+        return said
+    return [*_quickest(planner, points), *said, *_wrong(planner, last), *_too_many(planner, points)]
 
 
 def detail(step: Step, planner: Planner) -> list[str]:
@@ -113,7 +116,7 @@ def _quickest(planner: Planner, points: Sequence[Point]) -> Iterator[str]:
 def _wrong(planner: Planner, last: Point) -> Iterator[str]:
     """When data parallel is no answer, or another way is a better one."""
     data, best = last.steps.get("data"), last.best
-    if isinstance(data, Unfit) and last.ranks > 1:
+    if isinstance(data, Unfit) and last.ranks > 1 and best is not None:
         yield f"Data parallel training on {last.ranks} ranks is out of the question: {data.reason}."
     elif isinstance(data, Step) and data.rate < planner.alone.rate:
         yield (

@@ -1,0 +1,151 @@
+"""What lies between the ranks that one has: latency, bandwidth and adding, measured; and a cluster file of it.
+
+    samestep bench links -n 2 --write cluster.toml                                 this machine
+    samestep run --hosts node1,node2 -n 2 -m samestep bench links --write cluster.toml      these hosts
+
+Messages are those of samestep's own engine, over gloo, Python included (:mod:`samestep.collectives.measure`); what
+PyTorch's GPUs exchange through NCCL is not measured here. On one host the all-reduce in shared memory is measured too,
+which samestep takes there: its bandwidth is all ranks' bytes together, so that more ranks take longer in proportion.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from samestep.bench.harness import Options, Report
+from samestep.errors import UsageError
+from samestep.launch.devices import visible_gpus
+from samestep.launch.spawn import spawn
+from samestep.network.links import Link, Links, bytes_text, fit, seconds_text
+from samestep.rankenv import read_rank_variables
+
+__all__: list[str] = []
+
+SIZES = (4096, 65536, 1 << 20, 8 << 20)  # bytes of all-reduces
+CALLS = 6  # in a series
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured.
+
+    Attributes:
+        links: among the ranks.
+        shared: all-reduces in shared memory; bytes of all ranks a second. None over several hosts.
+        hosts: how many there are.
+        local: ranks on each.
+        memory: bytes of a device; of a host's memory, a rank's even share.
+    """
+
+    links: Links
+    shared: Link | None
+    hosts: int
+    local: int
+    memory: float
+
+
+def run(options: Options) -> Report:
+    """Measures among the ranks that have been started, or else starts some here."""
+    started = read_rank_variables()
+    if max(options.ranks, 0 if started is None else started.size) < 2:
+        raise UsageError("links need 2 ranks or more: samestep bench links -n 2")
+    joined = started is not None and started.size > 1
+    found = measured(options.repeats) if joined else spawn(measured, options.ranks, options.repeats, progress=False)[0]
+    setting = {"hosts": found.hosts, "ranks on each": found.local}
+    return Report("links", (), setting, conclusion="\n".join(_told(found)), file=cluster_text(found))
+
+
+def measured(series: int) -> Found:
+    """Runs on every rank; returns what lies between all, the quickest of so many series. Collective."""
+    import torch.distributed as dist
+
+    import samestep
+    from samestep.collectives.measure import measure
+    from samestep.runtime.exchange import gather_json
+
+    with samestep.world(backend="samestep", device="cpu") as world:
+        local = world.local_size
+        group: Any = dist.new_group(backend="gloo")
+        links = measure(group, None if local == world.size else local)
+        shared = None if local < world.size else _shared(world.size, series)
+        told = gather_json(world.everyone, _memory(local))
+        return Found(links, shared, world.size // local, local, min(told))
+
+
+def cluster_text(found: Found) -> str:
+    """Returns the file of a cluster of these hosts.
+
+    >>> print(cluster_text(Found(Links(Link(2e-05, 1e9)), None, 4, 1, 16e9)), end="")
+    [nodes]
+    count = 4
+    devices = 1
+    memory = "16 GB"
+    <BLANKLINE>
+    [links]
+    between = { latency = "20 µs", bandwidth = "1 GB/s" }
+    """
+    links = found.links
+    ways = {}
+    if found.local > 1:
+        ways["inside"] = links.inside
+    if found.hosts > 1:
+        ways["between"] = links.across()
+    if found.shared is not None:
+        ways["shared"] = found.shared
+    lines = [
+        "[nodes]",
+        f"count = {found.hosts}",
+        f"devices = {found.local}",
+        f'memory = "{bytes_text(found.memory)}"',
+        "",
+    ]
+    lines += ["[links]", *(f"{name} = {{ {_ways(link)} }}" for name, link in ways.items())]
+    if links.adding_bytes_per_s < float("inf"):
+        lines.append(f'adding = "{bytes_text(links.adding_bytes_per_s)}/s"')
+    return "\n".join([*lines, ""])
+
+
+def _ways(link: Link) -> str:
+    return f'latency = "{seconds_text(link.latency_s)}", bandwidth = "{bytes_text(link.bytes_per_s)}/s"'
+
+
+def _told(found: Found) -> list[str]:
+    lines = [str(found.links)]
+    if found.shared is not None:
+        latency, bandwidth = seconds_text(found.shared.latency_s), bytes_text(found.shared.bytes_per_s)
+        lines.append(f"all-reduce in shared memory {latency}, and {bandwidth}/s of all ranks' bytes together")
+    return lines
+
+
+def _shared(ranks: int, series: int) -> Link:
+    """What all-reduces in shared memory take."""
+    import torch
+
+    times = []
+    for size in SIZES:
+        tensor = torch.zeros(size // 4)
+        seconds = min(_series(tensor) for _ in range(series))
+        times.append((float(size * ranks), seconds))
+    return fit(times)
+
+
+def _series(tensor: Any) -> float:
+    import torch.distributed as dist
+
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(CALLS):
+        dist.all_reduce(tensor)
+    return (time.perf_counter() - begin) / CALLS
+
+
+def _memory(local: int) -> float:
+    """Bytes of this rank's device."""
+    if visible_gpus():
+        import torch
+
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local

@@ -1,0 +1,149 @@
+"""`samestep plan`: what a training would take on other machines, before anybody rents them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samestep.cli.before import check_json, check_program
+from samestep.cli.options import Parser
+from samestep.errors import UsageError
+
+if TYPE_CHECKING:
+    from samestep.network.cluster import Cluster
+    from samestep.planning.planned import Planned
+    from samestep.planning.profile import Profile
+
+__all__ = ["main"]
+
+DESCRIPTION = """Predicts what a step of a training takes on 1, 2, 4, … processes of a cluster: data parallel, as a
+pipeline, or both; which all-reduce and which buckets are quickest there, what limits it, what to change next.
+
+The script is profiled on this machine: it runs in one process for some steps, unchanged, and is then stopped.
+A cluster file says what stands where and what lies between (`samestep bench links --write FILE` measures one);
+without it the plan is for the cores or GPUs of this machine, whose links are measured."""
+
+EXAMPLES = """examples:
+  samestep plan train.py --lr 0.1                        this machine, with the script's own options
+  samestep plan --cluster cluster.toml train.py          that cluster
+  samestep plan --save-profile mine.json train.py        keep the profile, to plan with it again
+  samestep plan --profile mine.json --cluster big.toml   plan where the script cannot run
+  samestep plan --profile mine.json --cluster big.toml --scale-batch     every process keeps its batch
+  samestep plan --cluster cluster.toml --apply chosen.toml train.py
+  samestep run --settings chosen.toml train.py           start it so
+  samestep plan --profile mine.json --cluster big.toml --picture plan.html --json plan.json
+
+exit code: 0, whatever the plan says; 1 where nothing fits; 2 for a usage error."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    options = _parser().parse(arguments)
+    _check(options)
+    cluster = _cluster(options)
+    profile = _profile(options)
+    if options.save is not None:
+        profile.save(options.save)
+        print(f"the profile is in {options.save}", file=sys.stderr)
+    from samestep.planning.planned import planned
+
+    found = planned(profile, cluster, options.ranks or cluster.ranks, grows=options.grows)
+    for line in found.lines():
+        print(line)
+    _write(options, found)
+    return 0 if found.best is not None else 1
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "plan",
+        usage="samestep plan [options] (script.py | -m module | --profile FILE) [args…]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+    )
+    add = parser.add_argument
+    add("--profile", metavar="FILE", type=Path, help="of a training, instead of a script")
+    add("--cluster", metavar="FILE.toml", type=Path, help="the machines to plan for (default: this one)")
+    add("--ranks", metavar="N", type=_whole, help="processes at most (default: all that the cluster has)")
+    add("--steps", metavar="K", type=_whole, default=10, help="steps of the script that are timed (default: 10)")
+    add(
+        "--scale-batch",
+        dest="grows",
+        action="store_true",
+        help="every process takes as many samples as the profiled one: a larger batch, another training",
+    )
+    add("--save-profile", dest="save", metavar="FILE", type=Path, help="keep the profile")
+    add("--apply", metavar="FILE.toml", type=Path, help="write settings for `samestep run --settings`")
+    add("--picture", metavar="FILE.html", type=Path, help="draw it, in a page that needs no network")
+    add("--json", metavar="FILE", type=Path, help="write every number to this file")
+    add("-m", dest="module", action="store_true", help="what follows is a module's name, as with python -m")
+    add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuses before anything runs what cannot be planned or written."""
+    if options.profile is None and not options.program:
+        raise UsageError("no script is given: `samestep plan train.py`, or `--profile FILE` of one that was measured")
+    if options.profile is not None and options.program:
+        raise UsageError(f"--profile {options.profile} and {options.program[0]} are both given: leave one of them out")
+    if options.program:
+        check_program(options.program[0], is_module=options.module)
+    for path in (options.save, options.apply, options.picture, options.json):
+        if path is not None:
+            check_json(path)
+    if options.picture is not None:
+        from samestep.reporting.page import check_library
+
+        check_library()
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    from samestep.network.cluster import load
+    from samestep.planning import here
+
+    if options.cluster is None:
+        _say("measuring the links of this machine")
+    found = here.cluster() if options.cluster is None else load(options.cluster)
+    if options.ranks is not None and options.ranks > found.ranks:
+        raise UsageError(f"--ranks {options.ranks} are asked for, and the cluster has {found.ranks}: give 1 to that")
+    return found
+
+
+def _profile(options: argparse.Namespace) -> Profile:
+    from samestep.planning.profile import load
+    from samestep.planning.profiling import profile_script
+
+    if options.profile is not None:
+        return load(options.profile)
+    program, *arguments = options.program
+    return profile_script(program, arguments, steps=options.steps, is_module=options.module)
+
+
+def _write(options: argparse.Namespace, found: Planned) -> None:
+    from samestep.reporting.draft import write_whole
+
+    if options.json is not None:
+        write_whole(options.json, [json.dumps(found.as_json(), indent=2, allow_nan=False), "\n"])
+    if options.picture is not None:
+        from samestep.planning.picture import draw
+
+        draw(found, options.picture)
+    if options.apply is not None:
+        write_whole(options.apply, [found.settings().dumps(found.title())])
+        print(f"samestep run --settings {options.apply} … starts it so")
+
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"samestep: {text}", file=sys.stderr)

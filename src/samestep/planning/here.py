@@ -1,0 +1,25 @@
+"""The cluster that this machine is: as many ranks as it has GPUs or cores, and the links among them, measured."""
+
+from __future__ import annotations
+
+from samestep.launch.cores import read_cores
+from samestep.launch.devices import visible_gpus
+from samestep.network.cluster import Cluster, parse
+
+__all__: list[str] = []
+
+
+def devices() -> int:
+    """Returns how many ranks this machine has room for: one for each GPU; without, one for each core."""
+    return visible_gpus() or len(read_cores().usable)
+
+
+def cluster() -> Cluster:
+    """Returns this machine; with several devices its links are measured, which takes some seconds."""
+    from samestep.bench.links import cluster_text, measured
+    from samestep.launch.spawn import spawn
+
+    count = devices()
+    if count < 2:
+        return parse("[nodes]\ncount = 1", "this machine")
+    return parse(cluster_text(spawn(measured, count, 3, progress=False)[0]), "this machine")

@@ -1,0 +1,158 @@
+"""A plan: the curve of a training on a cluster, what is said of it, what it sets, and its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from samestep.network.cluster import Cluster
+from samestep.network.links import seconds_text
+from samestep.planning import advice, replicas, told, work
+from samestep.planning.advice import Change
+from samestep.planning.offered import Offered
+from samestep.planning.profile import Profile
+from samestep.planning.search import Planner, Point, Unfit
+from samestep.planning.settings import Settings
+from samestep.planning.step import Step
+
+__all__: list[str] = []
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What was found.
+
+    Attributes:
+        profile: of one process.
+        cluster: that it was planned for.
+        planner: that predicts.
+        points: of 1, 2, 4, … ranks.
+        changes: that would help with as many ranks as are best.
+        compressed: the step of the best ranks with gradients of 8 bits; None where nothing is summed.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    planner: Planner
+    points: tuple[Point, ...]
+    changes: tuple[Change, ...]
+    compressed: Step | None
+
+    @property
+    def best(self) -> Step | None:
+        """The quickest step of all; of several as quick within 1 %, the one with the fewest ranks."""
+        found = [one.best for one in self.points if one.best is not None]
+        most = max((one.rate for one in found), default=0.0)
+        return next((one for one in found if one.rate >= 0.99 * most), None)
+
+    def title(self) -> str:
+        """Returns what the plan is of."""
+        best = self.best
+        if best is None:
+            return f"{self.profile.script} on {self.cluster}\nnothing fits"
+        hosts = -(-best.way.ranks // self.cluster.devices)
+        where = "1 host" if hosts == 1 else f"{hosts} hosts"
+        what = f"{best.way} on {where}: {seconds_text(best.seconds)} a step predicted"
+        return f"{self.profile.script} on {self.cluster}\n{what}"
+
+    def lines(self) -> Iterator[str]:
+        """Yields the plan as a person reads it."""
+        profile = self.profile
+        yield (
+            f"{profile.script}: a step of {profile.batch} samples takes {seconds_text(profile.step_s)} "
+            f"on {profile.machine} ({profile.steps} steps)"
+        )
+        yield f"cluster: {self.cluster}"
+        yield ""
+        yield from told.table(self.planner, self.points)
+        yield ""
+        yield from told.verdict(self.planner, self.points)
+        if self.best is not None:
+            yield ""
+            yield from told.detail(self.best, self.planner)
+            yield ""
+            yield from self._advice(self.best)
+
+    def settings(self) -> Settings:
+        """Returns what a run takes of it; another way of using ranks is the script's own to say."""
+        best = self.best
+        if best is None:
+            return Settings()
+        each = min(best.way.ranks, self.cluster.devices)
+        if not best.algorithm or best.way.stages > 1:
+            return Settings(processes=each)
+        share = work.at(self.profile, -(-best.samples // best.way.replicas), self.planner.speed)
+        cap = replicas.one_cap(self.profile, self.planner.fabric, best.way, share.backward_s, best.algorithm)
+        return Settings(processes=each, buckets=float(f"{cap / MIB:.3g}"))
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns every number."""
+        return {
+            "script": self.profile.script,
+            "cluster": str(self.cluster),
+            "ranks": self.cluster.ranks,
+            "alone_s": self.planner.alone.seconds,
+            "points": [
+                {"ranks": point.ranks, **{kind: _step_json(one) for kind, one in point.steps.items()}}
+                for point in self.points
+            ],
+            "best": None if self.best is None else _step_json(self.best),
+            "changes": [{"what": one.what, "gain": one.gain, "same_training": one.same} for one in self.changes],
+            "int8_gain": None if self.compressed is None or self.best is None else self._gain(self.best),
+            "settings": {name: value for name, value in asdict(self.settings()).items() if value is not None},
+        }
+
+    def _gain(self, best: Step) -> float:
+        assert self.compressed is not None
+        return self.compressed.rate / best.rate - 1
+
+    def _advice(self, best: Step) -> Iterator[str]:
+        same = [one for one in self.changes if one.same]
+        if same:
+            yield f"Next: {same[0]} samples a second."
+        yield from (f"  or {one}" for one in self.changes if not same or one is not same[0])
+        if not self.changes:
+            yield "Nothing that was tried would make it quicker by 2 % or more."
+        if self.compressed is not None:
+            gain = self._gain(best)
+            pays = "pays" if gain > advice.WORTH else "does not pay"
+            yield f"Compressing gradients to 8 bits {pays} here: {100 * gain:+.0f} %."
+
+
+def planned(profile: Profile, cluster: Cluster, ranks: int, *, grows: bool = False) -> Planned:
+    """Returns the plan of a training.
+
+    Args:
+        profile: of one process.
+        cluster: to plan for.
+        ranks: that may be used at most.
+        grows: every process takes as many samples as the profiled one.
+
+    Raises:
+        UsageError: the cluster has fewer ranks.
+    """
+    planner = Planner(profile, Offered(cluster), cluster.speed, cluster.memory, grows)
+    points = tuple(planner.curve(ranks))
+    draft = Planned(profile, cluster, planner, points, (), None)
+    if draft.best is None:
+        return draft
+    used, adding = draft.best.way.ranks, cluster.links.adding_bytes_per_s
+    found = tuple(advice.changes(planner, used, adding))
+    squeezed = advice.compressed(planner, adding).step(draft.best.way) if draft.best.algorithm else None
+    return Planned(profile, cluster, planner, points, found, squeezed)
+
+
+def _step_json(one: Step | Unfit) -> dict[str, Any]:
+    if isinstance(one, Unfit):
+        return {"unfit": one.reason}
+    told_of = {name: value for name, value in asdict(one).items() if name not in ("way", "parts")}
+    return {
+        "way": asdict(one.way),
+        "seconds": one.seconds,
+        "parts": one.parts.shares(),
+        "limit": one.limit(),
+        **told_of,
+    }

@@ -1,0 +1,157 @@
+"""`samestep plan` as a person uses it: with a profile, a cluster file, and mistakes in either."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samestep.cli.plan import main
+from samestep.errors import UsageError
+from samestep.pipelines.layers import Layer
+from samestep.planning.profile import Gradient, Profile, Size
+from samestep.planning.settings import load
+
+CLUSTER = """
+[nodes]
+count = 4
+devices = 4
+memory = "80 GB"
+[links]
+inside = { latency = "2 us", bandwidth = "100 GB/s" }
+between = { latency = "5 us", bandwidth = "100 Gbit/s" }
+adding = "50 GB/s"
+"""
+LAYERS = 6
+
+
+def layers(samples: int) -> tuple[Layer, ...]:
+    part = samples / 64
+    return tuple(
+        Layer(str(n), 0.001 + 0.004 * part, 0.004 * part, 0.004 * part, 1e5 * part, 1e6 * part, 4e6)
+        for n in range(LAYERS)
+    )
+
+
+def profile(**changes: object) -> Profile:
+    sizes = {size: layers(size) for size in (16, 32, 64)}
+    told = {
+        "script": "train.py",
+        "machine": "cpu, 1 thread",
+        "torch": "2.13.0",
+        "batch": 64,
+        "steps": 10,
+        "data_s": 0.001,
+        "forward_s": 0.03,
+        "backward_s": 0.048,
+        "optimizer_s": 0.001,
+        "other_s": 0.0,
+        "step_low_s": 0.079,
+        "step_high_s": 0.081,
+        "gradients": tuple(Gradient(f"{n}.weight", 4_000_000, 0.008 * (LAYERS - n)) for n in reversed(range(LAYERS))),
+        "parameter_bytes": 24_000_000,
+        "buffer_bytes": 0,
+        "optimizer_bytes": 48_000_000,
+        "activation_bytes": 6_000_000,
+        "sizes": tuple(
+            Size(size, sum(one.forward for one in each), sum(one.inputs + one.weights for one in each))
+            for size, each in sizes.items()
+        ),
+        "layers": sizes,
+    }
+    return Profile(**(told | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    profile().save(tmp_path / "profile.json")
+    return tmp_path / "profile.json", tmp_path / "cluster.toml"
+
+
+def plan(*arguments: object) -> int:
+    return main([str(each) for each in arguments])
+
+
+def test_a_plan_is_a_table_sentences_and_what_to_do_next(files, capsys) -> None:
+    assert plan("--profile", files[0], "--cluster", files[1]) == 0
+    said = capsys.readouterr().out
+    assert "train.py: a step of 64 samples takes 80 ms on cpu, 1 thread (10 steps)" in said
+    assert "cluster: 4 hosts of 4 devices, switch of 4 ports" in said
+    rows = [line.split()[0] for line in said.splitlines() if line.strip()[:1].isdecimal() and "%" in line]
+    assert rows[:5] == ["1", "2", "4", "8", "16"]
+    for begin in ("Quickest: ", "  all-reduce: ", "  memory: ", "Next: ", "Compressing gradients to 8 bits "):
+        assert any(line.startswith(begin) for line in said.splitlines()), begin
+
+
+def test_every_number_is_in_the_json_and_the_parts_add_up(files, tmp_path) -> None:
+    assert plan("--profile", files[0], "--cluster", files[1], "--json", tmp_path / "plan.json") == 0
+    told = json.loads((tmp_path / "plan.json").read_text())
+    assert [point["ranks"] for point in told["points"]] == [1, 2, 4, 8, 16]
+    assert told["best"]["seconds"] == pytest.approx(sum(told["best"]["parts"].values()))
+    assert told["alone_s"] == pytest.approx(0.08)
+
+
+def test_the_settings_are_those_that_run_takes(files, tmp_path) -> None:
+    assert plan("--profile", files[0], "--cluster", files[1], "--apply", tmp_path / "chosen.toml") == 0
+    chosen = load(tmp_path / "chosen.toml")
+    assert chosen.processes == 4
+    assert chosen.buckets is not None
+    assert (tmp_path / "chosen.toml").read_text().startswith("# train.py on 4 hosts of 4 devices")
+
+
+def test_a_model_that_fits_nowhere_says_by_how_much(files, tmp_path, capsys) -> None:
+    (tmp_path / "small.toml").write_text(CLUSTER.replace("80 GB", "10 MB"))
+    profile(layers={}, uncut="its forward cannot be followed").save(tmp_path / "whole.json")
+    assert plan("--profile", tmp_path / "whole.json", "--cluster", tmp_path / "small.toml") == 1
+    said = capsys.readouterr().out
+    assert "Nothing fits 16 ranks." in said
+    assert "a device needs 96.4 MB, and has 10 MB: 86.4 MB too little" in said
+    assert "its forward cannot be followed" in said
+
+
+def test_a_batch_that_grows_is_said_to_be_larger(files, capsys) -> None:
+    assert plan("--profile", files[0], "--cluster", files[1], "--scale-batch", "--ranks", 8) == 0
+    assert "a step of 512 samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "no script is given: `samestep plan train.py`"),
+        (("nowhere.py",), "there is no script nowhere.py"),
+        (("--profile", "nowhere.json"), "nowhere.json: no such file"),
+        (("--cluster", "nowhere.toml", "--profile", "{profile}"), "nowhere.toml: no such file"),
+        (("--cluster", "{cluster}", "--profile", "{profile}", "train.py"), "leave one of them out"),
+        (("--cluster", "{cluster}", "--profile", "{profile}", "--ranks", "17"), "the cluster has 16: give 1 to that"),
+        (("--cluster", "{cluster}", "--profile", "{profile}", "--ranks", "0"), "'0' is not a whole number above 0"),
+        (("--cluster", "{cluster}", "--profile", "{profile}", "--json", "no/such/plan.json"), "make it first"),
+        (("--cluster", "{cluster}", "--profile", "{cluster}"), "no JSON"),
+        (("--cluster", "{profile}", "--profile", "{profile}"), "is no TOML"),
+    ],
+)
+def test_a_mistake_is_one_line(files, monkeypatch, tmp_path, arguments, said) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [each.format(profile=files[0], cluster=files[1]) for each in arguments]
+    with pytest.raises(UsageError) as caught:
+        plan(*given)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_picture_is_a_page_that_needs_no_network(files, tmp_path) -> None:
+    pytest.importorskip("plotly")
+    assert plan("--profile", files[0], "--cluster", files[1], "--picture", tmp_path / "plan.html") == 0
+    page = (tmp_path / "plan.html").read_text()
+    assert "bandwidth of the all-reduce" in page
+    assert 'src="http' not in page
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from samestep.cli import main; main(['plan', '--help'])"
+    done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=False)
+    assert "samestep run --settings chosen.toml train.py" in done.stdout
+    assert "| torch\n" not in done.stderr

@@ -1,0 +1,114 @@
+"""A profile as a file: the same after it was written and read, and refused where it cannot be what it says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainings import training
+
+from samestep.errors import UsageError
+from samestep.planning.profile import VERSION, Profile, Size, load, parse
+
+
+def given(**changed: Any) -> dict[str, Any]:
+    """A profile as JSON has it, with other fields; those that are None are left out."""
+    told = json.loads(json.dumps({"v": VERSION, **asdict(training())})) | changed
+    return {key: value for key, value in told.items() if value is not None or key == "uncut"}
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [training(), training(cut=False), replace(training(), data_s=0.1 + 0.2, sizes=(), script="a – b.py")],
+    ids=["cut", "uncut", "odd numbers"],
+)
+def test_what_is_read_is_what_was_written_to_the_last_bit(tmp_path: Path, profile: Profile) -> None:
+    path = tmp_path / "below" / "profile.json"
+    profile.save(path)
+    assert load(path) == profile
+    text = path.read_text(encoding="utf-8")
+    load(path).save(path)
+    assert path.read_text(encoding="utf-8") == text
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    profile = training()
+    parts = profile.data_s, profile.forward_s, profile.backward_s, profile.optimizer_s, profile.other_s
+    assert profile.step_s == sum(parts)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UsageError) as refused:
+        load(path)
+    said = str(refused.value)
+    assert said.startswith(str(path))
+    assert "\n" not in said
+    return said.removeprefix(str(path))
+
+
+def test_a_file_that_is_not_there_says_what_makes_one(tmp_path: Path) -> None:
+    assert "samestep plan --save-profile makes one" in refusal(tmp_path / "profile.json")
+
+
+def test_a_folder_is_no_profile(tmp_path: Path) -> None:
+    assert refusal(tmp_path) == " cannot be read: is a directory"
+
+
+def test_a_profile_that_is_cut_off_says_in_which_line(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    training().save(path)
+    path.write_text(path.read_text(encoding="utf-8")[:300], encoding="utf-8")
+    assert refusal(path).startswith(", line 1")
+    path.write_bytes(b"\xff\xfe\x00")
+    assert refusal(path) == " cannot be read: it is no text"
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ([], "no profile: an object is expected"),
+        (given(v=2), "a profile of version 2, and this samestep reads 1"),
+        (given(v=None), "a profile of version None"),
+        (given(batch=None), "lacks the field 'batch'"),
+        (given(backwards=1), "has a field 'backwards'"),
+        (given(bach=64), "'bach': did you mean 'batch'?"),
+        (given(batch=0), "of 0 samples: both must be 1 or more"),
+        (given(steps=-1), "steps is -1: a profile has numbers of 0 or more"),
+        (given(batch=6.5), "batch is 6.5, and should be a whole number"),
+        (given(batch=True), "batch is True, and should be a whole number"),
+        (given(data_s="1 ms"), "data_s is '1 ms', and should be a number"),
+        (given(other_s=-0.5), "other_s is -0.5"),
+        (given(other_s=float("nan")), "other_s is nan"),
+        (given(step_high_s=float("inf")), "step_high_s is inf"),
+        (given(script=7), "script is 7, and should be a text"),
+        (given(gradients=[]), "a profile without gradients"),
+        (given(gradients={}), "gradients: a list is expected"),
+        (given(gradients=[{"name": "w", "nbytes": 4}]), "gradients lacks the field 'ready_s'"),
+        (given(gradients=[{"name": "w", "nbytes": 4, "ready_s": -1.0}]), "gradient w: ready_s is -1.0"),
+        (given(sizes=[8]), "sizes: an object is expected, and it is 8"),
+        (given(sizes=[{"samples": 8, "forward_s": 1.0, "backward_s": -1.0}]), "a batch of 8: backward_s is -1.0"),
+        (given(layers=[]), "layers: an object of lists is expected"),
+        (given(layers={"many": []}), "micro-batches of 'many' samples"),
+        (given(layers={"0": []}), "micro-batches of '0' samples"),
+        (given(layers={"8": [{"name": "0", "forward": 1.0}]}), "layers lacks the field 'inputs'"),
+        (given(layers={"8": [{"name": "0", "forward": -1.0, "inputs": 0.0}]}), "layer 0: forward=-1.0 is negative"),
+        (given(layers={"8": [], "16": [{"name": "0", "forward": 1.0, "inputs": 0.0}]}), "other layers for each size"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_field(told: Any, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse(told)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_whole_numbers_of_seconds_are_numbers() -> None:
+    assert parse(given(data_s=1)).data_s == 1
+
+
+def test_sizes_are_checked_where_a_profile_is_made() -> None:
+    with pytest.raises(UsageError, match="a batch of 8: forward_s is -1"):
+        replace(training(), sizes=(Size(8, -1, 0.0),))
