@@ -161,6 +161,12 @@ class Lab:
         shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
         self.run(name, ["tc", "qdisc", "replace", "dev", "eth0", *shape])
 
+    def narrow(self, name: str, rate: str) -> None:
+        """Lets a host send and receive no faster than `rate`, hardly anything at once: as a cable of that bandwidth."""
+        shape = ["root", "tbf", "rate", rate, "burst", "16kb", "latency", "400ms"]
+        self.run(name, ["tc", "qdisc", "replace", "dev", "eth0", *shape])
+        subprocess.run(["tc", "qdisc", "replace", "dev", self._cable(name), *shape], check=True, capture_output=True)
+
     def _cable(self, name: str) -> str:
         """Returns the bridge's end of it."""
         return f"{self._tag}v{self.names.index(name) + 1}"

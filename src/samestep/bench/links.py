@@ -24,6 +24,7 @@ from samestep.rankenv import read_rank_variables
 
 __all__: list[str] = []
 
+MESSAGES = (8, 4096, 65536, 1 << 20, 4 << 20)  # bytes: larger than what a network lets pass at once
 SIZES = (4096, 65536, 1 << 20, 8 << 20)  # bytes of all-reduces
 CALLS = 6  # in a series
 
@@ -69,7 +70,7 @@ def measured(series: int) -> Found:
     with samestep.world(backend="samestep", device="cpu") as world:
         local = world.local_size
         group: Any = dist.new_group(backend="gloo")
-        links = measure(group, None if local == world.size else local)
+        links = measure(group, None if local == world.size else local, sizes=MESSAGES)
         shared = None if local < world.size else _shared(world.size, series)
         told = gather_json(world.everyone, _memory(local))
         return Found(links, shared, world.size // local, local, min(told))

@@ -16,8 +16,10 @@ says little where they were read off a data sheet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from samestep.errors import UsageError
 
@@ -108,8 +110,9 @@ class Links:
 def fit(samples: Sequence[tuple[float, float]]) -> Link:
     """Returns the link that explains measured (bytes, seconds) best, in relative terms.
 
-    Least squares of (alpha + beta n) / t - 1: a small message counts as much as a large one, though its seconds are
-    few. Neither figure is ever negative.
+    Least sum of |log((alpha + beta n) / t)|, over the lines through two of the points: a small message counts as much
+    as a large one, though its seconds are few, and a size that has a way of its own, such as one that fits into what a
+    network lets pass at once, is left aside rather than met half-way. Neither figure is ever negative.
 
     Args:
         samples: two sizes or more.
@@ -120,22 +123,31 @@ def fit(samples: Sequence[tuple[float, float]]) -> Link:
     Example:
         >>> fit([(0, 20e-6), (1e6, 1.02e-3), (2e6, 2.02e-3)])
         Link(latency_s=2e-05, bytes_per_s=1000000000.0)
+        >>> fit([(0, 20e-6), (1e5, 20e-6), (1e6, 1.02e-3), (2e6, 2.02e-3)])  # small ones pass at once
+        Link(latency_s=2e-05, bytes_per_s=1000000000.0)
     """
     if len({nbytes for nbytes, _ in samples}) < 2 or any(not seconds > 0 for _, seconds in samples):
         raise UsageError(f"a link needs times above 0 of two sizes or more, got {list(samples)}")
-    # normal equations of rows (1/t, n/t) . (alpha, beta) = 1
-    ones = sum(1 / t**2 for _, t in samples)
-    mixed = sum(n / t**2 for n, t in samples)
-    squares = sum(n * n / t**2 for n, t in samples)
-    right, right_n = sum(1 / t for _, t in samples), sum(n / t for n, t in samples)
-    determinant = ones * squares - mixed * mixed
-    alpha = (right * squares - right_n * mixed) / determinant
-    beta = (ones * right_n - mixed * right) / determinant
-    if alpha < 0:
-        alpha, beta = 0.0, right_n / squares
-    if beta <= 0:
-        return Link(right / ones, float("inf"))
-    return Link(float(f"{alpha:.6g}"), float(f"{1 / beta:.6g}"))
+    alpha, beta = min(_lines(samples), key=lambda line: _deviation(line, samples))
+    return Link(float(f"{alpha:.6g}"), float(f"{1 / beta:.6g}") if beta > 0 else float("inf"))
+
+
+def _lines(samples: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Yields (alpha, beta) of the lines through two of the points, or through one where the other would be negative."""
+    for n, t in samples:
+        yield t, 0.0
+        if n:
+            yield 0.0, t / n
+    for (n, t), (m, u) in combinations(samples, 2):
+        if n != m:
+            beta = (u - t) / (m - n)
+            if beta >= 0 and t - beta * n >= 0:
+                yield t - beta * n, beta
+
+
+def _deviation(line: tuple[float, float], samples: Sequence[tuple[float, float]]) -> float:
+    alpha, beta = line
+    return sum(abs(math.log((alpha + beta * n) / t)) if alpha + beta * n else math.inf for n, t in samples)
 
 
 def seconds_text(seconds: float) -> str:

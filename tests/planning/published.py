@@ -1,0 +1,87 @@
+"""Trainings that others have measured and published, as profiles: what is known of them, and where from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from samestep.network.cluster import parse
+from samestep.planning.fabric import Sum
+from samestep.planning.offered import Offered
+from samestep.planning.profile import Gradient, Profile
+
+# Horovod's README: 128 servers with 4 Pascal GPUs each, 25 Gbit/s RoCE, 512 GPUs, synthetic data, weak scaling.
+# What is inside a server is not said: 10 GB/s, as PCIe 3.0 gives.
+HOROVOD = parse(
+    "[nodes]\ncount = 128\ndevices = 4\n[links]\n"
+    'inside = { latency = "10 us", bandwidth = "10 GB/s" }\nbetween = { latency = "10 us", bandwidth = "25 Gbit/s" }'
+)
+BATCH = 64  # of each GPU, as in TensorFlow's benchmarks
+RATES = {"Inception V3": 142.0, "VGG-16": 154.0}  # images a second of one P100: tensorflow.org/performance/benchmarks
+# VGG-16 (arXiv:1409.1556): inputs, outputs and the side of the image of each convolution; then the linear layers
+CONVOLUTIONS = (
+    [(3, 64, 224), (64, 64, 224), (64, 128, 112), (128, 128, 112), (128, 256, 56)]
+    + 2 * [(256, 256, 56)]
+    + [(256, 512, 28)]
+    + 2 * [(512, 512, 28)]
+    + 3 * [(512, 512, 14)]
+)
+LINEAR = ((25088, 4096), (4096, 4096), (4096, 1000))
+INCEPTION = 23_834_568  # parameters, without the auxiliary head
+
+
+@dataclass(frozen=True)
+class Rings:
+    """A fabric with nothing but the ring, which Horovod takes."""
+
+    offered: Offered
+
+    @property
+    def ranks(self) -> int:
+        return self.offered.ranks
+
+    def sums(self, replicas: int, stages: int, nbytes: float) -> Sequence[Sum]:
+        return [one for one in self.offered.sums(replicas, stages, nbytes) if one.name == "ring"]
+
+    def hop(self, replicas: int, stages: int):  # type: ignore[no-untyped-def]
+        return self.offered.hop(replicas, stages)
+
+
+def vgg16() -> Profile:
+    """Gradients are ready as the operations of the layers above them are done."""
+    layers = [(9 * a * b + b, 9 * a * b * side * side) for a, b, side in CONVOLUTIONS]
+    layers += [(a * b + b, a * b) for a, b in LINEAR]
+    return _profile("VGG-16", layers)
+
+
+def inception() -> Profile:
+    """What its layers take is left out: parameters become ready evenly over the backward."""
+    return _profile("Inception V3", [(INCEPTION // 48, 1)] * 48)
+
+
+def _profile(name: str, layers: Sequence[tuple[int, int]]) -> Profile:
+    seconds = BATCH / RATES[name]
+    backward, work = seconds * 2 / 3, sum(each for _, each in layers)
+    gradients, done = [], 0
+    for number, (parameters, each) in reversed(list(enumerate(layers))):
+        done += each
+        gradients.append(Gradient(str(number), 4 * parameters, backward * done / work))
+    return Profile(
+        script=name,
+        machine="P100",
+        torch="-",
+        batch=BATCH,
+        steps=1,
+        data_s=0.0,
+        forward_s=seconds - backward,
+        backward_s=backward,
+        optimizer_s=0.0,
+        other_s=0.0,
+        step_low_s=seconds,
+        step_high_s=seconds,
+        gradients=tuple(gradients),
+        parameter_bytes=4 * sum(each for each, _ in layers),
+        buffer_bytes=0,
+        optimizer_bytes=0,
+        activation_bytes=0,
+    )
