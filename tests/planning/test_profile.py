@@ -22,7 +22,7 @@ def given(**changed: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "profile",
-    [training(), training(cut=False), replace(training(), data_s=0.1 + 0.2, sizes=(), script="a – b.py")],
+    [training(), training(cut=False), replace(training(), data_s=0.1 + 0.2, sizes=(), script="año.py")],
     ids=["cut", "uncut", "odd numbers"],
 )
 def test_what_is_read_is_what_was_written_to_the_last_bit(tmp_path: Path, profile: Profile) -> None:

@@ -2,6 +2,13 @@
 
 measured
   profile       what one process's training is, in plain numbers
+  profiling     a script run for some steps, watched, and stopped
+  observing     the observer in its process
+  moments       one step as it went
+  kept          what a forward keeps for its backward
+  inputs        what a model was called with
+  alone         the model by itself, on other batches, and layer by layer
+  measuring     the profile of all that
 
 predicted
   step          how ranks are used, what a step takes then, and what that goes into

@@ -19,6 +19,8 @@ from torch import Tensor
 
 __all__: list[str] = []
 
+_KINDS = (Tensor, torch.nn.Parameter)
+
 
 class Kept:
     """Counts while it is entered; in the thread that enters it.
@@ -52,7 +54,8 @@ class Kept:
         return sum(min(whole, sum(size for _, size in parts)) for whole, parts in found.values())
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if tensor.layout == torch.strided and not tensor.is_meta:
+        plain = type(tensor) in _KINDS and tensor.layout == torch.strided  # a compiler calls this with others
+        if plain and not tensor.is_meta and not torch.compiler.is_compiling():
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._without:
                 _, parts = self._found.setdefault(storage.data_ptr(), (storage.nbytes(), set()))

@@ -92,6 +92,7 @@ class Observing(Observer, Taker, Listener):
         self._called: dict[int, Any] = {}
         self._depth = 0
         self._kept: Any = None
+        self._refuses = False  # hooks of autograd are an error in this script
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -149,7 +150,7 @@ class Observing(Observer, Taker, Listener):
         for root in self.roots:
             handle = root.register_forward_pre_hook(_Telling(self, root), prepend=True, with_kwargs=True)
             self._undo.append(handle.remove)
-        if len(self.steps) == _COUNTED:
+        if len(self.steps) == _COUNTED and not self._refuses:
             self._count()
         elif not self.is_timed:
             self._listen()
@@ -183,6 +184,19 @@ class Observing(Observer, Taker, Listener):
         hooks: Any = sys.modules["torch.nn.modules.module"]  # which may be all of torch that there is so far
         self._undo.append(hooks.register_module_forward_pre_hook(before).remove)
         self._undo.append(hooks.register_module_forward_hook(behind, always_call=True).remove)
+        self._learn_refusal(sys.modules["torch.autograd.graph"])
+
+    def _learn_refusal(self, module: Any) -> None:
+        """Where torch.func is at work, autograd's hooks are an error: then nothing is counted in the script's steps."""
+        original = module.disable_saved_tensors_hooks
+
+        @functools.wraps(original)
+        def disable_saved_tensors_hooks(*args: Any) -> Any:
+            self._refuses = True
+            return original(*args)
+
+        module.disable_saved_tensors_hooks = disable_saved_tensors_hooks
+        self._undo.append(lambda: setattr(module, "disable_saved_tensors_hooks", original))
 
     def _trained(self) -> list[Any]:
         """Returns those of them that an optimizer holds parameters of, and that are no part of another."""

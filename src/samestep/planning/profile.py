@@ -77,7 +77,7 @@ class Profile:
         parameter_bytes: of the model.
         buffer_bytes: likewise.
         optimizer_bytes: what the optimizer remembers.
-        activation_bytes: kept from forward to backward, for `batch` samples.
+        activation_bytes: kept from forward to backward, for `batch` samples; where a step has micro-batches, for one.
         sizes: forward and backward of batches of several sizes; empty where only the step itself is known.
         layers: what they cost, by samples of a micro-batch; empty where the model cannot be cut.
         uncut: why there are no layers; None where there are.

@@ -43,7 +43,7 @@ def profile_script(
     still_s: float = runs.STILL_S,
     nursery: Nursery | None = None,
 ) -> Profile:
-    """Runs a script in one process for some steps, stops it, and returns what its training is.
+    r"""Runs a script in one process for some steps, stops it, and returns what its training is.
 
     Three steps warm up, then `steps` are timed with nothing else measured in them, and three more tell when each
     gradient is ready. A script that ends before is measured on what there is, if that is four steps or more; the first
@@ -70,10 +70,14 @@ def profile_script(
     Example:
         >>> import tempfile, pathlib
         >>> script = pathlib.Path(tempfile.mkdtemp()) / "train.py"
-        >>> _ = script.write_text("print('nothing is trained here')")
-        >>> profile_script(script)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        samestep.errors.UsageError: …train.py takes no step of an optimizer of torch.optim: there is nothing to profile
+        >>> lines = (
+        ...     "import torch; model = torch.nn.Linear(4, 2); optimizer = torch.optim.SGD(model.parameters())",
+        ...     "for _ in range(20): optimizer.zero_grad(); model(torch.ones(8, 4)).sum().backward(); optimizer.step()",
+        ... )
+        >>> _ = script.write_text("\n".join(lines))
+        >>> profile = profile_script(script, steps=3)
+        >>> profile.batch, profile.parameter_bytes, len(profile.gradients), profile.uncut
+        (8, 40, 2, 'it is a single layer')
     """
     _check(script, steps, is_module=is_module)
     program = runs.Script(program=str(script), arguments=tuple(args), is_module=is_module)
