@@ -16,6 +16,7 @@ import pytest
 
 from samestep.network import placement, rounds
 from samestep.network.contention import price
+from samestep.network.flows import play
 from samestep.network.links import Link
 from samestep.network.rounds import Round, Shift
 from samestep.network.routing import MINIMAL, flow
@@ -108,3 +109,15 @@ def test_all_rounds_of_ranks_at_random_take_as_long_in_simgrid(network, ranks):
     ours, theirs = both(network, placement.random(network, ranks))
     assert sum(ours) == pytest.approx(sum(theirs), rel=0.05)
     assert ours == pytest.approx(theirs, rel=0.2 if isinstance(network, Torus) else 0.05)
+
+
+@pytest.mark.parametrize(("network", "ranks"), CASES, ids=[network.name for network, _ in CASES])
+@pytest.mark.parametrize("choice", [placement.linear, placement.random])
+def test_messages_followed_in_time_take_as_long_in_simgrid(network, ranks, choice):
+    """Also where the load of links says too little: in both, rates are max-min fair, with shares by latency."""
+    if reason_to_skip():
+        pytest.skip(reason_to_skip())
+    placed = choice(network, ranks)
+    each = list(patterns(ranks))
+    ours = [play([one], network, placed, by_latency=True) for one in each]
+    assert ours == pytest.approx(simulated(network, placed, each), rel=0.01)

@@ -15,6 +15,7 @@ many, through a network of switches
   rounds      the messages that are sent at once
   load        the bytes that they put on every link
   contention  the price of rounds, in each other's way
+  flows       a few ranks' messages followed in time
 
 read from a file
   units       numbers with units, as people write them

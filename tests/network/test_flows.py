@@ -1,0 +1,116 @@
+"""Messages followed in time: by hand, and where the load of links says the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from samestep.network import placement, rounds
+from samestep.network.contention import price
+from samestep.network.flows import play
+from samestep.network.links import Link
+from samestep.network.rounds import Round, Shift
+from samestep.network.routing import ECMP
+from samestep.network.topologies.cables import Cables
+from samestep.network.topologies.fat_tree import leaf_spine
+from samestep.network.topologies.slim_fly import SlimFly
+from samestep.network.topologies.switch import Switch
+from samestep.network.topologies.torus import Torus, ring
+
+SLOW = Cables(Link(0.0, 100.0))
+CABLES = Cables(Link(1e-6, 12.5e9))
+RULES = {
+    "ring": rounds.ring,
+    "halving and doubling": rounds.halving_doubling,
+    "recursive doubling": rounds.recursive_doubling,
+    "binomial tree": rounds.binomial_tree,
+}
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+def seconds(messages, network):
+    return play(messages, network, placement.linear(network, network.hosts))
+
+
+def test_nothing_takes_no_time():
+    assert seconds([], ring(SLOW, 4)) == 0
+    assert seconds([[(0, 1, 0)]], ring(SLOW, 4)) == 0
+
+
+def test_who_shares_a_link_has_what_others_leave():
+    # 0 to 3 passes with both others, and has half of each link; then 0 to 1 and 2 to 3 have the rest for themselves
+    line = ring(SLOW, 8)
+    assert seconds([[(0, 3, 100), (0, 1, 100), (2, 3, 100)]], line) == pytest.approx(2.0)
+    # a third one on the first link: a third each there; the last link's other message has two thirds
+    alone = [[(0, 3, 100), (0, 1, 100), (0, 2, 100), (2, 3, 200)]]
+    assert seconds(alone, line) == pytest.approx(3.0)
+
+
+def test_a_message_that_ends_leaves_its_rate_to_others():
+    assert seconds([[(0, 1, 50), (0, 1, 150)]], ring(SLOW, 4)) == pytest.approx(2.0)  # 1 s by halves, then 1 alone
+    assert seconds([[(0, 1, 50), (0, 1, 100), (0, 2, 300)]], ring(SLOW, 8)) == pytest.approx(4.5)
+
+
+def test_a_rank_waits_for_its_own_messages_and_for_nobody_elses():
+    network = Switch(SLOW, 6)
+    apart = [[(0, 1, 100), (2, 3, 1000)], [(1, 0, 100), (4, 5, 700)]]
+    assert seconds(apart, network) == pytest.approx(10.0)
+    behind = [[(0, 1, 100), (2, 3, 1000)], [(3, 1, 100)]]
+    assert seconds(behind, network) == pytest.approx(11.0)
+
+
+def test_who_receives_for_a_later_round_is_not_held_up():
+    network = Switch(SLOW, 4)
+    # rank 3 sends for round 2 at once; rank 0 is at round 1 until then, and shares nothing with it
+    assert seconds([[(0, 1, 500)], [(3, 0, 100)], [(0, 2, 100)]], network) == pytest.approx(6.0)
+
+
+def test_ranks_of_one_host_have_links_of_their_own():
+    network = Switch(Cables(Link(0.0, 100.0), inside=Link(0.0, 1000.0), local=2), 2)
+    placed = placement.linear(network, 4)
+    assert play([[(0, 1, 1000), (2, 3, 1000)]], network, placed) == pytest.approx(1.0)
+    assert play([[(0, 2, 100), (1, 3, 100)]], network, placed) == pytest.approx(2.0)  # one port for both
+
+
+def test_equal_ways_carry_a_part_each():
+    network = leaf_spine(SLOW, leaves=2, hosts=2, spines=2)
+    placed = placement.linear(network, 4)
+    assert play([[(0, 2, 100), (1, 3, 100)]], network, placed, ECMP) == pytest.approx(1.0)
+
+
+UNIFORM = [Switch(CABLES, 16), Torus(CABLES, (4, 4)), leaf_spine(CABLES, 4, 4, 4), leaf_spine(CABLES, 4, 4, 2)]
+
+
+@every_rule
+@pytest.mark.parametrize("network", UNIFORM, ids=[one.name for one in UNIFORM])
+def test_where_all_ranks_do_the_same_at_once_the_load_of_links_says_as_much(network, rule):
+    placed = placement.linear(network, 16)
+    assert play(rule(16, 16e6), network, placed) == pytest.approx(price(rule(16, 16e6), network, placed).seconds)
+
+
+@every_rule
+def test_along_a_circuit_of_a_slim_fly_within_1_percent(rule):
+    network = SlimFly(CABLES, 5, 1)
+    placed = placement.circuit(network, 50)
+    one = [Shift(50, 1, 1e6, times=3)]
+    assert play(one, network, placed) == pytest.approx(price(one, network, placed).seconds, rel=0.01)
+
+
+@every_rule
+@pytest.mark.parametrize("seed", range(3))
+def test_at_random_ranks_that_go_on_by_themselves_take_about_as_long(rule, seed):
+    """Less, since nobody waits for the slowest of a round; or more, since links are idle at times."""
+    for network in UNIFORM:
+        placed = placement.random(network, 16, seed)
+        ratio = play(rule(16, 16e6), network, placed) / price(rule(16, 16e6), network, placed).seconds
+        assert 0.75 < ratio < 1.15
+
+
+def test_arrays_and_messages_are_taken_alike():
+    network = ring(SLOW, 4)
+    shift = Shift(4, 1, 100.0)
+    assert seconds([shift], network) == seconds([shift.round()], network) == seconds([list_of(shift)], network) == 1.0
+
+
+def list_of(shift: Shift):
+    each: Round = shift.round()
+    return list(zip(each.sources.tolist(), each.targets.tolist(), each.nbytes.tolist(), strict=True))
