@@ -21,14 +21,15 @@
     routing = "minimal"          # ecmp, valiant
 
 A message between hosts takes the latency that the file says as long as it passes the fewest links there are, two from
-host to switch and on to a host, one where hosts are wired to each other, and `hop` for every further one.
+host to switch and on to a host, one where hosts are wired to each other, and `hop` for every further one. Where there
+are switches, links among them are as wide as a host's NICs together: what is not oversubscribed is so with any number.
 """
 
 from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -41,7 +42,7 @@ from samestep.network.placement import Placement
 from samestep.network.routing import ECMP, MINIMAL, Routing, valiant
 from samestep.network.topologies.cables import Cables
 from samestep.network.topologies.dragonfly import Dragonfly
-from samestep.network.topologies.fat_tree import leaf_spine, of_ports
+from samestep.network.topologies.fat_tree import FatTree, leaf_spine, of_ports
 from samestep.network.topologies.slim_fly import SlimFly
 from samestep.network.topologies.switch import Switch
 from samestep.network.topologies.topology import Topology
@@ -63,6 +64,7 @@ class Cluster:
         memory: bytes of a device.
         speed: of a device, relative to the one that was profiled.
         placement: "linear", "random", "snake" or "circuit".
+        seed: of a placement that is random or searched for.
         routing: of messages between hosts.
         shared: all-reduces in the memory of one host: their latency, and bytes of all ranks together a second.
         text: that it was read from.
@@ -75,6 +77,7 @@ class Cluster:
     memory: float = math.inf
     speed: float = 1.0
     placement: str = "linear"
+    seed: int = 0
     routing: Routing = MINIMAL
     shared: Link | None = None
     text: str = field(default="", repr=False, compare=False)
@@ -99,9 +102,30 @@ class Cluster:
             raise UsageError(
                 f"{ranks} ranks do not fit {self.nodes} hosts of {self.devices} devices: give 1 to {self.ranks}"
             )
-        chosen = placements.circuit if self.placement in ("snake", "circuit") else getattr(placements, self.placement)
-        placed: Placement = chosen(self.topology, ranks)
-        return placed
+        if self.placement == "linear":
+            return placements.linear(self.topology, ranks)
+        along = placements.random if self.placement == "random" else placements.circuit
+        return along(self.topology, ranks, self.seed)
+
+    def dumps(self) -> str:
+        r"""Returns a file that says the same; numbers are rounded to 12 digits.
+
+        Raises:
+            UsageError: no file can say it, such as a fat tree of four levels.
+
+        Example:
+            >>> one = parse('nodes.count = 4\nlinks.between = { latency = "5 us", bandwidth = "10 Gbit/s" }')
+            >>> print(one.dumps())
+            [nodes]
+            count = 4
+            devices = 1
+            [links]
+            between = { latency = "5 us", bandwidth = "1.25 GB/s" }
+        """
+        text = "\n".join(_lines(self))
+        if parse(text) != self:
+            raise UsageError(f"a file cannot say what this cluster is ({self}): keep the code that makes it")
+        return text
 
     def __str__(self) -> str:
         hosts = f"{self.nodes} hosts of {self.devices} devices" if self.nodes > 1 else f"{self.devices} devices"
@@ -120,6 +144,8 @@ def load(path: str | Path) -> Cluster:
         raise UsageError(
             f"{path}: no such file: `samestep bench links --write {path}` measures and writes one"
         ) from None
+    except IsADirectoryError:
+        raise UsageError(f"{path} is a folder: give the cluster's file in it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
     return parse(text, str(path))
@@ -151,6 +177,8 @@ def _cluster(given: Mapping[str, Any], text: str) -> Cluster:
     links = _section(given, "links", ("inside", "between", "shared", "adding", "nics"))
     network = _section(given, "network", ("kind", "hop", "placement", "routing", "seed", "parts", *_NUMBERS))
     count, devices = _whole(nodes, "nodes.count", 1), _whole(nodes, "nodes.devices", 1)
+    if count * devices > _MOST:
+        raise UsageError(f"{count} hosts of {devices} devices are {count * devices} ranks: give {_MOST} at most")
     ways = _links(links, count, devices)
     topology = _topology(network, count, devices, ways)
     if count > topology.hosts:
@@ -165,6 +193,7 @@ def _cluster(given: Mapping[str, Any], text: str) -> Cluster:
         memory=read_bytes(nodes["memory"], "nodes.memory") if "memory" in nodes else math.inf,
         speed=_positive(nodes.get("speed", 1.0), "nodes.speed"),
         placement=_one_of(network.get("placement", "linear"), ("linear", "random", "snake", "circuit"), "placement"),
+        seed=_whole(network, "network.seed", 0),
         routing=_routing(network),
         shared=_link(links["shared"], "links.shared") if "shared" in links else None,
         text=text,
@@ -198,6 +227,8 @@ def _link(given: Any, where: str) -> Link:
         read_seconds(given["latency"], f"{where}.latency"), read_bandwidth(given["bandwidth"], f"{where}.bandwidth")
     )
 
+
+_MOST = 10_000_000  # ranks: what is a few numbers for each still fits a machine's memory
 
 _NUMBERS = {
     "dims": "torus",
@@ -239,17 +270,17 @@ def _topology(given: Mapping[str, Any], count: int, devices: int, links: Links) 
 
 
 def _cables(given: Mapping[str, Any], kind: str, devices: int, links: Links) -> Cables:
-    """The kinds of link: all between hosts alike, a host's port as wide as its NICs together."""
+    """The kinds of link: all alike, as wide as a host's NICs together; between hosts that are routers, as one."""
     across, fewest = links.across(), 1 if kind in ("ring", "torus") else 2
     hop = read_seconds(given.get("hop", 0.0), "network.hop")
     if fewest * hop > across.latency_s:
         raise UsageError(
             f"network.hop is {hop} s, and a message passes {fewest} links at least in {across.latency_s} s: give less"
         )
-    port = Link(hop, across.bytes_per_s * links.nics)
+    wide = Link(hop, across.bytes_per_s * links.nics)
     return Cables(
-        Link(hop, across.bytes_per_s),
-        port=port,
+        wide if fewest == 2 else Link(hop, across.bytes_per_s),
+        port=wide,
         inside=links.inside,
         local=devices,
         overhead_s=across.latency_s - fewest * hop,
@@ -267,6 +298,9 @@ def _fat_tree(given: Mapping[str, Any], count: int, cables: Cables) -> Topology:
     """Of leaves and spines, with `hosts` on a leaf; or of three levels of switches with so many `ports`."""
     over = _oversubscription(given.get("oversubscription", 1))
     if "ports" in given:
+        for key in ("hosts", "leaves"):
+            if key in given:
+                raise UsageError(f"network.ports and network.{key} are both given: leave one of them out")
         return of_ports(cables, _whole(given, "network.ports", 2), over)
     hosts = _whole(given, "network.hosts", 1) if "hosts" in given else 0
     if not hosts:
@@ -293,6 +327,8 @@ def _numbers(given: Mapping[str, Any], needed: tuple[str, ...], more: tuple[str,
 
 def _routing(given: Mapping[str, Any]) -> Routing:
     name = _one_of(given.get("routing", "minimal"), ("minimal", "ecmp", "valiant"), "routing")
+    if "parts" in given and name != "valiant":
+        raise UsageError(f"network.parts is of valiant routing, and routing is {name}: leave it out")
     if name == "valiant":
         return valiant(_whole(given, "network.seed", 0), _whole(given, "network.parts", 1))
     return ECMP if name == "ecmp" else MINIMAL
@@ -333,3 +369,55 @@ def _one_of(value: Any, known: tuple[str, ...], name: str) -> str:
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
         raise UsageError(f"network.{name} is {value!r}: {hint}")
     return str(value)
+
+
+def _lines(cluster: Cluster) -> Iterator[str]:
+    yield from ("[nodes]", f"count = {cluster.nodes}", f"devices = {cluster.devices}")
+    if cluster.memory < math.inf:
+        yield f'memory = "{cluster.memory:.12g} B"'
+    if cluster.speed != 1.0:
+        yield f"speed = {cluster.speed!r}"
+    links = cluster.links
+    named = {"inside": links.inside, "between": links.between, "shared": cluster.shared}
+    if cluster.nodes > 1 and cluster.devices == 1:
+        named |= {"inside": None, "between": links.inside}
+    yield "[links]"
+    for name, link in named.items():
+        if link is not None and link.bytes_per_s < math.inf:
+            latency, bandwidth = f"{link.latency_s * 1e6:.12g} us", f"{link.bytes_per_s / 1e9:.12g} GB/s"
+            yield f'{name} = {{ latency = "{latency}", bandwidth = "{bandwidth}" }}'
+    if links.adding_bytes_per_s < math.inf:
+        yield f'adding = "{links.adding_bytes_per_s / 1e9:.12g} GB/s"'
+    if links.nics > 1:
+        yield f"nics = {links.nics}"
+    yield from _network_lines(cluster)
+
+
+def _network_lines(cluster: Cluster) -> Iterator[str]:
+    hop, routing = cluster.topology.cables.between.latency_s, cluster.routing
+    numbers = {
+        **_kind_of(cluster.topology),
+        **({"hop": f'"{hop * 1e6:.12g} us"'} if hop else {}),
+        **({"placement": f'"{cluster.placement}"'} if cluster.placement != "linear" else {}),
+        **({"routing": f'"{routing.name}"'} if routing != MINIMAL else {}),
+        **({"seed": cluster.seed} if cluster.seed else {}),
+        **({"parts": routing.parts} if routing.parts > 1 else {}),
+    }
+    if numbers:
+        yield "[network]"
+        yield from (f"{name} = {value}" for name, value in numbers.items())
+
+
+def _kind_of(topology: Topology) -> dict[str, Any]:
+    """What the file calls it; a single switch is called nothing."""
+    if isinstance(topology, Torus):
+        return {"kind": '"torus"', "dims": list(topology.dims)}
+    if isinstance(topology, Dragonfly):
+        return {"kind": '"dragonfly"', "p": topology.p, "a": topology.a, "h": topology.h, "g": topology.groups}
+    if isinstance(topology, SlimFly):
+        return {"kind": '"slim-fly"', "q": topology.q, "p": topology.concentration}
+    if isinstance(topology, FatTree):
+        over = topology.down[0] // topology.up[0] if topology.up else 1
+        named = {"hosts": topology.down[0], "leaves": topology.down[-1]} if len(topology.down) == 2 else None
+        return {"kind": '"fat-tree"', **(named or {"ports": topology.down[-1]}), "oversubscription": over}
+    return {}
