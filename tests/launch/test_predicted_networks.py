@@ -37,7 +37,7 @@ with samestep.world(backend="gloo", device="cpu") as world:
     for nbytes in map(int, sys.argv[1:]):
         for plan in CANDIDATES["all_reduce"](world.size, float(nbytes), links, 0):
             times = []
-            for _ in range(4):
+            for _ in range(6):
                 buffer = torch.ones(nbytes // 4)
                 dist.barrier()
                 begin = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from samestep.network.cluster import load, parse
 from samestep.network.contention import price
 from samestep.network.links import Link
 from samestep.network.rounds import Shift
+from samestep.network.topologies.fat_tree import FatTree
 from samestep.network.units import read_bandwidth, read_bytes, read_seconds
 
 BETWEEN = '[links]\nbetween = { latency = "5 us", bandwidth = "10 Gbit/s" }\n'
@@ -112,6 +114,13 @@ def test_a_message_to_a_neighbour_takes_the_latency_of_the_file_and_a_hop_more_f
             "nodes.count is 17, and torus 4x4 holds 16 hosts: give fewer, or a larger network",
         ),
         ("[nodes", "is no TOML: expected"),
+        ("nodes.count = 100000000000\n" + BETWEEN, "are 100000000000 ranks: give 10000000 at most"),
+        (BETWEEN + "[network]\nseed = -1", "network.seed is -1: give a whole number, 0 or more"),
+        (BETWEEN + "[network]\nparts = 4", "network.parts is of valiant routing, and routing is minimal: leave it out"),
+        (
+            BETWEEN + "[network]\nkind = 'fat-tree'\nports = 4\nhosts = 4",
+            "network.ports and network.hosts are both given: leave one of them out",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_would_be_right(text, said):
@@ -125,11 +134,57 @@ def test_a_mistake_is_one_line_that_says_what_would_be_right(text, said):
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(UsageError, match="no such file: `samestep bench links --write"):
         load(tmp_path / "none.toml")
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="is a folder: give the cluster's file in it"):
         load(tmp_path)
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="cannot be read"):
         load(tmp_path / "binary.toml")
+
+
+EVERY = (
+    f"nodes.count = 8\n{BETWEEN}",
+    f'nodes = {{ count = 8, devices = 2, memory = "80 GB" }}\n{BETWEEN}{INSIDE}adding = "50 GB/s"\nnics = 2',
+    "nodes = { devices = 4, speed = 2.5 }\n[links]\nshared = { latency = 90e-6, bandwidth = 9e9 }\n" + INSIDE,
+    "",
+    BETWEEN,
+    BETWEEN + "[network]\nkind = 'ring'",
+    "nodes.count = 8\n" + BETWEEN + "[network]\nkind = 'torus'\ndims = [2, 4]\nhop = '0.5 us'\nplacement = 'snake'",
+    BETWEEN + "[network]\nkind = 'fat-tree'\nhosts = 6\noversubscription = '2:1'\nrouting = 'ecmp'",
+    BETWEEN + "[network]\nkind = 'fat-tree'\nports = 6\noversubscription = 2\nplacement = 'random'\nseed = 4",
+    BETWEEN + "[network]\nkind = 'dragonfly'\np = 2\na = 4\nh = 2\nrouting = 'valiant'\nseed = 3\nparts = 4",
+    BETWEEN + "[network]\nkind = 'dragonfly'\np = 2\na = 4\nh = 2\ng = 5",
+    BETWEEN + "[network]\nkind = 'slim-fly'\nq = 5\np = 2",
+)
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_what_is_written_is_read_as_the_same(text):
+    told = parse(text)
+    assert parse(told.dumps()) == told
+
+
+def test_a_network_that_no_file_can_say_is_not_written():
+    told = parse(BETWEEN)
+    tall = FatTree(told.topology.cables, (2, 2, 2, 2), (2, 2, 2))
+    with pytest.raises(UsageError, match="a file cannot say what this cluster is"):
+        replace(told, topology=tall).dumps()
+
+
+def test_the_seed_is_the_placements():
+    network = '[network]\nplacement = "random"\nseed = '
+    first, same, other = (parse(f"nodes.count = 50\n{BETWEEN}{network}{seed}").place(50).hosts for seed in (1, 1, 2))
+    assert first == same != other
+
+
+@pytest.mark.parametrize(
+    "kind", ["'fat-tree'\nhosts = 4", "'dragonfly'\np = 1\na = 4\nh = 2", "'slim-fly'\nq = 3\np = 1"]
+)
+def test_links_among_switches_are_as_wide_as_a_hosts_nics(kind):
+    """Contention is what the network's own shape makes, with any number of NICs."""
+    one, four = (parse(f"nodes.count = 8\n{BETWEEN}nics = {nics}\n[network]\nkind = {kind}") for nics in (1, 4))
+    plain, wide = (price([Shift(8, 3, 1e6)], told.topology, told.place(8)) for told in (one, four))
+    assert wide.contention == pytest.approx(plain.contention)
+    assert wide.price.transfer_s == pytest.approx(plain.price.transfer_s / 4)
 
 
 def test_more_ranks_than_devices_do_not_fit():

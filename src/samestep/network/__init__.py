@@ -19,6 +19,8 @@ many, through a network of switches
 
 read from a file
   units       numbers with units, as people write them
+  reading     sections, whole numbers and words
+  kinds       the networks that it can say
   cluster     what stands where, what lies between, and what the network looks like
 """
 

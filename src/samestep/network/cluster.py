@@ -29,24 +29,20 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
+from samestep.network import kinds
 from samestep.network import placement as placements
 from samestep.network.links import Link, Links
 from samestep.network.placement import Placement
+from samestep.network.reading import check_keys, read_name, read_positive, read_whole, section
 from samestep.network.routing import ECMP, MINIMAL, Routing, valiant
-from samestep.network.topologies.cables import Cables
-from samestep.network.topologies.dragonfly import Dragonfly
-from samestep.network.topologies.fat_tree import FatTree, leaf_spine, of_ports
-from samestep.network.topologies.slim_fly import SlimFly
 from samestep.network.topologies.switch import Switch
 from samestep.network.topologies.topology import Topology
-from samestep.network.topologies.torus import Torus
 from samestep.network.units import read_bandwidth, read_bytes, read_seconds
 
 __all__: list[str] = []
@@ -172,15 +168,15 @@ def parse(text: str, source: str = "cluster.toml") -> Cluster:
 
 
 def _cluster(given: Mapping[str, Any], text: str) -> Cluster:
-    _check_keys(given, ("nodes", "links", "network"), "the file")
-    nodes = _section(given, "nodes", ("count", "devices", "memory", "speed"))
-    links = _section(given, "links", ("inside", "between", "shared", "adding", "nics"))
-    network = _section(given, "network", ("kind", "hop", "placement", "routing", "seed", "parts", *_NUMBERS))
-    count, devices = _whole(nodes, "nodes.count", 1), _whole(nodes, "nodes.devices", 1)
+    check_keys(given, ("nodes", "links", "network"), "the file")
+    nodes = section(given, "nodes", ("count", "devices", "memory", "speed"))
+    links = section(given, "links", ("inside", "between", "shared", "adding", "nics"))
+    network = section(given, "network", ("kind", "hop", "placement", "routing", "seed", "parts", *kinds.NUMBERS))
+    count, devices = read_whole(nodes, "nodes.count", 1), read_whole(nodes, "nodes.devices", 1)
     if count * devices > _MOST:
         raise UsageError(f"{count} hosts of {devices} devices are {count * devices} ranks: give {_MOST} at most")
     ways = _links(links, count, devices)
-    topology = _topology(network, count, devices, ways)
+    topology = kinds.topology(network, count, devices, ways)
     if count > topology.hosts:
         raise UsageError(
             f"nodes.count is {count}, and {topology.name} holds {topology.hosts} hosts: give fewer, or a larger network"
@@ -191,9 +187,9 @@ def _cluster(given: Mapping[str, Any], text: str) -> Cluster:
         links=ways,
         topology=topology,
         memory=read_bytes(nodes["memory"], "nodes.memory") if "memory" in nodes else math.inf,
-        speed=_positive(nodes.get("speed", 1.0), "nodes.speed"),
-        placement=_one_of(network.get("placement", "linear"), ("linear", "random", "snake", "circuit"), "placement"),
-        seed=_whole(network, "network.seed", 0),
+        speed=read_positive(nodes.get("speed", 1.0), "nodes.speed"),
+        placement=read_name(network.get("placement", "linear"), _PLACEMENTS, "network.placement"),
+        seed=read_whole(network, "network.seed", 0),
         routing=_routing(network),
         shared=_link(links["shared"], "links.shared") if "shared" in links else None,
         text=text,
@@ -212,14 +208,14 @@ def _links(given: Mapping[str, Any], count: int, devices: int) -> Links:
         between if count > 1 and devices > 1 else None,
         devices if count > 1 and devices > 1 else None,
         adding_bytes_per_s=read_bandwidth(given["adding"], "links.adding") if "adding" in given else math.inf,
-        nics=_whole(given, "links.nics", 1),
+        nics=read_whole(given, "links.nics", 1),
     )
 
 
 def _link(given: Any, where: str) -> Link:
     if not isinstance(given, dict):
         raise UsageError(f'{where} is {given!r}: give {{ latency = "5 us", bandwidth = "10 Gbit/s" }}')
-    _check_keys(given, ("latency", "bandwidth"), where)
+    check_keys(given, ("latency", "bandwidth"), where)
     for key in ("latency", "bandwidth"):
         if key not in given:
             raise UsageError(f"{where} lacks its {key}")
@@ -228,147 +224,17 @@ def _link(given: Any, where: str) -> Link:
     )
 
 
+_PLACEMENTS = ("linear", "random", "snake", "circuit")
 _MOST = 10_000_000  # ranks: what is a few numbers for each still fits a machine's memory
-
-_NUMBERS = {
-    "dims": "torus",
-    "hosts": "fat-tree",
-    "leaves": "fat-tree",
-    "ports": "fat-tree",
-    "oversubscription": "fat-tree",
-    "p": "dragonfly or slim-fly",
-    "a": "dragonfly",
-    "h": "dragonfly",
-    "g": "dragonfly",
-    "q": "slim-fly",
-}
-_OF_KIND: dict[str, tuple[str, ...]] = {
-    "switch": (),
-    "ring": (),
-    "torus": ("dims",),
-    "fat-tree": ("hosts", "leaves", "ports", "oversubscription"),
-    "dragonfly": ("p", "a", "h", "g"),
-    "slim-fly": ("q", "p"),
-}
-
-
-def _topology(given: Mapping[str, Any], count: int, devices: int, links: Links) -> Topology:
-    kind = _one_of(given.get("kind", "switch"), tuple(_OF_KIND), "kind")
-    for key in given:
-        if key in _NUMBERS and key not in _OF_KIND[kind]:
-            raise UsageError(f"network.{key} is of a {_NUMBERS[key]}, and kind is {kind}: leave it out")
-    cables = _cables(given, kind, devices, links)
-    makers: dict[str, Callable[[], Topology]] = {
-        "switch": lambda: Switch(cables, count),
-        "ring": lambda: Torus(cables, (count,)),
-        "torus": lambda: Torus(cables, _dims(given)),
-        "fat-tree": lambda: _fat_tree(given, count, cables),
-        "dragonfly": lambda: Dragonfly(cables, **_numbers(given, ("p", "a", "h"), ("g",))),
-        "slim-fly": lambda: SlimFly(cables, **_numbers(given, ("q",), ("p",))),
-    }
-    return makers[kind]()
-
-
-def _cables(given: Mapping[str, Any], kind: str, devices: int, links: Links) -> Cables:
-    """The kinds of link: all alike, as wide as a host's NICs together; between hosts that are routers, as one."""
-    across, fewest = links.across(), 1 if kind in ("ring", "torus") else 2
-    hop = read_seconds(given.get("hop", 0.0), "network.hop")
-    if fewest * hop > across.latency_s:
-        raise UsageError(
-            f"network.hop is {hop} s, and a message passes {fewest} links at least in {across.latency_s} s: give less"
-        )
-    wide = Link(hop, across.bytes_per_s * links.nics)
-    return Cables(
-        wide if fewest == 2 else Link(hop, across.bytes_per_s),
-        port=wide,
-        inside=links.inside,
-        local=devices,
-        overhead_s=across.latency_s - fewest * hop,
-    )
-
-
-def _dims(given: Mapping[str, Any]) -> tuple[int, ...]:
-    dims = given.get("dims")
-    if not isinstance(dims, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in dims):
-        raise UsageError(f"network.dims is {dims!r}: give the hosts in each dimension, such as [16, 16]")
-    return tuple(dims)
-
-
-def _fat_tree(given: Mapping[str, Any], count: int, cables: Cables) -> Topology:
-    """Of leaves and spines, with `hosts` on a leaf; or of three levels of switches with so many `ports`."""
-    over = _oversubscription(given.get("oversubscription", 1))
-    if "ports" in given:
-        for key in ("hosts", "leaves"):
-            if key in given:
-                raise UsageError(f"network.ports and network.{key} are both given: leave one of them out")
-        return of_ports(cables, _whole(given, "network.ports", 2), over)
-    hosts = _whole(given, "network.hosts", 1) if "hosts" in given else 0
-    if not hosts:
-        raise UsageError("a fat-tree needs network.hosts, how many stand on a leaf, or network.ports of its switches")
-    if hosts % over:
-        raise UsageError(f"{hosts} hosts on a leaf are not oversubscribed {over}:1: give a divisor of {hosts}")
-    leaves = _whole(given, "network.leaves", 1) if "leaves" in given else -(-count // hosts)
-    return leaf_spine(cables, leaves, hosts, hosts // over)
-
-
-def _oversubscription(given: Any) -> int:
-    text = str(given).removesuffix(":1")
-    if isinstance(given, bool) or not text.isdecimal() or int(text) < 1:
-        raise UsageError(f'network.oversubscription is {given!r}: give a whole number such as 2, or "2:1"')
-    return int(text)
-
-
-def _numbers(given: Mapping[str, Any], needed: tuple[str, ...], more: tuple[str, ...]) -> dict[str, int]:
-    missing = [name for name in needed if name not in given]
-    if missing:
-        raise UsageError(f"a {given['kind']} needs network.{missing[0]}")
-    return {name: _whole(given, f"network.{name}", 1) for name in (*needed, *more) if name in given}
 
 
 def _routing(given: Mapping[str, Any]) -> Routing:
-    name = _one_of(given.get("routing", "minimal"), ("minimal", "ecmp", "valiant"), "routing")
+    name = read_name(given.get("routing", "minimal"), ("minimal", "ecmp", "valiant"), "network.routing")
     if "parts" in given and name != "valiant":
         raise UsageError(f"network.parts is of valiant routing, and routing is {name}: leave it out")
     if name == "valiant":
-        return valiant(_whole(given, "network.seed", 0), _whole(given, "network.parts", 1))
+        return valiant(read_whole(given, "network.seed", 0), read_whole(given, "network.parts", 1))
     return ECMP if name == "ecmp" else MINIMAL
-
-
-def _section(given: Mapping[str, Any], name: str, keys: tuple[str, ...]) -> Mapping[str, Any]:
-    section = given.get(name, {})
-    if not isinstance(section, dict):
-        raise UsageError(f"{name} is {section!r}: write it as a section, [{name}]")
-    _check_keys(section, keys, f"[{name}]")
-    return section
-
-
-def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    for key in given:
-        if key not in known:
-            close = get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-            raise UsageError(f"{key} in {where} is unknown: {hint}")
-
-
-def _whole(given: Mapping[str, Any], name: str, least: int) -> int:
-    value = given.get(name.rpartition(".")[2], least)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(f"{name} is {value!r}: give a whole number, {least} or more")
-    return value
-
-
-def _positive(value: Any, name: str) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise UsageError(f"{name} is {value!r}: give a number above 0")
-    return float(value)
-
-
-def _one_of(value: Any, known: tuple[str, ...], name: str) -> str:
-    if value not in known:
-        close = get_close_matches(str(value), known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-        raise UsageError(f"network.{name} is {value!r}: {hint}")
-    return str(value)
 
 
 def _lines(cluster: Cluster) -> Iterator[str]:
@@ -396,7 +262,7 @@ def _lines(cluster: Cluster) -> Iterator[str]:
 def _network_lines(cluster: Cluster) -> Iterator[str]:
     hop, routing = cluster.topology.cables.between.latency_s, cluster.routing
     numbers = {
-        **_kind_of(cluster.topology),
+        **kinds.said(cluster.topology),
         **({"hop": f'"{hop * 1e6:.12g} us"'} if hop else {}),
         **({"placement": f'"{cluster.placement}"'} if cluster.placement != "linear" else {}),
         **({"routing": f'"{routing.name}"'} if routing != MINIMAL else {}),
@@ -406,18 +272,3 @@ def _network_lines(cluster: Cluster) -> Iterator[str]:
     if numbers:
         yield "[network]"
         yield from (f"{name} = {value}" for name, value in numbers.items())
-
-
-def _kind_of(topology: Topology) -> dict[str, Any]:
-    """What the file calls it; a single switch is called nothing."""
-    if isinstance(topology, Torus):
-        return {"kind": '"torus"', "dims": list(topology.dims)}
-    if isinstance(topology, Dragonfly):
-        return {"kind": '"dragonfly"', "p": topology.p, "a": topology.a, "h": topology.h, "g": topology.groups}
-    if isinstance(topology, SlimFly):
-        return {"kind": '"slim-fly"', "q": topology.q, "p": topology.concentration}
-    if isinstance(topology, FatTree):
-        over = topology.down[0] // topology.up[0] if topology.up else 1
-        named = {"hosts": topology.down[0], "leaves": topology.down[-1]} if len(topology.down) == 2 else None
-        return {"kind": '"fat-tree"', **(named or {"ports": topology.down[-1]}), "oversubscription": over}
-    return {}
