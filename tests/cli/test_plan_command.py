@@ -150,6 +150,14 @@ def test_the_picture_is_a_page_that_needs_no_network(files, tmp_path) -> None:
     assert 'src="http' not in page
 
 
+def test_a_better_order_of_the_ranks_is_proposed(files, tmp_path, capsys) -> None:
+    network = '[network]\nkind = "torus"\ndims = [4, 4]\nplacement = "random"\n'
+    slow = CLUSTER.replace("count = 4\ndevices = 4", "count = 16").replace("100 Gbit/s", "1 Gbit/s")
+    (tmp_path / "torus.toml").write_text(slow + network)
+    assert plan("--profile", files[0], "--cluster", tmp_path / "torus.toml", "--scale-batch") == 0
+    assert 'placement = "' in capsys.readouterr().out
+
+
 def test_help_needs_no_torch() -> None:
     code = "import sys; from samestep.cli import main; main(['plan', '--help'])"
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=False)

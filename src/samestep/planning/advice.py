@@ -94,15 +94,22 @@ def changes(planner: Planner, ranks: int, adding_bytes_per_s: float = float("inf
         ranks: that are used.
         adding_bytes_per_s: of a rank, which says what encoding takes.
     """
-    now = planner.at(ranks).best
-    if now is None:
-        return []
-    found = []
+    found: list[Change] = []
     for what, other, same in _others(planner, adding_bytes_per_s):
-        then = other().at(ranks).best
-        if then is not None and then.rate > (1 + WORTH) * now.rate:
-            found.append(Change(what, then, then.rate / now.rate - 1, same))
+        found += compared(what, planner, other(), ranks, same=same)
+    return ordered(found)
+
+
+def ordered(found: Sequence[Change]) -> list[Change]:
+    """Returns changes, the greatest gain first, other trainings last."""
     return sorted(found, key=lambda one: (not one.same, -one.gain))
+
+
+def compared(what: str, planner: Planner, other: Planner, ranks: int, *, same: bool = True) -> Iterator[Change]:
+    """Yields the change to another planner, if it is worth while with so many ranks."""
+    now, then = planner.at(ranks).best, other.at(ranks).best
+    if now is not None and then is not None and then.rate > (1 + WORTH) * now.rate:
+        yield Change(what, then, then.rate / now.rate - 1, same)
 
 
 def compressed(planner: Planner, adding_bytes_per_s: float) -> Planner:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from samestep.errors import UsageError
 from samestep.network.cluster import Cluster
 from samestep.network.links import seconds_text
+from samestep.network.routing import ECMP
 from samestep.planning import advice, replicas, told, work
 from samestep.planning.advice import Change
 from samestep.planning.offered import Offered
@@ -140,9 +143,21 @@ def planned(profile: Profile, cluster: Cluster, ranks: int, *, grows: bool = Fal
     if draft.best is None:
         return draft
     used, adding = draft.best.way.ranks, cluster.links.adding_bytes_per_s
-    found = tuple(advice.changes(planner, used, adding))
+    found = advice.ordered([*advice.changes(planner, used, adding), *_elsewhere(planner, cluster, used)])
     squeezed = advice.compressed(planner, adding).step(draft.best.way) if draft.best.algorithm else None
-    return Planned(profile, cluster, planner, points, found, squeezed)
+    return Planned(profile, cluster, planner, points, tuple(found), squeezed)
+
+
+def _elsewhere(planner: Planner, cluster: Cluster, ranks: int) -> Iterator[Change]:
+    """Yields other orders of the ranks, and other ways of messages, that would help on this network."""
+    if cluster.is_flat:
+        return
+    others = [(f'placement = "{name}"', replace(cluster, placement=name)) for name in ("linear", "circuit")]
+    others.append(('routing = "ecmp"', replace(cluster, routing=ECMP)))
+    for what, other in others:
+        if other != cluster:
+            with suppress(UsageError):  # not every network has a circuit
+                yield from advice.compared(what, planner, replace(planner, fabric=Offered(other)), ranks)
 
 
 def _step_json(one: Step | Unfit) -> dict[str, Any]:
