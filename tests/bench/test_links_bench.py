@@ -1,0 +1,44 @@
+"""`samestep bench links`: what lies between real ranks, as a cluster file that `samestep plan` reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from samestep.bench.harness import Options
+from samestep.bench.links import Found, cluster_text, run
+from samestep.cli.bench import main
+from samestep.errors import UsageError
+from samestep.network.cluster import parse
+from samestep.network.links import Link, Links
+
+
+def test_real_ranks_are_measured_and_the_file_is_read_again():
+    report = run(Options(2, 2))
+    found = parse(report.file)
+    assert (found.nodes, found.devices) == (1, 2)
+    assert 1e6 < found.memory < 1e14
+    assert found.shared is not None
+    for link in (found.links.inside, found.shared):
+        assert 0 <= link.latency_s < 1
+        assert link.bytes_per_s > 1e6
+    assert "shared memory" in report.conclusion
+
+
+@pytest.mark.parametrize(("hosts", "local"), [(1, 4), (4, 1), (3, 2)])
+def test_a_file_says_what_was_found(hosts, local):
+    inside, between = Link(2.5e-6, 20e9), Link(30e-6, 1.25e9)
+    two = hosts > 1 and local > 1
+    links = Links(inside if local > 1 else between, between if two else None, local if two else None)
+    shared = Link(90e-6, 9e9) if hosts == 1 else None
+    told = parse(cluster_text(Found(links, shared, hosts, local, 16e9)))
+    assert (told.nodes, told.devices, told.links, told.shared) == (hosts, local, links, shared)
+
+
+def test_links_need_two_ranks():
+    with pytest.raises(UsageError, match="links need 2 ranks or more"):
+        run(Options(1, 2))
+
+
+def test_other_benchmarks_have_no_file(tmp_path):
+    with pytest.raises(UsageError, match="--write keeps the cluster file of `samestep bench links`, and this is step"):
+        main(["step", "--write", str(tmp_path / "x.toml")])
