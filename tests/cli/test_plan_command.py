@@ -158,6 +158,15 @@ def test_a_better_order_of_the_ranks_is_proposed(files, tmp_path, capsys) -> Non
     assert 'placement = "' in capsys.readouterr().out
 
 
+def test_who_reads_no_further_is_no_failure_to_complain_of(files, tmp_path) -> None:
+    words = [sys.executable, "-m", "samestep", "plan", "--profile", files[0], "--cluster", files[1]]
+    command = " ".join(map(str, [*words, "--json", tmp_path / "plan.json"]))
+    done = subprocess.run(["sh", "-c", f"{command} | head -1"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("train.py: a step of 64 samples")
+    assert done.stderr == ""
+    assert json.loads((tmp_path / "plan.json").read_text())["alone_s"] > 0
+
+
 def test_help_needs_no_torch() -> None:
     code = "import sys; from samestep.cli import main; main(['plan', '--help'])"
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=False)

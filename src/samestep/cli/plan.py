@@ -52,9 +52,11 @@ def main(arguments: Sequence[str]) -> int:
     from samestep.planning.planned import planned
 
     found = planned(profile, cluster, options.ranks or cluster.ranks, grows=options.grows)
+    _write(options, found)
     for line in found.lines():
         print(line)
-    _write(options, found)
+    if options.apply is not None:
+        print(f"samestep run --settings {options.apply} … starts it so")
     return 0 if found.best is not None else 1
 
 
@@ -121,13 +123,15 @@ def _cluster(options: argparse.Namespace) -> Cluster:
 
 
 def _profile(options: argparse.Namespace) -> Profile:
+    from samestep.planning import here
     from samestep.planning.profile import load
     from samestep.planning.profiling import profile_script
 
     if options.profile is not None:
         return load(options.profile)
     program, *arguments = options.program
-    return profile_script(program, arguments, steps=options.steps, is_module=options.module)
+    threads = here.threads() if options.cluster is None else None  # ranks of this machine share its cores
+    return profile_script(program, arguments, steps=options.steps, is_module=options.module, threads=threads)
 
 
 def _write(options: argparse.Namespace, found: Planned) -> None:
@@ -141,7 +145,6 @@ def _write(options: argparse.Namespace, found: Planned) -> None:
         draw(found, options.picture)
     if options.apply is not None:
         write_whole(options.apply, [found.settings().dumps(found.title())])
-        print(f"samestep run --settings {options.apply} … starts it so")
 
 
 def _say(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from samestep.launch.cores import read_cores
 from samestep.launch.devices import visible_gpus
+from samestep.launch.variables import threads_per_rank
 from samestep.network.cluster import Cluster, parse
 
 __all__: list[str] = []
@@ -12,6 +13,11 @@ __all__: list[str] = []
 def devices() -> int:
     """Returns how many ranks this machine has room for: one for each GPU; without, one for each core."""
     return visible_gpus() or len(read_cores().usable)
+
+
+def threads() -> int:
+    """Returns how many threads each rank has where all devices are used."""
+    return threads_per_rank(devices())
 
 
 def cluster() -> Cluster:

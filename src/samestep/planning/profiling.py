@@ -39,6 +39,7 @@ def profile_script(
     *,
     steps: int = 10,
     is_module: bool = False,
+    threads: int | None = None,
     progress: Say | None = None,
     still_s: float = runs.STILL_S,
     nursery: Nursery | None = None,
@@ -59,6 +60,8 @@ def profile_script(
         args: its command line.
         steps: how many are timed; 3 or more.
         is_module: run it as `python -m` does.
+        threads: that the process may use, as many as a rank will have; all of this machine's where None, and what
+            OMP_NUM_THREADS says goes before either.
         progress: is told what goes on; by default a line on the terminal says it, and without one nothing does.
         still_s: seconds without a sign of life until it is given up.
         nursery: forks the script's process, which then need not import torch; a fresh interpreter without one.
@@ -84,7 +87,7 @@ def profile_script(
     folder = Path(tempfile.mkdtemp(prefix="samestep-plan-"))
     try:
         with Telling() as telling:
-            ended = _run(program, steps, folder / "run", progress or telling.say, still_s, nursery)
+            ended = _run(program, steps, folder / "run", progress or telling.say, threads, still_s, nursery)
         return _result(program, ended)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -100,7 +103,13 @@ def _check(script: str | Path, steps: int, *, is_module: bool) -> None:
 
 
 def _run(
-    program: runs.Script, steps: int, folder: Path, say: Say, still_s: float, nursery: Nursery | None
+    program: runs.Script,
+    steps: int,
+    folder: Path,
+    say: Say,
+    threads: int | None,
+    still_s: float,
+    nursery: Nursery | None,
 ) -> runs.Ended:
     said: list[str] = []
 
@@ -119,7 +128,7 @@ def _run(
         OBSERVER,
         order,
         still_s=still_s,
-        threads=threads_per_rank(1),
+        threads=threads or threads_per_rank(1),
         nursery=nursery,
         progress=look,
     )
