@@ -134,7 +134,7 @@ def test_what_cannot_be_written_is_refused_before_anything_else_is(tmp_path):
 
 def test_attempts_and_options_that_are_none_are_refused(tmp_path):
     run = Made(tmp_path / "run").write()
-    assert "there is no attempt 3 of this run; there are 0" in refused(report(run, "--attempt", 3))
+    assert "there is no attempt 3 of this run; its only one is 0" in refused(report(run, "--attempt", 3))
     assert "did you mean --trace?" in refused(report(run, "--trance", "x"))
 
 

@@ -237,7 +237,7 @@ def test_the_last_of_several_attempts_is_chosen_and_the_others_named(tmp_path):
     assert found.steps == 8
     assert "attempt 0" in " ".join(summary(found, T0).state.sentences)
     assert analysis_of(made, 0).steps == 5
-    with pytest.raises(UsageError, match="no attempt 7 of this run; there are 0, 1"):
+    with pytest.raises(UsageError, match="no attempt 7 of this run; its attempts are 0, 1"):
         analysed(opened(tmp_path), 7)
 
 

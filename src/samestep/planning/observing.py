@@ -257,6 +257,8 @@ class Observing(Observer, Taker, Listener):
             self._call = 0
             if self._kept is not None:
                 self._step.kept = max(self._step.kept, self._kept.taken())
+        elif self._kept is not None and self._step.pieces[-1][0] == "evaluate":
+            self._kept.taken()  # what an evaluation with gradients has kept is for no backward
         self._step.turn_to(name or "train")
 
     def note_work(self, work: Mapping[str, float]) -> None:

@@ -10,7 +10,7 @@ again. Its version is that of the layout: a later samestep reads earlier ones, a
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from difflib import get_close_matches
@@ -83,7 +83,8 @@ class Profile:
         uncut: why there are no layers; None where there are.
 
     Raises:
-        UsageError: a negative or endless number, a batch of none, no gradients, or unlike numbers of layers.
+        UsageError: a negative or endless number, a batch of none or one given twice, no gradients, or unlike numbers of
+            layers.
     """
 
     script: str
@@ -113,12 +114,18 @@ class Profile:
             _check_numbers(gradient, f"gradient {gradient.name}: ")
         for size in self.sizes:
             _check_numbers(size, f"a batch of {size.samples}: ")
+        for layer in (each for some in self.layers.values() for each in some):
+            _check_numbers(layer, f"layer {layer.name}: ")
         if self.batch < 1 or self.steps < 1:
             raise UsageError(f"a profile of {self.steps} steps of {self.batch} samples: both must be 1 or more")
         if not self.gradients:
             raise UsageError("a profile without gradients: nothing was trained")
-        if len({len(each) for each in self.layers.values()}) > 1:
-            raise UsageError("the profile has other layers for each size of a micro-batch: measure it again")
+        samples = [size.samples for size in self.sizes]
+        if 0 in samples or len(set(samples)) < len(samples):  # between equal sizes there is no line
+            raise UsageError(f"a profile with sizes of {samples} samples: each must be 1 or more, and there once")
+        counts = {len(each) for each in self.layers.values()}
+        if len(counts) > 1 or 0 in counts:
+            raise UsageError("the profile has other layers for each size of a micro-batch, or none: measure it again")
 
     @property
     def step_s(self) -> float:
@@ -155,6 +162,8 @@ def load(path: str | Path) -> Profile:
         raise UsageError(f"{path}, line {error.lineno}: no JSON, or cut off: {error.msg.lower()}") from None
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
+    except (RecursionError, ValueError):  # json's own limits: of digits, and of lists in lists
+        raise UsageError(f"{path}: no profile: its numbers are too long, or its lists too deep") from None
 
 
 def parse(given: Any) -> Profile:
@@ -200,6 +209,7 @@ def _made(kind: Any, given: Any, where: str) -> Any:
     return kind(**given)
 
 
+_DIGITS = 18  # of a number of samples
 _WORDS = {"int": "a whole number", "float": "a number", "str": "a text", "str | None": "a text or null"}
 
 
@@ -218,13 +228,13 @@ def _list(given: Any, where: str) -> list[Any]:
 
 
 def _samples(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise UsageError(f"layers of micro-batches of {text!r} samples: a whole number above 0 is expected")
+    if not text.isdecimal() or len(text) > _DIGITS or not int(text):
+        raise UsageError(f"layers of micro-batches of {text!r:.40} samples: a whole number above 0 is expected")
     return int(text)
 
 
 def _check_numbers(one: Any, where: str) -> None:
     for each in fields(one):
         value = getattr(one, each.name)
-        if isinstance(value, (int, float)) and not 0 <= value < math.inf:
-            raise UsageError(f"{where}{each.name} is {value}: a profile has numbers of 0 or more")
+        if isinstance(value, (int, float)) and not 0 <= value <= sys.float_info.max:
+            raise UsageError(f"{where}{each.name} is {value!r:.40}: a profile has numbers of 0 or more")

@@ -160,12 +160,13 @@ def _too_few(name: str, taken: int) -> str:
 
 
 def _reason(ended: runs.Ended) -> str:
-    """What the launcher blames, as verify tells it, with the line."""
+    """What the launcher blames, as verify tells it, with the line; a message of several lines becomes one."""
     failure: dict[str, Any] | None = ended.failure
     if failure is None or not failure.get("exception"):
         return f", with exit code {ended.code}: {ended.tail(1)}" if ended.tail(1) else f", with exit code {ended.code}"
     where = f" at {failure['where']}" if failure.get("where") else ""
-    return f"{where}: {failure['exception']}: {str(failure.get('message') or '').strip()[:300]}"
+    said = " ".join(str(failure.get("message") or "").split())[:300]
+    return f"{where}: {failure['exception']}: {said}" if said else f"{where}: {failure['exception']}"
 
 
 def _standing(ended: runs.Ended) -> str:

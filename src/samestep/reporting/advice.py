@@ -79,6 +79,12 @@ def _data(analysis: Analysis) -> Iterator[Advice]:
         )
 
 
+LOOK = {
+    "data": "at what it reads its data from",
+    "other": "at what the script does there beside model and optimizer, and what else runs there",
+}
+
+
 def _straggler(analysis: Analysis) -> Iterator[Advice]:
     slow = analysis.pace.straggler
     gain = analysis.account.part(slow.gain) if slow else 0.0
@@ -87,7 +93,7 @@ def _straggler(analysis: Analysis) -> Iterator[Advice]:
     times = (
         f"{slow.own / slow.others:.2f} times the others' {seconds(slow.others)}" if slow.others else "the others none"
     )
-    look = "at what it reads its data from" if slow.phase == "data" else "what else runs there, at its cores and device"
+    look = LOOK.get(slow.phase, "what else runs there, at its cores and device")
     text = (
         f"Rank {slow.rank} on {_host(analysis, slow.rank)} holds the others up: its own time is {seconds(slow.own)} a "
         f"step, {times}, and it loses most in {slow.phase}. Look {look}"

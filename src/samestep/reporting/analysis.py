@@ -99,6 +99,9 @@ def analysed(run: Run, number: int | None = None) -> Analysis:
     if number is None:
         number = attempts[-1] if attempts else 0
     elif number not in attempts:
-        there = ", ".join(map(str, attempts)) or "none: no rank has written an event"
-        raise UsageError(f"there is no attempt {number} of this run; there are {there}")
+        there = ", ".join(map(str, attempts))
+        hint = f"its attempts are {there}" if len(attempts) > 1 else f"its only one is {there}"
+        raise UsageError(
+            f"there is no attempt {number} of this run; {hint if there else 'no rank has written an event'}"
+        )
     return Analysis(run, number, tuple(run.attempt(number)))
