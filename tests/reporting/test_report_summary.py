@@ -9,6 +9,7 @@ import pytest
 from made_runs import OWN, T0, Made
 
 from samestep.errors import UsageError
+from samestep.reporting import content
 from samestep.reporting.analysis import analysed
 from samestep.reporting.curves import course, curves, ranges
 from samestep.reporting.gantt import idle
@@ -105,6 +106,22 @@ def test_uneven_work_is_told_apart_from_a_slow_rank(tmp_path):
     assert ledger.cost == pytest.approx(0.001)  # 100 us a unit, 10 units beyond the mean
     assert list(found) == ["imbalance"]
     assert found["imbalance"].gain == pytest.approx(1_000 / 17_300, rel=1e-3)
+
+
+def test_batches_of_a_loader_of_its_own_are_compared_by_the_numbers_in_them(tmp_path):
+    made = Made(
+        tmp_path,
+        transfer=200,
+        own=lambda rank, step: CALM | {"backward": 8_000 + 100 * (30 if (rank + step) % 2 else 10)},
+        work=lambda rank, step: {"elements": 30 if (rank + step) % 2 else 10},
+    )
+    found, ledger = advised(made), analysed(opened(tmp_path)).ledger
+    assert (ledger.unit, ledger.imbalance) == ("elements", pytest.approx(0.5))
+    assert "50 % more numbers in its batches than the mean" in found["imbalance"].text
+    assert content.shares(analysed(opened(tmp_path)))[0][1::3] == ["not told", "not told"]
+    assert "numbers in its batches (samples are told by samestep.shards alone)" in content.ledger_words(
+        analysed(opened(tmp_path))
+    )
 
 
 def test_work_that_the_times_do_not_follow_costs_nothing(tmp_path):

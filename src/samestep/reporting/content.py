@@ -160,13 +160,20 @@ def shares(analysis: Analysis) -> list[Row]:
     return [
         [
             str(each.rank),
-            number(each.samples),
+            number(each.samples) if analysis.ledger.unit != "elements" else "not told",
             number(each.weight),
             f"{number(each.least)} to {number(each.most)}",
-            str(each.epoch),
+            str(each.epoch) if analysis.ledger.unit != "elements" else "not told",
         ]
         for each in analysis.ledger.shares[:MOST_ROWS]
     ]
+
+
+WORK = {
+    "samples": "samples",
+    "weight": "weight",
+    "elements": "numbers in its batches (samples are told by samestep.shards alone)",
+}
 
 
 def ledger_words(analysis: Analysis) -> str:
@@ -177,10 +184,8 @@ def ledger_words(analysis: Analysis) -> str:
     if len(ledger.shares) < 2:
         return "One rank had all of it."
     if ledger.imbalance < EVEN:
-        return f"All ranks have as many {ledger.unit}."
-    told = (
-        f"The rank that has most of a step has {share(ledger.imbalance)} more {ledger.unit} than the mean of the ranks"
-    )
+        return f"All ranks have as many {WORK[ledger.unit]}."
+    told = f"The rank that has most of a step has {share(ledger.imbalance)} more {WORK[ledger.unit]} than the mean"
     if ledger.cost:
         part = share(analysis.account.part(ledger.cost))
         return f"{told}; the times follow, and it costs {seconds(ledger.cost)} of a step, {part} of it."

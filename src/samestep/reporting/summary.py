@@ -158,6 +158,7 @@ def _rank(analysis: Analysis, row: int) -> dict[str, Any]:
     steady, rank = analysis.table.steady, analysis.table.ranks[row]
     log = next(log for log in analysis.logs if log.rank == rank)
     work = next((share for share in analysis.ledger.shares if share.rank == rank), None) if analysis.ledger else None
+    dealt = None if analysis.ledger is None or analysis.ledger.unit == "elements" else work
     return {
         "rank": rank,
         "host": log.begin.get("host", log.host),
@@ -166,9 +167,10 @@ def _rank(analysis: Analysis, row: int) -> dict[str, Any]:
         "data": float(steady.by_rank(steady.of_phases("data"))[row]),
         "waits": float(steady.by_rank(steady.waits)[row]),
         "relative": float(analysis.pace.relative[row]),
-        "samples": None if work is None else work.samples,
-        "weight": None if work is None else work.weight,
-        "epoch": None if work is None else work.epoch,
+        "samples": None if dealt is None else dealt.samples,
+        "weight": None if dealt is None else dealt.weight,
+        "elements": work.weight if work is not None and dealt is None else None,
+        "epoch": None if dealt is None else dealt.epoch,
         "ended": log.end is not None,
         "error": log.end["error"] if log.end else None,
     }

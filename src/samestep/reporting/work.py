@@ -10,7 +10,7 @@ and nothing, unless the times do follow the work: ranks may be slow for other re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ __all__: list[str] = []
 FOLLOWS = 0.5  # of the variance of the times is explained by the work
 FEWEST = 10  # steps of which that can be said
 
-Unit = Literal["samples", "weight"]
+Unit = Literal["samples", "weight", "elements"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Share:
 
     Attributes:
         rank: which.
-        samples, weight: of a step, in the mean.
+        samples, weight: of a step, in the mean; without samestep's loader the weight is elements, the numbers in its
+            batches, and samples are 0.
         least, most: the least and the most weight of a step.
         epoch: the last.
         epochs: how many there were.
@@ -69,7 +70,10 @@ class Ledger:
 
 
 def ledger(table: Table, logs: Sequence[RankLog]) -> Ledger | None:
-    """Returns what the ranks had to do; None where the script does not say, as one without samestep's loader."""
+    """Returns what the ranks had to do; None where nothing shows it.
+
+    A script with a loader of its own shows how many numbers were in its batches, and no more.
+    """
     lines = {log.rank: found for log in logs if (found := _lines(log))}
     if not lines:
         return None
@@ -78,11 +82,19 @@ def ledger(table: Table, logs: Sequence[RankLog]) -> Ledger | None:
     known = [step in each for each in (lines.get(rank, {}) for rank in steady.ranks) for step in steady.steps.tolist()]
     common: NDArray[Any] = np.array(known, dtype=bool).reshape(len(steady.ranks), len(steady))
     steady = steady.columns(np.flatnonzero(common.all(axis=0)))
+    unit = _unit(lines)
     if len(steady.ranks) < 2 or not len(steady):
-        return Ledger(shares, "samples", 0.0, None, 0.0)
-    unit: Unit = "weight" if any(share.weight != share.samples for share in shares) else "samples"
+        return Ledger(shares, unit, 0.0, None, 0.0)
     work = np.array([[measured(lines[rank][step].get(unit, 0)) for step in steady.steps] for rank in steady.ranks])
     return Ledger(shares, unit, *_uneven(work, steady))
+
+
+def _unit(lines: Mapping[int, Mapping[int, Event]]) -> Unit:
+    """What is told of the work, and says most of it."""
+    every = [line for each in lines.values() for line in each.values()]
+    if not any("samples" in line for line in every):
+        return "elements"
+    return "weight" if any(line.get("weight") != line.get("samples") for line in every) else "samples"
 
 
 def _uneven(work: Floats, table: Table) -> tuple[float, float | None, float]:
@@ -106,7 +118,7 @@ def _lines(log: RankLog) -> dict[int, Event]:
 
 def _share(rank: int, lines: Sequence[Event]) -> Share:
     samples = [measured(line.get("samples", 0)) for line in lines]
-    weight = [measured(line.get("weight", 0)) for line in lines]
+    weight = [measured(line.get("weight", line.get("elements", 0))) for line in lines]
     epochs = {int(measured(line.get("epoch", 0))) for line in lines}
     mean = float(np.mean(samples)), float(np.mean(weight))
     return Share(rank, *mean, min(weight), max(weight), max(epochs), len(epochs))
