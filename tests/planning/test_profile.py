@@ -66,6 +66,13 @@ def test_a_profile_that_is_cut_off_says_in_which_line(tmp_path: Path) -> None:
     assert refusal(path) == " cannot be read: it is no text"
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"v": ' + "9" * 5000 + "}"], ids=["deep", "long"])
+def test_what_json_itself_cannot_read_is_no_profile(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text, encoding="utf-8")
+    assert refusal(path) == ": no profile: its numbers are too long, or its lists too deep"
+
+
 @pytest.mark.parametrize(
     ("told", "said"),
     [
@@ -96,6 +103,12 @@ def test_a_profile_that_is_cut_off_says_in_which_line(tmp_path: Path) -> None:
         (given(layers={"8": [{"name": "0", "forward": 1.0}]}), "layers lacks the field 'inputs'"),
         (given(layers={"8": [{"name": "0", "forward": -1.0, "inputs": 0.0}]}), "layer 0: forward=-1.0 is negative"),
         (given(layers={"8": [], "16": [{"name": "0", "forward": 1.0, "inputs": 0.0}]}), "other layers for each size"),
+        (given(layers={"8": []}), "other layers for each size of a micro-batch, or none"),
+        (given(layers={"9" * 5000: []}), "samples: a whole number above 0 is expected"),
+        (given(layers={"8": [{"name": "0", "forward": float("inf"), "inputs": 0.0}]}), "layer 0: forward is inf"),
+        (given(data_s=10**400), "data_s is 1000"),
+        (given(sizes=[{"samples": 8, "forward_s": 1.0, "backward_s": 1.0}] * 2), "sizes of [8, 8] samples"),
+        (given(sizes=[{"samples": 0, "forward_s": 1.0, "backward_s": 1.0}]), "each must be 1 or more"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_field(told: Any, said: str) -> None:
