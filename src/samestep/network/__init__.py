@@ -12,7 +12,8 @@ many, through a network of switches
   placement   which rank runs on which host
   circuit     an order of the hosts in which each is next to the last
   routing     which way a message takes
-  rounds      the messages that are sent at once
+  rounds      the messages that are sent at once, of every all-reduce
+  double_tree those of two trees
   load        the bytes that they put on every link
   contention  the price of rounds, in each other's way
   flows       a few ranks' messages followed in time
@@ -22,6 +23,10 @@ read from a file
   reading     sections, whole numbers and words
   kinds       the networks that it can say
   cluster     what stands where, what lies between, and what the network looks like
+
+for a cluster
+  ports       how long each round keeps its links and its ranks' ports busy
+  offers      what each of its all-reduces costs, for any number of bytes
 """
 
 from __future__ import annotations

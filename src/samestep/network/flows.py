@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from samestep.network.placement import Placement
-from samestep.network.rounds import Messages, Round, Shift, of_messages
+from samestep.network.rounds import Exchange, Messages, Round, Shift, Some, of_messages
 from samestep.network.routing import MINIMAL, Routing, hops
 from samestep.network.topologies.topology import Topology
 
@@ -40,7 +40,7 @@ TINY = 1e-12  # seconds of latency, where there is none
 
 
 def play(
-    rounds: Iterable[Round | Shift | Messages],
+    rounds: Iterable[Some | Messages],
     topology: Topology,
     placement: Placement,
     routing: Routing = MINIMAL,
@@ -71,9 +71,10 @@ def play(
     return _Play(list(_every(rounds)), _Ways(topology, placement, routing), by_latency).run()
 
 
-def _every(rounds: Iterable[Round | Shift | Messages]) -> Iterator[Round]:
+def _every(rounds: Iterable[Some | Messages]) -> Iterator[Round]:
     for one in rounds:
-        each = one.round() if isinstance(one, Shift) else one if isinstance(one, Round) else of_messages(one)
+        whole = one.round() if isinstance(one, Shift | Exchange) else one
+        each = whole if isinstance(whole, Round) else of_messages(whole)
         yield from (each for _ in range(each.times))
 
 

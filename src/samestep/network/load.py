@@ -70,6 +70,13 @@ class Load:
         """The whole round."""
         return self.latency_s + self.transfer_s
 
+    def beside(self, other: Load) -> Load:
+        """Returns what both put on the links at once."""
+        import numpy as np
+
+        latencies = np.array([max(self.latency_s, other.latency_s)])
+        return Load(self.topology, self.nbytes + other.nbytes, latencies)
+
     def by_link(self) -> dict[tuple[int, int], float]:
         """Returns the bytes between vertices, of links that carry any.
 

@@ -2,16 +2,18 @@
 
     Round      sources, targets and bytes as three arrays, and how many times the same round comes
     Shift      every rank r sends as many bytes to rank r + k: three numbers instead
+    Exchange   every rank sends as many bytes to every other, all at once: two numbers
 
 A plan (:mod:`samestep.collectives.plan`) lists every message: a ring over 100,000 ranks has 2 x 10^10. :func:`of_plan`
-reads one; the functions below it give the rounds of three all-reduces without a plan. The tests hold them together.
+reads one; the functions below it, and :mod:`samestep.network.double_tree`, give the rounds of every all-reduce there is
+without a plan, and what is added after each. The tests hold them together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from samestep.errors import UsageError
 from samestep.network import cost
@@ -31,6 +33,8 @@ class Round:
         targets: the rank that each goes to.
         nbytes: of each.
         times: how many such rounds there are.
+        adds: bytes that a rank adds of what it has received, behind each of them.
+        hidden: it may do so while the next round travels; otherwise that one waits for it.
 
     Raises:
         UsageError: a message from a rank to itself, or of fewer than 0 bytes.
@@ -40,6 +44,8 @@ class Round:
     targets: Ints
     nbytes: Floats
     times: int = 1
+    adds: float = 0.0
+    hidden: bool = False
 
     def __post_init__(self) -> None:
         for number in (self.sources == self.targets).nonzero()[0][:1]:
@@ -50,12 +56,14 @@ class Round:
 
 @dataclass(frozen=True)
 class Shift:
-    """Every rank r of `ranks` sends `nbytes` to rank (r + distance) mod ranks, `times` times."""
+    """Every rank r of `ranks` sends `nbytes` to rank (r + distance) mod ranks, `times` times; else as a round."""
 
     ranks: int
     distance: int
     nbytes: float
     times: int = 1
+    adds: float = 0.0
+    hidden: bool = False
 
     def round(self) -> Round:
         """Returns the messages.
@@ -66,9 +74,54 @@ class Shift:
         import numpy as np
 
         ranks = np.arange(self.ranks if self.distance % self.ranks else 0)
-        return Round(ranks, (ranks + self.distance) % self.ranks, np.full(len(ranks), float(self.nbytes)), self.times)
+        targets, sizes = (ranks + self.distance) % self.ranks, np.full(len(ranks), float(self.nbytes))
+        return Round(ranks, targets, sizes, self.times, self.adds, self.hidden)
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """Every rank sends `nbytes` to every other of its group at once, `times` times; else as a round.
+
+    A group has every `stride`-th rank. With one it is all ranks, in p - 1 shifts side by side.
+    """
+
+    ranks: int
+    nbytes: float
+    times: int = 1
+    adds: float = 0.0
+    hidden: bool = False
+    stride: int = 1
+
+    @property
+    def shifts(self) -> int:
+        """How many there are side by side."""
+        return self.ranks // self.stride - 1
+
+    def round(self) -> Round:
+        """Returns the messages, p (p - 1) of them.
+
+        >>> Exchange(ranks=3, nbytes=8).round().targets.tolist()
+        [1, 2, 0, 2, 0, 1]
+        """
+        return self.some(range(1, self.shifts + 1))
+
+    def some(self, distances: Sequence[int]) -> Round:
+        """Returns the messages to the members of each group that are so far on.
+
+        >>> Exchange(ranks=4, nbytes=8, stride=2).some([1]).targets.tolist()
+        [2, 3, 0, 1]
+        """
+        import numpy as np
+
+        sources = np.tile(np.arange(self.ranks), len(distances))
+        on = np.repeat(np.array(distances, dtype=np.int64), self.ranks)
+        targets, sizes = (sources + on * self.stride) % self.ranks, np.full(len(sources), float(self.nbytes))
+        return Round(sources, targets, sizes, self.times, self.adds, self.hidden)
+
+
+Some = Round | Shift | Exchange
+_One = TypeVar("_One", bound=Some)
+Rule = Callable[[int, float], Iterable[Some]]
 Messages = Iterable[tuple[int, int, float]]
 
 
@@ -100,110 +153,169 @@ def of_plan(plan: cost.Rounds, nbytes: float) -> Iterator[Round]:
 def ring(ranks: int, nbytes: float) -> Iterator[Shift]:
     """Yields the rounds of :func:`samestep.collectives.ring.all_reduce`."""
     _check(ranks)
-    yield Shift(ranks, 1, nbytes / ranks, times=2 * (ranks - 1))
+    yield Shift(ranks, 1, nbytes / ranks, times=ranks - 1, adds=nbytes / ranks)
+    yield Shift(ranks, 1, nbytes / ranks, times=ranks - 1)
+
+
+def segmented_ring(ranks: int, nbytes: float, segments: int = 2) -> Iterator[Shift]:
+    """Yields the rounds of :func:`samestep.collectives.segmented.all_reduce`."""
+    _check(ranks)
+    each, times = nbytes / (ranks * segments), (ranks - 1) * segments
+    yield Shift(ranks, 1, each, times, adds=each, hidden=segments > 1)
+    yield Shift(ranks, 1, each, times)
 
 
 def halving_doubling(ranks: int, nbytes: float) -> Iterator[Round]:
     """Yields the rounds of :func:`samestep.collectives.halving.all_reduce`."""
     import numpy as np
 
-    _check(ranks)
     members, idle = _power_of_two(ranks)
     bits = len(members).bit_length() - 1
-    places = np.arange(len(members))
-    if len(idle):
-        yield Round(idle, idle - 1, np.full(len(idle), float(nbytes)))
-    for bit in [*range(bits), *reversed(range(bits))]:
-        partners = members[places ^ (1 << bit)]
-        yield Round(members, partners, np.full(len(members), nbytes / (2 << bit)))
-    if len(idle):
-        yield Round(idle - 1, idle, np.full(len(idle), float(nbytes)))
-
-
-def binomial_tree(ranks: int, nbytes: float) -> Iterator[Round]:
-    """Yields the rounds of :func:`samestep.collectives.tree.all_reduce`."""
-    import numpy as np
-
-    _check(ranks)
-    bits = (ranks - 1).bit_length()
+    yield from _folded(idle, nbytes)
     for number, bit in enumerate([*range(bits), *reversed(range(bits))]):
-        near = np.arange(0, ranks - (1 << bit), 2 << bit)
-        ends = (near + (1 << bit), near)
-        sources, targets = ends if number < bits else ends[::-1]
-        yield Round(sources, targets, np.full(len(near), float(nbytes)))
-
-
-def segmented_ring(ranks: int, nbytes: float, segments: int = 2) -> Iterator[Shift]:
-    """Yields the rounds of :func:`samestep.collectives.segmented.all_reduce`."""
-    _check(ranks)
-    yield Shift(ranks, 1, nbytes / (ranks * segments), times=2 * (ranks - 1) * segments)
+        partners, share = members[np.arange(len(members)) ^ (1 << bit)], nbytes / (2 << bit)
+        yield Round(members, partners, np.full(len(members), share), adds=share if number < bits else 0.0)
+    yield from _unfolded(idle, nbytes)
 
 
 def recursive_doubling(ranks: int, nbytes: float) -> Iterator[Round]:
     """Yields the rounds of :func:`samestep.collectives.doubling.all_reduce`."""
     import numpy as np
 
-    _check(ranks)
     members, idle = _power_of_two(ranks)
-    if len(idle):
-        yield Round(idle, idle - 1, np.full(len(idle), float(nbytes)))
-    places = np.arange(len(members))
+    yield from _folded(idle, nbytes)
     for bit in range(len(members).bit_length() - 1):
-        yield Round(members, members[places ^ (1 << bit)], np.full(len(members), float(nbytes)))
-    if len(idle):
-        yield Round(idle - 1, idle, np.full(len(idle), float(nbytes)))
+        partners = members[np.arange(len(members)) ^ (1 << bit)]
+        yield Round(members, partners, np.full(len(members), float(nbytes)), adds=float(nbytes))
+    yield from _unfolded(idle, nbytes)
 
 
-def torus(rows: int, columns: int, nbytes: float) -> Iterator[Round]:
+def binomial_tree(ranks: int, nbytes: float) -> Iterator[Round]:
+    """Yields the rounds of :func:`samestep.collectives.tree.all_reduce`.
+
+    In the last round before the root has everything, somebody must add before sending, unless the ranks are so few
+    for the tree's height that only the root has something to add, and does so while it receives.
+    """
+    import numpy as np
+
+    _check(ranks)
+    bits = (ranks - 1).bit_length()
+    hidden = 2 < ranks <= 3 << (bits - 2) if bits > 1 else False
+    for number, bit in enumerate([*range(bits), *reversed(range(bits))]):
+        near = np.arange(0, ranks - (1 << bit), 2 << bit)
+        sizes = np.full(len(near), float(nbytes))
+        if number < bits:
+            late = hidden and number == bits - 2
+            yield Round(near + (1 << bit), near, sizes, adds=float(nbytes), hidden=late)
+        else:
+            yield Round(near, near + (1 << bit), sizes)
+
+
+def parameter_server(ranks: int, nbytes: float, servers: int = 1) -> Iterator[Round]:
+    """Yields the rounds of :func:`samestep.collectives.server.all_reduce`.
+
+    Raises:
+        UsageError: not 1 to `ranks` servers.
+    """
+    import numpy as np
+
+    _check(ranks)
+    if not 1 <= servers <= ranks:
+        raise UsageError(f"{servers} servers among {ranks} ranks: give 1 to {ranks}")
+    share, added = nbytes / servers, (ranks - 1) * nbytes / servers
+    if ranks > 1:
+        homes = np.arange(servers) * ranks // servers
+        home, other = (each.reshape(-1) for each in np.meshgrid(homes, np.arange(ranks), indexing="ij"))
+        home, other = home[home != other], other[home != other]
+        yield Round(other, home, np.full(len(home), share), adds=added)
+        yield Round(home, other, np.full(len(home), share))
+
+
+def every_server(ranks: int, nbytes: float) -> Iterator[Exchange]:
+    """Yields the rounds of :func:`samestep.collectives.server.all_reduce` with a server on every rank."""
+    _check(ranks)
+    if ranks > 1:
+        yield Exchange(ranks, nbytes / ranks, adds=(ranks - 1) * nbytes / ranks)
+        yield Exchange(ranks, nbytes / ranks)
+
+
+def torus(rows: int, columns: int, nbytes: float) -> Iterator[Round | Shift]:
     """Yields the rounds of :func:`samestep.collectives.torus.all_reduce` in one direction.
 
     With as many columns as a host has ranks, they are those of :func:`samestep.collectives.hierarchical.all_reduce`.
     """
-    import numpy as np
-
-    _check(rows * columns)
-    ranks = np.arange(rows * columns)
-    row, column = np.divmod(ranks, columns)
-    along, down = row * columns + (column + 1) % columns, (row + 1) % rows * columns + column
-    wide, small = np.full(len(ranks), nbytes / columns), np.full(len(ranks), nbytes / columns / rows)
-    if columns > 1:
-        yield Round(ranks, along, wide, times=columns - 1)
-    if rows > 1:
-        yield Round(ranks, down, small, times=2 * (rows - 1))
-    if columns > 1:
-        yield Round(ranks, along, wide, times=columns - 1)
+    yield from hierarchical(rows * columns, columns, nbytes, ring)
 
 
-def parameter_server(ranks: int, nbytes: float) -> Iterator[Round]:
-    """Yields the rounds of :func:`samestep.collectives.server.all_reduce` with one server."""
-    import numpy as np
+def hierarchical(
+    ranks: int, local: int, nbytes: float, across: Callable[[int, float], Iterable[_One]]
+) -> Iterator[Round | _One]:
+    """Yields the rounds of :func:`samestep.collectives.hierarchical.all_reduce`.
 
-    _check(ranks)
-    others, server = np.arange(1, ranks), np.zeros(ranks - 1, dtype=np.int64)
-    for sources, targets in ((others, server), (server, others)):
-        yield Round(sources, targets, np.full(ranks - 1, float(nbytes)))
+    Args:
+        ranks: in all.
+        local: on each host.
+        nbytes: of the buffer.
+        across: those of the all-reduce between hosts.
 
-
-def apart(rounds: Iterable[Round | Shift], stages: int) -> Iterator[Round]:
-    """Yields the rounds of `stages` groups at once, of which each has every `stages`-th rank.
-
-    >>> [one.sources.tolist() for one in apart([Shift(ranks=2, distance=1, nbytes=8)], stages=2)]
-    [[0, 2, 1, 3]]
+    Raises:
+        UsageError: the ranks are not the same number on each host.
     """
     import numpy as np
 
+    _check(ranks)
+    if local < 1 or ranks % local:
+        raise UsageError(f"{ranks} ranks cannot be {local} on each host: give a number that divides {ranks}")
+    everyone, share = np.arange(ranks), nbytes / local
+    along = everyone // local * local + (everyone + 1) % local
+    if local > 1:
+        yield Round(everyone, along, np.full(ranks, share), local - 1, adds=share)
+    yield from apart(across(ranks // local, share), local)
+    if local > 1:
+        yield Round(everyone, along, np.full(ranks, share), local - 1)
+
+
+def apart(rounds: Iterable[_One], stages: int) -> Iterator[_One]:
+    """Yields the rounds of `stages` groups at once, of which each has every `stages`-th rank.
+
+    >>> [one.distance for one in apart([Shift(ranks=2, distance=1, nbytes=8)], stages=2)]
+    [2]
+    """
     for one in rounds:
-        each = one.round() if isinstance(one, Shift) else one
-        sources, targets = (
-            np.concatenate([rank * stages + stage for stage in range(stages)]) for rank in (each.sources, each.targets)
-        )
-        yield Round(sources, targets, np.tile(each.nbytes, stages), each.times)
+        yield cast("_One", _apart(one, stages))  # of the same kind
+
+
+def _apart(one: Some, stages: int) -> Some:
+    import numpy as np
+
+    if isinstance(one, Shift):
+        return replace(one, ranks=one.ranks * stages, distance=one.distance * stages)
+    if isinstance(one, Exchange):
+        return replace(one, ranks=one.ranks * stages, stride=one.stride * stages)
+    groups = np.arange(stages)
+    sources, targets = ((ranks[:, None] * stages + groups).reshape(-1) for ranks in (one.sources, one.targets))
+    return replace(one, sources=sources, targets=targets, nbytes=np.repeat(one.nbytes, stages))
+
+
+def _folded(idle: Ints, nbytes: float) -> Iterator[Round]:
+    import numpy as np
+
+    if len(idle):
+        yield Round(idle, idle - 1, np.full(len(idle), float(nbytes)), adds=float(nbytes))
+
+
+def _unfolded(idle: Ints, nbytes: float) -> Iterator[Round]:
+    import numpy as np
+
+    if len(idle):
+        yield Round(idle - 1, idle, np.full(len(idle), float(nbytes)))
 
 
 def _power_of_two(ranks: int) -> tuple[Ints, Ints]:
     """The ranks that take part in exchanges, a power of two, and those who are told by their neighbours."""
     import numpy as np
 
+    _check(ranks)
     extra = ranks - (1 << (ranks.bit_length() - 1))
     members = np.concatenate([np.arange(0, 2 * extra, 2), np.arange(2 * extra, ranks)])
     return members, np.arange(1, 2 * extra, 2)
