@@ -33,18 +33,19 @@ def test_on_one_switch_all_cost_what_their_closed_forms_say(ranks, adding):
         "ring": formulas.ring,
         "halving and doubling": formulas.halving_doubling,
         "recursive doubling": formulas.recursive_doubling,
+        "binomial tree": formulas.binomial_tree,
+        "1 server": partial(formulas.parameter_server, servers=1),
+        f"{ranks} servers": partial(formulas.parameter_server, servers=ranks),
+        "segmented ring of 2": partial(formulas.segmented_ring, segments=2),
     }
-    if not adding:  # a tree's last adding may be hidden
-        forms |= {"binomial tree": formulas.binomial_tree, "one server": partial(formulas.parameter_server, servers=1)}
     for name, form in forms.items():
-        latency = {"one server": (ranks - 2) * 2 * 5e-6}.get(name, 0.0)  # there all messages leave at once
-        assert found[name] == pytest.approx(form(ranks, N, links) - latency, rel=1e-6), name
+        assert found[name] == pytest.approx(form(ranks, N, links), rel=1e-6), name
 
 
 @pytest.mark.parametrize(("hosts", "devices"), [(2, 4), (4, 2), (3, 3)])
 def test_hierarchical_all_reduces_cost_what_their_closed_form_says(hosts, devices):
     links = Links(Link(1e-6, 100e9), Link(5e-6, 10e9), local=devices)
-    found = seconds(Offered(cluster(hosts, devices)), hosts * devices)["hierarchical"]
+    found = seconds(Offered(cluster(hosts, devices)), hosts * devices)[f"hierarchical {hosts}x{devices} (ring)"]
     assert found == pytest.approx(formulas.hierarchical(hosts * devices, N, links), rel=1e-6)
 
 
@@ -87,7 +88,13 @@ def test_a_network_that_is_in_the_way_costs_more():
 )
 def test_a_hundred_thousand_ranks_are_counted_on_every_network(network):
     found = Offered(cluster(100_000, network=f"[network]\n{network}")).sums(100_000, 1, N)
-    assert len(found) == 6
+    assert len(found) == 7
     for one in found:
         assert one.link.latency_s >= 2 * 5e-6
         assert one.link.bytes_per_s < 10e9
+
+
+def test_of_few_ranks_everything_is_offered():
+    names = [one.name for one in Offered(cluster(4, 4)).sums(16, 1, N)]
+    assert len(names) == 12
+    assert {"double tree", "16 servers", "torus 4x4", "hierarchical 4x4 (halving and doubling)"} <= set(names)

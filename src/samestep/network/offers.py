@@ -36,6 +36,7 @@ from samestep.network.rounds import Rule, Some
 
 __all__: list[str] = []
 
+DOUBLE_TREE = "double tree"
 CHUNKS = (1, 2, 4, 8, 16, 32, 64)  # near the best number seconds are flat: half or twice of it costs a few per cent
 
 
@@ -142,13 +143,14 @@ class Offer:
 _MANY = 1e15  # bytes: what takes a fixed time does not show
 
 
-def offers(cluster: Cluster, ranks: int, stages: int = 1) -> tuple[Offer, ...]:
+def offers(cluster: Cluster, ranks: int, stages: int = 1, *, quickly: bool = False) -> tuple[Offer, ...]:
     r"""Returns every all-reduce over the ranks of a cluster, those that cannot be taken with the reason.
 
     Args:
         cluster: with its links, network, placement and routing.
         ranks: in each all-reduce.
         stages: all-reduces that take place at once, each among every so-manyth rank: those of a pipeline's stages.
+        quickly: leave out what takes longest to count, double trees and a server on every rank.
 
     Raises:
         UsageError: more ranks than the cluster has.
@@ -167,6 +169,7 @@ def offers(cluster: Cluster, ranks: int, stages: int = 1) -> tuple[Offer, ...]:
         if isinstance(rules, str)
         else Offer(name, tuple(_way(ports, gamma, chunks, rule(ranks, 1.0), stages) for chunks, rule in rules.items()))
         for name, rules in _rules(cluster, ranks, stages)
+        if not (quickly and name in (DOUBLE_TREE, f"{ranks} servers"))
     )
 
 
@@ -204,7 +207,7 @@ def _rules(cluster: Cluster, ranks: int, stages: int) -> Iterator[tuple[str, dic
     yield "1 server", {1: rounds.parameter_server}
     yield "ring", {1: rounds.ring}
     yield "segmented ring of 2", {2: rounds.segmented_ring}
-    yield "double tree", {chunks: partial(double_tree.all_reduce, chunks=chunks) for chunks in CHUNKS}
+    yield DOUBLE_TREE, {chunks: partial(double_tree.all_reduce, chunks=chunks) for chunks in CHUNKS}
     yield (
         f"{ranks} servers",
         {1: rounds.every_server} if ranks > 1 else "one rank needs no servers",
