@@ -115,25 +115,33 @@ def seen(path: Path) -> tuple[list[str], list[float]]:
     return [loss for loss, _ in lines], [float(two) - float(one) for (_, one), (_, two) in pairwise(lines)]
 
 
-def test_a_profiled_training_is_the_same_to_the_last_bit_and_takes_what_the_script_sees(
-    measure: Measure, nursery: Nursery, tmp_path: Path
-) -> None:
-    profile = measure(NOTING, str(tmp_path / "watched.txt"))
+def test_a_profiled_training_is_the_same_to_the_last_bit(measure: Measure, nursery: Nursery, tmp_path: Path) -> None:
+    measure(NOTING, str(tmp_path / "watched.txt"))
     script = runs.Script(program=str(tmp_path / "train.py"), arguments=(str(tmp_path / "alone.txt"),))
     assert runs.run(script, 1, tmp_path / "run", "", {}, still_s=60, nursery=nursery).code == 0
-    losses, took = seen(tmp_path / "watched.txt")
+    losses, _ = seen(tmp_path / "watched.txt")
     expected, _ = seen(tmp_path / "alone.txt")
     assert len(losses) == WARM_UP + STEPS + LISTENED - 1  # it is stopped in its last step
     assert losses == expected[: len(losses)]
+
+
+@pytest.mark.prove
+def test_a_step_takes_what_the_script_itself_sees(measure: Measure, tmp_path: Path) -> None:
+    profile = measure(NOTING, str(tmp_path / "watched.txt"))
+    _, took = seen(tmp_path / "watched.txt")
     own = statistics.median(took[WARM_UP - 1 :][:STEPS])
     assert 0.8 * own < profile.step_s < 1.02 * own
 
 
+@pytest.mark.prove
 def test_a_quarter_of_a_batch_takes_less_than_the_whole(measure: Measure) -> None:
-    profile = measure(CHAIN)
-    took = [one.forward_s + one.backward_s for one in profile.sizes]
-    assert [one.samples for one in profile.sizes] == [16, 32, 64, 128, 256]
+    took = [one.forward_s + one.backward_s for one in measure(CHAIN).sizes]
     assert all(few < many for few, many in zip(took, took[2:], strict=False))
+
+
+def test_sizes_are_parts_of_the_batch_and_layers_have_the_parameters(measure: Measure) -> None:
+    profile = measure(CHAIN)
+    assert [one.samples for one in profile.sizes] == [16, 32, 64, 128, 256]
     assert all(sum(one.parameters for one in layers) == profile.parameter_bytes for layers in profile.layers.values())
 
 
