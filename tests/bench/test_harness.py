@@ -111,6 +111,6 @@ def test_every_benchmark_in_the_table_exists():
 
 
 def test_an_unknown_benchmark_is_refused_with_the_list():
-    known = "allreduce, buckets, checkpoint, compress, guard, launch, mpi, observe, pipeline, step, virtual"
+    known = "allreduce, buckets, checkpoint, compress, guard, launch, links, mpi, observe, pipeline, step, virtual"
     with pytest.raises(UsageError, match=f"there is no benchmark 'stpe': choose one of {known}"):
         benchmark("stpe")
