@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from samestep.errors import UsageError
 from samestep.launch.nursery import Nursery
 from samestep.planning.observing import LISTENED, WARM_UP
 from samestep.planning.profile import Profile
-from samestep.planning.profiling import OBSERVER, profile_script
 from samestep.verification import runs
 
 STEPS = 5
@@ -84,29 +82,6 @@ EVALUATES = """
 LONG_WINDED = 'raise RuntimeError("sizes differ:\\n\\tweight is [2, 2]\\n\\tand not [3, 2]")'
 
 Measure = Callable[..., Profile]
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    """Forks all of these runs, with one thread each."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("OMP_NUM_THREADS", "1")
-        made = Nursery(runs.alike(1), [OBSERVER.partition(":")[0], "samestep.planning.measuring"])
-        try:
-            assert made.objection() is None
-            yield made
-        finally:
-            made.close()
-
-
-@pytest.fixture
-def measure(nursery: Nursery, tmp_path: Path) -> Measure:
-    def measured(source: str, *args: str) -> Profile:
-        path = tmp_path / "train.py"
-        path.write_text(textwrap.dedent(source), encoding="utf-8")
-        return profile_script(path, args, steps=STEPS, nursery=nursery)
-
-    return measured
 
 
 def seen(path: Path) -> tuple[list[str], list[float]]:

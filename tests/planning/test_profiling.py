@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,8 +15,7 @@ from samestep.launch.nursery import Nursery
 from samestep.planning import measuring
 from samestep.planning.moments import Mark, Moments
 from samestep.planning.profile import Profile
-from samestep.planning.profiling import OBSERVER, profile_script
-from samestep.verification import runs
+from samestep.planning.profiling import profile_script
 
 MLP = """
     import sys, torch
@@ -195,29 +194,6 @@ def test_a_gradient_is_ready_at_a_part_of_all_backward_passes_of_its_step() -> N
     pieces = [("forward", Mark(0)), ("backward", Mark(10)), ("forward", Mark(20)), ("backward", Mark(30))]
     seen = Moments(pieces, Mark(60), 2, {1: (1, Mark(15)), 2: (2, Mark(45)), 3: (2, Mark(99))})
     assert seen.readiness() == {1: 5 / 40, 2: 25 / 40, 3: 1.0}
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    """Forks all of these runs, which then need not import torch; with the modules that they would import late."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("OMP_NUM_THREADS", "1")  # threads that wait for one another take as long as the machine is busy
-        made = Nursery(runs.alike(1), [OBSERVER.partition(":")[0], "samestep.planning.measuring"])
-        try:
-            assert made.objection() is None
-            yield made
-        finally:
-            made.close()
-
-
-@pytest.fixture
-def measure(nursery: Nursery, tmp_path: Path) -> Measure:
-    def measured(source: str, *args: str, steps: int = 5) -> Profile:
-        path = tmp_path / "train.py"
-        path.write_text(textwrap.dedent(source), encoding="utf-8")
-        return profile_script(path, args, steps=steps, nursery=nursery)
-
-    return measured
 
 
 def check_times(profile: Profile) -> None:

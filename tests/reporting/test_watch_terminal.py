@@ -302,7 +302,7 @@ def training(tmp_path):
             optimizer.step()
             stops[0] = os.path.exists("stop")
             dist.all_reduce(stops)
-            time.sleep(0.01)
+            time.sleep(0.01)  # the work of a step: nobody waits for it
         dist.destroy_process_group()
         raise SystemExit(5)
     """)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.cli.options import Parser
 from samestep.errors import CheckpointError, UsageError
+from samestep.reporting.words import size
 
 if TYPE_CHECKING:
     import argparse
@@ -100,7 +101,7 @@ def _list(options: argparse.Namespace) -> int:
         table.add_column(heading, justify="right")
     table.add_column("intact")
     for one in seen:
-        table.add_row(one.folder.name, _clock(one.saved), *_numbers(one.manifest), human(one.size), _intact(one))
+        table.add_row(one.folder.name, _clock(one.saved), *_numbers(one.manifest), size(one.size), _intact(one))
     console = _console()
     if seen:
         console.print(table)
@@ -139,7 +140,7 @@ def _show(options: argparse.Namespace) -> int:
         why = "nothing whole is left" if one is None else f"{one.folder}: {printable(str(one.problem))}"
         raise CheckpointError(why)
     manifest, console = one.manifest, _console()
-    console.print(f"{one.folder}, {human(one.size)}, saved {_clock(one.saved)}")
+    console.print(f"{one.folder}, {size(one.size)}, saved {_clock(one.saved)}")
     console.print(f"step {manifest.step:,}, {_some(manifest.epoch, 'epoch')} finished, {_ranks(manifest)}")
     console.print(f"written by samestep {printable(manifest.samestep)}, torch {printable(manifest.torch)}")
     if one.problem is not None:
@@ -170,7 +171,7 @@ def _show_parts(console: Console, manifest: Manifest) -> None:
         table.add_column(heading, justify="right")
     for part in parts(manifest):
         steered = "" if part.parameters is None else f"{part.parameters:,}"
-        row = (printable(part.name), printable(part.kind), str(part.tensors), f"{part.values:,}", human(part.size))
+        row = (printable(part.name), printable(part.kind), str(part.tensors), f"{part.values:,}", size(part.size))
         table.add_row(*row, steered)
     console.print(table)
 
@@ -200,7 +201,7 @@ def _in_files(manifest: Manifest) -> str:
 
 def _grow(tree: Tree, branch: Branch) -> None:
     form = f"  {branch.form}" if branch.form else ""
-    node = tree.add(printable(f"{branch.name}{form}  {human(branch.size)}"))
+    node = tree.add(printable(f"{branch.name}{form}  {size(branch.size)}"))
     for further in branch.branches:
         _grow(node, further)
 
@@ -246,7 +247,7 @@ def _tell(console: Console, one: Seen) -> None:
         kind = "" if isinstance(one.problem, ForeignError) else "damaged: "
         console.print(f"{one.folder.name}: {kind}{printable(str(one.problem))}")
         return
-    console.print(f"{one.folder.name}: every byte as saved, {human(one.size)}")
+    console.print(f"{one.folder.name}: every byte as saved, {size(one.size)}")
     for name, ledger in one.ledgers.items():
         console.print(f"  {printable(name)}: {printable(ledger.summary)}")
         for problem in ledger.problems:
@@ -331,19 +332,6 @@ def _clock(seconds: float) -> str:
 
 def _some(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def human(count: float) -> str:
-    """Returns a number of bytes with a unit that suits it, in powers of 1000.
-
-    >>> human(999), human(1234567)
-    ('999 B', '1.2 MB')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def printable(text: str) -> str:

@@ -24,7 +24,7 @@ from samestep.planning import work
 from samestep.planning.fabric import Fabric, Sum
 from samestep.planning.profile import Profile
 from samestep.planning.step import Parts, Step, Way
-from samestep.replicas.buckets import DEFAULT_CAPS, Backward, Cut, best_cap, best_cut, cut_by, merged
+from samestep.replicas.buckets import Backward, Cut, best_cap, best_cut, merged
 
 __all__: list[str] = []
 
@@ -105,15 +105,6 @@ def exposed(profile: Profile, fabric: Fabric, way: Way, backward_s: float) -> Ex
     backward = _backward(profile, backward_s)
     sums = fabric.sums(way.replicas, way.stages, sum(backward.sizes))
     return min((_beside(backward, one) for one in sums), key=lambda one: one.seconds)
-
-
-def with_default_buckets(profile: Profile, fabric: Fabric, way: Way, backward_s: float) -> float:
-    """Returns the seconds that the quickest all-reduce adds with the buckets of DistributedDataParallel."""
-    sizes = tuple(one.nbytes for one in profile.gradients)
-    ready = _ready(profile, backward_s)
-    sums = fabric.sums(way.replicas, way.stages, sum(sizes))
-    each = (Backward(sizes, ready, one.link) for one in sums)
-    return min(one.finish_s(cut_by(sizes, DEFAULT_CAPS)) for one in each) - backward_s
 
 
 def one_cap(profile: Profile, fabric: Fabric, way: Way, backward_s: float, algorithm: str) -> int:

@@ -156,9 +156,9 @@ class Topology(ABC):
         return 0 if self.direct else 2 * self.hosts
 
     @property
+    @abstractmethod
     def diameter(self) -> int:
         """Hops between routers, at most, by the minimal routing."""
-        raise NotImplementedError
 
     def router(self, host: int) -> int:
         """Returns the router that `host` stands at."""
