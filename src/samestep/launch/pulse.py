@@ -4,8 +4,8 @@
     /proc/PID/stat, io       processor time, bytes read and written            active; its DataLoader's workers count
     /proc/PID/stat           R runs, S sleeps, D waits for a disk, T frozen    state
 
-Told to the head once a second: the pulse of ranks that stand still, the pace of those that step. No thread of a rank is
-asked: it may hold the interpreter's lock, or be frozen.
+Told to the head: once a second the pulse of ranks that stand still, and the pace of those that step after every step,
+or every 50 ms. No thread of a rank is asked: it may hold the interpreter's lock, or be frozen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from samestep.progress import Progress
 
 __all__: list[str] = []
 
-PERIOD = 1.0  # seconds between two looks
+PERIOD = 1.0  # seconds between two looks at pulses, and at most between two at paces
+QUICK = 0.05  # at least
 STILL = 1.0  # seconds without a move after which it is told
 COMPUTES = 0.1  # of one core, beyond what threads that wait for messages use
 READS = 1 << 14  # bytes a second, read or written; a slow network's are among them
@@ -121,8 +122,10 @@ class Pulses:
     ) -> None:
         self._loop, self._ranks, self._tell = loop, ranks, tell
         self._seen: dict[int, _Seen] = {}
+        self._paces: dict[int, tuple[Pace, float]] = {}  # with the seconds of a step
         self._looked = time.monotonic()
         self._look()
+        self._follow()
 
     def _look(self) -> None:
         self._loop.at(PERIOD, self._look)
@@ -131,8 +134,6 @@ class Pulses:
         self._seen = {rank: self._seen.get(rank, _Seen(moved=now, active=now)) for rank in ranks}
         for rank, (pid, record) in ranks.items():
             seen = self._seen[rank]
-            if record.step != seen.step and record.changed is not None:
-                self._tell("pace", asdict(_pace(rank, record, record.changed)))
             state = _note(seen, pid, record, now)
             if slept:
                 seen.moved = seen.active = now
@@ -140,6 +141,22 @@ class Pulses:
             if still >= STILL or seen.told:
                 seen.told = still >= STILL
                 self._tell("pulse", asdict(_pulse(rank, pid, record, seen, state, now)))
+
+    def _follow(self) -> None:
+        """Tells the pace of those that have stepped; looks again after half a step of the quickest."""
+        soon, before, self._paces = PERIOD, self._paces, {}
+        for rank, (_, record) in self._ranks().items():
+            if record.changed is None:
+                continue
+            pace = _pace(rank, record, record.changed)
+            known, seconds = before.get(rank, (None, QUICK))
+            if known is None or pace.step != known.step:
+                self._tell("pace", asdict(pace))
+            if known is not None and pace.step > known.step:
+                seconds = (pace.at - known.at) / (pace.step - known.step)
+            self._paces[rank] = pace, seconds
+            soon = min(soon, seconds / 2)
+        self._loop.at(max(QUICK, soon), self._follow)
 
 
 def _pulse(rank: int, pid: int, record: Progress, seen: _Seen, state: str, now: float) -> Pulse:

@@ -3,18 +3,21 @@
     a step of a rank    own work ── waiting for data ── waiting for others        evaluations, saves, loads: left out
                         of a straggler longer than of the others                  of the others: the difference
 
-Compared are the last 20 steps of every rank, or more where those are over within a second, with the median of the
-other ranks. A rank must stand out three times in a row, by 40 % and by 15 % of a step, before it is named; then once,
-and again after five minutes, or when it keeps up. That ranks wait is no reason: who waits is not who is slow. A rank
-whose work takes longer because there is more of it (samples, tokens, numbers in a batch) is told to have larger
-batches: the user's own sampler deals them out.
+Compared are the last 20 samples of every rank, of a step each, or of as many as end within 50 ms, with the median of
+the other ranks. Who stands out by 40 % and by 15 % of a step is named as soon as each of its last 12 samples does, or
+18 of the last 20, or when their median has done so for 20 steps and 5 seconds; then once, and again after five minutes,
+or when it keeps up. That ranks wait is no reason: who waits is not who is slow. A rank whose work takes longer because
+there is more of it (samples, tokens, numbers in a batch) is told to have larger batches: the user's own sampler deals
+them out.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -22,11 +25,12 @@ from samestep.launch.pulse import Pace
 
 __all__: list[str] = []
 
-STEPS = 20  # that are looked back on
-FEWEST = 5  # of which something can be said
+SAMPLES = 20  # of a rank that are looked back on
+FEWEST = 5  # steps of which something can be said
+CLEAR = ((12, 12), (18, SAMPLES))  # so many of the last so many samples leave no doubt
+DOUBT = 20, 5.0  # steps, and seconds, that a suspicion lasts where they do not
 FACTOR = 1.4  # times the others' time
 SHARE = 0.15  # of a step
-LOOKS = 3  # in a row
 NAMED = 1.1  # times the others' time, for a display
 MORE = 1.15  # times the others' work: so much longer may it take
 NETWORK = (-1, "messages")  # who is suspected where no rank is
@@ -37,13 +41,30 @@ AGAIN = 300.0  # seconds until a rank is named again
 
 @dataclass(frozen=True)
 class _Spent:
-    """Seconds a step of one rank, over its last steps."""
+    """Seconds a step of one rank: the samples, and their medians, so that one long step is no slow rank."""
 
     step: int
-    whole: float
-    own: float
-    data: float
-    load: float = 0.0  # what it works on in a step
+    samples: Mapping[str, Sequence[float]]  # "whole", "own", "data", and "load": what it works on in a step
+
+    @cached_property
+    def whole(self) -> float:
+        return median(self.samples["whole"])
+
+    @cached_property
+    def own(self) -> float:
+        return median(self.samples["own"])
+
+    @cached_property
+    def data(self) -> float:
+        return median(self.samples["data"])
+
+    @cached_property
+    def load(self) -> float:
+        return median(self.samples["load"])
+
+    def time(self, what: str) -> float:
+        """Seconds of "own" work, or waiting for "data"."""
+        return self.own if what == "own" else self.data
 
 
 class Stragglers:
@@ -51,32 +72,33 @@ class Stragglers:
 
     def __init__(self) -> None:
         self._paces: dict[int, deque[Pace]] = {}
+        self._spent: dict[int, _Spent] = {}  # of those whose pace has not changed since
         self._suspect: tuple[int, str] | bool = False
-        self._looks = 0
+        self._since = 0, 0.0  # the step, and when, it came to be suspected
         self._seen: tuple[int, ...] = ()  # the steps of all ranks at the last look
         self._named: dict[tuple[int, str], float] = {}
 
     def hear(self, pace: Pace) -> None:
         """Takes a rank's pace. A step that is no later than the one before begins anew: another attempt."""
-        known = self._paces.setdefault(pace.rank, deque())
+        known = self._paces.setdefault(pace.rank, deque(maxlen=SAMPLES + 1))
         if known and pace.step <= known[-1].step:
             known.clear()
         known.append(pace)
-        while len(known) > 2 and known[-1].step - known[1].step >= STEPS:
-            known.popleft()
+        self._spent.pop(pace.rank, None)
 
     def found(self, ranks: Sequence[int], now: float) -> Iterator[tuple[str, list[int], str]]:
         """Yields events: kind, ranks, and what there is to say of them at this moment; `ranks` are all that train."""
-        spent = {rank: found for rank in ranks if (found := _spent(self._paces.get(rank, ()))) is not None}
+        spent = self._spent_by(ranks)
         steps = tuple(each.step for each in spent.values())
         if len(spent) < len(ranks) or len(ranks) < 2 or steps == self._seen:
             return
         self._seen = steps
         slow = _slowest(spent)
         suspect = (_crawling(spent) and NETWORK) if slow is None else slow[:2]
-        self._looks = self._looks + 1 if suspect == self._suspect else 1
-        self._suspect = suspect
-        if self._looks < LOOKS:
+        if suspect != self._suspect:
+            self._suspect, self._since = suspect, (min(steps), now)
+        lasts = min(steps) - self._since[0] >= DOUBT[0] and now - self._since[1] >= DOUBT[1]
+        if not lasts and not (slow and _is_clear(*slow, spent)):
             return
         for rank, what in [one for one in self._named if one != suspect and one[0] in spent]:
             del self._named[rank, what]
@@ -94,7 +116,7 @@ class Stragglers:
         "waiting 31%" is the mean share of a step that a rank waits for others or in messages; a slowest rank is named
         if its own work and data take a tenth longer than the median of the others'.
         """
-        spent = {rank: found for rank in ranks if (found := _spent(self._paces.get(rank, ()))) is not None}
+        spent = self._spent_by(ranks)
         if len(spent) < len(ranks) or len(ranks) < 2:
             return ""
         busy = {rank: each.own + each.data for rank, each in spent.items()}
@@ -105,43 +127,67 @@ class Stragglers:
         named = f"  slowest rank {slowest} ({times:.1f}x)" if times >= NAMED else ""
         return f"waiting {max(0.0, waiting):.0%}{named}"
 
+    def _spent_by(self, ranks: Sequence[int]) -> dict[int, _Spent]:
+        """What is known of these ranks; those of which too little is are left out."""
+        for rank in ranks:
+            if rank not in self._spent and (found := _spent(self._paces.get(rank, ()))) is not None:
+                self._spent[rank] = found
+        return {rank: self._spent[rank] for rank in ranks if rank in self._spent}
+
 
 def _spent(paces: Sequence[Pace]) -> _Spent | None:
-    """Returns what a step took: the median of what lies between two looks, so that one long step is no slow rank."""
+    """Returns what the steps between two paces took, each time."""
     if not paces or paces[-1].step - paces[0].step < FEWEST:
         return None
-    wholes, owns, datas, loads = [], [], [], []
+    samples: dict[str, list[float]] = {"whole": [], "own": [], "data": [], "load": []}
     for before, after in pairwise(paces):
         count = after.step - before.step
         whole = after.at - before.at - (after.apart - before.apart)
         data = after.data - before.data
-        wholes.append(whole / count)
-        datas.append(data / count)
-        loads.append((after.load - before.load) / count)
-        owns.append(max(0.0, whole - data - (after.waited - before.waited)) / count)
-    return _Spent(paces[-1].step, median(wholes), median(owns), median(datas), fmean(loads))
+        samples["whole"].append(whole / count)
+        samples["own"].append(max(0.0, whole - data - (after.waited - before.waited)) / count)
+        samples["data"].append(data / count)
+        samples["load"].append((after.load - before.load) / count)
+    return _Spent(paces[-1].step, samples)
 
 
-def _slowest(spent: dict[int, _Spent]) -> tuple[int, str, float, float] | None:
+def _slowest(spent: Mapping[int, _Spent]) -> tuple[int, str, float, float] | None:
     """Returns the rank that stands out most, with what, its time and the others'; None where none does."""
     worst = None
     for what in ("own", "data"):
+        times = sorted(each.time(what) for each in spent.values())
         for rank, each in spent.items():
-            mine = getattr(each, what)
-            others = median(getattr(other, what) for one, other in spent.items() if one != rank)
-            beyond = mine - others
-            stands_out = mine > FACTOR * others and beyond > SHARE * each.whole
-            if stands_out and (worst is None or beyond > worst[2] - worst[3]):
+            mine, others = each.time(what), _median_without(times, each.time(what))
+            further = worst is None or mine - others > worst[2] - worst[3]
+            if further and _stands_out(mine, others, each.whole):
                 worst = rank, what, mine, others
     return worst
 
 
-def _crawling(spent: dict[int, _Spent]) -> bool:
+def _stands_out(mine: float, others: float, whole: float) -> bool:
+    return mine > FACTOR * others and mine - others > SHARE * whole
+
+
+def _median_without(ordered: Sequence[float], one: float) -> float:
+    """Returns the median of numbers in ascending order without one of them, of which it only takes the middle."""
+    place, middle = bisect_left(ordered, one), (len(ordered) - 1) // 2
+    left = [ordered[index + (index >= place)] for index in {middle, (len(ordered) - 2) // 2}]
+    return fmean(left)
+
+
+def _is_clear(rank: int, what: str, _: float, others: float, spent: Mapping[int, _Spent]) -> bool:
+    """Whether a rank stands out in nearly every sample of late."""
+    samples = spent[rank].samples
+    out = [_stands_out(mine, others, whole) for mine, whole in zip(samples[what], samples["whole"], strict=True)]
+    return any(len(out) >= last and sum(out[-last:]) >= many for many, last in CLEAR)
+
+
+def _crawling(spent: Mapping[int, _Spent]) -> bool:
     """Whether all ranks spend most of their steps in messages."""
     return all(each.whole >= CRAWL_S and each.own + each.data <= (1 - CRAWLS) * each.whole for each in spent.values())
 
 
-def _told_of_network(spent: dict[int, _Spent]) -> str:
+def _told_of_network(spent: Mapping[int, _Spent]) -> str:
     whole = median(each.whole for each in spent.values())
     busy = median(each.own + each.data for each in spent.values())
     return (
@@ -151,7 +197,7 @@ def _told_of_network(spent: dict[int, _Spent]) -> str:
     )
 
 
-def _told(rank: int, what: str, mine: float, others: float, spent: dict[int, _Spent]) -> str:
+def _told(rank: int, what: str, mine: float, others: float, spent: Mapping[int, _Spent]) -> str:
     times = f", {mine / others:.1f} times the others' {_ms(others)}" if others > 0 else ""
     lost = (mine - others) / spent[rank].whole
     many = "the others wait" if len(spent) > 2 else "the other waits"
@@ -170,7 +216,7 @@ def _told(rank: int, what: str, mine: float, others: float, spent: dict[int, _Sp
     return f"rank {rank} is slow: its own work takes {_ms(mine)} a step{times}; {many} for it {lost:.0%} of the time"
 
 
-def _more_work(rank: int, spent: dict[int, _Spent]) -> float:
+def _more_work(rank: int, spent: Mapping[int, _Spent]) -> float:
     """Returns how many times the others' work a rank has; 0 where that is not known, or no more."""
     others = median(each.load for one, each in spent.items() if one != rank)
     times = spent[rank].load / others if others > 0 else 0.0

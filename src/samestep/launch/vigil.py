@@ -27,6 +27,8 @@ __all__: list[str] = []
 
 STOPPED = 124  # what timeout(1) ends with
 PERIOD = 1.0  # seconds between two looks
+QUICK = 0.1  # seconds between two looks for slow ranks at least
+IDLE = 20.0  # times as long as such a look takes this process does other things, or nothing
 ANSWER = 0.5  # seconds for stacks to be written
 AGAIN = 5.0  # seconds until the flight recorders are asked once more
 SETTLED = 2.0  # seconds for them to arrive, and the next pulses with them
@@ -73,10 +75,12 @@ class Vigil:
         self._standing: dict[int, str] = {}
         self._flights: dict[int, list[Flight]] = {}
         self._hosts: dict[int, str] = {}
+        self._steps: dict[int, int] = {}  # that each rank has finished
         self._stragglers = Stragglers()
         self._asked = -AGAIN  # when the flight recorders were, while all ranks compute
         self._since: float | None = None  # when the last rank moved, once a hang is being told
         self._closed = False
+        self._compare()
         self._look()
 
     def close(self) -> None:
@@ -86,6 +90,8 @@ class Vigil:
     def hear(self, host: str, kind: str, body: dict[str, Any]) -> None:
         """Takes a rank's pulse, its pace, or what its flight recorder knows."""
         self._hosts[body["rank"]] = host
+        if "step" in body:
+            self._steps[body["rank"]] = body["step"]
         if kind == "flight":
             self._flights[body["rank"]] = [Flight(rank=body["rank"], **each) for each in body["flights"]]
         elif kind == "pulse":
@@ -98,12 +104,18 @@ class Vigil:
         if line is not None:
             self._standing[rank] = line
 
+    def _compare(self) -> None:
+        if self._closed:
+            return
+        began = time.monotonic()
+        for kind, ranks, line in self._stragglers.found(self._running(), began):
+            self._tell_of(kind, ranks, line)
+        self._loop.at(max(QUICK, IDLE * (time.monotonic() - began)), self._compare)
+
     def _look(self) -> None:
         if self._closed:
             return
         self._loop.at(PERIOD, self._look)
-        for kind, ranks, line in self._stragglers.found(self._running(), time.monotonic()):
-            self._tell_of(kind, ranks, line)
         self._show_standing()
         if not self._running():
             self._pulses.clear()
@@ -148,7 +160,7 @@ class Vigil:
 
     def _tell_of(self, kind: str, ranks: Sequence[int], text: str) -> None:
         self._say(text)
-        self._note(kind, min((pulse.step for pulse in self._pulses.values()), default=0), text, ranks)
+        self._note(kind, min(self._steps.values(), default=0), text, ranks)
 
     def _known(self) -> dict[int, Pulse]:
         """The pulses of all ranks that have not ended; none where one has none, for it moves."""
