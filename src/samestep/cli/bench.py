@@ -167,7 +167,7 @@ def _kept(report: Report) -> str:
 def _conclusion(comparison: Comparison) -> str:
     lower, upper = (_percent(ratio) for ratio in comparison.interval)
     text = f"overhead {_percent(comparison.ratio)}, 19 times in 20 between {lower} and {upper}"
-    if comparison.ratio < MUCH_SOONER:
+    if comparison.ratio < MUCH_SOONER or (comparison.most is not None and comparison.most < 1):
         best, worst = (1 / ratio for ratio in comparison.interval)
         text = f"{1 / comparison.ratio:.2f} times sooner, 19 times in 20 between {worst:.2f} and {best:.2f}"
     if comparison.most is None:
