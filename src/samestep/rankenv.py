@@ -206,3 +206,10 @@ def child_environment(extra: Mapping[str, str | None]) -> dict[str, str]:
     """Returns this process's environment with `extra` laid over it, for a child; None removes a variable."""
     merged: dict[str, str | None] = {**os.environ, **extra}
     return {name: value for name, value in merged.items() if value is not None}
+
+
+def fresh_environment() -> dict[str, str]:
+    """Returns this process's environment without what a launcher has said to it: for a child that starts ranks."""
+    named = [(row.rank, row.size, row.local_rank, row.local_size, row.host_index) for row in LAUNCHERS]
+    places = {name: None for row in named for name in row if name is not None}
+    return child_environment({**places, "MASTER_ADDR": None, "MASTER_PORT": None})

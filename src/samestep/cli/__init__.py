@@ -31,6 +31,7 @@ COMMANDS = {
     "watch": Command("samestep.cli.watch", "look at a run while it goes on, or afterwards"),
     "checkpoint": Command("samestep.cli.checkpoint", "list, show, verify and convert what a run has saved"),
     "report": Command("samestep.cli.report", "make a page of a run: the same training? where does its time go?"),
+    "doctor": Command("samestep.cli.doctor", "would training work here, and what would be slow?"),
     "bench": Command("samestep.cli.bench", "time samestep beside the code it stands in for"),
 }
 

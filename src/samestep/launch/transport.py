@@ -170,12 +170,12 @@ def _escaped(words: Sequence[str]) -> tuple[str, ...]:
 
 def _clush(hosts: Sequence[str], command: Sequence[str], options: Sequence[str]) -> Start:
     settings = ("-S", "-R", "ssh", "-f", str(len(hosts)), "-t", str(CONNECT_S), "--color=never")
-    program = _program("clush") or "clush"
+    program = program_named("clush") or "clush"
     argv = (program, *settings, "-w", ",".join(hosts), "-o", shlex.join(options), shlex.join(command))
     return Start(via="clush", hosts=tuple(hosts), argv=argv)
 
 
-def _program(name: str) -> str | None:
+def program_named(name: str) -> str | None:
     """Returns where a program is; pip puts clush beside python, and that folder need not be on PATH."""
     beside = Path(sys.executable).parent / name
     return str(beside) if name == "clush" and beside.exists() else shutil.which(name)
@@ -184,7 +184,7 @@ def _program(name: str) -> str | None:
 def require(via: str) -> None:
     """Raises UsageError where a program that `via` needs is not installed on this machine."""
     for name in dict.fromkeys((via, "ssh")):
-        if _program(name) is None:
+        if program_named(name) is None:
             pip = " or `pip install ClusterShell`" if name == "clush" else ""
             others = "" if name == "ssh" else "; or reach the hosts with --via ssh"
             raise UsageError(f"{name} is not installed here: `apt-get install {PACKAGES[name]}`{pip}{others}")

@@ -1,0 +1,175 @@
+"""`samestep doctor`: would training work here, and what would be slow?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from samestep.cli.before import check_json
+from samestep.cli.options import Parser
+from samestep.doctor.line import Line, worst
+from samestep.errors import RankVariablesError, UsageError
+from samestep.rankenv import RankVariables, read_rank_variables
+
+__all__ = ["main"]
+
+DESCRIPTION = """Looks at this machine, or at several, as a training would find them: versions that do not fit, GPUs in
+use, cores and memory, /dev/shm, limits, the disk, names and networks, variables that surprise; and two
+ranks take a real step of DistributedDataParallel over every backend. Each line is fine, or says what is
+wrong, what that will cause, and the command that mends it. It changes nothing, and takes some seconds.
+
+Between hosts: every pair's latency and bandwidth, clocks, and whether a folder is shared and locks hold."""
+
+EXAMPLES = """examples:
+  samestep doctor                               this machine
+  samestep doctor --hosts node1,node2           these, over ssh, and what lies between them
+  samestep doctor --hostfile hosts.txt --via pdsh
+  srun --nodes 2 --ntasks-per-node 1 samestep doctor        inside a job of Slurm
+  mpiexec -n 2 samestep doctor                  as mpiexec starts ranks
+  samestep doctor --json doctor.json            for programs; - is standard output
+  samestep doctor --wrong                       only what is not fine
+
+exit code: 1 when training would fail, else 0; 2 for a usage error."""
+
+FORMAT = 1  # of --json
+WORDS = {"fine": "fine", "note": "note", "warning": "WARNING", "error": "ERROR"}
+COLOURS = {"fine": "32", "note": "36", "warning": "33;1", "error": "31;1"}
+STANDARD = "-"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    options = _parser().parse(arguments)
+    if options.json is not None and str(options.json) != STANDARD:
+        check_json(options.json)
+    lines, shows = _look(options)
+    if shows:
+        _tell(lines, options)
+    return int(worst(lines) == "error")
+
+
+def _parser() -> Parser:
+    parser = Parser("doctor", usage="samestep doctor [options]", description=DESCRIPTION, epilog=EXAMPLES)
+    parser.verbatim = ("--ssh-args",)
+    add = parser.add_argument
+    add("--hosts", metavar="LIST", help="look there instead: a,b[3-9],user@c")
+    add("--hostfile", metavar="FILE", type=Path, help="the same from a file, one host a line")
+    add("--via", choices=("ssh", "pdsh", "clush"), help="how hosts are reached (default: ssh)")
+    add("--ssh-args", metavar="TEXT", default="", help="more options for ssh: --ssh-args '-p 2222 -F config'")
+    add("--remote-python", metavar="PATH", help="the interpreter there, if it is not where it is here")
+    add("--interface", metavar="NAME", help="the network between the hosts; found by trying them if not given")
+    add("--wrong", action="store_true", help="show only what is not fine")
+    add("--json", metavar="FILE", type=Path, help="write all lines to this file; - is standard output")
+    return parser
+
+
+def _look(options: argparse.Namespace) -> tuple[list[Line], bool]:
+    """Returns what was found, and whether this process shows it."""
+    if options.hosts is not None or options.hostfile is not None:
+        return _hosts(options), True
+    idle = [name for name in ("via", "ssh_args", "remote_python", "interface") if getattr(options, name)]
+    if idle:
+        option = "--" + idle[0].replace("_", "-")
+        raise UsageError(f"{option} is about other hosts, and none is named: say --hosts or --hostfile as well")
+    told = _launched()
+    if told is not None and told.size > 1:
+        from samestep.doctor import together
+
+        return together.look(told, Path.cwd())
+    from samestep.doctor.examine import examine
+
+    lines = examine(Path.cwd(), _progress)
+    _progress("")
+    return lines, True
+
+
+def _launched() -> RankVariables | None:
+    try:
+        return read_rank_variables()
+    except RankVariablesError:
+        return None  # a line says so
+
+
+def _hosts(options: argparse.Namespace) -> list[Line]:
+    from samestep.cli.hosts import listed
+    from samestep.doctor.hosts import Named, examine
+
+    if options.hosts is not None and options.hostfile is not None:
+        raise UsageError("--hosts and --hostfile both say which hosts: give one of them")
+    _progress("hosts")
+    found = examine(
+        Named(
+            hosts=tuple(host.name for host in listed(options)),
+            via=options.via or "ssh",
+            ssh_args=options.ssh_args,
+            python=options.remote_python,
+            interface=options.interface,
+        )
+    )
+    _progress("")
+    return found
+
+
+def _progress(left: str) -> None:
+    """Says, on a terminal, what is still looked at."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{f'looking at {left} …'[:100] if left else ''}")
+        sys.stderr.flush()
+
+
+def _tell(lines: Sequence[Line], options: argparse.Namespace) -> None:
+    if options.json is not None:
+        verdict = "fails" if worst(lines) == "error" else "works"
+        text = json.dumps({"v": FORMAT, "verdict": verdict, "lines": [line.as_json() for line in lines]})
+        if str(options.json) == STANDARD:
+            print(text)
+            return
+        options.json.write_text(text + "\n", encoding="utf-8")
+    for line in shown(lines, wrong=options.wrong, coloured=sys.stdout.isatty()):
+        print(line)
+
+
+def shown(lines: Sequence[Line], *, wrong: bool, coloured: bool) -> list[str]:
+    """Returns what a person reads: what several hosts have in common once."""
+    hosts: dict[Line, list[str]] = {}
+    for line in lines:
+        common = Line(line.about, line.level, line.text, line.effect, line.mend)
+        hosts.setdefault(common, []).append(line.host)
+    everybody = len({line.host for line in lines if line.host})
+    told: list[str] = []
+    for line, named in hosts.items():
+        if not wrong or line.level != "fine":
+            told += _lines(line, _where(named, everybody), coloured=coloured)
+    return [*told, "", verdict(lines)]
+
+
+def _where(named: Sequence[str], everybody: int) -> str:
+    names = list(dict.fromkeys(name for name in named if name))
+    if not names or everybody < 2:
+        return ""
+    return "all hosts: " if len(names) == everybody else f"{', '.join(names)}: "
+
+
+def _lines(line: Line, where: str, *, coloured: bool) -> list[str]:
+    word = f"{WORDS[line.level]:<8}"
+    word = f"\x1b[{COLOURS[line.level]}m{word}\x1b[0m" if coloured else word
+    rows = [f"{word} {line.about:<20} {where}{line.text}"]
+    for name, text in (("causes", line.effect), ("mend", line.mend)):
+        if text and line.level != "fine":
+            rows.append(f"{'':<8} {'':<20}   {name + ':':<8}{text}")
+    return rows
+
+
+def verdict(lines: Sequence[Line]) -> str:
+    """Returns the last line.
+
+    >>> verdict([Line("disk", "warning", "slow")])
+    'training would work: 1 warning'
+    """
+    counts = {level: sum(line.level == level for line in lines) for level in ("error", "warning", "note")}
+    told = ", ".join(f"{count} {level}{'s' * (count > 1)}" for level, count in counts.items() if count)
+    works = "training would fail" if counts["error"] else "training would work"
+    return f"{works}: {told or 'all is fine'}"

@@ -1,0 +1,101 @@
+"""The disk that runs are written to: room, speed, how long a write takes to be safe, and whether locks hold."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+from filelock import FileLock, Timeout
+
+from samestep.doctor.line import Line, fine
+from samestep.reporting.words import seconds, size
+
+__all__: list[str] = []
+
+WRITTEN = 32 << 20  # bytes
+SYNCS = 5
+SLOW = 50e6  # bytes a second
+LONG = 0.2  # seconds for a small write to be safe
+LEAST = 1 << 30  # bytes
+
+
+def look(folder: Path) -> Iterator[Line]:
+    """Yields what the disk under a folder is like; writes, and removes, a file there."""
+    about = "disk"
+    try:
+        with tempfile.TemporaryDirectory(prefix=".samestep-doctor-", dir=folder) as name:
+            yield _room(folder)
+            yield _speed(Path(name))
+            yield locks(Path(name))
+    except OSError as error:
+        mend = "cd to a folder of your own; or name one with --run-dir"
+        text = f"{folder} cannot be written: {error.strerror}"
+        yield Line(about, "error", text, "a run cannot keep its logs and checkpoints", mend)
+
+
+def _room(folder: Path) -> Line:
+    room = os.statvfs(folder)
+    free = room.f_bavail * room.f_frsize
+    text = f"{size(free)} free in {folder} ({kind_of(folder)})"
+    if free < LEAST:
+        effect = "checkpoints are refused for want of room"
+        return Line("disk", "warning", text, effect, "du -xh --max-depth=2 | sort -h | tail")
+    return fine("disk", text)
+
+
+def kind_of(folder: Path) -> str:
+    """Returns the file system's kind: "ext4", "nfs4"; "?" where the kernel does not tell."""
+    device = folder.stat().st_dev
+    named = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        found = re.fullmatch(r"\d+ \d+ (\S+) .* - (\S+) .*", line)
+        if found and found[1] == named:
+            return found[2]
+    return "?"
+
+
+def _speed(folder: Path) -> Line:
+    block = os.urandom(1 << 20)
+    begun = time.perf_counter()
+    with (folder / "large").open("wb", buffering=0) as file:
+        for _ in range(WRITTEN >> 20):
+            file.write(block)
+        os.fsync(file.fileno())
+    rate = WRITTEN / (time.perf_counter() - begun)
+    safe = median(_sync(folder / str(number)) for number in range(SYNCS))
+    text = f"{size(rate)}/s written and safe; a small write safe after {seconds(safe)}"
+    if rate < SLOW or safe > LONG:
+        effect = "checkpoints take long; they are written beside the training, but a preempted run must wait"
+        return Line("disk speed", "warning", text, effect, "write checkpoints to a local disk")
+    return fine("disk speed", text)
+
+
+def _sync(path: Path) -> float:
+    begun = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        file.write(b"samestep")
+        os.fsync(file.fileno())
+    return time.perf_counter() - begun
+
+
+def locks(folder: Path) -> Line:
+    """Judges whether a lock in a folder keeps out a second one."""
+    name = str(folder / "lock")
+    try:
+        with FileLock(name, timeout=5):
+            try:
+                with FileLock(name, timeout=0):
+                    pass
+            except Timeout:
+                return fine("file locks", "hold")
+    except (OSError, NotImplementedError, Timeout) as error:
+        text = f"do not work here: {error}"
+    else:
+        text = "keep nobody out"
+    effect = "samestep.once may download twice, and two runs may write one checkpoint"
+    return Line("file locks", "warning", text, effect, "mount NFS with locks (not -o nolock), or use a local folder")

@@ -1,0 +1,59 @@
+"""One machine, looked at from all sides at once: what waits for a disk or for torch does not hold up the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from samestep.doctor import disk, gpus, machine, names, software, trial, variables
+from samestep.doctor.line import Line, kept
+
+__all__: list[str] = []
+
+
+def looks(folder: Path) -> dict[str, Callable[[], Iterable[Line]]]:
+    """Returns what is looked at, in the order in which it is shown."""
+    return {
+        "software": software.look,
+        "GPUs": gpus.look,
+        "cores and memory": machine.look,
+        "disk": lambda: disk.look(folder),
+        "network": names.look,
+        "variables": variables.look,
+        "a step of two ranks": trial.look,
+    }
+
+
+def examine(folder: Path, tell: Callable[[str], None] = lambda _: None, *, steps: bool = True) -> list[Line]:
+    """Looks at everything; returns all lines in order.
+
+    Args:
+        folder: where runs would be written.
+        tell: is told what is still looked at.
+        steps: whether ranks take steps.
+    """
+    chosen = {about: look for about, look in looks(folder).items() if steps or look is not trial.look}
+    with ThreadPoolExecutor(len(chosen)) as pool:
+        under_way = {pool.submit(_listed, about, look): about for about, look in chosen.items()}
+        tell(_left(under_way.values(), ()))
+        done: dict[str, list[Line]] = {}
+        for future in as_completed(under_way):
+            done[under_way[future]] = future.result()
+            tell(_left(under_way.values(), done))
+    return [line for about in chosen for line in done[about]]
+
+
+def _listed(about: str, look: Callable[[], Iterable[Line]]) -> list[Line]:
+    return list(kept(about, look))
+
+
+def _left(all_of_them: Iterable[str], done: Iterable[str]) -> str:
+    finished = set(done)
+    return ", ".join(about for about in all_of_them if about not in finished)
+
+
+def at(host: str, lines: Iterable[Line]) -> Iterator[Line]:
+    """Yields lines with the host that they are of."""
+    for line in lines:
+        yield Line(line.about, line.level, line.text, line.effect, line.mend, host)

@@ -1,0 +1,139 @@
+"""Several hosts: each looks at itself, then they are measured against each other.
+
+    1  over ssh, pdsh or clush    samestep doctor --json -                     on every host, whatever lies between them
+    2  `samestep run --hosts`     samestep.doctor.between, a rank on each      if they can run anything together
+
+The first needs no network between the hosts, so that of a broken one all else is known; what the second cannot do is
+said in the launcher's own line.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from samestep.doctor.between import MARK
+from samestep.doctor.judge import judge
+from samestep.doctor.line import Line
+from samestep.doctor.trial import read_failure
+from samestep.launch.transport import Started, explain, plan, start
+from samestep.rankenv import fresh_environment
+
+__all__: list[str] = []
+
+PATIENCE = 90.0  # seconds for a busy host to look at itself
+MEASURING = 120.0  # seconds for all to meet, and to be measured
+THERE = 'cd "$1" 2>/dev/null; shift; exec "$@"'  # as `samestep run` starts ranks: in the folder of the same name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """Hosts, and how they are reached."""
+
+    hosts: tuple[str, ...]
+    via: str = "ssh"
+    ssh_args: str = ""
+    python: str | None = None
+    interface: str | None = None
+
+
+@dataclass
+class _Answer:
+    """What came from one host."""
+
+    code: int | None = None
+    out: list[str] = field(default_factory=list)
+    err: list[str] = field(default_factory=list)
+
+
+def examine(named: Named) -> list[Line]:
+    """Returns the lines of every host, and of what lies between them."""
+    lines = list(_each(named))
+    unreached = {line.host for line in lines if line.about == "host"}
+    if unreached:
+        text = f"not measured, for want of {', '.join(sorted(unreached))}"
+        return [*lines, Line("between hosts", "error", text, "a run on these hosts does not start", "see above")]
+    return [*lines, *_between(named)]
+
+
+def _each(named: Named) -> Iterator[Line]:
+    """Has every host look at itself."""
+    words = [named.python or sys.executable, "-P", "-m", "samestep", "doctor", "--json", "-"]
+    command = ["/bin/sh", "-c", THERE, "sh", str(Path.cwd()), *words]
+    started = start(plan(named.via, named.hosts, command, named.ssh_args), "")
+    answers = {host: _Answer() for host in named.hosts}
+    with ThreadPoolExecutor(len(started)) as pool:
+        list(pool.map(lambda one: _hear(one, answers), started))
+    for host, answer in answers.items():
+        found = _told(answer.out)
+        if found is None:
+            text = explain(host, named.via, answer.code, "\n".join(answer.err), named.python)
+            yield Line("host", "error", text, "no rank can be started there", f"ssh {host} true", host)
+        else:
+            yield from (Line(**(line | {"host": host})) for line in found["lines"])
+
+
+def _hear(one: Started, answers: dict[str, _Answer]) -> None:
+    """Reads what a transport says to its end."""
+    try:
+        out, err = one.process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        out, err = b"", f"did not answer within {PATIENCE:.0f} s".encode()
+    finally:
+        code = one.end()
+    for stream, raw in (("out", out), ("err", err)):
+        for line in raw.splitlines():
+            said = one.hear(line)
+            for host in [said.host] if said.host else one.start.hosts:
+                getattr(answers[host], stream).append(said.text)
+                answers[host].code = said.exit_code if said.exit_code is not None else answers[host].code
+    if one.start.via == "ssh":
+        answers[one.start.hosts[0]].code = code
+
+
+def _told(out: Sequence[str]) -> dict[str, Any] | None:
+    """Returns what a doctor has said, whatever the account's shell has said before it."""
+    for line in reversed(out):
+        if line.startswith('{"v": '):
+            known: dict[str, Any] = json.loads(line)
+            return known
+    return None
+
+
+def _between(named: Named) -> Iterator[Line]:
+    """Starts a rank on every host, and says what they have measured, or why they could not."""
+    with tempfile.TemporaryDirectory(prefix="samestep-doctor-") as name:
+        file = Path(name) / "run.json"
+        words = [sys.executable, "-P", "-m", "samestep", "run", "--hosts", ",".join(named.hosts), "--via", named.via]
+        words += [f"--ssh-args={named.ssh_args}", "-n", "1", "--no-events", "--run-dir", str(Path(name) / "run")]
+        words += ["--json", str(file), *_optional(named), "-m", "samestep.doctor.between"]
+        try:
+            done = subprocess.run(
+                words, capture_output=True, text=True, timeout=MEASURING, check=False, env=fresh_environment()
+            )
+        except subprocess.TimeoutExpired:
+            yield _failed(f"did not end within {MEASURING:.0f} s")
+            return
+        found = [line.partition(MARK)[2] for line in done.stdout.splitlines() if MARK in line]
+        if found:
+            yield from judge(json.loads(found[0]))
+        else:
+            errors = [line for line in done.stderr.splitlines() if line.strip()]
+            yield _failed(read_failure(file) or (errors[-1] if errors else f"ended with code {done.returncode}"))
+
+
+def _optional(named: Named) -> list[str]:
+    given = {"--remote-python": named.python, "--interface": named.interface}
+    return [word for option, value in given.items() if value is not None for word in (option, value)]
+
+
+def _failed(why: str) -> Line:
+    mend = "mend what the line says; samestep run --hosts … --dry-run shows what would be started"
+    return Line("between hosts", "error", why.removeprefix("samestep: error: "), "a run on these hosts fails", mend)

@@ -1,0 +1,88 @@
+"""What is said of the way between hosts, from what was measured: who is slow, who is late, who sees whose files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+from samestep.doctor.line import Line, fine
+from samestep.reporting.words import seconds, size
+
+__all__: list[str] = []
+
+SLOW = 0.5  # of the median bandwidth
+LATE = 3.0  # times the median latency
+NARROW = 125e6  # bytes a second: 1 Gbit/s
+SKEW = 1.0  # seconds
+
+
+def judge(found: dict[str, Any]) -> Iterator[Line]:
+    """Yields lines of what :func:`samestep.doctor.between.measure` has found."""
+    hosts, pairs = found["hosts"], found["pairs"]
+    yield from _links(hosts, pairs)
+    yield from _clocks(hosts, pairs)
+    yield _folder(hosts, found["shared"], found["folder"])
+
+
+def _links(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Line]:
+    if not pairs:
+        return
+    latency = median(pair["latency_s"] for pair in pairs)
+    bandwidth = median(pair["bytes_per_s"] for pair in pairs)
+    odd = False
+    for pair in pairs:
+        text = f"{_pair(hosts, pair)}: {seconds(pair['latency_s'])}, {size(pair['bytes_per_s'])}/s"
+        if len(pairs) > 1 and pair["bytes_per_s"] < SLOW * bandwidth:
+            odd = True
+            effect = f"every all-reduce waits for it: the others have {size(bandwidth)}/s"
+            mend = "ethtool and cables of both; another network: --interface NAME"
+            yield Line("link", "warning", text, effect, mend)
+        elif len(pairs) > 1 and pair["latency_s"] > LATE * latency:
+            odd = True
+            effect = f"small messages wait for it: the others take {seconds(latency)}"
+            yield Line("link", "warning", text, effect, "see the route: tracepath; another network: --interface NAME")
+    text = f"{len(pairs)} pairs, median {seconds(latency)}, {size(bandwidth)}/s"
+    if bandwidth < NARROW and not odd:
+        effect = "a gradient of 100 MB takes more than a second"
+        mend = "samestep.replicate(…, compress='int8'); samestep bench compress tells whether it pays"
+        yield Line("links", "note", text, effect, mend)
+    else:
+        yield fine("links", text)
+
+
+def _pair(hosts: Sequence[str], pair: dict[str, Any]) -> str:
+    first, second = pair["first"], pair["second"]
+    named = [hosts[first], hosts[second]]
+    return " - ".join(named if named[0] != named[1] else [f"rank {first}", f"rank {second}"])
+
+
+def _clocks(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Line]:
+    """Clocks are compared with the first host's."""
+    ahead = {pair["second"]: pair["ahead_s"] for pair in pairs if pair["first"] == 0}
+    far = {rank: skew for rank, skew in ahead.items() if abs(skew) > SKEW}
+    for rank, skew in far.items():
+        way = "ahead of" if skew > 0 else "behind"
+        text = f"that of {hosts[rank]} is {seconds(abs(skew))} {way} that of {hosts[0]}"
+        effect = "times in logs, events and file names do not fit together; make and caches go wrong"
+        yield Line("clock", "warning", text, effect, "timedatectl set-ntp true; chronyc makestep")
+    if ahead and not far:
+        yield fine("clocks", f"at most {seconds(max(map(abs, ahead.values())))} apart")
+
+
+def _folder(hosts: Sequence[str], shared: dict[str, list[int]], folder: str) -> Line:
+    missing = [hosts[rank] for rank in range(len(hosts)) if rank not in shared["see"]]
+    if missing and len(missing) >= len(hosts) - 1:
+        effect = "checkpoints must lie on a shared folder for runs over several hosts; logs stay on each host"
+        return Line("shared folder", "note", f"{folder} is each host's own", effect, "cd to a folder that all mount")
+    if missing:
+        effect = "a run cannot be resumed there"
+        return Line(
+            "shared folder", "warning", f"{folder} is not seen by {', '.join(missing)}", effect, "mount it there"
+        )
+    if shared["get"]:
+        names = ", ".join(hosts[rank] for rank in shared["get"])
+        effect = "samestep.once downloads once a host, and two runs may write one checkpoint"
+        mend = "mount NFS with locks (not -o nolock)"
+        return Line("shared folder", "warning", f"locks in {folder} do not keep out {names}", effect, mend)
+    return fine("shared folder", f"{folder}, seen by all; locks hold")

@@ -1,0 +1,46 @@
+"""The doctor inside a job: srun or mpiexec has started a process for every rank, and one on each host looks around.
+
+srun samestep doctor         mpiexec -n 4 samestep doctor
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from samestep.doctor import between
+from samestep.doctor.examine import at, examine
+from samestep.doctor.judge import judge
+from samestep.doctor.line import Line
+from samestep.errors import SamestepError
+from samestep.rankenv import RankVariables
+
+__all__: list[str] = []
+
+PATIENCE = 30.0  # seconds for all ranks to come
+
+
+def look(told: RankVariables, folder: Path) -> tuple[list[Line], bool]:
+    """Returns the lines of all hosts, and whether this process is the one to show them.
+
+    Collective: every process of the job must call it.
+    """
+    import samestep
+    from samestep.runtime.exchange import gather_json
+
+    try:
+        with samestep.world(backend="gloo", device="cpu", timeout=PATIENCE) as world:
+            leads = world.local_rank == 0
+            lines = examine(folder, steps=world.is_first) if leads else []
+            host = between.own_name()
+            gathered = gather_json(world.everyone, [line.as_json() for line in at(host, lines)])
+            found = [Line(**line) for lines in gathered for line in lines]
+            return [*found, *judge(between.measure(world, folder))], world.is_first
+    except (SamestepError, RuntimeError) as error:
+        return [_alone(told, error), *examine(folder)], told.rank == 0
+
+
+def _alone(told: RankVariables, error: Exception) -> Line:
+    said = str(error).splitlines()[0]
+    text = f"{told.source} says that this is rank {told.rank} of {told.size}, and they do not meet: {said}"
+    mend = "start the doctor as the ranks are started: srun samestep doctor; or unset RANK WORLD_SIZE"
+    return Line("ranks of this job", "error", text, "a training started like this waits, and fails", mend)
