@@ -167,6 +167,11 @@ class Lab:
         self.run(name, ["tc", "qdisc", "replace", "dev", "eth0", *shape])
         subprocess.run(["tc", "qdisc", "replace", "dev", self._cable(name), *shape], check=True, capture_output=True)
 
+    def widen(self, name: str) -> None:
+        """Takes all limits off a host's cable."""
+        self.run(name, ["tc", "qdisc", "del", "dev", "eth0", "root"])
+        subprocess.run(["tc", "qdisc", "del", "dev", self._cable(name), "root"], check=True, capture_output=True)
+
     def _cable(self, name: str) -> str:
         """Returns the bridge's end of it."""
         return f"{self._tag}v{self.names.index(name) + 1}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,6 +40,8 @@ FORMAT = 1  # of --json
 WORDS = {"fine": "fine", "note": "note", "warning": "WARNING", "error": "ERROR"}
 COLOURS = {"fine": "32", "note": "36", "warning": "33;1", "error": "31;1"}
 STANDARD = "-"
+ABOUT, INDENT = 20, 11  # letters of what a line is about; before what follows from it
+NARROWEST = 30  # letters in a line
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -128,12 +132,14 @@ def _tell(lines: Sequence[Line], options: argparse.Namespace) -> None:
             print(text)
             return
         options.json.write_text(text + "\n", encoding="utf-8")
-    for line in shown(lines, wrong=options.wrong, coloured=sys.stdout.isatty()):
+    here = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if here else None
+    for line in shown(lines, wrong=options.wrong, coloured=here, width=width):
         print(line)
 
 
-def shown(lines: Sequence[Line], *, wrong: bool, coloured: bool) -> list[str]:
-    """Returns what a person reads: what several hosts have in common once."""
+def shown(lines: Sequence[Line], *, wrong: bool, coloured: bool, width: int | None = None) -> list[str]:
+    """Returns what a person reads: what several hosts have in common once, in lines of at most `width` letters."""
     hosts: dict[Line, list[str]] = {}
     for line in lines:
         common = Line(line.about, line.level, line.text, line.effect, line.mend)
@@ -142,7 +148,7 @@ def shown(lines: Sequence[Line], *, wrong: bool, coloured: bool) -> list[str]:
     told: list[str] = []
     for line, named in hosts.items():
         if not wrong or line.level != "fine":
-            told += _lines(line, _where(named, everybody), coloured=coloured)
+            told += _lines(line, _where(named, everybody), coloured=coloured, width=width)
     return [*told, "", verdict(lines)]
 
 
@@ -153,14 +159,24 @@ def _where(named: Sequence[str], everybody: int) -> str:
     return "all hosts: " if len(names) == everybody else f"{', '.join(names)}: "
 
 
-def _lines(line: Line, where: str, *, coloured: bool) -> list[str]:
+def _lines(line: Line, where: str, *, coloured: bool, width: int | None) -> list[str]:
     word = f"{WORDS[line.level]:<8}"
-    word = f"\x1b[{COLOURS[line.level]}m{word}\x1b[0m" if coloured else word
-    rows = [f"{word} {line.about:<20} {where}{line.text}"]
-    for name, text in (("causes", line.effect), ("mend", line.mend)):
-        if text and line.level != "fine":
-            rows.append(f"{'':<8} {'':<20}   {name + ':':<8}{text}")
+    head = f"{word} {line.about:<{ABOUT}} "
+    rows = _wrapped(f"{head}{where}{line.text}", len(head), width)
+    if line.level != "fine":
+        for name, text in (("causes", line.effect), ("mend", line.mend)):
+            label = f"{'':<{INDENT}}{name + ':':<8}"
+            rows += _wrapped(label + text, len(label), width) if text else []
+    if coloured:
+        rows[0] = f"\x1b[{COLOURS[line.level]}m{word}\x1b[0m{rows[0][len(word) :]}"
     return rows
+
+
+def _wrapped(text: str, indent: int, width: int | None) -> list[str]:
+    if width is None:
+        return [text.rstrip()]
+    room = max(width, indent + NARROWEST)
+    return textwrap.wrap(text, room, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def verdict(lines: Sequence[Line]) -> str:

@@ -42,7 +42,7 @@ def _links(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Li
             odd = True
             effect = f"small messages wait for it: the others take {seconds(latency)}"
             yield Line("link", "warning", text, effect, "see the route: tracepath; another network: --interface NAME")
-    text = f"{len(pairs)} pairs, median {seconds(latency)}, {size(bandwidth)}/s"
+    text = f"{'1 pair' if len(pairs) == 1 else f'{len(pairs)} pairs'}, median {seconds(latency)}, {size(bandwidth)}/s"
     if bandwidth < NARROW and not odd:
         effect = "a gradient of 100 MB takes more than a second"
         mend = "samestep.replicate(…, compress='int8'); samestep bench compress tells whether it pays"

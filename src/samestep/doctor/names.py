@@ -83,7 +83,7 @@ def loopback() -> Line:
         return Line("loopback", "error", f"127.0.0.1 does not answer: {error}", effect, "ip link set lo up")
 
 
-def ports() -> Iterator[Line]:
+def ports(named: int = TORCHRUNS_PORT) -> Iterator[Line]:
     """Yields whether there are ports, and whether the one is free that scripts like to name."""
     try:
         first, last = map(int, RANGE.read_text(encoding="ascii").split())
@@ -94,12 +94,12 @@ def ports() -> Iterator[Line]:
         mend = f"sysctl -w net.ipv4.ip_local_port_range='32768 60999' (now {first} to {last})"
         yield Line("ports", "warning", f"{last - first + 1} to choose from", effect, mend)
     try:
-        with closing(socket.create_server(("0.0.0.0", TORCHRUNS_PORT))):  # noqa: S104  (closed at once)
-            yield fine("ports", f"{first} to {last}; {TORCHRUNS_PORT} is free")
+        with closing(socket.create_server(("0.0.0.0", named))):  # noqa: S104  (closed at once)
+            yield fine("ports", f"{first} to {last}; {named} is free")
     except OSError:
         effect = "torchrun, and scripts with a fixed MASTER_PORT, fail: 'address already in use'"
-        mend = f"ss -ltnp sport = :{TORCHRUNS_PORT} (samestep run takes a free port by itself)"
-        yield Line("ports", "note", f"{TORCHRUNS_PORT} is taken", effect, mend)
+        mend = f"ss -ltnp sport = :{named} (samestep run takes a free port by itself)"
+        yield Line("ports", "note", f"{named} is taken", effect, mend)
 
 
 def chosen(found: Sequence[Interface]) -> Iterator[Line]:

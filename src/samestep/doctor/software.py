@@ -33,9 +33,9 @@ SLOWEST = 8.0  # seconds for another program to answer
 def look() -> Iterator[Line]:
     """Yields a line for each of them."""
     yield _python()
-    yield _torch(_installed("torch"), visible_gpus())
+    yield torch(_installed("torch"), visible_gpus())
     yield fine("samestep", __version__)
-    yield from _quarrels(said_by([sys.executable, "-m", "pip", "check", "--disable-pip-version-check"]))
+    yield from quarrels(said_by([sys.executable, "-m", "pip", "check", "--disable-pip-version-check"]))
     yield from _mpi()
     yield from _starters()
 
@@ -54,7 +54,7 @@ def _python() -> Line:
     return fine("python", text)
 
 
-def _torch(installed: str | None, gpus: int) -> Line:
+def torch(installed: str | None, gpus: int) -> Line:
     """Judges torch's version beside what the machine has."""
     if installed is None:
         return Line("torch", "error", "is not installed", "nothing trains", "pip install torch")
@@ -78,7 +78,7 @@ def said_by(command: Sequence[str]) -> tuple[int, str]:
     return done.returncode, (done.stdout + done.stderr).strip()
 
 
-def _quarrels(checked: tuple[int, str]) -> Iterator[Line]:
+def quarrels(checked: tuple[int, str]) -> Iterator[Line]:
     """Reads what `pip check` says of packages that torch and samestep stand on."""
     found = [text for text in checked[1].splitlines() if OURS.search(text)] if checked[0] > 0 else []
     for text in found:

@@ -16,7 +16,9 @@ from samestep.rankenv import RankVariables
 
 __all__: list[str] = []
 
-PATIENCE = 30.0  # seconds for all ranks to come
+PATIENCE = {"env": 10.0}  # seconds for all ranks to come; those variables may be left over, and nobody come
+USUAL = 30.0
+LOOKING = 150.0  # seconds for all of them to look around
 
 
 def look(told: RankVariables, folder: Path) -> tuple[list[Line], bool]:
@@ -28,7 +30,8 @@ def look(told: RankVariables, folder: Path) -> tuple[list[Line], bool]:
     from samestep.runtime.exchange import gather_json
 
     try:
-        with samestep.world(backend="gloo", device="cpu", timeout=PATIENCE) as world:
+        patience = PATIENCE.get(told.source, USUAL)
+        with samestep.world(backend="gloo", device="cpu", timeout=LOOKING, join_timeout=patience) as world:
             leads = world.local_rank == 0
             lines = examine(folder, steps=world.is_first) if leads else []
             host = between.own_name()

@@ -16,7 +16,7 @@ from samestep.doctor.line import Line, fine
 from samestep.errors import SamestepError
 from samestep.launch import mpiexec
 from samestep.launch.devices import visible_gpus
-from samestep.rankenv import fresh_environment
+from samestep.rankenv import fresh_environment, variable
 from samestep.reporting.words import seconds
 
 __all__: list[str] = []
@@ -50,6 +50,9 @@ def _run(folder: Path, backends: Sequence[str], ranks: int) -> Iterator[Line]:
 
 def _mpi(folder: Path) -> Iterator[Line]:
     if find_spec("mpi4py") is None:
+        return
+    if variable("SLURM_JOB_ID") is not None:
+        yield fine("step over mpi", "not taken inside a job of Slurm, whom mpiexec would ask for tasks of its own")
         return
     found = folder / "mpi"
     try:
