@@ -50,6 +50,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samestep.paths import make_private
+
 __all__: list[str] = []
 
 VERSION = 1
@@ -180,7 +182,7 @@ class EventFile:
 
     def _append(self, lines: bytes) -> None:
         if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(self.path.parent)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._file = os.open(self.path, flags, 0o600)
         end = os.fstat(self._file).st_size

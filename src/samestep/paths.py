@@ -84,6 +84,12 @@ def default_run_path(program: str, parent: Path | None = None) -> Path:
     return (parent or Path.cwd()) / "runs" / name
 
 
+def make_private(path: Path) -> None:
+    """Makes a directory that nobody but its user can enter; one that is there is left as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
 def meeting_file(job: str | None) -> Path:
     """Returns the file through which the ranks that one mpiexec or srun started on this host find each other.
 

@@ -5,6 +5,7 @@
                                ranks say stands there once (samestep.launch.folding): on standard error and on
                                terminals, which people read; programs read standard output, rank by rank
     rank 0 on a terminal       bytes as they come: its progress display draws with carriage returns and escapes
+    lines on a terminal        without what would move its cursor, clear it or rename it
 
 Standard output and standard error stay apart everywhere. The files keep every byte without a prefix. torchrun shows
 all ranks' bytes mixed, even within a line, unless it is told to write files instead.
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from samestep.launch.folding import HOLD, Folder
-from samestep.launch.terminal import is_terminal
+from samestep.launch.terminal import harmless, is_terminal
 from samestep.paths import Stream
 
 __all__: list[str] = []
@@ -88,6 +89,10 @@ class Screen:
         self.dropped += max(0, len(self.held) - most)
         del self.held[most:]
 
+    def fit(self, line: bytes) -> bytes:
+        """Returns somebody else's line as it may be shown here."""
+        return harmless(line) if is_terminal(self.descriptor) else line
+
     def show_line(self, line: bytes) -> None:
         """Writes a whole line, on a line of its own even where a progress display has left the cursor elsewhere."""
         self.show((b"" if self.cursor.at_line_start else b"\n") + line + b"\n")
@@ -110,6 +115,8 @@ class Screen:
 
 def say(text: str, *, plain: bool = False) -> None:
     """Writes a line of the launcher's own on standard error, as long as somebody reads it."""
+    if is_terminal(2):  # an exception's message is somebody else's text
+        text = "\n".join(harmless(line.encode(errors="replace")).decode() for line in text.split("\n"))
     try:
         sys.stderr.write(text + "\n" if plain else f"samestep: {text}\n")
         sys.stderr.flush()
@@ -165,7 +172,7 @@ class Channel:
             self.held = bytearray()
         now = time.monotonic()
         for line in lines:
-            self.folder.feed(self.rank, overwritten(bytes(line)), now)
+            self.folder.feed(self.rank, self.screen.fit(overwritten(bytes(line))), now)
 
     def close(self) -> None:
         """Takes an unfinished last line and closes the file."""

@@ -33,7 +33,7 @@ from samestep.launch.terminal import is_terminal
 from samestep.launch.variables import Group, lay_out, rank_variables, threads_per_rank
 from samestep.launch.verdict import Verdict, explain
 from samestep.launch.vigil import Note, OnHang
-from samestep.paths import RunDirectory
+from samestep.paths import RunDirectory, make_private
 from samestep.rankenv import variable
 
 __all__: list[str] = []
@@ -166,7 +166,7 @@ def launch(plan: Plan, head: Head, replacement: Replacement | None = None) -> Ve
     Raises:
         OSError: the run directory cannot be written, or no process can be started.
     """
-    plan.directory.path.mkdir(parents=True, exist_ok=True)
+    make_private(plan.directory.path)
     began = time.time()
     _write_record(plan, began, None, 0)
     restarts = Restarts(plan.restarts)

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from samestep.data.lock import NamedLock
 from samestep.errors import CheckpointError
+from samestep.paths import make_private
 from samestep.running.checkpoints import identity
 
 __all__ = ["Directory", "Keep", "reason", "sync_folder"]
@@ -91,7 +92,7 @@ class Directory:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_private(path)
             self._lock = NamedLock(path / ".lock")
             self._own()
             self._sweep()
@@ -118,7 +119,7 @@ class Directory:
     def temporary(self, name: str) -> Path:
         """Makes and returns a fresh folder in which ``name`` can be put together."""
         folder = self._unfinished(name)
-        folder.mkdir()
+        folder.mkdir(mode=0o700)
         return folder
 
     def final_name(self, folder: Path) -> str:

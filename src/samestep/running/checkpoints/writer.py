@@ -145,7 +145,8 @@ def _write_payload(
 
 
 def _write_text(path: Path, text: str) -> None:
-    with path.open("x", encoding="ascii") as file:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())  # [3]
