@@ -7,6 +7,9 @@ import time
 import pytest
 from test_world import finish, start
 
+from samestep.errors import RendezvousError
+from samestep.runtime.entries import entry_of
+
 TRAIN = """
     import samestep, torch
     from torch.utils.data import TensorDataset
@@ -101,3 +104,19 @@ def test_a_requeued_job_does_not_take_what_its_first_start_has_left_for_its_own(
     )
     assert [(code, out) for code, out, _ in finish(first, second)] == [(0, "2")] * 2
     assert len(files(tmp_path)) == 1  # that of the start that was killed
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"\x80\x04.",
+        b"[" * 5000,
+        b"[1, 2]",
+        b'{"host": "a"}',
+        b'{"host": "a", "pid": true, "size": 2}',
+        b"1" * 99_999,
+    ],
+)
+def test_what_a_stranger_writes_into_the_store_is_no_rank(value):
+    with pytest.raises(RendezvousError, match="what stands in the store for rank 3 is no rank's entry"):
+        entry_of(value, 3)

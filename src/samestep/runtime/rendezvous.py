@@ -31,6 +31,7 @@ from samestep.errors import RankVariablesError, RendezvousError, UsageError
 from samestep.launch.address import LOOPBACK, is_served, listen
 from samestep.launch.meeting import await_published, place_for, publish
 from samestep.launch.network import addresses, route_to
+from samestep.runtime.entries import compare, entry_of
 
 __all__: list[str] = []
 
@@ -336,16 +337,16 @@ def sign_in(store: Store, place: Place, about: dict[str, Any], join_timeout_s: f
     finally:
         while _Joined.files:
             _Joined.files.pop().unlink(missing_ok=True)
-    _compare(signed)
+    compare(signed)
     _Joined.worlds += 1
     return signed
 
 
 def _signed(store: Store, place: Place, about: dict[str, Any], join_timeout_s: float) -> list[dict[str, Any]]:
     mine = json.dumps({**about, "size": place.size})
-    found = store.compare_set(_key(place.rank), "", mine).decode()  # [1]
-    if found != mine:
-        raise RendezvousError(_taken(place, json.loads(found), about))
+    found = store.compare_set(_key(place.rank), "", mine)  # [1]
+    if found != mine.encode():
+        raise RendezvousError(_taken(place, entry_of(found, place.rank), about))
     began = time.monotonic()
     keys = [_key(rank) for rank in range(place.size)]
     try:
@@ -353,7 +354,7 @@ def _signed(store: Store, place: Place, about: dict[str, Any], join_timeout_s: f
     except RuntimeError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise RendezvousError(_missing(place, missing, time.monotonic() - began)) from error
-    return [json.loads(store.get(key)) for key in keys]  # [2]
+    return [entry_of(store.get(key), rank) for rank, key in enumerate(keys)]  # [2]
 
 
 def _key(rank: int) -> str:
@@ -376,14 +377,6 @@ def _missing(place: Place, missing: list[int], waited_s: float) -> str:
         f"rank {place.rank} waited {waited_s:.1f} s at {place.address}, and {len(missing)} of {place.size} ranks "
         f"never came: {names}. Start them too, or check that they were given the same address"
     )
-
-
-def _compare(signed: list[dict[str, Any]]) -> None:
-    for name in ("size", "samestep", "torch", "pipeline", "backend"):
-        values = {json.dumps(entry.get(name)) for entry in signed}
-        if len(values) > 1:
-            told = "; ".join(f"rank {rank}: {entry.get(name)}" for rank, entry in enumerate(signed))
-            raise RendezvousError(f"the ranks do not agree on {name}: {told}")
 
 
 def _first_line(error: Exception) -> str:
