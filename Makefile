@@ -21,7 +21,7 @@ help:
 	@echo "make check   formatting, lint and types"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make bench   the benchmarks, ours and theirs in alternation"
-	@echo "make readme  what verify says of a broken script, brought into the README"
+	@echo "make readme  what verify says into the README, the diffs of moving over into their page"
 	@echo "make clean   remove the environment and caches; runs/ stays"
 
 $(VENV)/torch: scripts/install-torch constraints.txt
@@ -72,6 +72,7 @@ bench: $(VENV)/tested
 
 readme: $(VENV)/installed
 	@$(BIN)/python scripts/readme.py
+	@$(BIN)/python scripts/moving.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

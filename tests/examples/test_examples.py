@@ -1,0 +1,238 @@
+"""Every example runs as its docstring says, and prints what it promises."""
+
+from __future__ import annotations
+
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from gallery import EXAMPLES, ROOT, TOGETHER, commands_of, run
+
+pytestmark = pytest.mark.timeout(600)  # the first that asks waits for all commands
+ROUNDING = 1e-12  # in float64: sums in another order
+NAMES = [example.name for example in EXAMPLES]
+BY_HAND = [
+    "weights_and_gradients_by_hand.py",
+    "ddp_side_by_side.py",
+    "accumulation.py",
+    "data_and_model_parallel.py",
+]
+FEWER = {"pipeline_training.py": ["--epochs", "1"]}  # what is added to a command so that it is soon over
+ELSEWHERE = {"samestep verify --mpi -n 2 examples/mpi_training.py"}  # in tests/runtime/test_mpi_world.py
+APART = re.compile(r"at most (\d\.\de[+-]\d\d)")
+
+
+def here(example):
+    """The commands that one machine is enough for, and that no other test runs."""
+    return [each for each in commands_of(example) if each.host is None and each.line not in ELSEWHERE]
+
+
+@pytest.fixture(scope="module")
+def done():
+    """Every command of every example, run to its end."""
+    lines = [(example.name, command) for example in EXAMPLES for command in here(example)]
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        ended = pool.map(lambda line: run([*line[1].words(), *FEWER.get(line[0], [])]), lines)
+        return {command.line: process for (_, command), process in zip(lines, ended, strict=True)}
+
+
+@pytest.fixture
+def said(done):
+    """Returns what the commands of an example printed, one text for each."""
+
+    def texts(name):
+        (example,) = [each for each in EXAMPLES if each.name == name]
+        ended = [done[command.line] for command in here(example)]
+        for process in ended:
+            assert process.returncode == 0, process.stdout + process.stderr
+        return [process.stdout for process in ended]
+
+    return texts
+
+
+def largest(text):
+    """The largest difference that an example has printed."""
+    return max(float(number) for number in APART.findall(text))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_an_example_says_how_it_is_run_and_stays_small(example):
+    assert here(example), f"{example.name} has no command in its docstring"
+    assert all(f"examples/{example.name}" in command.line for command in commands_of(example))
+    assert len(example.read_text(encoding="utf-8").splitlines()) <= 80
+
+
+def test_what_every_example_prints_is_judged_here():
+    text = (ROOT / "tests" / "examples" / "test_examples.py").read_text(encoding="utf-8")
+    assert [name for name in NAMES if f'said("{name}")' not in text and name not in BY_HAND] == []
+
+
+def test_the_index_names_every_example_and_only_commands_that_docstrings_hold():
+    index = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    assert [name for name in NAMES if f"]({name})" not in index] == []
+    shown = set(re.findall(r"`([a-z]+ [^`]*examples/\w+\.py[^`]*)`", index))
+    assert shown
+    assert shown - {command.line for example in EXAMPLES for command in commands_of(example)} == set()
+
+
+def test_every_command_ends_well(done):
+    assert {line: process.stderr for line, process in done.items() if process.returncode} == {}
+
+
+def test_hello_adds_up_on_whatever_started_it(said):
+    *two, alone = said("hello_process_group.py")
+    assert len(two) == 3
+    for text in two:  # ranks that share a pipe may end their lines together
+        assert sorted(re.findall(r"rank ([01]) of 2 on cpu: the sum is 3 of 3", text)) == ["0", "1"]
+    assert alone == "rank 0 of 1 on cpu: the sum is 1 of 1\n"
+
+
+def test_collectives_end_where_they_should(said):
+    (text,) = said("collectives.py")
+    rows = [line.replace("[rank 0] ", "").split("  ") for line in text.splitlines()[1:]]
+    assert {name: [cell.strip() for cell in cells if cell] for name, *cells in rows} == {
+        "broadcast": ["10", "10", ".", "10"],
+        "scatter": ["100", "200", ".", "300"],
+        "gather": ["10 11 13", ".", ".", "."],
+        "reduce": ["34", ".", ".", "."],
+        "all_gather": ["10 11 13", "10 11 13", ".", "10 11 13"],
+        "all_reduce": ["34", "34", ".", "34"],
+    }
+
+
+def test_own_processes_meet_by_variables_and_by_a_file(said):
+    texts = said("own_processes.py")
+    assert [sorted(text.splitlines()) for text in texts] == [[f"rank {r} of 2: the sum is 3 of 3" for r in (0, 1)]] * 2
+
+
+def test_spawn_and_its_counterpart_train_alike(said):
+    assert largest(said("spawn.py")[0]) < ROUNDING
+
+
+def test_a_torchrun_script_trains_the_same_under_both_launchers(said):
+    theirs, ours, checked = said("torchrun_style.py")
+    losses = re.findall(r"epoch \d: loss (\d\.\d{4})", theirs)
+    assert len(losses) == 3
+    assert float(losses[-1]) < 0.3
+    for text in (ours, checked):
+        assert re.findall(r"epoch \d: loss (\d\.\d{4})", text) == losses
+        assert text.count("those of rank 0: True") == 2
+
+
+def test_messages_arrive(said):
+    three, over_mpi = said("send_recv.py")
+    assert "rank 1: send 42, isend 43, from the left 0 (rank 0)" in three
+    assert "rank 0: send 42, isend 43, from the left 2 (rank 2)" in three
+    assert "rank 2: send 0, isend 0, from the left 1 (rank 1)" in three
+    assert "rank 1: send 42, isend 43, from the left 0 (rank 0)" in over_mpi
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_what_is_done_by_hand_and_by_samestep_is_one_training(said, name):
+    for text in said(name):
+        assert largest(text) < ROUNDING
+
+
+def test_reduced_precision_trains_as_well(said):
+    for text in said("mixed_precision.py"):
+        full, half = (float(loss) for loss in re.findall(r"loss (\d\.\d{3})", text))
+        assert full < 0.2
+        assert half == pytest.approx(full, abs=0.05)
+        assert re.search(r"bfloat16: .*outputs are torch.bfloat16, weights torch.float32\n", text)
+
+
+def test_only_the_mean_of_means_is_another_training(said):
+    (text,) = said("uneven_data.py")
+    apart = {line.split("  ")[0].replace("[rank 0] ", "").strip(): largest(line) for line in text.splitlines()}
+    assert apart["mean of means"] > 1e-4
+    assert apart["by the sum"] < ROUNDING
+    assert apart["samestep"] < ROUNDING
+
+
+def test_a_resumed_run_ends_where_it_would_have(said):
+    plain, virtual = said("resume.py")[0].split("virtual_ranks=4\n")
+    for text in (plain, virtual):
+        assert "on 2: began with the weights of step 40, ended at step 58\n" in text
+        assert largest(text) < ROUNDING
+    assert "same bits: True" in virtual
+
+
+def test_a_model_on_two_devices_has_one_devices_gradients(said):
+    (text,) = said("model_parallel_by_hand.py")
+    assert len(APART.findall(text)) == 3
+    assert largest(text) < ROUNDING
+    assert "devices cpu, cpu; two streams: no" in text or "devices cuda:0, cuda:1; two streams: yes" in text
+
+
+def test_two_machines_work_as_one_does(said):
+    losses = {loss for text in said("two_machines.py") for loss in re.findall(r"loss (\d\.\d{12})", text)}
+    assert len({loss[:-2] for loss in losses}) == 1
+
+
+def test_a_ring_adds_up_exactly_and_sends_what_it_should(said):
+    for text, ranks in zip(said("ring_all_reduce.py"), (4, 3), strict=True):
+        assert text.count(f"equal True, sent {2 * (ranks - 1) / ranks:.3f} times the tensor") == ranks
+
+
+def test_eight_bits_train_as_well_with_a_quarter_of_the_bytes(said):
+    rows = re.findall(r"\] (\S.*?) +loss (\d\.\d{4}), +([\d,]+) bytes", said("quantised_gradients.py")[0])
+    loss, sent = ({name: float(row[at].replace(",", "")) for name, *row in rows} for at in (0, 1))
+    assert sent["float32"] == 2 * 1 / 2 * 4 * 9610 * 5 * 29  # a ring of two; 29 steps an epoch
+    for name in ("int8 by hand", 'compress="int8"'):
+        assert loss[name] == pytest.approx(loss["float32"], rel=0.05)
+        assert 0.25 < sent[name] / sent["float32"] < 0.3
+
+
+def test_mpi_says_hello_and_trains(said):
+    for text in said("mpi_hello.py"):
+        assert "rank 1 has 1" in text
+    over_mpi, over_gloo = said("mpi_training.py")
+    assert over_mpi.count("loss") == 2
+    assert re.findall(r"loss \d\.\d{3}", over_mpi) == re.findall(r"loss \d\.\d{3}", over_gloo)
+
+
+def test_a_pipeline_learns_on_one_process_and_on_several(said):
+    for text in said("pipeline_training.py"):
+        ((loss, right),) = re.findall(r"epoch 1: loss (\d\.\d{3}), (\d+\.\d)% of the held-out digits", text)
+        assert float(loss) < 2.0  # guessing has ln 10 = 2.3
+        assert float(right) > 30
+
+
+def test_commands_for_two_machines_work_where_a_file_is_their_meeting_point(tmp_path):
+    """The four commands by hand, two and two, as on machines that share a folder."""
+    (example,) = [each for each in EXAMPLES if each.name == "two_machines.py"]
+    by_hand = [command for command in commands_of(example) if "--rendezvous" in command.line]
+    losses = set()
+    for number, pair in enumerate(zip(by_hand[::2], by_hand[1::2], strict=True)):
+        meeting = str(tmp_path / f"meeting{number}")
+        words = [[word.replace("node1:29500", meeting) for word in command.words()] for command in pair]
+        with ThreadPoolExecutor(2) as pool:
+            ended = list(pool.map(run, words))
+        assert [process.returncode for process in ended] == [0, 0], "".join(process.stderr for process in ended)
+        found = re.findall(r"rank (\d) of (\d), .* loss (\d\.\d{10})", ended[0].stdout)  # node 0 shows all
+        assert sorted(rank for rank, _, _ in found) == [str(rank) for rank in range(int(found[0][1]))]
+        assert len(found) == 4 - 2 * number
+        losses |= {loss for *_, loss in found}
+    assert len(losses) == 1
+
+
+def test_commands_that_need_other_machines_are_understood():
+    (example,) = [each for each in EXAMPLES if each.name == "two_machines.py"]
+    elsewhere = [each for each in commands_of(example) if each.host and "--rendezvous" not in each.line]
+    assert len(elsewhere) == 3
+    for command in elsewhere:
+        program, verb, *rest = command.words()
+        process = run([program, verb, "--dry-run", *rest])
+        assert process.returncode == 0, process.stderr
+        assert "two_machines.py" in process.stdout
+
+
+def test_a_failing_rank_of_own_processes_does_not_leave_the_others(tmp_path):
+    source = (ROOT / "examples" / "own_processes.py").read_text(encoding="utf-8")
+    (tmp_path / "broken.py").write_text(
+        source.replace("    total = ", "    assert rank != 1\n    total = "), encoding="utf-8"
+    )
+    process = run([sys.executable, str(tmp_path / "broken.py")])
+    assert process.returncode != 0
+    assert "AssertionError" in process.stderr

@@ -1,0 +1,70 @@
+"""Moving over: the page shows what the files are, and after the move any number of ranks train as one process."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from gallery import ROOT, TOGETHER, run
+
+pytestmark = pytest.mark.timeout(600)  # the first that asks waits for all runs
+MOVING = ROOT / "examples" / "moving"
+FROM = sorted(folder.name for folder in MOVING.iterdir() if (folder / "after.py").exists())
+INSTALLED = {"plain": 1, "torchrun": 2, "data_parallel": 1}  # whose before.py runs here, and on how many ranks
+PAGE = ROOT / "docs" / "moving.md"
+
+
+def on(ranks, script):
+    """Runs a script on so many ranks; returns its final loss."""
+    launcher = [] if ranks == 1 else ["-P", "-m", "samestep", "run", "-n", str(ranks)]
+    process = run([sys.executable, *launcher, str(script)])
+    assert process.returncode == 0, process.stderr
+    (loss,) = re.findall(r"final loss (\d\.\d{6})", process.stdout)
+    return float(loss)
+
+
+@pytest.fixture(scope="module")
+def losses():
+    """The final losses by (from, ranks), those before the move under (from, 0)."""
+    runs = {(name, ranks): (ranks, MOVING / name / "after.py") for name in FROM for ranks in (1, 2)}
+    runs |= {(name, 0): (ranks, MOVING / name / "before.py") for name, ranks in INSTALLED.items()}
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        return dict(zip(runs, pool.map(lambda run: on(*run), runs.values()), strict=True))
+
+
+def test_there_is_a_way_from_each():
+    assert FROM == ["accelerate", "data_parallel", "fabric", "horovod", "plain", "torchrun"]
+
+
+@pytest.mark.parametrize("name", FROM)
+def test_the_page_shows_the_difference_between_the_files(name):
+    before, after = ((MOVING / name / f"{side}.py").read_text(encoding="utf-8") for side in ("before", "after"))
+    paths = [f"examples/moving/{name}/{side}.py" for side in ("before", "after")]
+    lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), paths[0], paths[1], n=1)
+    assert f"```diff\n{''.join(lines)}```\n" in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_pages_script_agrees():
+    command = [sys.executable, str(ROOT / "scripts" / "moving.py"), "--check"]
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", sorted({*FROM} - {*INSTALLED}))
+def test_what_is_not_installed_is_only_compiled_and_the_page_says_so(name):
+    compile((MOVING / name / "before.py").read_text(encoding="utf-8"), name, "exec")
+    assert "`before.py` are only\ncompiled by the tests" in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", FROM)
+def test_after_the_move_two_ranks_come_to_one_process_loss(losses, name):
+    assert losses[name, 2] == pytest.approx(losses[name, 1], abs=1e-4)  # float32, 48 steps
+    assert losses[name, 1] < 0.8
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_before_the_move_it_learns_too(losses, name):
+    assert losses[name, 0] < 0.8
