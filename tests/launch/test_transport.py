@@ -269,7 +269,7 @@ def test_remarks_of_ssh_are_no_reason():
 
 def test_the_exact_commands(monkeypatch):
     monkeypatch.delenv("PDSH_SSH_ARGS_APPEND", raising=False)
-    monkeypatch.setattr(transport, "_program", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(transport, "program_named", lambda name: f"/usr/bin/{name}")
     options = "-F 'my config' -T -x -a -o BatchMode=yes -o ConnectTimeout=4"
     hosts, command, ours = ["a", "b"], ["/py", "-m", "x y"], "-F 'my config'"
     assert [str(one) for one in plan("ssh", hosts, command, ours)] == [

@@ -154,7 +154,10 @@ def _result(program: runs.Script, ended: runs.Ended) -> Profile:
 
 def _too_few(name: str, taken: int) -> str:
     if not taken:
-        return f"{name} takes no step of an optimizer of torch.optim: there is nothing to profile"
+        return (
+            f"{name} takes no step of an optimizer of torch.optim: there is nothing to profile; if it goes on from a "
+            "finished training, profile it where there is no checkpoint"
+        )
     count = "1 step" if taken == 1 else f"{taken} steps"
     return f"{name} ends after {count}: a profile takes {FEWEST + 1} or more, let it train on more data or epochs"
 
