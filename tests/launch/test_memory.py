@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from samestep.errors import UsageError
 from samestep.launch import failure
 from samestep.launch.failure import death
-from samestep.launch.memory import counts_own_kills, out_of_memory_kills
+from samestep.launch.memory import check_room, counts_own_kills, out_of_memory_kills
 
 MACHINE = {"proc/vmstat": "nr_free_pages 5\noom_kill 7\n"}
 LEGACY = {
@@ -48,3 +49,10 @@ def test_a_kill_somewhere_on_the_machine_is_not_said_to_be_the_ranks(monkeypatch
     message = death(1, 2, -9, of_memory=True).message
     assert ("the kernel killed it because memory ran out" in message) == own
     assert ("the kernel killed a process of this machine for want of memory meanwhile" in message) != own
+
+
+def test_more_ranks_than_memory_are_refused(tmp_path):
+    lay(tmp_path, {"proc/meminfo": "MemTotal: 2000000 kB\nMemFree: 1 kB\nMemAvailable: 1000000 kB\n"})
+    check_room(30, tmp_path)
+    with pytest.raises(UsageError, match=r"-n 5000 needs 146.8 GB of memory or more, and 1.0 GB are free"):
+        check_room(5000, tmp_path)

@@ -20,6 +20,7 @@ from samestep.launch.doors import Calling, Inviting
 from samestep.launch.gather import Call, by_invitation, by_transport, dismiss, farewell, streams_of
 from samestep.launch.head import Head, open_here
 from samestep.launch.hostlist import HostSlots, parse_hostfile, parse_hosts
+from samestep.launch.memory import check_room
 from samestep.launch.network import addresses, interface_named
 from samestep.launch.replacement import Replacement
 from samestep.launch.run import part_here
@@ -130,6 +131,7 @@ def opened(
     """
     if where is None:
         ranks = options.ranks or visible_gpus() or 1
+        check_room(ranks)
         with Head([open_here(socket.gethostname(), ranks)]) as head:
             parts = (part_here(ranks),)
             yield head, parts, Replacement(head, None, lambda _: parts, options.join_timeout, say)

@@ -14,6 +14,7 @@ from samestep.cli.before import check_json, check_program
 from samestep.cli.options import Parser
 from samestep.errors import UsageError
 from samestep.launch import mpiexec
+from samestep.launch.memory import check_room
 from samestep.verification.findings import EXIT_CODES
 from samestep.verification.pages import PAGES
 from samestep.verification.report import Report
@@ -61,6 +62,7 @@ def _verify(options: argparse.Namespace, script: Script) -> int:
     from samestep.verification.verify import examine
 
     with Progress() as progress:
+        check_room(options.ranks)
         report = examine(script, options.ranks, steps=options.steps, still_s=options.timeout, say=progress.say)
     print(shown(report), end="")
     if options.json is not None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from samestep.doctor.line import Line, fine
-from samestep.launch.cores import MACHINE, Cores, groups, read_cores
+from samestep.launch.cores import MACHINE, Cores, read_cores
+from samestep.launch.memory import read_memory
 from samestep.reporting.words import size
 
 __all__: list[str] = []
@@ -50,27 +51,6 @@ def _numa(root: Path, cpus: int) -> Iterator[Line]:
     if nodes > 1:
         text = f"{nodes} nodes for {cpus} cores: `samestep run --pin` keeps each rank's memory beside its cores"
         yield fine("NUMA", text)
-
-
-def read_memory(root: Path = MACHINE) -> tuple[int, int]:
-    """Returns the bytes that can still be had here, and those that there are, within the control group's limit."""
-    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-    known = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
-    whole, left = known["MemTotal"], known.get("MemAvailable", known["MemFree"])
-    for version, folder in groups(root, "memory"):
-        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        limit, used = (_number(folder / name) for name in names)
-        if limit is not None and limit < whole:
-            whole, left = limit, min(left, limit - (used or 0))
-    return max(0, left), whole
-
-
-def _number(file: Path) -> int | None:
-    try:
-        text = file.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
 
 
 def _memory(left: int, whole: int) -> Line:

@@ -1,4 +1,4 @@
-"""Whether the kernel has ended a process because memory ran out.
+"""How much memory there is, and whether the kernel has ended a process because it ran out.
 
 SIGKILL alone does not say who sent it. The kernel counts its own: for each control group in `memory.events` (version
 2) or `memory.oom_control` (version 1), whatever memory it was that ran out, and for the whole machine, everybody's
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from samestep.errors import UsageError
 from samestep.launch.cores import MACHINE, groups
 
 __all__: list[str] = []
 
+OF_A_RANK = 28 << 20  # bytes that a forked rank of the smallest model has for itself, torch 2.13: the least there is
 COUNTERS = {1: "memory.oom_control", 2: "memory.events"}  # by version of the hierarchy
 
 
@@ -43,3 +45,40 @@ def _count(file: Path) -> int | None:
     except OSError:
         return None
     return next((int(pair[1]) for pair in words if pair[0] == "oom_kill"), None)
+
+
+def check_room(ranks: int, root: Path = MACHINE) -> None:
+    """Refuses more ranks than this host could hold, whatever they do: it would stand still, and then kill.
+
+    Raises:
+        UsageError: there are too many.
+    """
+    left, _ = read_memory(root)
+    if ranks * OF_A_RANK > left:
+        needed, free = (f"{size / 1e9:.1f} GB" for size in (ranks * OF_A_RANK, left))
+        most = max(1, left // OF_A_RANK)
+        raise UsageError(
+            f"-n {ranks} needs {needed} of memory or more, and {free} are free: give at most -n {most}, and usually "
+            "one process for each GPU, or each core"
+        )
+
+
+def read_memory(root: Path = MACHINE) -> tuple[int, int]:
+    """Returns the bytes that can still be had here, and those that there are, within the control group's limit."""
+    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+    known = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+    whole, left = known["MemTotal"], known.get("MemAvailable", known["MemFree"])
+    for version, folder in groups(root, "memory"):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit, used = (_number(folder / name) for name in names)
+        if limit is not None and limit < whole:
+            whole, left = limit, min(left, limit - (used or 0))
+    return max(0, left), whole
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
