@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from gallery import EXAMPLES, ROOT, TOGETHER, commands_of, run
 
-pytestmark = pytest.mark.timeout(600)  # the first that asks waits for all commands
+pytestmark = pytest.mark.timeout(600)  # the first that asks for an example waits for its commands
 ROUNDING = 1e-12  # in float64: sums in another order
 NAMES = [example.name for example in EXAMPLES]
 BY_HAND = [
@@ -28,25 +29,23 @@ def here(example):
     return [each for each in commands_of(example) if each.host is None and each.line not in ELSEWHERE]
 
 
-@pytest.fixture(scope="module")
-def done():
-    """Every command of every example, run to its end."""
-    lines = [(example.name, command) for example in EXAMPLES for command in here(example)]
+@functools.cache
+def done(name):
+    """Every command of an example, run to its end, when the first test asks for it."""
+    (example,) = [each for each in EXAMPLES if each.name == name]
+    lines = here(example)
     with ThreadPoolExecutor(TOGETHER) as pool:
-        ended = pool.map(lambda line: run([*line[1].words(), *FEWER.get(line[0], [])]), lines)
-        return {command.line: process for (_, command), process in zip(lines, ended, strict=True)}
+        ended = pool.map(lambda command: run([*command.words(), *FEWER.get(name, [])]), lines)
+        return {command.line: process for command, process in zip(lines, ended, strict=True)}
 
 
 @pytest.fixture
-def said(done):
+def said():
     """Returns what the commands of an example printed, one text for each."""
 
     def texts(name):
-        (example,) = [each for each in EXAMPLES if each.name == name]
-        ended = [done[command.line] for command in here(example)]
-        for process in ended:
-            assert process.returncode == 0, process.stdout + process.stderr
-        return [process.stdout for process in ended]
+        assert {line: process.stderr for line, process in done(name).items() if process.returncode} == {}
+        return [process.stdout for process in done(name).values()]
 
     return texts
 
@@ -74,10 +73,6 @@ def test_the_index_names_every_example_and_only_commands_that_docstrings_hold():
     shown = set(re.findall(r"`([a-z]+ [^`]*examples/\w+\.py[^`]*)`", index))
     assert shown
     assert shown - {command.line for example in EXAMPLES for command in commands_of(example)} == set()
-
-
-def test_every_command_ends_well(done):
-    assert {line: process.stderr for line, process in done.items() if process.returncode} == {}
 
 
 def test_hello_adds_up_on_whatever_started_it(said):

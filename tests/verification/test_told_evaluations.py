@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import torch
+from journals import ended, record
 
 from samestep.runtime.digest import digest
 from samestep.verification import journal
+from samestep.verification.judging import evaluation
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs
+from samestep.verification.report import Report
 
 
 def test_buffers_are_told_again_when_a_pass_is_evaluated_whole(tmp_path) -> None:
@@ -37,3 +40,20 @@ def test_buffers_of_a_model_that_is_not_called_are_not_told(tmp_path) -> None:
     evaluations.passed("train.py:9#1", 0)
     evaluations.end()
     assert not [event for event in journal.read(tmp_path, 0) if event["kind"] == "buffers"]
+
+
+def evaluated(value: float, **more: object) -> dict[str, object]:
+    """What samestep.evaluate has returned."""
+    return {"kind": "metrics", "window": 200, "where": "train.py:22", "metrics": {"accuracy": value}, **more}
+
+
+def test_an_evaluation_of_other_weights_is_not_held_against_the_ranks() -> None:
+    """One process that has gone on by itself has weights of its own, by rounding: here a sample of 1,009 more."""
+    for placed, codes in ((True, ["evaluation-inexact"]), (False, [])):
+        told = Report(ranks=2, steps=400)
+        evaluation.judge(
+            record([evaluated(0.915758), ended()], [ended()]),
+            record([evaluated(0.914767, placed=placed), ended()]),
+            told,
+        )
+        assert [finding.code for finding in told.findings] == codes

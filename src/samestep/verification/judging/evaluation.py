@@ -35,7 +35,7 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
         alone = None  # the ranks evaluate different models
     elif out_of_step and loads_for_all(record) is not None:
         alone = None  # it evaluates other weights
-    alone = None if alone is None or not alone.ranks else _placed(record, alone)
+    alone = None if alone is None or not alone.ranks else _placed(alone)
     compared = list(_metrics(record, alone))
     report.add([finding for finding in compared if finding is not None][:1])
     if not any(rank.of("evaluated") for rank in record.ranks):
@@ -94,10 +94,8 @@ def _tails(record: Record) -> Iterator[Finding]:
             return
 
 
-def _placed(record: Record, alone: Record) -> Record:
-    """The script alone; of compressed steps, which bring it to other weights, what it evaluates with the recorded."""
-    if not record.ranks[0].of("compressed"):
-        return alone
+def _placed(alone: Record) -> Record:
+    """What the script alone evaluates with the recorded weights; steps of its own bring it to others, by rounding."""
     ranks = [Rank(rank.number, [one for one in rank.events if one.get("placed", True)]) for rank in alone.ranks]
     return Record(alone.folder, ranks)
 

@@ -233,8 +233,8 @@ class Alone(Witness):
 
     @property
     def is_placed(self) -> bool:
-        """Whether this window has begun with the ranks' values, and none of its own steps has changed them."""
-        return self.is_open and self._put == self.window
+        """Whether the weights are the ranks': the window has begun with theirs, or no step has been taken yet."""
+        return not self._event or (self.is_open and self._put == self.window)
 
     def hooked(self, name: str, where: str) -> bool:
         """One process has nothing to send, so nothing is lost on the way."""
