@@ -174,3 +174,22 @@ def test_what_all_ranks_say_on_standard_error_is_shown_once_and_standard_output_
     assert [line for line in lines if line.endswith("] ValueError: alike")] == ["[3 ranks] ValueError: alike"]
     assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] out" for rank in range(3)]
     assert "samestep: error: all 3 ranks failed: ValueError: alike" in lines
+
+
+def test_ranks_in_different_collectives_are_told_as_that_though_one_was_aborted(folder):
+    """gloo aborts the rank that gets a message of another size; the one that left a collective out goes on."""
+    script = folder.script("""
+        join()
+        import torch, torch.distributed as dist
+        if rank == 0:
+            dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(50_000))
+        dist.all_reduce(torch.ones(1))
+        time.sleep(600)
+    """)
+    done = folder.run("-n", 2, script)
+    assert done.returncode == 134
+    (line,) = [line for line in done.stderr.splitlines() if "samestep: error:" in line]
+    assert "the ranks were in different collectives" in line
+    assert "samestep run --check" in line
+    assert "different collectives" in folder.result["failure"]["message"]

@@ -31,7 +31,7 @@ from samestep.launch.supervise import SAVING
 from samestep.launch.team import Job
 from samestep.launch.terminal import is_terminal
 from samestep.launch.variables import Group, lay_out, rank_variables, threads_per_rank
-from samestep.launch.verdict import Verdict, explain
+from samestep.launch.verdict import Verdict, explain, understood
 from samestep.launch.vigil import Note, OnHang
 from samestep.paths import RunDirectory, make_private
 from samestep.rankenv import variable
@@ -263,7 +263,7 @@ def _attempt(head: Head, plan: Plan, number: int) -> Verdict:
             if failure.in_short:
                 with (logs / f"rank{failure.rank}.err").open("a", encoding="utf-8", errors="backslashreplace") as log:
                     log.write(failure.traceback)
-    return verdict
+    return verdict if verdict.blamed is None else understood(verdict, plan.logs(number)[verdict.blamed.rank])
 
 
 def summary(plan: Plan, verdict: Verdict) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from samestep.launch.failure import Failure, brief, count, culprit
 
 __all__: list[str] = []
 
+MISMATCH = "distributed collective mismatch"  # in what gloo says before it aborts
 LAST = 1 << 16  # bytes of a log in which its last line is looked for
 MOST_PLACES = 4  # of ranks that were stopped; the logs and records have them all
 
@@ -151,15 +152,35 @@ def spans(ranks: Sequence[int]) -> str:
     return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
+def understood(verdict: Verdict, logs: Path) -> Verdict:
+    """Says what it means that a rank was aborted, where the backend has told so.
+
+    gloo ends whoever gets a message of another size than it waits for: seldom the rank that left a collective out.
+    """
+    failure = verdict.blamed
+    if failure is None or failure.signal != signal.SIGABRT or MISMATCH not in _end(logs / f"rank{failure.rank}.err"):
+        return verdict
+    message = (
+        "the ranks were in different collectives, and gloo aborted this one when it got another's message; "
+        "`samestep run --check` names the first call that differs"
+    )
+    return replace(verdict, blamed=replace(failure, message=message))
+
+
 def _last_line(log: Path) -> str:
-    """Returns the last line of a log that says something; only its end is read."""
+    """Returns the last line of a log that says something."""
+    lines = _end(log).split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "none on standard error")
+
+
+def _end(log: Path) -> str:
+    """Returns the end of a log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LAST))
-            lines = file.read().decode(errors="replace").split("\n")
+            return file.read().decode(errors="replace")
     except OSError:
-        lines = []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "none on standard error")
+        return ""
 
 
 def _headline(failure: Failure, verdict: Verdict) -> str:
@@ -184,7 +205,10 @@ def _who(failure: Failure, verdict: Verdict) -> str:
 
 
 def _particulars(failure: Failure, verdict: Verdict) -> str:
-    text = f"rank {failure.rank}, host {failure.host}, process {failure.pid}, exit code {verdict.exit_code}"
+    code = f"exit code {verdict.exit_code}"
+    if failure.exception == "EarlyExit":
+        code = f"exit code 0, and {verdict.exit_code} of the run"
+    text = f"rank {failure.rank}, host {failure.host}, process {failure.pid}, {code}"
     if verdict.after:
         text += f", after {verdict.after} {'step' if verdict.after == 1 else 'steps'}"
     others = [rank for rank in verdict.alike if rank != failure.rank]
