@@ -32,7 +32,7 @@ $(VENV)/torch: scripts/install-torch constraints.txt
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml
 	@echo "installing samestep into $(VENV)"
-	@$(PIP) install -c constraints.txt -e ".[recipes]"
+	@$(PIP) install -c constraints.txt -e ".[recipes,report]"
 	@touch $@
 
 $(VENV)/tested: $(VENV)/installed

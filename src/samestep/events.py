@@ -23,7 +23,8 @@ last is a line of 0 steps, or belongs to the last line:
     spent       {"data": s, "forward": s, "backward": s, "wait": s, "collective": s, "optimizer": s, "other": s,
                  "evaluate": s, "save": s, "load": s}              sums over `steps` steps; what did not occur is absent
     spans       [["forward", 1200, 2300], …]                       the last step: what, its begin and its length in
-                                                                   microseconds; a collective with name and line
+                                                                   microseconds; a collective with name and line,
+                                                                   if the script's own line calls it
     more        how many spans were left out of a step that has too many
     buckets     [[number, bytes, ready, begun, done], …]           gradient buckets of the last step: microseconds
                                                                    from the step's begin, null where torch does not say

@@ -129,8 +129,9 @@ class Record(Taker):
             _PHASE.pack_into(self._memory, _AT_PHASE, now, self._phase)
             self._end_writing()
 
-    def enter(self, operation: str, site: str) -> None:
+    def enter(self, operation: str, site: str, *, direct: bool = True) -> None:
         """Writes down that the rank is about to take part in a collective."""
+        del direct
         self._entered += 1
         line, name = _bytes(site)[-400:], _bytes(operation)[:32]
         self._called = time.monotonic_ns()
@@ -287,10 +288,10 @@ def note_backward() -> None:
         taker.note_backward()
 
 
-def enter(operation: str, site: str) -> None:
-    """Writes down that this process takes part in a collective, called by the script at "file:line"."""
+def enter(operation: str, site: str, *, direct: bool = True) -> None:
+    """Writes down that this process takes part in a collective, called by the script at "file:line", or within it."""
     for taker in _takers:
-        taker.enter(operation, site)
+        taker.enter(operation, site, direct=direct)
 
 
 def leave() -> None:

@@ -19,8 +19,8 @@ class Taker:
     def note_phase(self, name: str) -> None:
         """From now on the process is at `name`."""
 
-    def enter(self, operation: str, site: str) -> None:
-        """It takes part in a collective."""
+    def enter(self, operation: str, site: str, *, direct: bool) -> None:
+        """It takes part in a collective; `direct` where the script's own line calls it, not what that line calls."""
 
     def leave(self) -> None:
         """It has come back from it."""

@@ -140,7 +140,8 @@ def noted(call: Callable[Arguments, Result], name: str) -> Callable[Arguments, R
         if getattr(_inside, "collective", False) or _is_compiling():
             return call(*args, **kwargs)
         _inside.collective = True
-        progress.enter(name, site(sys._getframe(1)))  # noqa: SLF001  (documented; the name only looks private)
+        caller = sys._getframe(1)  # noqa: SLF001  (documented; the name only looks private)
+        progress.enter(name, site(caller), direct=is_own(caller.f_code.co_filename))
         try:
             return call(*args, **kwargs)
         finally:

@@ -75,6 +75,7 @@ class Timeline(Observer, Taker):
         self._values_step, self._values_at = 0, 0.0
         self._phase = ""
         self._call: tuple[str, str] | None = None  # the collective that it stands in
+        self._direct = True  # and whether the script itself calls it
         self._ready: int | None = None
         self._since = self._looked = time.monotonic_ns()
         self._step = Step(self._since)
@@ -118,11 +119,11 @@ class Timeline(Observer, Taker):
             self._close(time.monotonic_ns())
             self._phase = name
 
-    def enter(self, operation: str, site: str) -> None:
-        """Closes what it was at, unless the collective is part of that."""
+    def enter(self, operation: str, site: str, *, direct: bool) -> None:
+        """Closes what it was at, unless the collective is part of that; of one within a call no line is told."""
         if threading.get_ident() == self._thread and self._phase not in _WHOLE:
             self._close(time.monotonic_ns())
-            self._call = (operation, site)
+            self._call, self._direct = (operation, site), direct
 
     def leave(self) -> None:
         """Closes the collective."""
@@ -189,12 +190,12 @@ class Timeline(Observer, Taker):
         """Ends the piece that began last."""
         if now > self._since:
             name = label or ("collective" if self._call is not None else self._phase or "train")
-            self._step.add(name, self._since, now, self._call)
+            self._step.add(name, self._since, now, self._call if self._direct else None)
         self._since = now
 
     def _look(self) -> None:
         """Tells what the rank is at, if it has been so for long; in the thread that writes."""
-        since, phase, call = self._since, self._phase, self._call
+        since, phase, call = self._since, self._phase, self._call  # what is within a call has its line here too
         if self._file is None or since == self._looked or time.monotonic_ns() - since < LONG:
             return
         self._looked = since

@@ -109,7 +109,8 @@ class Vigil:
             return
         began = time.monotonic()
         for kind, ranks, line in self._stragglers.found(self._running(), began):
-            self._tell_of(kind, ranks, line)
+            if kind != "network" or len(set(self._hosts.values())) > 1:  # within a host ranks wait for cores
+                self._tell_of(kind, ranks, line)
         self._loop.at(max(QUICK, IDLE * (time.monotonic() - began)), self._compare)
 
     def _look(self) -> None:

@@ -72,14 +72,14 @@ class Account:
         return min(1.0, seconds / self.wall) if self.wall else 0.0
 
 
-def account(table: Table, logs: Sequence[RankLog]) -> Account:
-    """Returns where the time of an attempt has gone."""
+def account(table: Table, logs: Sequence[RankLog], ended: float | None = None) -> Account:
+    """Returns where the time of an attempt has gone; `ended` is when its launcher ended, if it is known."""
     steady = table.steady
     trained = steady.trained.mean(axis=0) if len(steady) else np.zeros(1)
     least = steady.waits.min(axis=0) if len(steady) else np.zeros(1)
     waits, transfer = steady.mean(steady.waits), steady.mean(least) if len(steady) else 0.0
     return Account(
-        wall=wall(logs),
+        wall=wall(logs, ended),
         training=table.total,
         first=float(table.trained[:, 0].mean()) if len(table) else 0.0,
         apart=_apart(logs),
@@ -93,10 +93,10 @@ def account(table: Table, logs: Sequence[RankLog]) -> Account:
     )
 
 
-def wall(logs: Sequence[RankLog]) -> float:
-    """Returns the seconds from the first rank's begin to the last sign of life of any, on one clock."""
+def wall(logs: Sequence[RankLog], ended: float | None = None) -> float:
+    """Returns the seconds from the first rank's begin to its launcher's end, or the last sign of life of any rank."""
     begins = [log.begin["t"] - log.ahead for log in logs if log.begin]
-    ends = [last(log) - log.ahead for log in logs]
+    ends = [last(log) - log.ahead for log in logs] + ([] if ended is None else [ended])
     begins += [log.steps[0]["t"] - log.ahead for log in logs if log.steps and not log.begin]
     return measured(max(ends) - min(begins)) if begins and ends else 0.0
 

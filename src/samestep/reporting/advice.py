@@ -141,7 +141,8 @@ def _exchange(analysis: Analysis) -> Iterator[Advice]:
     more = f"{text}. Larger batches for each rank, or two micro-batches a step, halve it for the same samples"
     yield Advice("accumulation", more, "half of the least that any rank waits", part / 2)
     if overlap is not None and overlap.buckets:
-        text = 'Hide the exchange behind the backward (`buckets="auto"`), or send less (`compress="int8"`, say)'
+        text = 'Hide the exchange behind the backward (`samestep.replicate(…, buckets="auto")`)'
+        text += ', or send less (`compress="int8"`, say)' if _hosts(analysis) > 1 else ""
         yield Advice("overlap", text, "the least that any rank waits for gradients, if nothing of it were left", part)
 
 
@@ -202,6 +203,10 @@ def _of(columns: np.typing.NDArray[np.float64], analysis: Analysis) -> float:
 
 def _uneven_gain(analysis: Analysis) -> float:
     return 0.0 if analysis.ledger is None else analysis.account.part(analysis.ledger.cost)
+
+
+def _hosts(analysis: Analysis) -> int:
+    return len({log.begin.get("host", log.host) for log in analysis.logs})
 
 
 def _host(analysis: Analysis, rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,7 +40,9 @@ class Analysis:
     @cached_property
     def account(self) -> Account:
         """Where its time went."""
-        return account(self.table, self.logs)
+        about = self.run.about
+        ended = about.get("ended") if about.get("exit") and self.number == max(self.run.attempts, default=0) else None
+        return account(self.table, self.logs, ended if isinstance(ended, float) and math.isfinite(ended) else None)
 
     @cached_property
     def pace(self) -> Pace:

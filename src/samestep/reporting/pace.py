@@ -5,7 +5,7 @@
 
 What would be gained if a rank were never the last is, step by step, the greatest own time less the greatest of the
 others. A rank that is merely the last by chance now and then is not blamed: it is given no more than the difference
-of the means.
+of the means, and nothing unless it is the last, by a twentieth, in a quarter of the steps, of 15 or more.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ import numpy as np
 from samestep.reporting.table import OWN, Floats, Table
 
 __all__: list[str] = []
+
+
+FEWEST = 15  # steps of which it can be said
+OFTEN, CLEARLY = 0.25, 1.05  # in so many of them, by so much
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,9 @@ class Pace:
         without = self.table.mean(np.maximum(self.table.own[row] - others.max(axis=0), 0.0))
         means = np.delete(self.own, row)
         beyond = float(self.own[row] - np.median(means))
-        gain = max(0.0, min(without, beyond))
+        often = self.table.mean((self.table.own[row] > CLEARLY * others.max(axis=0)).astype(float))
+        known = self.table.counts.sum() >= FEWEST and often >= OFTEN
+        gain = max(0.0, min(without, beyond)) if known else 0.0
         return Straggler(self.table.ranks[row], float(self.own[row]), float(np.median(means)), self._phase(row), gain)
 
     def _phase(self, row: int) -> str:

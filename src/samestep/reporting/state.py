@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 from samestep.reporting.account import last
@@ -37,7 +39,8 @@ def state(analysis: Analysis, now: float) -> State:
         told.append(_running(analysis, now))
     elif about:
         told.append(_exit(about))
-    told += [*_failure(about), *_ranks(analysis, over=word != "running"), *_others(analysis), *_foreign(analysis)]
+    told += [*_failure(about), *_hangs(analysis)]
+    told += [*_ranks(analysis, over=word != "running"), *_others(analysis), *_foreign(analysis)]
     return State(word, tuple(told))
 
 
@@ -73,9 +76,25 @@ def _running(analysis: Analysis, now: float) -> str:
 
 def _exit(about: Event) -> str:
     code = about.get("exit")
-    meaning = {0: "", PREEMPTED: ": preempted, and saved", HANG: ": it hung, and was stopped"}
+    meaning = {
+        0: "",
+        PREEMPTED: ": preempted, and saved",
+        HANG: ": it hung, and was stopped",
+        128 + signal.SIGINT: ": Ctrl-C",
+        128 + signal.SIGTERM: ": it was told to end, and had saved nothing by then",
+    }
     told = meaning.get(code, "") if isinstance(code, int) else ""
     return f"It ended with exit code {printable(code)}{told}."
+
+
+def _hangs(analysis: Analysis) -> Iterator[str]:
+    """What the launcher has said of hangs: of those that ended the run the failure tells."""
+    said = [one for one in analysis.run.said if one["kind"] in {"hang", "moves"} and one["attempt"] == analysis.number]
+    for one, after in zip_longest(said, said[1:]):
+        if one["kind"] == "hang" and analysis.run.about.get("exit") != HANG:
+            first = printable(str(one["text"]).partition("\n")[0])
+            moved = f"; {printable(after['text'])}" if after is not None and after["kind"] == "moves" else ""
+            yield f"It hung: {first}{moved}."
 
 
 def _failure(about: Event) -> Iterator[str]:

@@ -20,6 +20,7 @@ __all__: list[str] = []
 VERSION = 1  # of what --json writes
 NAMES = {"evaluate": "evaluation", "save": "saving", "load": "loading"}
 NOTHING = "Nothing stands out."
+MUCH = 0.2  # of all training, for one step
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,8 @@ def _step(analysis: Analysis) -> str:
     phases = sorted(account.phases.items(), key=lambda each: -each[1])
     told = ", ".join(f"{name} {share(account.part(spent))}" for name, spent in phases if account.part(spent) >= 0.005)
     slowest = f"; the slowest, step {account.slowest_step:,}, {seconds(account.slowest)}"
+    alone = account.slowest / account.training if account.training else 0.0
+    slowest += f", {share(alone)} of all training" if alone > MUCH and analysis.steps > 1 / MUCH else ""
     return f"A step takes {seconds(account.step)} (median {seconds(account.usual)}{slowest}): {told}."
 
 
