@@ -10,7 +10,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo compiled test prove zoo check format bench readme clean
+.PHONY: help demo compiled test prove zoo check format bench docs readme clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,7 +21,8 @@ help:
 	@echo "make check   formatting, lint and types"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make bench   the benchmarks, ours and theirs in alternation"
-	@echo "make readme  what verify says into the README, the diffs of moving over into their page"
+	@echo "make docs    the pages as a site, in build/site; it needs no network"
+	@echo "make readme  what verify says into the README, diffs and codes into their pages"
 	@echo "make clean   remove the environment and caches; runs/ stays"
 
 $(VENV)/torch: scripts/install-torch constraints.txt
@@ -70,9 +71,14 @@ format: $(VENV)/tested
 bench: $(VENV)/tested
 	@$(BIN)/samestep bench step
 
+docs: $(VENV)/tested
+	@$(BIN)/python -m sphinx -W --keep-going -q -j auto -b html docs build/site
+	@echo "build/site/index.html"
+
 readme: $(VENV)/installed
 	@$(BIN)/python scripts/readme.py
 	@$(BIN)/python scripts/moving.py
+	@$(BIN)/python scripts/codes.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

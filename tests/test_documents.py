@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 SOURCES = sorted((ROOT / "src" / "samestep").rglob("*.py"))
 
 
@@ -34,7 +34,7 @@ def test_the_readmes_code_runs(monkeypatch, tmp_path, capsys):
     assert any((tmp_path / "runs" / "digits").iterdir())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?://)([^)#]*)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert not target or (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -48,7 +48,7 @@ def clip_grad_norm_(
             parameters alone the world is not known, so there the check below cannot be made.
         max_norm: the largest norm allowed, in the gradients' unit; must not be negative.
         norm_type: the p of the p-norm, `float("inf")` for the largest absolute value.
-        error_if_nonfinite: raise if the norm is NaN or infinite, as torch.nn.utils.clip_grad_norm_ does.
+        error_if_nonfinite: raise if the norm is NaN or infinite, as `torch.nn.utils.clip_grad_norm_` does.
 
     Returns:
         The norm before clipping, 0-dim, on the device of the first gradient; 0 without gradients.

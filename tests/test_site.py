@@ -1,0 +1,192 @@
+"""The site: built as `make docs` builds it, whole, offline, and of one mind with the code."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import samestep
+import samestep.compress
+import samestep.testing
+from samestep import errors
+from samestep.cli import COMMANDS
+from samestep.verification.pages import PAGES
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+LOADED = {
+    "script": "src",
+    "link": "href",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "object": "data",
+}
+
+
+class Page(HTMLParser):
+    """What a page loads, what it links to, and the anchors and words in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.language = ""
+        self.text = text
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        told = dict(attributes)
+        if "id" in told:
+            self.anchors.add(told["id"])
+        if tag == "html":
+            self.language = told.get("lang", "")
+        if tag == "a" and told.get("href"):
+            self.links.append(told["href"])
+        if told.get(LOADED.get(tag, "")):
+            self.loads.append(told[LOADED[tag]])
+
+
+class Site(NamedTuple):
+    """Where it lies, and its pages by their place in it."""
+
+    folder: Path
+    pages: dict[str, Page]
+
+    def anchors(self, page: str) -> set[str]:
+        return self.pages[page].anchors
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    for needed in ("sphinx", "myst_parser", "furo"):
+        pytest.importorskip(needed, reason="the extra `docs` is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(folder)]
+    paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    done = subprocess.run(
+        [*command[:3], "-d", str(tmp_path_factory.mktemp("doctrees")), *command[3:]],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    files = sorted(folder.rglob("*.html"))
+    pages = {str(file.relative_to(folder)): Page(file.read_text(encoding="utf-8")) for file in files}
+    return Site(folder, pages)
+
+
+def test_every_page_is_in_it(site):
+    written = {str(page.relative_to(DOCS).with_suffix(".html")) for page in DOCS.rglob("*.md")}
+    assert written <= set(site.pages)
+
+
+def test_no_page_loads_anything_from_elsewhere(site):
+    foreign = [
+        f"{name}: {place}" for name, page in site.pages.items() for place in page.loads if re.match(r"(\w+:)?//", place)
+    ]
+    assert foreign == []
+
+
+def test_neither_does_a_style_sheet(site):
+    sheets = list(site.folder.rglob("*.css"))
+    assert sheets
+    foreign = re.compile(r"(@import|url\()\s*[\"']?(https?:)?//")
+    assert [sheet.name for sheet in sheets if foreign.search(sheet.read_text(encoding="utf-8"))] == []
+
+
+def test_links_between_pages_lead_to_something_that_is_there(site):
+    broken = []
+    for name, page in site.pages.items():
+        for link in page.links:
+            target, _, anchor = link.partition("#")
+            if re.match(r"\w+:", link):
+                continue
+            place = name if not target else os.path.normpath(Path(name).parent / target)
+            exists = place in site.pages or (site.folder / place).is_file()
+            if not exists or (anchor and place in site.pages and anchor not in site.anchors(place)):
+                broken.append(f"{name}: {link}")
+    assert broken == []
+
+
+@pytest.mark.parametrize("module", [samestep, samestep.compress, samestep.testing], ids=lambda module: module.__name__)
+def test_every_public_name_is_in_the_reference(site, module):
+    anchors = site.anchors("reference.html")
+    names = {f"{module.__name__}.{name}" for name in module.__all__}
+    assert {name for name in names if not {name, f"module-{name}"} & anchors} == set()
+
+
+def test_every_command_is_on_its_page_with_its_options(site):
+    text = site.pages["commands.html"].text
+    for name in COMMANDS:
+        assert f"samestep-{name}" in site.anchors("commands.html")
+        assert f"usage: samestep {name}" in text
+    assert "--on-hang" in text
+
+
+def test_every_finding_and_every_error_has_its_entry(site):
+    anchors = site.anchors("codes.html")
+    assert set(PAGES) <= anchors
+    assert {name.lower() for name in errors.__all__} <= anchors
+
+
+def test_the_page_of_codes_is_what_the_script_writes():
+    command = [sys.executable, "scripts/codes.py", "--check"]
+    paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout.decode()
+
+
+def test_chinese_pages_say_so_and_have_the_commands_of_the_english_ones(site):
+    for page in sorted(DOCS.glob("zh/*.md")):
+        assert site.pages[f"zh/{page.stem}.html"].language == "zh-Hans"
+        assert blocks(page) == blocks(DOCS / page.name), f"zh/{page.name} has other blocks of code than {page.name}"
+
+
+def blocks(page):
+    """The blocks of code of a page, without what differs by language: comments, and whole lines of words."""
+    found = re.findall(r"```\w*\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    return [[line for line in map(command_of, block.splitlines()) if line] for block in found]
+
+
+def command_of(line):
+    """The command in a line, if there is one, without what is said of it."""
+    known = re.match(r"\s*\$? ?((?:samestep|python3?|srun|mpiexec|pip|git|make)\b(?:(?!  |#).)*)", line)
+    return known[1].strip() if known else ""
+
+
+@pytest.mark.parametrize("page", ["start.md", "zh/start.md"])
+def test_the_code_of_the_first_page_is_a_script(page):
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in ast.parse(code).body)
+
+
+def test_the_script_of_the_first_page_prints_what_the_page_says(tmp_path):
+    pytest.importorskip("sklearn", reason="its digits are the example's data")
+    text = (DOCS / "start.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "train.py").write_text(code, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-P", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    epochs = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)", done.stdout, re.MULTILINE)]
+    shown = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)", text, re.MULTILINE)][:5]
+    assert epochs == pytest.approx(shown, rel=0.05)  # other processors round otherwise, and training amplifies it
