@@ -312,3 +312,5 @@ def test_stages_wait_for_each_other_and_draw_their_first_steps(folder: Any) -> N
         assert all(0 <= begin <= end for *_, begin, end in told["actions"])
         waits = {span[3] for span in log.steps[2]["spans"] if span[0] == "collective" and len(span) > 3}
         assert f"recv from stage {1 - log.rank}" in waits
+        within = [span for span in log.steps[2]["spans"] if span[0] == "collective" and len(span) == 3]
+        assert within  # of samestep's own: no line of the script is told to have called them

@@ -69,3 +69,16 @@ def test_long_steps_in_which_nobody_waits_are_no_hang_and_the_recorders_are_aske
     said, orders = watched(flights)
     assert said == []
     assert orders == [("flight", [0, 1])]
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize(("hosts", "said"), [(["a", "a"], []), (["a", "b"], ["slow for all"])])
+def test_no_network_is_blamed_within_one_host(hosts: list[str], said: list[str], monkeypatch: Any) -> None:
+    loop, heard = Loop(), []
+    watch = Vigil(loop, lambda: [0, 1], lambda *_: None, heard.append, lambda _: None)
+    for rank, host in enumerate(hosts):
+        watch.hear(host, "pulse", asdict(computing(rank)))
+    monkeypatch.setattr(watch._stragglers, "found", lambda *_: [("network", [], "slow for all")])
+    watch._compare()
+    watch.close()
+    assert heard == said

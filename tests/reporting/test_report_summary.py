@@ -67,6 +67,40 @@ def test_ranks_that_are_slow_in_turn_are_not_named(tmp_path):
     assert found["changing stragglers"].gain == pytest.approx(2 / 22)
 
 
+def test_one_long_step_makes_no_slow_rank_and_is_told_as_that(tmp_path):
+    """Frozen for 9 s once: in all other steps the rank keeps up."""
+    own = lambda rank, step: OWN | {"backward": 9_000_000 if (rank, step) == (1, 20) else 8_000}  # noqa: E731
+    made = Made(tmp_path, steps=40, own=own)
+    assert "straggler" not in advised(made)
+    (step,) = [line for line in told(made).time if line.startswith("A step takes")]
+    assert "the slowest, step 20, 9.01 s, 93 % of all training)" in step
+
+
+def test_a_dozen_steps_make_no_slow_rank(tmp_path):
+    own = lambda rank, step: OWN | {"backward": 12_000 if rank == 1 else 8_000}  # noqa: E731
+    assert "straggler" not in advised(Made(tmp_path, steps=13, own=own))
+
+
+@pytest.mark.parametrize(("moves", "end"), [(False, "."), (True, "; it moves again, after 27 s.")])
+def test_a_hang_is_told_and_counts_in_the_time(tmp_path, moves, end):
+    made = Made(tmp_path, ended=lambda rank: False, about={"exit": 130, "ended": T0 + 30.0})
+    made.say("hang", "nothing has moved for 12 s: rank 1 is frozen\n    more", 1)
+    if moves:
+        made.say("moves", "it moves again, after 27 s")
+    found = told(made)
+    assert f"It hung: nothing has moved for 12 s: rank 1 is frozen{end}" in found.state.sentences
+    assert "It ended with exit code 130: Ctrl-C." in found.state.sentences
+    assert found.time[0].startswith("Of 30.0 s from begin to end ")
+
+
+def test_int8_is_advised_between_hosts_only(tmp_path):
+    for hosts in (1, 2):
+        made = Made(tmp_path / str(hosts), buckets=1, host=lambda rank, hosts=hosts: f"node{rank % hosts}")
+        text = advised(made)["overlap"].text
+        assert 'samestep.replicate(…, buckets="auto")' in text
+        assert ("int8" in text) == (hosts == 2)
+
+
 def test_waiting_for_data_is_told_with_what_it_would_bring(tmp_path):
     piece = advised(Made(tmp_path, own=lambda rank, step: OWN | {"data": 5_000}))["data"]
     assert piece.gain == pytest.approx(5 / 22)

@@ -10,6 +10,7 @@ from made_runs import T0, Made
 
 from samestep.reporting.live import latest
 from samestep.reporting.live.latest import LatestReader, Tail, clean, forget, open_latest
+from samestep.reporting.record import opened
 
 
 def test_of_a_huge_file_the_first_and_the_last_events_are_read(tmp_path):
@@ -144,3 +145,10 @@ def test_what_is_no_file_has_no_lines(tmp_path):
 def test_a_line_is_shown_and_never_obeyed(line, shown):
     assert clean(line) == shown
     assert clean(line).isprintable()
+
+
+def test_a_record_that_is_cut_is_a_problem(tmp_path):
+    made = Made(tmp_path)
+    made.write()
+    (tmp_path / "run.json").write_text('{"command": ["tra', encoding="utf-8")
+    assert opened(tmp_path).problems == ["run.json is cut, or no JSON: what was run, and how it ended, is not known"]

@@ -271,6 +271,7 @@ def test_phases_are_told_apart_without_colour_and_with_it(tmp_path):
     assert re.search(r" Dd*Ff+Bb+Ww+Oo* ", row_of(drawn(made), 0))
     bar = Marks().bar({"forward": 1.0, "backward": 2.0}, 9)
     assert bar.plain == "F  B     "
+    assert Marks(few=True).bar({"forward": 1.0, "backward": 2.0}, 9).plain == "FffBbbbbb"  # some grounds are the same
     grounds = [(span.start, span.end, span.style.bgcolor.name) for span in bar.spans]
     assert grounds == [(0, 3, "#56b4e9"), (3, 9, "#0072b2")]
 

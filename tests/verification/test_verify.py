@@ -124,6 +124,7 @@ def test_where_nothing_is_trained_nothing_can_be_said(reports: Lazily[Report]) -
     report = reports["trains nothing"]
     assert (report.verdict, report.findings) == ("inconclusive", [])
     assert "there is no training to compare" in str(report)
+    assert report.coverage["communication"] == "not checked: the ranks send each other nothing"
 
 
 @pytest.mark.parametrize(

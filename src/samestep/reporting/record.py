@@ -156,6 +156,8 @@ class Run:
         """What could not be read, a line each."""
         readers = [log.reader for log in self.ranks.values()] + ([self._launcher] if self._launcher else [])
         told = [f"{one.path.name}: {one.torn} lines that are no events were left out" for one in readers if one.torn]
+        if self.path.joinpath("run.json").exists() and not self.about:
+            told.append("run.json is cut, or no JSON: what was run, and how it ended, is not known")
         told += [
             f"{one.path.name} has lines of version {one.newer}: a later samestep wrote them, and they were left out"
             for one in readers

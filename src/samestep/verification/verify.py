@@ -144,7 +144,8 @@ def _blame(ended: runs.Ended, whole: Run, record: Record, report: Report) -> Non
     """Says what a run that did not end well was: a difference, unless the script ends so alone too."""
     alone = whole.ended
     if alone.hung or alone.code != 0:
-        report.inconclusive = f"the script fails alone too: {_reason(alone)}"
+        where = f", at {alone.failure['where']}" if alone.failure and alone.failure.get("where") else ""
+        report.inconclusive = f"the script fails alone too{where}: {_reason(alone)}"
         return
     report.add([communication.stuck(record) if ended.hung else _crash(ended, record)])
 
@@ -153,7 +154,12 @@ def _reason(ended: runs.Ended) -> str:
     if ended.hung:
         return "nothing moves any more"
     failure = ended.failure
-    return ended.tail(1) if failure is None else f"{failure['exception']}: {failure['message'][:300]}"
+    if failure is None:
+        return ended.tail(1)
+    said = re.search(r"its last line: (.+)", ended.tail())  # of a rank that has ended itself the launcher quotes it
+    if failure["exception"] == "SystemExit" and said:
+        return f"exit code {ended.code}: {said[1]}"
+    return f"{failure['exception']}: {failure['message'][:300]}"
 
 
 def _crash(ended: runs.Ended, record: Record) -> Finding:

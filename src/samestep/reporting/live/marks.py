@@ -2,6 +2,7 @@
 
     in colour     D▒ F▒▒▒▒ B▒▒▒▒▒▒▒ W▒▒▒ O▒▒         each phase on a ground of its own, with its letter at its head
     without       DdFffffBbbbbbbbWwwwOoo             each phase in its own letter, with a capital at its head
+    16 colours    both: some grounds become the same
 
 The grounds are Okabe and Ito's, which the colour-blind tell apart (https://jfly.uni-koeln.de/color, 2008).
 """
@@ -51,11 +52,13 @@ class Marks:
 
     Args:
         colours: it has some.
+        few: no more than 16.
         ascii_only: it has no letters but those.
     """
 
-    def __init__(self, *, colours: bool = True, ascii_only: bool = False) -> None:
+    def __init__(self, *, colours: bool = True, few: bool = False, ascii_only: bool = False) -> None:
         self.colours = colours
+        self._lettered = few or not colours
         self.rule, self.chosen, self.more = ("-", ">", "~") if ascii_only else ("─", "▸", "…")
         self._sparks = "_.-=+*%#" if ascii_only else SPARKS
         self._styles = {name: Style.parse(f"{mark.ink} on {mark.ground}") for name, mark in PHASES.items()}
@@ -66,7 +69,7 @@ class Marks:
         text = Text(no_wrap=True)
         for name, count in apportioned(spent, width).items():
             letter = PHASES[name].letter
-            filling = " " if self.colours else letter.lower()
+            filling = letter.lower() if self._lettered else " "
             text.append(letter + filling * (count - 1), self._styles[name] if self.colours else "")
         text.append(" " * (width - len(text)))
         return text

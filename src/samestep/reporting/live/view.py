@@ -47,7 +47,8 @@ class View:
     def __post_init__(self) -> None:
         encoding = (self.console.encoding or "").lower().replace("-", "")
         colours = self.console.color_system is not None and not self.console.no_color
-        self.marks = Marks(colours=colours, ascii_only=not encoding.startswith("utf"))
+        few = self.console.color_system == "standard"
+        self.marks = Marks(colours=colours, few=few, ascii_only=not encoding.startswith("utf"))
 
     @property
     def scene(self) -> Scene:
