@@ -172,3 +172,32 @@ def test_help_needs_no_torch() -> None:
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=False)
     assert "samestep run --settings chosen.toml train.py" in done.stdout
     assert "| torch\n" not in done.stderr
+
+
+DEALT = """
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dataset = TensorDataset(torch.randn(512, 8), torch.randn(512, 1))
+loader = DataLoader(dataset, batch_size=16, sampler=DistributedSampler(dataset, num_replicas=1, rank=0))
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in loader:
+    optimizer.zero_grad()
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_batch_of_a_distributed_sampler_is_one_ranks(files, tmp_path, capfd) -> None:
+    (tmp_path / "train.py").write_text(DEALT)
+    saved = tmp_path / "dealt.json"
+    assert plan("--cluster", files[1], "--ranks", 4, "--save-profile", saved, tmp_path / "train.py") == 0
+    assert "each process keeps its batch of 16, as DistributedSampler has it" in capfd.readouterr().err
+    assert json.loads(saved.read_text())["per_rank"] is True
+    samples = []
+    for option in ("--scale-batch", "--no-scale-batch"):
+        assert plan("--profile", saved, "--cluster", files[1], "--ranks", 4, option, "--json", tmp_path / "p.json") == 0
+        points = json.loads((tmp_path / "p.json").read_text())["points"]
+        samples.append([one["data"]["samples"] for one in points if "data" in one])
+    assert samples == [[32, 64], [16, 16]]

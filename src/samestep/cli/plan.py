@@ -51,12 +51,18 @@ def main(arguments: Sequence[str]) -> int:
         print(f"the profile is in {options.save}", file=sys.stderr)
     from samestep.planning.planned import planned
 
-    found = planned(profile, cluster, options.ranks or cluster.ranks, grows=options.grows)
+    grows = profile.per_rank if options.grows is None else options.grows
+    if profile.per_rank and options.grows is None:
+        text = f"each process keeps its batch of {profile.batch}, as DistributedSampler has it (or --no-scale-batch)"
+        print(text, file=sys.stderr)
+    found = planned(profile, cluster, options.ranks or cluster.ranks, grows=grows)
     _write(options, found)
     for line in found.lines():
         print(line)
     if options.apply is not None:
-        print(f"samestep run --settings {options.apply} … starts it so")
+        several = found.best is not None and found.best.way.ranks > cluster.devices
+        hosts = " --hosts …" if several else ""
+        print(f"samestep run --settings {options.apply}{hosts} … starts it so")
     return 0 if found.best is not None else 1
 
 
@@ -75,8 +81,9 @@ def _parser() -> Parser:
     add(
         "--scale-batch",
         dest="grows",
-        action="store_true",
-        help="every process takes as many samples as the profiled one: a larger batch, another training",
+        action=argparse.BooleanOptionalAction,
+        help="every process takes as many samples as the profiled one: a larger batch, another training (default: "
+        "where the script deals its data out by DistributedSampler, and its batch is one process's)",
     )
     add("--save-profile", dest="save", metavar="FILE", type=Path, help="keep the profile")
     add("--apply", metavar="FILE.toml", type=Path, help="write settings for `samestep run --settings`")

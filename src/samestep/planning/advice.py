@@ -125,7 +125,11 @@ def _others(planner: Planner, adding: float) -> Iterator[tuple[str, Callable[[],
     yield "a network of half the latency", lambda: replace(planner, fabric=Altered(fabric, latency=0.5)), True
     yield "devices twice as quick", lambda: replace(planner, speed=2 * planner.speed), True
     if profile.other_s > 0:
-        yield "leave out what the script does besides", lambda: _with(planner, replace(profile, other_s=0.0)), True
+        yield (
+            "leave out what the script does beside model, data and optimizer",
+            lambda: _with(planner, replace(profile, other_s=0.0)),
+            True,
+        )
     yield 'gradients of 8 bits (compress="int8")', lambda: compressed(planner, adding), False
     yield "a batch twice as large", lambda: replace(planner, times=2 * planner.times), False
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,13 +80,14 @@ def profile_of(seen: Seen, say: Say) -> Profile:
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
     models = [bare(model) for model, _ in seen.calls]
     buffers = {id(each): each.nbytes for model in models for each in model.buffers()}
+    spent: Any = {f"{name}_s": parts[name] for name in PARTS}
     return Profile(
         script=seen.script,
         machine=machine(),
         torch=str(torch.__version__),
         batch=batch,
         steps=len(seen.chosen),
-        **{f"{name}_s": parts[name] for name in PARTS},
+        **spent,
         step_low_s=low,
         step_high_s=high,
         gradients=gradients,

@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,22 @@ class Observing(Observer, Taker, Listener):
         self._last: Any = None  # whose step ends a step
         self._undo: list[Callable[[], None]] = []
         self._over = False
+        self._dealt = False  # the script deals its data out to ranks, and a batch is one rank's
         self._begin_anew()
         spawning.watch(self)
         progress.tell_also(self)
         when_imported("torch.optim.optimizer", self._watch_optimizers)
+        when_imported("torch.utils.data.distributed", self._watch_samplers)
+
+    def _watch_samplers(self, module: Any) -> None:
+        original = module.DistributedSampler.__init__
+
+        @functools.wraps(original)
+        def dealing(sampler: Any, *args: Any, **kwargs: Any) -> None:
+            self._dealt = True
+            original(sampler, *args, **kwargs)
+
+        module.DistributedSampler.__init__ = dealing
 
     def _watch_optimizers(self, module: Any) -> None:
         module.register_optimizer_step_pre_hook(self._before_step)
@@ -277,7 +290,7 @@ class Observing(Observer, Taker, Listener):
         timed = range(WARM_UP, WARM_UP + int(self._order["steps"]))
         seen = Seen(self._order["script"], self.steps, timed, calls, self.optimizers)
         try:
-            profile_of(seen, self._tell).save(self._folder.parent / RESULT)
+            replace(profile_of(seen, self._tell), per_rank=self._dealt).save(self._folder.parent / RESULT)
         except UsageError as error:
             self.journal.write("refused", why=str(error))
 

@@ -81,6 +81,7 @@ class Profile:
         sizes: forward and backward of batches of several sizes; empty where only the step itself is known.
         layers: what they cost, by samples of a micro-batch; empty where the model cannot be cut.
         uncut: why there are no layers; None where there are.
+        per_rank: the batch is that of each rank: the script deals its data out by torch's DistributedSampler.
 
     Raises:
         UsageError: a negative or endless number, a batch of none or one given twice, no gradients, or unlike numbers of
@@ -107,6 +108,7 @@ class Profile:
     sizes: tuple[Size, ...] = ()
     layers: Mapping[int, tuple[Layer, ...]] = field(default_factory=dict)
     uncut: str | None = None
+    per_rank: bool = False
 
     def __post_init__(self) -> None:
         _check_numbers(self, "")
@@ -210,7 +212,13 @@ def _made(kind: Any, given: Any, where: str) -> Any:
 
 
 _DIGITS = 18  # of a number of samples
-_WORDS = {"int": "a whole number", "float": "a number", "str": "a text", "str | None": "a text or null"}
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "str | None": "a text or null",
+    "bool": "true or false",
+}
 
 
 def _fits(wanted: str, value: Any) -> bool:
@@ -218,6 +226,8 @@ def _fits(wanted: str, value: Any) -> bool:
         return True
     if wanted.startswith("str"):
         return isinstance(value, str) or (value is None and wanted != "str")
+    if wanted == "bool":
+        return isinstance(value, bool)
     return isinstance(value, int if wanted == "int" else (int, float)) and not isinstance(value, bool)
 
 

@@ -109,7 +109,7 @@ def _quickest(planner: Planner, points: Sequence[Point]) -> Iterator[str]:
     times = speed_up(planner, best)
     yield (
         f"Quickest: {best.way}, {seconds_text(best.seconds)} a step of {best.samples} samples, {times:.2f} times one "
-        f"process, {100 * efficiency(planner, best):.0f} % of what {best.way.ranks} could give at best."
+        f"process, {100 * efficiency(planner, best):.0f} % of {best.way.ranks} times as much."
     )
 
 
