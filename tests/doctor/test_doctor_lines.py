@@ -324,7 +324,9 @@ def found(**changes):
 
 
 def test_hosts_alike_are_fine():
-    assert levels(judge(found())) == [("links", "fine"), ("clocks", "fine"), ("shared folder", "fine")]
+    lines = list(judge(found()))
+    assert levels(lines) == [(about, "fine") for about in ("links", "from a", "from b", "clocks", "shared folder")]
+    assert [line.text for line in lines][1:3] == ["b 0.10 ms, 1.0 GB/s; c 0.10 ms, 1.0 GB/s", "c 0.10 ms, 1.0 GB/s"]
 
 
 def test_a_slow_link_a_wrong_clock_and_a_folder_of_ones_own_are_named():

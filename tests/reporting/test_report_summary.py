@@ -151,9 +151,9 @@ def test_batches_of_a_loader_of_its_own_are_compared_by_the_numbers_in_them(tmp_
     )
     found, ledger = advised(made), analysed(opened(tmp_path)).ledger
     assert (ledger.unit, ledger.imbalance) == ("elements", pytest.approx(0.5))
-    assert "50 % more numbers in its batches than the mean" in found["imbalance"].text
+    assert "50 % more numbers in batches than the mean" in found["imbalance"].text
     assert content.shares(analysed(opened(tmp_path)))[0][1::3] == ["not told", "not told"]
-    assert "numbers in its batches (samples are told by samestep.shards alone)" in content.ledger_words(
+    assert "numbers in batches (samples are told by samestep.shards alone)" in content.ledger_words(
         analysed(opened(tmp_path))
     )
 

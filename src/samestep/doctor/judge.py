@@ -21,6 +21,7 @@ def judge(found: dict[str, Any]) -> Iterator[Line]:
     """Yields lines of what :func:`samestep.doctor.between.measure` has found."""
     hosts, pairs = found["hosts"], found["pairs"]
     yield from _links(hosts, pairs)
+    yield from _matrix(hosts, pairs)
     yield from _clocks(hosts, pairs)
     yield _folder(hosts, found["shared"], found["folder"])
 
@@ -32,7 +33,7 @@ def _links(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Li
     bandwidth = median(pair["bytes_per_s"] for pair in pairs)
     odd = False
     for pair in pairs:
-        text = f"{_pair(hosts, pair)}: {seconds(pair['latency_s'])}, {size(pair['bytes_per_s'])}/s"
+        text = f"{_pair(hosts, pair)}: {_figures(pair)}"
         if len(pairs) > 1 and pair["bytes_per_s"] < SLOW * bandwidth:
             odd = True
             effect = f"every all-reduce waits for it: the others have {size(bandwidth)}/s"
@@ -49,6 +50,18 @@ def _links(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Li
         yield Line("links", "note", text, effect, mend)
     else:
         yield fine("links", text)
+
+
+def _matrix(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Line]:
+    """Of more than two hosts a row for each: what lies between it and those behind it."""
+    for rank, host in enumerate(hosts[:-1] if len(hosts) > 2 else ()):
+        row = [pair for pair in pairs if pair["first"] == rank]
+        told = (f"{hosts[pair['second']]} {_figures(pair)}" for pair in sorted(row, key=lambda pair: pair["second"]))
+        yield fine(f"from {host}", "; ".join(told))
+
+
+def _figures(pair: dict[str, Any]) -> str:
+    return f"{seconds(pair['latency_s'])}, {size(pair['bytes_per_s'])}/s"
 
 
 def _pair(hosts: Sequence[str], pair: dict[str, Any]) -> str:

@@ -106,7 +106,7 @@ def _uneven(analysis: Analysis) -> Iterator[Advice]:
     ledger = analysis.ledger
     if ledger is None or analysis.is_staged:
         return
-    what = {"samples": "samples", "weight": "weight (tokens, say)", "elements": "numbers in its batches"}[ledger.unit]
+    what = {"samples": "samples", "weight": "weight (tokens, say)", "elements": "numbers in batches"}[ledger.unit]
     text = (
         f"The steps' work is uneven: the rank that has most has {share(ledger.imbalance)} more {what} than the "
         "mean, and the times follow. Divide by cost (`samestep.shards(…, cost=lengths)`)"

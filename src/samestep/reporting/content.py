@@ -172,7 +172,7 @@ def shares(analysis: Analysis) -> list[Row]:
 WORK = {
     "samples": "samples",
     "weight": "weight",
-    "elements": "numbers in its batches (samples are told by samestep.shards alone)",
+    "elements": "numbers in batches (samples are told by samestep.shards alone)",
 }
 
 
