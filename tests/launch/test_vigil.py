@@ -71,13 +71,12 @@ def test_long_steps_in_which_nobody_waits_are_no_hang_and_the_recorders_are_aske
     assert orders == [("flight", [0, 1])]
 
 
-@pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize(("hosts", "said"), [(["a", "a"], []), (["a", "b"], ["slow for all"])])
-def test_no_network_is_blamed_within_one_host(hosts: list[str], said: list[str], monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("machines", "said"), [(1, []), (2, ["slow for all"])])
+def test_no_network_is_blamed_within_one_machine(machines: int, said: list[str], monkeypatch: Any) -> None:
     loop, heard = Loop(), []
-    watch = Vigil(loop, lambda: [0, 1], lambda *_: None, heard.append, lambda _: None)
-    for rank, host in enumerate(hosts):
-        watch.hear(host, "pulse", asdict(computing(rank)))
+    watch = Vigil(loop, lambda: [0, 1], lambda *_: None, heard.append, lambda _: None, machines=machines)
+    for rank in (0, 1):
+        watch.hear("localhost", "pulse", asdict(computing(rank)))  # machines may have the same name
     monkeypatch.setattr(watch._stragglers, "found", lambda *_: [("network", [], "slow for all")])
     watch._compare()
     watch.close()

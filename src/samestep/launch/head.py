@@ -81,6 +81,7 @@ class Attempt:
     grace: float
     hang_after: float = LEAST
     on_hang: OnHang = "auto"
+    machines: int = 1
     note: Note = lambda *_: None
 
 
@@ -185,6 +186,7 @@ class Head:
             lambda text: self.hosts[0].send("standing", text=text),
             least=attempt.hang_after,
             on_hang=attempt.on_hang,
+            machines=attempt.machines,
             logs=attempt.console.logs,
         )
 

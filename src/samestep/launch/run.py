@@ -251,6 +251,7 @@ def _attempt(head: Head, plan: Plan, number: int) -> Verdict:
             grace=plan.grace,
             hang_after=plan.hang_after,
             on_hang=plan.on_hang,
+            machines=len({part.machine for part in plan.parts}),
             note=_noting(plan, number),
         )
         verdict = head.run(attempt)

@@ -50,6 +50,7 @@ class Vigil:
         stop: ends the run for this reason.
         least: seconds without a move that are no hang.
         on_hang: "stop" ends the run, "wait" does not, "auto" ends what cannot go on by itself.
+        machines: that the ranks are on; on a single one no network is blamed.
         logs: where stacks are kept, for a person.
     """
 
@@ -65,12 +66,13 @@ class Vigil:
         *,
         least: float = LEAST,
         on_hang: OnHang = "auto",
+        machines: int = 1,
         logs: str = "",
     ) -> None:
         self._loop, self._running, self._order = loop, running, order
         self._say, self._stop, self._note, self._show = say, stop, note, show
         self._shown = ""
-        self._least, self._on_hang, self._logs = least, on_hang, logs
+        self._least, self._on_hang, self._machines, self._logs = least, on_hang, machines, logs
         self._pulses: dict[int, Pulse] = {}
         self._standing: dict[int, str] = {}
         self._flights: dict[int, list[Flight]] = {}
@@ -109,7 +111,7 @@ class Vigil:
             return
         began = time.monotonic()
         for kind, ranks, line in self._stragglers.found(self._running(), began):
-            if kind != "network" or len(set(self._hosts.values())) > 1:  # within a host ranks wait for cores
+            if kind != "network" or self._machines > 1:  # within one ranks wait for cores
                 self._tell_of(kind, ranks, line)
         self._loop.at(max(QUICK, IDLE * (time.monotonic() - began)), self._compare)
 

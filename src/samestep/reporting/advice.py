@@ -206,7 +206,7 @@ def _uneven_gain(analysis: Analysis) -> float:
 
 
 def _hosts(analysis: Analysis) -> int:
-    return len({log.begin.get("host", log.host) for log in analysis.logs})
+    return len({log.host for log in analysis.logs})  # machines of one name have folders of their own
 
 
 def _host(analysis: Analysis, rank: int) -> str:
