@@ -19,10 +19,10 @@ from test_hosts import SECRET, await_ranks, children_of, command_of, finish, ref
 from test_supervise import wait_until_gone
 from test_versions import other_version_on
 
+from deadline import in_time
 from samestep._version import __version__
 
 AGAIN = 10.0  # seconds from the moment that the replacement is there to the first step
-LEEWAY = 5.0  # for a busy machine
 
 SCRIPT = """
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -98,7 +98,7 @@ def test_an_agent_that_was_killed_is_started_again_through_the_same_transport(la
     os.kill(agent_on(lab, "node2"), signal.SIGKILL)
     code, out, err = finish(process)
     assert code == 0, err
-    assert resumed(folder, out) - lost_at < AGAIN + LEEWAY
+    assert in_time(resumed(folder, out) - lost_at, AGAIN)
     assert (
         "host node2 is lost (its agent has ended, or the connection to it): trying to start its agent again over ssh, "
         "for up to 300 s (--join-timeout)" in err
@@ -128,7 +128,7 @@ def test_a_cable_that_is_put_back_brings_its_host_back(lab, start, folder):
     back_at = time.monotonic()
     code, out, err = finish(process)
     assert code == 0, err
-    assert resumed(folder, out) - back_at < AGAIN + LEEWAY
+    assert in_time(resumed(folder, out) - back_at, AGAIN)
 
 
 def test_a_host_that_does_not_come_back_ends_the_run_with_its_cause(lab, start, folder):
@@ -138,7 +138,9 @@ def test_a_host_that_does_not_come_back_ends_the_run_with_its_cause(lab, start, 
     lab.crash("node2")  # its sshd as well
     code, _, err = finish(process)
     assert code == 1
-    assert 4 < time.monotonic() - lost_at < 4 + 5 + LEEWAY
+    took = time.monotonic() - lost_at
+    assert took > 4
+    assert in_time(took, 4 + 5)
     assert "no replacement came within 4 s for host node2 (host node2: nothing listens there" in err
     assert (folder.result["failure"]["host"], folder.result["failure"]["exception"]) == ("node2", "HostLost")
     last = err[err.index("not started again") :].splitlines()
@@ -157,7 +159,7 @@ def test_a_signal_ends_the_wait_at_once(lab, start, folder, number, code):
     asked_at = time.monotonic()
     process.send_signal(number)
     assert (finish(process)[0], folder.result["exit"]) == (code, code)
-    assert time.monotonic() - asked_at < 3 + LEEWAY
+    assert in_time(time.monotonic() - asked_at, 3)
     assert folder.result["failure"]["host"] == "node2"
     wait_until_gone(running)
 
@@ -225,7 +227,7 @@ def test_the_same_command_started_again_takes_the_place_of_the_one_that_was_kill
     back_at = time.monotonic()
     code, out, err = finish(first)
     assert code == 0, err
-    assert resumed(folder, out) - back_at < AGAIN + LEEWAY
+    assert in_time(resumed(folder, out) - back_at, AGAIN)
     assert finish(third)[0] == 0
     wait_until_gone(running)
 
