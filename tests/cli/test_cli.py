@@ -36,6 +36,23 @@ def test_python_m_samestep_is_the_same_program():
     assert done.stdout.startswith("samestep ")
 
 
+@pytest.mark.parametrize("command", ["run", "verify", "plan"])
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [(b"#!/bin/bash\necho hello\n", "a script for bash"), (b"\x7fELF\x02\x01\x01\0\0", "no text")],
+)
+def test_what_is_no_python_is_refused(command, content, what, tmp_path, capsys):
+    (tmp_path / "start").write_bytes(content)
+    assert main([command, str(tmp_path / "start")]) == 2
+    assert f"start is {what}: name a Python script" in capsys.readouterr().err
+
+
+def test_a_shell_script_that_goes_on_in_python_is_run(tmp_path, capfd):
+    (tmp_path / "start").write_text("#!/bin/sh\n'''exec' python3 \"$0\" '''\nprint('here')\n", encoding="utf-8")
+    assert main(["run", "--run-dir", str(tmp_path / "kept"), str(tmp_path / "start")]) == 0
+    assert "here" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

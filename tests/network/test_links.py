@@ -70,7 +70,8 @@ def test_impossible_links_are_refused(make, problem):
 def test_links_say_what_they_are_in_units_one_reads():
     links = Links(Link(5e-6, 10e9), Link(20e-6, 1.25e9), local=8, adding_bytes_per_s=5e9)
     assert str(links) == (
-        "inside a host 5 µs a message and 10 GB/s, between hosts of 8 20 µs a message and 1.25 GB/s, adding 5 GB/s"
+        "inside a host 5 µs a message and 10 GB/s, between hosts of 8 ranks 20 µs a message and 1.25 GB/s, "
+        "adding 5 GB/s"
     )
     assert str(Links(Link(5e-6, 10e9))) == "5 µs a message and 10 GB/s"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from samestep.errors import UsageError
@@ -10,6 +11,9 @@ from samestep.launch.script import find_module
 from samestep.paths import default_run_path
 
 __all__: list[str] = []
+
+HEAD = 512  # bytes of a file that tell what it is
+SHELL = re.compile(rb"#!.*\b((?:ba|da|z|k)?sh)\b")
 
 
 def check_json(file: Path) -> None:
@@ -52,6 +56,22 @@ def _check_script(program: str) -> None:
     if not path.exists():
         hint = f"; for the module, `samestep run -m {program}`" if "/" not in program and path.suffix != ".py" else ""
         raise UsageError(f"there is no script {program} in {Path.cwd()}: check the path{hint}")
+    if path.is_file() and (found := _other_language(path)) is not None:
+        raise UsageError(f"{program} is {found}: name a Python script, and what it runs behind it")
+
+
+def _other_language(path: Path) -> str | None:
+    """Returns what a file is that is certainly not Python."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(HEAD)
+    except OSError:  # whoever runs it will say so
+        return None
+    shell = SHELL.match(begin)
+    if shell is not None and b"python" not in begin:  # a shell script may be one that goes on in Python
+        return f"a script for {shell[1].decode()}"
+    is_archive = begin.startswith(b"PK")  # python runs those
+    return "no text" if b"\0" in begin and not is_archive else None
 
 
 def _check_module(name: str) -> None:

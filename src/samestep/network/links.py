@@ -101,7 +101,7 @@ class Links:
     def __str__(self) -> str:
         parts = [f"inside a host {self.inside}" if self.between else f"{self.inside}"]
         if self.between:
-            parts.append(f"between hosts of {self.local} {self.between}")
+            parts.append(f"between hosts of {self.local} ranks {self.between}")
         if self.adding_bytes_per_s < float("inf"):
             parts.append(f"adding {bytes_text(self.adding_bytes_per_s)}/s")
         return ", ".join(parts)
@@ -153,9 +153,11 @@ def _deviation(line: tuple[float, float], samples: Sequence[tuple[float, float]]
 def seconds_text(seconds: float) -> str:
     """Returns a time with three digits and its unit.
 
-    >>> [seconds_text(s) for s in (0, 2.5e-8, 1.234e-5, 0.0099999, 12)]
-    ['0 s', '25 ns', '12.3 µs', '10 ms', '12 s']
+    >>> [seconds_text(s) for s in (0, 2.5e-8, 1.234e-5, 0.0099999, 12, -1.5e-4)]
+    ['0 s', '25 ns', '12.3 µs', '10 ms', '12 s', '-150 µs']
     """
+    if seconds < 0:
+        return f"-{seconds_text(-seconds)}"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds == 0 or float(f"{seconds:.3g}") >= scale:
             return f"{_three(seconds / scale)} {unit}"

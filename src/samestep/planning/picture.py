@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from samestep.planning.planned import Planned
@@ -13,6 +14,8 @@ from samestep.planning.told import TITLES
 __all__: list[str] = []
 
 WHOLE_PAGE = True  # plotly's own script lies in the page
+WIDTH = 150  # letters of a title's line
+LEFT, RIGHT = (0.0, 0.38), (0.45, 0.83)  # of the page's width: the plots; what is left is for the second one's legend
 
 
 def draw(plan: Planned, file: Path) -> None:
@@ -23,11 +26,21 @@ def draw(plan: Planned, file: Path) -> None:
     figure: Any = make_subplots(rows=1, cols=2, subplot_titles=titles)
     _curves(figure, plan)
     _parts(figure, plan)
-    figure.update_layout(title=plan.title().replace("\n", "<br>"), barmode="stack", template="plotly_white")
-    figure.update_xaxes(title="ranks", type="log", dtick=0.30103, row=1, col=1)
-    figure.update_yaxes(type="log", row=1, col=1)
-    figure.update_xaxes(title="ranks", type="category", row=1, col=2)
-    figure.write_html(file, include_plotlyjs=WHOLE_PAGE)
+    title = [part for line in plan.title().splitlines() for part in wrap(line, WIDTH)]
+    figure.update_layout(
+        title={"text": "<br>".join(title), "font": {"size": 14}},
+        margin={"t": 80 + 20 * len(title)},
+        barmode="relative",  # a part below 0 lies under the others
+        template="plotly_white",
+        legend={"x": 0.01, "y": 0.99},
+        legend2={"x": RIGHT[1] + 0.01, "y": 1.0},
+    )
+    figure.update_xaxes(title="ranks", type="log", dtick=0.30103, domain=LEFT, row=1, col=1)
+    figure.update_yaxes(type="log", dtick="D2", row=1, col=1)
+    figure.update_xaxes(title="ranks", type="category", domain=RIGHT, row=1, col=2)
+    for words, plot in zip(figure.layout.annotations, (LEFT, RIGHT), strict=True):
+        words.x = sum(plot) / 2
+    figure.write_html(file, include_plotlyjs=WHOLE_PAGE, default_height="96vh")
 
 
 def _curves(figure: Any, plan: Planned) -> None:
@@ -55,4 +68,4 @@ def _parts(figure: Any, plan: Planned) -> None:
     for name, words in WORDS.items():
         values = [1e3 * one.parts.shares()[name] for _, one in best]
         if any(values):
-            figure.add_bar(name=words, x=[str(n) for n, _ in best], y=values, row=1, col=2)
+            figure.add_bar(name=words, x=[str(n) for n, _ in best], y=values, legend="legend2", row=1, col=2)
