@@ -29,6 +29,24 @@ CONVOLUTIONS = (
 LINEAR = ((25088, 4096), (4096, 4096), (4096, 1000))
 INCEPTION = 23_834_568  # parameters, without the auxiliary head
 
+# The README of PyTorch's benchmarks/distributed/ddp: 8 V100 a machine, 4 x 100 Gb InfiniBand, batches of 32 a GPU, and
+# the median step of one process with DistributedDataParallel. Six NVLinks of 25 GB/s leave each GPU (topology there).
+DGX = parse(
+    "[nodes]\ncount = 4\ndevices = 8\n[links]\nnics = 4\n"
+    'inside = { latency = "10 us", bandwidth = "150 GB/s" }\nbetween = { latency = "10 us", bandwidth = "100 Gbit/s" }'
+)
+# The cluster of the paper on DistributedDataParallel (arXiv:2006.15704): 4 such machines with one 100 Gb card each.
+ONE_CARD = parse(
+    "[nodes]\ncount = 4\ndevices = 8\n[links]\n"
+    'inside = { latency = "10 us", bandwidth = "150 GB/s" }\nbetween = { latency = "10 us", bandwidth = "100 Gbit/s" }'
+)
+RESNETS = {  # parameters, how many tensors they are in (torchvision's), seconds of a step with DDP on one GPU
+    "ResNet-50": (25_557_032, 161, 0.100),
+    "ResNet-101": (44_549_160, 314, 0.171),
+    "ResNeXt-50": (25_028_904, 161, 0.147),
+    "ResNeXt-101": (88_791_336, 314, 0.425),
+}
+
 
 @dataclass(frozen=True)
 class Rings:
@@ -51,16 +69,23 @@ def vgg16() -> Profile:
     """Gradients are ready as the operations of the layers above them are done."""
     layers = [(9 * a * b + b, 9 * a * b * side * side) for a, b, side in CONVOLUTIONS]
     layers += [(a * b + b, a * b) for a, b in LINEAR]
-    return _profile("VGG-16", layers)
+    return _profile("VGG-16", layers, BATCH / RATES["VGG-16"])
 
 
 def inception() -> Profile:
     """What its layers take is left out: parameters become ready evenly over the backward."""
-    return _profile("Inception V3", [(INCEPTION // 48, 1)] * 48)
+    return _profile("Inception V3", [(INCEPTION // 48, 1)] * 48, BATCH / RATES["Inception V3"])
 
 
-def _profile(name: str, layers: Sequence[tuple[int, int]]) -> Profile:
-    seconds = BATCH / RATES[name]
+def resnet(name: str) -> Profile:
+    """Parameters become ready evenly over the backward, as far as is known."""
+    parameters, tensors, seconds = RESNETS[name]
+    return _profile(name, [(parameters // tensors, 1)] * tensors, seconds, batch=32, machine="V100")
+
+
+def _profile(
+    name: str, layers: Sequence[tuple[int, int]], seconds: float, *, batch: int = BATCH, machine: str = "P100"
+) -> Profile:
     backward, work = seconds * 2 / 3, sum(each for _, each in layers)
     gradients, done = [], 0
     for number, (parameters, each) in reversed(list(enumerate(layers))):
@@ -68,9 +93,9 @@ def _profile(name: str, layers: Sequence[tuple[int, int]]) -> Profile:
         gradients.append(Gradient(str(number), 4 * parameters, backward * done / work))
     return Profile(
         script=name,
-        machine="P100",
+        machine=machine,
         torch="-",
-        batch=BATCH,
+        batch=batch,
         steps=1,
         data_s=0.0,
         forward_s=seconds - backward,

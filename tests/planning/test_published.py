@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from published import BATCH, HOROVOD, Rings, inception, vgg16
+from published import BATCH, DGX, HOROVOD, ONE_CARD, RESNETS, Rings, inception, resnet, vgg16
 
 from samestep.planning import replicas
 from samestep.planning.offered import Offered
@@ -36,6 +36,23 @@ def test_the_efficiencies_of_horovod(row, profile, ranks):
     one = profile()
     step = replicas.step(one, Rings(Offered(HOROVOD)), Way(ranks), batch=BATCH * ranks)
     assert told(row) == round(100 * one.step_s / step.seconds)
+
+
+@pytest.mark.parametrize("name", RESNETS)
+def test_the_steps_of_pytorchs_benchmark(name):
+    step = replicas.step(resnet(name), Rings(Offered(DGX)), Way(16), batch=32 * 16)
+    row = f"PyTorch's DDP, {name}, 16 GPUs"
+    assert told(row) == round(1000 * step.seconds)
+    published = float(re.search(rf"{row} \| (\d+) ms", PAGE)[1])
+    assert 0.93 < told(row) / published < 1
+
+
+def test_what_overlapping_saves():
+    one, fabric = resnet("ResNet-50"), Rings(Offered(ONE_CARD))
+    step = replicas.step(one, fabric, Way(32), batch=32 * 32)
+    (ring,) = fabric.sums(32, 1, one.parameter_bytes)
+    behind = one.step_s + ring.link.seconds(one.parameter_bytes)
+    assert told("PyTorch's DDP, ResNet-50, 32 GPUs: overlapping saves") == round(100 * (1 - step.seconds / behind))
 
 
 @pytest.mark.parametrize(("parts", "row"), [(1, "whole batches"), (6, "6 micro-batches"), (10, "10 micro-batches")])
