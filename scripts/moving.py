@@ -1,4 +1,4 @@
-"""Brings the diffs in docs/moving.md up to date with examples/moving, or checks that they are (--check)."""
+"""Brings the diffs in docs/moving.md and docs/zh/moving.md up to date with examples/moving, or checks it (--check)."""
 
 from __future__ import annotations
 
@@ -8,27 +8,36 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "moving.md"
+PAGES = ("docs/moving.md", "docs/zh/moving.md")
 BLOCK = re.compile(r"```diff\n--- examples/moving/(\w+)/before\.py\n.*?```\n", re.DOTALL)
 
 
 def main() -> int:
-    """Returns 0 where the page shows what the files are, or does by now."""
-    text = PAGE.read_text(encoding="utf-8")
-    new = BLOCK.sub(lambda found: f"```diff\n{difference(found[1])}```\n", text)
-    if new == text:
-        return 0
+    """Returns 0 where the pages show what the files are, or do by now."""
+    stale = [name for name in PAGES if brought_up_to_date(text := read(name)) != text]
     if "--check" in sys.argv[1:]:
-        print("docs/moving.md shows other files than examples/moving holds: python scripts/moving.py mends it")
-        return 1
-    PAGE.write_text(new, encoding="utf-8")
+        for name in stale:
+            print(f"{name} shows other files than examples/moving holds: python scripts/moving.py mends it")
+        return 1 if stale else 0
+    for name in stale:
+        (ROOT / name).write_text(brought_up_to_date(read(name)), encoding="utf-8")
     return 0
+
+
+def read(name: str) -> str:
+    """Returns the text of a file of the repository."""
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def brought_up_to_date(text: str) -> str:
+    """Returns a page with the diffs that belong there."""
+    return BLOCK.sub(lambda found: f"```diff\n{difference(found[1])}```\n", text)
 
 
 def difference(name: str) -> str:
     """Returns the unified diff from one's before.py to its after.py."""
     names = [f"examples/moving/{name}/{side}.py" for side in ("before", "after")]
-    before, after = ((ROOT / each).read_text(encoding="utf-8").splitlines(keepends=True) for each in names)
+    before, after = (read(each).splitlines(keepends=True) for each in names)
     return "".join(difflib.unified_diff(before, after, fromfile=names[0], tofile=names[1], n=1))
 
 

@@ -17,6 +17,7 @@ MOVING = ROOT / "examples" / "moving"
 FROM = sorted(folder.name for folder in MOVING.iterdir() if (folder / "after.py").exists())
 INSTALLED = {"plain": 1, "torchrun": 2, "data_parallel": 1}  # whose before.py runs here, and on how many ranks
 PAGE = ROOT / "docs" / "moving.md"
+CHINESE = ROOT / "docs" / "zh" / "moving.md"
 
 
 def on(ranks, script):
@@ -42,12 +43,13 @@ def test_there_is_a_way_from_each():
     assert FROM == ["accelerate", "data_parallel", "fabric", "horovod", "plain", "torchrun"]
 
 
+@pytest.mark.parametrize("page", [PAGE, CHINESE], ids=["English", "Chinese"])
 @pytest.mark.parametrize("name", FROM)
-def test_the_page_shows_the_difference_between_the_files(name):
+def test_the_page_shows_the_difference_between_the_files(name, page):
     before, after = ((MOVING / name / f"{side}.py").read_text(encoding="utf-8") for side in ("before", "after"))
     paths = [f"examples/moving/{name}/{side}.py" for side in ("before", "after")]
     lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), paths[0], paths[1], n=1)
-    assert f"```diff\n{''.join(lines)}```\n" in PAGE.read_text(encoding="utf-8")
+    assert f"```diff\n{''.join(lines)}```\n" in page.read_text(encoding="utf-8")
 
 
 def test_the_pages_script_agrees():
