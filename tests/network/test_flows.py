@@ -50,6 +50,19 @@ def test_a_message_that_ends_leaves_its_rate_to_others():
     assert seconds([[(0, 1, 50), (0, 1, 100), (0, 2, 300)]], ring(SLOW, 8)) == pytest.approx(4.5)
 
 
+def test_a_message_that_must_be_expected_leaves_once_its_sender_knows_that_it_is():
+    slow = Switch(Cables(Link(2.0, 100.0)), 4)  # 4 s from host to host
+
+    def expected(*messages):
+        return play(messages, slow, placement.linear(slow, 4), expected=True)
+
+    assert expected([(0, 1, 100)]) == pytest.approx(4 + 1)  # both there at once: 2 to hear of it, 2 under way
+    assert expected([(0, 1, 100)], [(1, 2, 100)]) == pytest.approx(5 + 2 + 1)  # 2 has waited for long
+    # 0's last byte leaves after 3, so that 1 hears of 0 after 5, when it has received: it can answer at once
+    assert expected([(0, 1, 100)], [(1, 0, 100)]) == pytest.approx(5 + 2 + 1)
+    assert expected([(0, 1, 100), (1, 0, 100)], [(0, 1, 100), (1, 0, 100)]) == pytest.approx(2 * 5)  # a ring's rounds
+
+
 def test_a_rank_waits_for_its_own_messages_and_for_nobody_elses():
     network = Switch(SLOW, 6)
     apart = [[(0, 1, 100), (2, 3, 1000)], [(1, 0, 100), (4, 5, 700)]]

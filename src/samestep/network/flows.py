@@ -10,8 +10,15 @@ and the others go on growing [1]. A message that is split takes of each link its
     contention   a round ends everywhere before the next begins, and takes as long as its busiest link     100,000 ranks
     flows        ranks go on by themselves, and links are idle while their messages are held up elsewhere  some hundred
 
-Assumed: a message leaves as soon as its sender is there; nobody has to be ready to take it; routes are fixed; what TCP
-needs to find its rate takes no time. Adding (gamma) takes place on the hosts and is not in here.
+A message may have to be expected (`expected`), as gloo's are: half of its latency goes by until the sender hears that
+the target is there, and the other half until the first byte is. Where the target has been waiting the first half is
+over, and the sender is done when the last byte has left, half a latency before it arrives:
+
+    both enter at once     ├─ I expect it ─▶├─ bytes ─▶ │                  alpha + beta n
+    it waits for long      ├─ bytes ─▶ │                                   alpha / 2 + beta n
+
+Assumed: otherwise a message leaves as soon as its sender is there, and nobody has to be ready to take it; routes are
+fixed; what TCP needs to find its rate takes no time. Adding (gamma) takes place on the hosts and is not in here.
 
 Source: D. Bertsekas and R. Gallager, "Data Networks", 2nd ed. 1992, section 6.5.2 [1]. SimGrid (H. Casanova et al.,
 JPDC 74, 2014) does the same with shares by latency.
@@ -46,6 +53,7 @@ def play(
     routing: Routing = MINIMAL,
     *,
     by_latency: bool = False,
+    expected: bool = False,
 ) -> float:
     """Returns after how many seconds the last message of all rounds has arrived.
 
@@ -55,6 +63,7 @@ def play(
         placement: of the ranks on its hosts.
         routing: of the messages.
         by_latency: a message of twice the latency has half the share of a full link, as TCP's have.
+        expected: a message leaves once its sender has heard that its target is there.
 
     Example:
         >>> from samestep.network.links import Link
@@ -68,7 +77,7 @@ def play(
         >>> play([[(0, 2, 100), (1, 2, 100)], [(3, 4, 100)]], network, placed)  # rank 3 waits for nobody
         2.0
     """
-    return _Play(list(_every(rounds)), _Ways(topology, placement, routing), by_latency).run()
+    return _Play(list(_every(rounds)), _Ways(topology, placement, routing), by_latency, expected).run()
 
 
 def _every(rounds: Iterable[Some | Messages]) -> Iterator[Round]:
@@ -89,6 +98,9 @@ class _Message:
         left: bytes.
         way: links, and the shares of its rate that they carry.
         latency: seconds before the first byte.
+        sender_at: when its sender came to its round.
+        target_at: likewise, its target.
+        has_left: its last byte is under way.
     """
 
     source: int
@@ -97,6 +109,9 @@ class _Message:
     left: float
     way: tuple[Ints, Floats]
     latency: float
+    sender_at: float | None = None
+    target_at: float | None = None
+    has_left: bool = False
 
 
 class _Ways:
@@ -149,10 +164,12 @@ class _Play:
         rounds: of messages.
         ways: that they take.
         now: seconds.
+        expected: they leave once their targets are there.
         sending: by rank, the messages of each round that it sends.
+        taking: likewise, those that it receives.
         open: by rank and round, messages that it has yet to send or receive.
         line: by rank, the rounds that it has yet to end.
-        waiting: (when their first byte leaves, a number, message).
+        waiting: (when, a number, message): its first byte begins to move, or its last one, which has left, arrives.
         moving: messages whose bytes are on their way.
         by_latency: their shares are.
     """
@@ -160,8 +177,10 @@ class _Play:
     rounds: list[Round]
     ways: _Ways
     by_latency: bool = False
+    expected: bool = False
     now: float = 0.0
     sending: dict[tuple[int, int], list[_Message]] = field(default_factory=lambda: defaultdict(list))
+    taking: dict[tuple[int, int], list[_Message]] = field(default_factory=lambda: defaultdict(list))
     open: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
     line: dict[int, deque[int]] = field(default_factory=lambda: defaultdict(deque))
     waiting: list[tuple[float, int, _Message]] = field(default_factory=list)
@@ -183,6 +202,7 @@ class _Play:
                 way, latency = self.ways.of(source, target)
                 message = _Message(source, target, number, float(nbytes), way, latency)
                 self.sending[source, number].append(message)
+                self.taking[target, number].append(message)
                 for rank in (source, target):
                     self.open[rank, number] += 1
                     if not self.line[rank] or self.line[rank][-1] != number:
@@ -193,11 +213,28 @@ class _Play:
         while self.line[rank]:
             number = self.line[rank][0]
             for message in self.sending.pop((rank, number), ()):
-                self._begun += 1
-                heapq.heappush(self.waiting, (self.now + message.latency, self._begun, message))
+                message.sender_at = self.now
+                self._begin(message)
+            for message in self.taking.pop((rank, number), ()):
+                message.target_at = self.now
+                if self.expected:
+                    self._begin(message)
             if self.open[rank, number]:
                 return
             self.line[rank].popleft()
+
+    def _begin(self, message: _Message) -> None:
+        """Lets a message move when its first byte does, if that is known."""
+        if message.sender_at is None:
+            return
+        if not self.expected:
+            self._at(message.sender_at + message.latency, message)
+        elif message.target_at is not None:
+            self._at(max(message.sender_at, message.target_at + message.latency / 2), message)
+
+    def _at(self, moment: float, message: _Message) -> None:
+        self._begun += 1
+        heapq.heappush(self.waiting, (moment, self._begun, message))
 
     def _go_on(self) -> None:
         """Goes to the next moment at which a message begins to move, or ends."""
@@ -214,12 +251,22 @@ class _Play:
         self.moving = [message for message in self.moving if message not in done]
         while self.waiting and self.waiting[0][0] <= self.now * (1 + SAME):
             message = heapq.heappop(self.waiting)[2]
-            (self.moving if message.left > 0 else done).append(message)
+            (self.moving if message.left > 0 and not message.has_left else done).append(message)
         for message in done:
             self._end(message)
 
     def _end(self, message: _Message) -> None:
-        for rank in (message.source, message.target):
+        if not self.expected:
+            self._over(message, message.source, message.target)
+        elif message.has_left:
+            self._over(message, message.target)
+        else:
+            message.has_left = True
+            self._at(self.now + message.latency / 2, message)
+            self._over(message, message.source)
+
+    def _over(self, message: _Message, *ranks: int) -> None:
+        for rank in ranks:
             self.open[rank, message.number] -= 1
             self._enter(rank)
 
