@@ -346,7 +346,7 @@ def test_values_that_are_no_numbers_are_counted(tmp_path):
     assert set(loss.means) == {2.0}
 
 
-def test_the_heat_of_a_rank_is_its_own_time_against_the_median(tmp_path):
+def test_the_heat_of_a_rank_is_its_own_time_against_the_others(tmp_path):
     slow = range(11, 21)
     made = Made(
         tmp_path,
