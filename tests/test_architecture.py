@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "src" / "samestep"
 FLOORS = [  # bottom first; a module may import its own floor or any floor below
-    {"errors", "events", "paths", "config", "rankenv", "topology", "seeding", "progress", "taker", "_version"},
+    {"errors", "events", "machine", "paths", "rankenv", "topology", "seeding", "progress", "taker", "_version"},
     {"launch", "network"},
     {"collectives", "compress", "schedule"},
     {"runtime"},

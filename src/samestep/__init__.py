@@ -2,13 +2,13 @@
 
 General layout. The tree is the architecture, floor by floor; imports go down, never up:
 
-    0  errors  rankenv  topology  seeding  paths  progress     words: pure Python, no torch
-    1  launch                                                 start processes and watch them, no torch
+    0  errors  rankenv  topology  events  paths  progress ...  words: pure Python, no torch
+    1  launch  network                                        start processes and watch them; what messages cost
     2  collectives  compress  schedule                        algorithms, codecs, orders: mathematics, no ranks
     3  runtime                                                inside one rank: world, devices, seeds
     4  data  replicas  pipelines                              training in parallel
     5  running                                                over a run: evaluation, checkpoints
-    6  bench  verification                                    evidence about a run
+    6  verification  planning  doctor  bench  reporting       evidence about a run
     7  cli  recipes                                           the door, and users of the public names
 
 `docs/structure.md` walks through it. Public names are loaded on first use (PEP 562), so that `samestep --help`

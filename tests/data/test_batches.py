@@ -1,4 +1,4 @@
-from collections import UserDict
+from collections import UserDict, defaultdict
 from typing import NamedTuple
 
 import pytest
@@ -44,6 +44,25 @@ def test_a_mapping_keeps_its_type():
     batch = empty_like(UserDict({"x": torch.ones(3, 2)}))
     assert isinstance(batch, UserDict)
     assert batch["x"].shape == (0, 2)
+
+
+class Labels(dict):
+    """A dict with attributes, as libraries have them."""
+
+
+def test_a_dict_of_a_kind_keeps_its_kind():
+    batch = moved(Labels(x=torch.ones(3, 2)), torch.device("cpu"))
+    assert type(batch) is Labels
+    assert type(moved(defaultdict(list, x=torch.ones(1)), torch.device("cpu"))) is dict  # it cannot be made of one
+
+
+class About(NamedTuple):
+    name: str
+    step: int
+
+
+def test_a_named_tuple_without_tensors_stays_as_it_is():
+    assert empty_like([torch.ones(3), About("train", 7)])[1] == About("train", 7)
 
 
 def test_on_the_cpu_batches_pass_through_in_order():

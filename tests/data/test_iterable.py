@@ -241,7 +241,7 @@ def test_ranks_whose_streams_are_unequal_end_at_the_same_step(two_ranks):
     (first, state), (second, other) = two_ranks(own, [7, 3], {})
     assert first == [([0, 1], 0.5, True), ([2, 3], 2 / 3, True), ([4, 5], 1.0, True), ([6], 1.0, True)]
     assert second == [([1000, 1001], 0.5, True), ([1002], 1 / 3, True), ([], 0.0, True), ([], 0.0, True)]
-    assert state == other == {"own": [2, 0], "epoch": 1, "cursor": 0, "steps": 0}
+    assert state == other == {"own": [2, 0, 4, 1], "epoch": 1, "cursor": 0, "steps": 0}
 
 
 def test_with_drop_last_it_ends_with_the_first_step_that_is_short(two_ranks):
@@ -265,6 +265,21 @@ def test_its_resume_on_as_many_ranks_and_workers_goes_on(two_ranks, workers):
     after = two_ranks(own, [7, 3], options, None, before[0][1])
     whole = two_ranks(own, [7, 3], options)
     assert [b[0] + a[0] for b, a in zip(before, after, strict=True)] == [w[0] for w in whole]
+
+
+def test_a_rank_with_fewer_samples_than_micro_batches_takes_no_others(two_ranks):
+    """Of steps of 3 in micro-batches of 1 rank 0 has two and rank 1 one."""
+    (first, _), (second, _) = two_ranks(own, [4, 2], {"batch_size": 3, "micro_batch_size": 1})
+    assert [x for x, _, _ in first] == [[0], [1], [2], [3]]
+    assert [x for x, _, _ in second] == [[1000], [], [1001], []]
+
+
+def test_its_resume_in_other_steps_begins_the_epoch_anew_and_says_so(capfd):
+    _, state = own([9], {}, 1)
+    found, _ = own([9], {"batch_size": 2}, None, state)
+    assert [item for x, _, _ in found for item in x] == list(range(9))
+    assert "epoch 0 begins anew" in (said := capfd.readouterr().err)
+    assert "by 1 ranks with 0 workers each, in steps of 4" in said
 
 
 def test_its_resume_on_other_ranks_begins_the_epoch_anew_and_says_so(two_ranks, capfd):

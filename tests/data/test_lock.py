@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 
@@ -74,4 +75,8 @@ def test_a_killed_holder_leaves_the_lock_free_and_is_known_to_be_dead(path):
 
 
 def test_a_holder_on_another_host_may_live():
-    assert Holder(pid=2**22 + 1, host="elsewhere", since=0.0).may_live
+    here = Holder.here()
+    assert not replace(here, pid=2**22 + 1).may_live
+    other = replace(here, where="another machine, of the same name")
+    assert replace(other, pid=2**22 + 1).may_live
+    assert not other.is_this_process

@@ -134,6 +134,9 @@ def test_a_state_of_other_data_is_refused():
             samestep.shards(numbers(12), world, batch_size=4).load_state_dict(state)
         with pytest.raises(DataError, match="seed 0, this one has 1"):
             samestep.shards(numbers(10), world, batch_size=4, seed=1).load_state_dict(state)
+        own = {"own": [1, 0, 4, 1], "epoch": 0, "cursor": 4, "steps": 1}
+        with pytest.raises(DataError, match="the saved run had order of its own, this one has 1"):
+            samestep.shards(numbers(10), world, batch_size=4).load_state_dict(own)
 
 
 def test_losses_of_all_ranks_add_up_to_the_steps_loss(three_ranks):

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,6 +15,7 @@ from samestep.errors import ModelError
 from samestep.pipelines.interpreter import Interpreter
 from samestep.pipelines.messages import Messages
 from samestep.pipelines.stage import Stage
+from samestep.runtime.axes import Axis
 from samestep.schedule.choose import STRAIGHT, named
 from samestep.schedule.forward_only import forward_only
 from samestep.testing import assert_same_bits
@@ -233,3 +235,14 @@ def growing():
 def test_a_stage_whose_shapes_depend_on_values_is_named(two_ranks):
     with pytest.raises(samestep.RankFailure, match=r"gives float32 \[2, 3\] for a micro-batch of a shape for which it"):
         two_ranks(growing)
+
+
+def test_a_header_travels_on_the_device_on_which_it_is_waited_for(monkeypatch):
+    """NCCL and gloo carry messages of their own devices, and would wait for each other's."""
+    sent = []
+    monkeypatch.setattr(dist, "isend", lambda tensor, *_, **__: sent.append(tensor))
+    plan, device = named("fill-drain", 2, 1), torch.device("meta")
+    messages = Messages(plan, Axis("pipeline", 0, (0, 1)), device)
+    messages.begin(["any"])
+    messages.send(plan.orders[0][0], [torch.ones(2, device=device)])
+    assert [tensor.device for tensor in sent] == [device] * 2

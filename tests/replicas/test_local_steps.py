@@ -254,3 +254,10 @@ def wrongly(settings):
 def test_what_makes_no_sense_is_refused(two_ranks, settings, said):
     for found in two_ranks(wrongly, settings):
         assert said in found
+
+
+def test_optimizer_state_is_averaged_where_parameters_have_just_been(two_ranks, tmp_path):
+    """The save falls on a step that averages: parameters are alike then, and momentum is not."""
+    mine, other = two_ranks(resumed, tmp_path / "straight", 8, 4)
+    assert same(mine[1], other[1])
+    assert same(mine[2], other[2])

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -816,3 +817,15 @@ def test_the_launcher_blames_the_rank_that_brought_it(tmp_path):
         text = log.read_text()
         assert text.count("Traceback (most recent call last)") == 1
         assert text.rstrip().splitlines()[-1].startswith("samestep.errors.NonFiniteError: rank 0's gradient of ")
+
+
+def test_the_guards_of_one_optimizer_report_in_the_order_of_their_models(monkeypatch):
+    """Each report is an exchange of all ranks, and a set of guards has another order on each."""
+    with samestep.world() as world:
+        models = [samestep.replicate(net(), world) for _ in range(3)]
+        optimizer = adam([parameter for model in models for parameter in model.parameters()])
+        for order in itertools.permutations(model.nonfinite for model in models):
+            monkeypatch.setattr(nonfinite, "_guards", list(order))
+            nonfinite._watched.clear()
+            found = [guard for guard, _ in nonfinite._watched_of(optimizer).guards]
+            assert found == [model.nonfinite for model in models]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -259,6 +260,19 @@ def insisted():
 def test_shared_memory_that_is_insisted_on_and_not_to_be_had_says_why(two_ranks):
     for said in two_ranks(insisted):
         assert "reduce='shared' is not to be had: a rank stands alone on its host" in said
+
+
+def ordered_without_memory():
+    torch.set_num_threads(1)
+    with samestep.world() as world:
+        with mock.patch.object(reduction, "open_board", return_value=None):
+            model = samestep.replicate(nn.Linear(2, 1), world, reduce="ordered")
+        model(torch.full((1, 2), float(world.rank))).sum().backward()
+        return model.module.weight.grad.tolist()
+
+
+def test_ranks_that_cannot_open_each_others_memory_add_in_order_by_messages(two_ranks):
+    assert two_ranks(ordered_without_memory) == [[[0.5, 0.5]]] * 2
 
 
 DYING = """

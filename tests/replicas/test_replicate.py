@@ -390,6 +390,18 @@ def test_a_deep_copy_averages_and_evaluates_but_does_not_train(two_ranks):
         assert "copy of a replica" in message
 
 
+def copied_on_the_first_rank():
+    with samestep.world() as world:
+        model = samestep.replicate(nn.Linear(2, 2), world)
+        copied = copy.deepcopy(model) if world.is_first else None
+        other = samestep.replicate(nn.Linear(2, 2), world)
+        return model.number, copied and copied.number, other.number, world.next_number()
+
+
+def test_a_copy_on_one_rank_does_not_count_ahead(two_ranks):
+    assert two_ranks(copied_on_the_first_rank) == [(1, -1, 2, 3), (1, None, 2, 3)]
+
+
 class Pair(nn.Module):
     def __init__(self, left, right):
         super().__init__()

@@ -44,7 +44,7 @@ def test_cuda_without_a_number_means_the_ranks_own():
 
 
 def test_two_ranks_on_one_card_are_refused_with_the_reason():
-    with pytest.raises(DeviceError, match="ranks 0 and 2 on a hold the same GPU.*deadlocks"):
+    with pytest.raises(DeviceError, match="ranks 0 and 2 hold the same GPU.*deadlocks"):
         refuse_sharing([(0, "a", "GPU-1"), (1, "b", "GPU-1"), (2, "a", "GPU-1")])
 
 

@@ -18,7 +18,7 @@ ABOUT = Tag("report", 1, 2, 3)
 def boxes(ranks, timeout_s=5.0):
     """The boxes of several ranks, all in this process."""
     memory = mmap.mmap(-1, mailbox.length(ranks))
-    return [Mailbox(memory, rank, [os.getpid()] * ranks, timeout_s) for rank in range(ranks)]
+    return [Mailbox(memory, rank, range(ranks), [os.getpid()] * ranks, timeout_s) for rank in range(ranks)]
 
 
 def test_letters_add_up_in_rank_order():
@@ -70,7 +70,7 @@ def test_a_rank_that_is_gone_is_named_long_before_the_timeout():
     if child == 0:
         os._exit(0)
     memory = mmap.mmap(-1, mailbox.length(2))
-    letter = Mailbox(memory, 0, [os.getpid(), child], 3600.0).send(1.0, tag=ABOUT)
+    letter = Mailbox(memory, 0, [0, 1], [os.getpid(), child], 3600.0).send(1.0, tag=ABOUT)
     with pytest.raises(PeerError, match=rf"rank 1 \(process {child}\) has left"):
         letter.wait()  # dead, and nobody has waited for it yet
     os.waitpid(child, 0)
@@ -126,3 +126,14 @@ def test_nothing_is_left_in_the_memory_file_system(two_ranks):
     before = set(Path("/dev/shm").iterdir())
     two_ranks(both_ways)
     assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_ranks_are_called_by_the_names_that_they_have_in_the_world():
+    memory = mmap.mmap(-1, mailbox.length(2))
+    first, second = (Mailbox(memory, rank, [1, 3], [os.getpid()] * 2, 0.2) for rank in range(2))
+    letter = first.send(1.0, tag=ABOUT)
+    with pytest.raises(PeerError, match=r"rank 1 waited 0 s for rank 3 \(process"):
+        letter.wait()
+    second.send(1.0, tag=Tag("weight", 1, 2, 3))
+    with pytest.raises(StepError, match="rank 1 sent the report .*, rank 3 the weight"):
+        letter.wait()

@@ -22,7 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import samestep
 from samestep.errors import PeerError, RankFailure, StepError, UsageError
+from samestep.network.links import Link, Links
 from samestep.runtime import process_group
+from samestep.runtime.group_messages import plans
 from samestep.runtime.process_group import SamestepGroup
 from samestep.testing import assert_same_bits
 
@@ -405,6 +407,14 @@ def test_unknown_options_are_refused_with_what_there_is(options, message):
     told.global_ranks_in_group, told.timeout = [], timedelta(seconds=5)
     with pytest.raises(UsageError, match=message):
         SamestepGroup(told, options)
+
+
+@pytest.mark.parametrize("nbytes", [4.0, 1e6, 1e9])
+def test_a_plan_in_pieces_is_found_for_any_number_of_bytes(nbytes):
+    """In how many pieces it is follows from the bytes; a name with a number would be that of some tensors only."""
+    links = Links(Link(1e-5, 1e9))
+    for name in ("double tree", "double tree of 8"):
+        assert {plan.name.partition(" of ")[0] for plan in plans(name, 4, nbytes, links)} == {"double tree"}
 
 
 # --- what goes wrong ---

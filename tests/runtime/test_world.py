@@ -1,4 +1,6 @@
+import copy
 import os
+import pickle
 import select
 import socket
 import subprocess
@@ -15,8 +17,12 @@ from samestep.errors import (
     BackendError,
     RankVariablesError,
     RendezvousError,
+    StepError,
     UsageError,
 )
+from samestep.runtime import joining
+from samestep.runtime.entries import compare
+from samestep.runtime.joining import Joining
 
 JOIN = """
     import sys, samestep
@@ -324,3 +330,92 @@ def test_ranks_that_disagree_on_the_world_say_so(tmp_path):
     for code, _, err in finish(first, second):
         assert code == 1
         assert "the ranks do not agree on pipeline: rank 0: 2; rank 1: 1" in last_line(err)
+
+
+def saved_axis():
+    with samestep.world(virtual_ranks=4) as world:
+        return pickle.loads(pickle.dumps(world.data)), copy.deepcopy(world.data) is world.data
+
+
+def test_a_saved_axis_keeps_its_place_and_nobody_to_talk_to(two_ranks):
+    for rank, (axis, is_shared) in enumerate(two_ranks(saved_axis)):
+        assert (axis.name, axis.rank, axis.ranks, axis.by_tree) == ("data", rank, (0, 1), True)
+        assert axis.group is axis.control is axis.across is axis.mailbox is axis.neighbours is None
+        assert is_shared
+        with pytest.raises(StepError, match="the world of 2 ranks is closed"):
+            axis.check_open()
+
+
+def refused_after_joining(options):
+    with pytest.raises(UsageError):
+        samestep.world(**options)
+    left = dist.is_initialized()
+    with samestep.world() as world:  # a world of its own, and not what the refused one has left
+        return left, world.size, dist.is_initialized()
+
+
+def test_what_is_refused_after_joining_leaves_no_group_behind(two_ranks):
+    assert two_ranks(refused_after_joining, {"virtual_ranks": 3}) == [(False, 2, True)] * 2
+
+
+def failing_while_joining():
+    whole, joining._make_axes = joining._make_axes, None
+    try:
+        with pytest.raises(TypeError):
+            samestep.world()
+    finally:
+        joining._make_axes = whole
+    return dist.is_initialized()
+
+
+def test_what_fails_while_joining_leaves_no_group_behind(two_ranks):
+    assert two_ranks(failing_while_joining) == [False, False]
+
+
+def waiting_too_late():
+    with samestep.world() as world:
+        world.barrier()
+    with pytest.raises(StepError, match="the world of 2 ranks is closed"):
+        world.barrier()
+    return True
+
+
+def test_nobody_waits_for_others_after_the_world(two_ranks):
+    assert two_ranks(waiting_too_late) == [True, True]
+
+
+def settled(rank, entries):
+    ranks = Joining(backend=None, device=torch.device("cpu"), pipeline=1, told=None)
+    member = ranks._settle(rank, [{"pid": 1, "size": len(entries), **entry} for entry in entries])
+    return member.local_rank, member.local_size, member.host_index
+
+
+def test_machines_of_one_name_are_told_apart():
+    entries = [{"host": "node", "machine": machine} for machine in ("a", "b", "a", "b")]
+    assert [settled(rank, entries) for rank in range(4)] == [(0, 2, 0), (0, 2, 1), (1, 2, 0), (1, 2, 1)]
+
+
+def test_containers_of_one_machine_are_hosts_of_their_own():
+    entries = [{"host": name, "machine": "a"} for name in ("left", "right")]
+    assert [settled(rank, entries) for rank in range(2)] == [(0, 1, 0), (0, 1, 1)]
+
+
+def test_a_host_whose_gpus_are_hidden_is_named_before_anybody_waits_for_its_card():
+    entries = [{"size": 2, "device": device} for device in ("cuda", "cpu")]
+    with pytest.raises(RendezvousError, match="the ranks do not agree on device: rank 0: cuda; rank 1: cpu"):
+        compare(entries)
+
+
+def adopted_on_machines_of_their_own():
+    """As a script that starts its own ranks on several machines, and tells nobody which of them is where."""
+    dist.init_process_group("gloo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joining, "machine", lambda: f"machine {dist.get_rank() // 2}")
+        patch.delenv("LOCAL_RANK")
+        patch.delenv("LOCAL_WORLD_SIZE")
+        with samestep.world() as world:
+            return world.local_rank, world.local_size, world.host_index
+
+
+def test_ranks_of_a_script_s_own_group_find_out_who_is_beside_them(four_ranks):
+    assert four_ranks(adopted_on_machines_of_their_own) == [(0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1)]

@@ -55,17 +55,19 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
 
 
 def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor], leaf: Any = None) -> Any:
-    """Applies `change` to the tensors of a nested batch; a list or tuple without tensors becomes `leaf` if given."""
+    """Applies `change` to the tensors of a nested batch; a list or plain tuple without any becomes `leaf` if given."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
         parts = {key: _mapped(value, change, leaf) for key, value in batch.items()}
-        return parts if isinstance(batch, dict) else _like(batch, parts)
+        return parts if type(batch) is dict else _like(batch, parts)
     if isinstance(batch, (list, tuple)):
-        if leaf is not None and not any(isinstance(part, (torch.Tensor, Mapping, list, tuple)) for part in batch):
+        named = hasattr(batch, "_fields")
+        nested = any(isinstance(part, (torch.Tensor, Mapping, list, tuple)) for part in batch)
+        if leaf is not None and not nested and not named:
             return type(batch)(leaf)
         items = [_mapped(part, change, leaf) for part in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+        return type(batch)(*items) if named else type(batch)(items)
     return batch
 
 

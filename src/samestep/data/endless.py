@@ -95,7 +95,8 @@ class OwnShards(_Unbounded):
         super().__init__(loader, cut, world, seed=seed, shuffle=False, weigh=weigh, kind=kind)
         self._stream = loader
         self._sizes = sizes
-        self._readers = [world.data.size, loader.how.workers, list(sizes)]
+        self._real = [size for size in sizes if size]  # another rank may have a sample for each, this one fewer
+        self._readers = [world.data.size, loader.how.workers, cut.batch_size, len(sizes)]
         self._look = LookAhead(world, weigh=weigh, tagged=self._tag_weight, own=len(sizes))
         self._finished = 0  # steps of this epoch
         self._committed = 0
@@ -112,13 +113,13 @@ class OwnShards(_Unbounded):
         self._finished = self._committed
 
     def _shares(self) -> Iterator[Share]:
-        shares = self._own_shares(self._stream.load_own(self._epoch, self._sizes))
+        shares = self._own_shares(self._stream.load_own(self._epoch, self._real))
         for consumed in islice(shares, self._committed):  # it is read again, and left
             self._look.learn(consumed)
         yield from shares
 
     def _own_shares(self, portions: Iterator[Portion]) -> Iterator[Share]:
-        while taken := list(islice(portions, len(self._sizes))):
+        while taken := list(islice(portions, len(self._real))):
             yield Share([one.batch for one in taken], [one.size for one in taken])
 
     def finish_step(self) -> None:
@@ -133,7 +134,7 @@ class OwnShards(_Unbounded):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how much was consumed, and by how many readers: plain data, the same on every rank."""
-        return {"own": self._readers[:2], "epoch": self.epoch, "cursor": self._cursor, "steps": self._committed}
+        return {"own": list(self._readers), "epoch": self.epoch, "cursor": self._cursor, "steps": self._committed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where the saved run stood, or begins its epoch anew where other readers would find other items.
@@ -144,9 +145,10 @@ class OwnShards(_Unbounded):
         if "own" not in state:
             raise DataError("the saved run did not let the dataset split itself: its position means nothing here")
         epoch, cursor, steps = int(state["epoch"]), int(state["cursor"]), int(state["steps"])
-        ranks, workers = state["own"]
-        if [ranks, workers] != self._readers[:2] and cursor:
-            begin_anew(self._world, epoch, f"{ranks} ranks with {workers} workers each")
+        ranks, workers, *cut = state["own"]
+        if [ranks, workers, *cut] != self._readers and cursor:
+            size = f", in steps of {cut[0]}" if cut else ""
+            begin_anew(self._world, epoch, f"{ranks} ranks with {workers} workers each{size}")
             cursor = steps = 0
         self._committed = steps
         self._go_to(epoch, cursor)

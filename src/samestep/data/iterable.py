@@ -43,8 +43,8 @@ PROMISES: dict[str, str] = {
     "repeats": "every item exactly once an epoch, on any number of ranks and workers, if the stream gives the same "
     "items each time it is iterated; every rank and worker reads all of it, and a resume reads up to where it stood",
     "own": "every rank trains on what its own stream gives, and an epoch ends on all ranks at the same step, when all "
-    "streams have; which items these are is up to the dataset. A resume on as many ranks and workers reads up to where "
-    "it stood, on others it begins the epoch anew",
+    "streams have; which items these are is up to the dataset. A resume on as many ranks and workers, in steps of the "
+    "same size, reads up to where it stood; else it begins the epoch anew",
     "stateful": "every rank trains on what its own loader gives, and an epoch ends on all ranks at the same step, when "
     "all loaders have; a resume on as many ranks goes on from every loader's own state, on others it begins the epoch "
     "anew",

@@ -16,34 +16,48 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from samestep.machine import namespace
+
 __all__ = ["Holder", "NamedLock"]
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock: process id, host name, and since when (seconds since 1970)."""
+    """Who holds a lock.
+
+    Attributes:
+        pid: its process.
+        host: that it runs on, by name.
+        where: the namespace that its number counts in; hosts of one name have several.
+        since: when it was locked, in seconds since 1970.
+    """
 
     pid: int
     host: str
+    where: str
     since: float
 
     @classmethod
     def here(cls) -> Holder:
         """This process, from now on."""
-        return cls(os.getpid(), socket.gethostname(), time.time())
+        return cls(os.getpid(), socket.gethostname(), _here(), time.time())
 
     @property
     def is_this_process(self) -> bool:
         """Whether the holder is the very process that asks."""
-        return (self.pid, self.host) == (os.getpid(), socket.gethostname())
+        return (self.pid, self.where) == (os.getpid(), _here())
 
     @property
     def may_live(self) -> bool:
-        """False only if the holder ran on this host and is gone; what another host runs cannot be seen."""
-        return self.host != socket.gethostname() or Path(f"/proc/{self.pid}").exists()
+        """False only if this process would see the holder, and it is gone; what others run cannot be seen."""
+        return self.where != _here() or Path(f"/proc/{self.pid}").exists()
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
+
+
+def _here() -> str:
+    return namespace("pid") or socket.gethostname()
 
 
 class NamedLock:
@@ -73,7 +87,7 @@ class NamedLock:
         """Who wrote the note last, or None if nobody did or the note is unreadable."""
         try:
             note = json.loads(self._note.read_text(encoding="utf-8"))
-            return Holder(int(note["pid"]), str(note["host"]), float(note["since"]))
+            return Holder(int(note["pid"]), str(note["host"]), str(note["where"]), float(note["since"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

@@ -335,9 +335,9 @@ class Shards:
         """
         mine = self.state_dict()
         for name in ("order", "samples", "seed", "shuffle"):
-            if state.get(name, "of its own") != mine[name]:
+            if (theirs := state.get(name, "of its own")) != mine[name]:
                 raise DataError(
-                    f"the saved run had {name} {state[name]}, this one has {mine[name]}: its position in the data "
+                    f"the saved run had {name} {theirs}, this one has {mine[name]}: its position in the data "
                     "means nothing here"
                 )
         epoch, cursor = int(state["epoch"]), int(state["cursor"])

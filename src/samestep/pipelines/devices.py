@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from samestep.errors import DeviceError, UsageError
+from samestep.machine import machine
 from samestep.runtime.device import choose_device, identity, refuse_sharing
 from samestep.runtime.exchange import agree, gather_json
 from samestep.runtime.world import World
@@ -44,11 +45,11 @@ def devices_of(asked: Asked, world: World) -> tuple[torch.device, ...]:
         problem = error
     agree(world.everyone, problem)
     form = [[each.type, found.index(each)] for each in found]
-    told = gather_json(world.everyone, [world.host_index, form, [identity(each) for each in found]])
+    told = gather_json(world.everyone, [machine(), form, [identity(each) for each in found]])
     if world.pipeline.size == 1:
         _check_alike([form for _, form, _ in told])
     if asked is not None:
-        refuse_sharing([(rank, f"host {host}", card) for rank, (host, _, cards) in enumerate(told) for card in cards])
+        refuse_sharing([(rank, where, card) for rank, (where, _, cards) in enumerate(told) for card in cards])
     return found
 
 

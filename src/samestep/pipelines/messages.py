@@ -111,7 +111,7 @@ class Messages:
         known = self._known.get(self._key(action))
         if known is None:
             self._remember(action, forms)
-            self._go(_header(action, forms), target, tag)
+            self._go(_header(action, forms).to(self._device), target, tag)  # where it is waited for: a backend a device
         elif known != forms:
             raise ModelError(
                 f"stage {action.stage} gives {_told(forms)} for a micro-batch of a shape for which it gave "

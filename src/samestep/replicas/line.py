@@ -41,9 +41,6 @@ class Line:
         axis: the ranks.
         rounds: of messages.
         threads: whether each round has a thread; else all is done by the thread that sends.
-
-    Attributes:
-        sent: bytes that this rank has sent to others.
     """
 
     def __init__(self, axis: Axis, rounds: int, *, threads: bool) -> None:
@@ -51,7 +48,12 @@ class Line:
         self._axis = axis
         self._groups = [group_of(axis.ranks, timeout) for _ in range(rounds)]
         self._workers = [Worker(f"compresses {number}") for number in range(rounds + 1)] if threads else []
-        self.sent = 0
+        self._sent = [0] * rounds  # by each thread's own
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank has sent to others."""
+        return sum(self._sent)
 
     def send(self, scheme: Scheme, done: Done) -> None:
         """Sends a chunk off; `done` gets its mean, or what went wrong, maybe in another thread."""
@@ -63,7 +65,7 @@ class Line:
     def _go_on(self, scheme: Scheme, number: int, arriving: _Arriving | None, done: Done) -> None:
         try:
             message = next(scheme) if arriving is None else scheme.send(arriving.wait())
-            arriving = self._issue(self._groups[number], message)
+            arriving = self._issue(number, message)
         except StopIteration as end:
             done(end.value)
         except Exception as error:  # noqa: BLE001  (the thread that waits raises it)
@@ -71,9 +73,10 @@ class Line:
         else:
             self._do(number + 1, functools.partial(self._go_on, scheme, number + 1, arriving, done))
 
-    def _issue(self, group: Any, message: ToEach | ToAll) -> _Arriving:
+    def _issue(self, number: int, message: ToEach | ToAll) -> _Arriving:
+        group: Any = self._groups[number]
         size, packets = self._axis.size, message.packets
-        self.sent += bytes_sent(message, self._axis.rank, size)
+        self._sent[number] += bytes_sent(message, self._axis.rank, size)
         rows = message.counts[self._axis.rank] if isinstance(message, ToEach) else len(packets)
         arrived = torch.empty(size, rows, packets.shape[1], dtype=torch.uint8, device=packets.device)
         flat = packets.view(-1)

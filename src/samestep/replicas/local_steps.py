@@ -55,7 +55,7 @@ class LocalSteps:
         self.world = world
         self.every = every
         self.since = self.averages = 0
-        self._are_alike = True
+        self._are_alike = self._state_is_alike = True
         self._rounds = Rounds(keeps=True)
         watch_steps(self)
 
@@ -72,7 +72,7 @@ class LocalSteps:
 
     def note_step(self, optimizer: Optimizer, number: int) -> None:
         """An optimizer of this model, the `number`-th of all, has stepped. Collective: on every rank."""
-        self._are_alike = False  # also behind an average, where a second optimizer steps
+        self._are_alike = self._state_is_alike = False  # also behind an average, where a second optimizer steps
         if self.world.data.closed or not self._rounds.begins_with(optimizer, number):
             return
         if not self.world.step.step_ends:
@@ -88,16 +88,15 @@ class LocalSteps:
         """Makes every rank's parameters their mean; nothing where they are alike. Collective: every rank must call it.
 
         Args:
-            state: optimizers' state too, as before a save.
+            state: optimizers' state too, as before a save; between two saves it is each rank's own.
         """
-        if self._are_alike:
-            return
-        tensors: list[Tensor] = list(self.module.parameters())
-        if state:
+        tensors: list[Tensor] = [] if self._are_alike else list(self.module.parameters())
+        if state and not self._state_is_alike:
             tensors += self._state()
         average(tensors, self.world.data)
+        self.averages += not self._are_alike
         self.since, self._are_alike = 0, True
-        self.averages += 1
+        self._state_is_alike = self._state_is_alike or state
 
     def _state(self) -> Iterable[Tensor]:
         for optimizer in self._rounds.optimizers():

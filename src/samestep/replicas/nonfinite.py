@@ -233,7 +233,7 @@ def _watched_of(optimizer: Optimizer) -> _Watched:
     watched = _watched.get(optimizer)
     if watched is None or watched.identity != identity:
         guards = []
-        for guard in _guards:
+        for guard in sorted(_guards, key=lambda guard: guard.number):  # reports are collective: on all ranks alike
             names = guard.names()
             if own := [(names[id(parameter)], parameter) for parameter in parameters if id(parameter) in names]:
                 guards.append((guard, own))

@@ -85,16 +85,20 @@ def bring_in(
     if asked == "gloo" or (asked is None and why_not is not None):
         return Way(beside=True)
     if asked == "ordered" and (why_not is not None or not one_host):
-        register(model, axis, add_in_order)
-        return Way(beside=False)
+        return _ordered(model, axis)
     board = open_board(axis)
     if board is None:
         if asked == "shared":
             raise UsageError("reduce='shared' is not to be had: the ranks of a host cannot open each other's memory")
-        return bring_in(model, axis, "ordered" if asked == "ordered" else "gloo")
+        return _ordered(model, axis) if asked == "ordered" else Way(beside=True)
     hook = SharedHook(axis, board, across_hosts(axis))
     register(model, axis, hook)
     return Way(beside=not one_host, let_go=hook.leave)  # between hosts the backend's messages take the time
+
+
+def _ordered(model: DistributedDataParallel, axis: Axis) -> Way:
+    register(model, axis, add_in_order)
+    return Way(beside=False)
 
 
 def _why_not_shared(axis: Axis, device: torch.device) -> str | None:

@@ -57,7 +57,7 @@ class Replica(nn.Module):
         module: the bare model.
         world: the world that it is replicated over.
         batchnorm: "synchronised" or "local".
-        number: the same on every rank; models are numbered as they are replicated.
+        number: the same on every rank; models are numbered as they are replicated. Of a copy it is negative.
         nonfinite: watches its gradients for NaN and Inf, and counts the steps that it leaves out; None for a copy.
         drift: compares its weights with those of the other ranks; None where nobody asked for it.
         compression: of its gradients: the codec, and how many bytes were sent; None without one.
@@ -76,7 +76,7 @@ class Replica(nn.Module):
         self.module = module
         self.world = world
         self.batchnorm = batchnorm
-        self.number = world.next_number()
+        self.number = world.next_copy() if synchroniser is None and _needs_engine(world) else world.next_number()
         # past nn.Module's registration: the engine in it holds `module` too, and every parameter would be listed twice
         self.__dict__["_synchroniser"] = synchroniser
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]

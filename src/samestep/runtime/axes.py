@@ -88,9 +88,9 @@ class Axis:
                 "`with samestep.world()` block"
             )
 
-    def __reduce__(self) -> tuple[type[Axis], tuple[str, int, tuple[int, ...], None, None, None, bool, bool]]:
+    def __reduce__(self) -> tuple[type[Axis], tuple[str, int, tuple[int, ...]], dict[str, bool]]:
         # A saved model keeps its place, not the connections.
-        return (type(self), (self.name, self.rank, self.ranks, None, None, None, self.by_tree, True))
+        return (type(self), (self.name, self.rank, self.ranks), {"by_tree": self.by_tree, "closed": True})
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         # A copy of a model (an average of its weights, say) stands on the same axis; a process group has no copy.

@@ -75,18 +75,21 @@ def refuse_sharing(holders: Sequence[tuple[int, str, str | None]]) -> None:
     """Raises if two ranks hold one card.
 
     Args:
-        holders: rank, host and card identity of every rank, in rank order.
+        holders: rank, machine (:func:`samestep.machine.machine`) and card identity, in rank order.
+
+    Raises:
+        DeviceError: two do; names the first.
     """
     seen: dict[tuple[str, str], int] = {}
-    for rank, host, card in holders:
+    for rank, machine, card in holders:
         if card is None:
             continue
-        first = seen.setdefault((host, card), rank)
+        first = seen.setdefault((machine, card), rank)
         if first != rank:
             raise DeviceError(
-                f"ranks {first} and {rank} on {host} hold the same GPU ({card}): NCCL deadlocks when two processes "
-                f"share one card, each waiting for the other's kernel to leave. Start one rank per GPU, or check "
-                f"CUDA_VISIBLE_DEVICES and LOCAL_RANK"
+                f"ranks {first} and {rank} hold the same GPU ({card}): NCCL deadlocks when two processes share one "
+                "card, each waiting for the other's kernel to leave. Start one rank per GPU, or check "
+                "CUDA_VISIBLE_DEVICES and LOCAL_RANK"
             )
 
 

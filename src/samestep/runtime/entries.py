@@ -33,7 +33,7 @@ def entry_of(value: bytes, rank: int) -> dict[str, Any]:
 
 def compare(signed: list[dict[str, Any]]) -> None:
     """Raises RendezvousError where ranks have joined with unlike versions, sizes or settings."""
-    for name in ("size", "samestep", "torch", "pipeline", "backend"):
+    for name in ("size", "samestep", "torch", "pipeline", "backend", "device"):
         values = {json.dumps(entry.get(name)) for entry in signed}
         if len(values) > 1:
             told = "; ".join(f"rank {rank}: {entry.get(name)}" for rank, entry in enumerate(signed))

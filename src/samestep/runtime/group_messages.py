@@ -74,14 +74,19 @@ class GroupMessages:
 def plans(
     algorithm: str, ranks: int, nbytes: float, links: Links, operation: Operation = "all_reduce", root: int = 0
 ) -> list[Plan]:
-    """Returns the plans whose names begin with `algorithm`, the cheapest first.
+    """Returns the plans whose names begin with `algorithm`, the cheapest first; in how many pieces is their affair.
 
     Example:
         >>> [plan.name for plan in plans("ring", 4, 1e6, Links(Link(1e-5, 1e9)))]
         ['ring']
     """
     offers = choose(ranks, nbytes, links, operation, root).offers
-    return [offer.plan for offer in offers if offer.plan.name.startswith(algorithm)]
+    return [offer.plan for offer in offers if offer.plan.name.startswith(_kind(algorithm))]
+
+
+def _kind(name: str) -> str:
+    """Returns what a plan is called for any number of bytes: "double tree", of "double tree of 8"."""
+    return name.partition(" of ")[0]
 
 
 def operations(algorithm: str, place: Place) -> set[Operation]:
@@ -95,7 +100,9 @@ def operations(algorithm: str, place: Place) -> set[Operation]:
     links = Links(some, some if place.local else None, place.local)
     found = {operation for operation in each if plans(algorithm, place.size, 1e6, links, operation)}
     if not found:
-        names = sorted({plan.name for operation in each for plan in plans("", place.size, 1e6, links, operation)})
+        names = sorted(
+            {_kind(plan.name) for operation in each for plan in plans("", place.size, 1e6, links, operation)}
+        )
         raise UsageError(
             f"no algorithm for {place.size} ranks is called {algorithm!r}: give the beginning of one of these names: "
             + ", ".join(names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from samestep import rankenv
 from samestep._version import __version__
 from samestep.launch.watched import be_watched, begin_watch, is_watched
+from samestep.machine import machine, namespace
 from samestep.runtime import mailbox
 from samestep.runtime.axes import Axis, Neighbours, alone
 from samestep.runtime.backend import choose_backend, group_backend
@@ -23,7 +25,7 @@ from samestep.runtime.device import choose_device, claim, identity, refuse_shari
 from samestep.runtime.exchange import gather_json
 from samestep.runtime.mailbox import Mailbox
 from samestep.runtime.neighbours import meet, shared_memory
-from samestep.runtime.rendezvous import locate, namespace, open_store, sign_in
+from samestep.runtime.rendezvous import locate, open_store, sign_in
 from samestep.topology import Grid
 
 __all__: list[str] = []
@@ -45,6 +47,14 @@ class Membership:
     pipeline: Axis = field(default_factory=lambda: alone("pipeline"))
     owns_group: bool = False
 
+    def release(self) -> None:
+        """Lets go of the groups, and destroys them where they are its own."""
+        for axis in (self.everyone, self.data, self.pipeline):
+            axis.release()
+        gc.collect()
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
 
 def stay_alone(asked: torch.device | None, backend: str | None, pipeline: int) -> Membership:
     Grid.of(1, pipeline)
@@ -62,13 +72,11 @@ def adopt(
     member = Membership()
     member.rank, member.size = dist.get_rank(), dist.get_world_size()
     member.backend = dist.get_backend()
-    member.local_rank = told.local_rank if told is not None and told.local_rank is not None else member.rank
-    member.local_size = told.local_size if told is not None and told.local_size is not None else member.size
-    member.host_index = (told.host_index or 0) if told is not None else 0
+    _make_axes(member, pipeline, timeout_s)
+    _number(member, gather_json(member.everyone, _place()), told)
     on_cpu = member.backend == "samestep" or (member.backend in {"gloo", "mpi"} and not torch.cuda.is_available())
     asked = torch.device("cpu") if asked is None and on_cpu else asked
     member.device = claim(choose_device(asked, member.local_rank, member.local_size))
-    _make_axes(member, pipeline, timeout_s)
     bring_watcher(member, told)
     return member
 
@@ -101,7 +109,7 @@ class Joining:
         store = open_store(place, join_timeout_s)
         signed = sign_in(store, place, self._about(), join_timeout_s)
         member = self._settle(place.rank, signed)
-        _check_cards(store, member, signed[place.rank]["host"])
+        _check_cards(store, member)
         dist.init_process_group(
             backend=group_backend(str(member.backend), member.device),
             store=PrefixStore("samestep/group", store),
@@ -110,41 +118,61 @@ class Joining:
             timeout=timedelta(seconds=timeout_s),
         )
         member.owns_group = True
-        _make_axes(member, self.pipeline, timeout_s)
-        bring_watcher(member, self.told)
+        try:
+            _make_axes(member, self.pipeline, timeout_s)
+            bring_watcher(member, self.told)
+        except BaseException:
+            member.release()
+            raise
         return member
 
     def _about(self) -> dict[str, Any]:
         return {
             "host": socket.gethostname(),
+            "machine": machine(),
             "pid": os.getpid(),
             "samestep": __version__,
             "torch": str(torch.__version__),
             "pipeline": self.pipeline,
             "backend": self.backend,
-            "cards": torch.cuda.device_count(),
+            "device": self.device.type if self.device else "cuda" if torch.cuda.device_count() else "cpu",
         }
 
     def _settle(self, rank: int, signed: list[dict[str, Any]]) -> Membership:
-        """Numbers within the host follow from who signed in where, unless the launcher said them."""
-        hosts = list(dict.fromkeys(entry["host"] for entry in signed))
-        here = [number for number, entry in enumerate(signed) if entry["host"] == signed[rank]["host"]]
-        told = self.told
+        """Returns this rank's numbers, device and backend."""
         member = Membership()
         member.rank, member.size = rank, len(signed)
-        member.local_rank = here.index(rank) if told is None or told.local_rank is None else told.local_rank
-        member.local_size = len(here) if told is None or told.local_size is None else told.local_size
-        member.host_index = hosts.index(signed[rank]["host"])
+        hosts = _number(member, [[entry["host"], str(entry.get("machine"))] for entry in signed], self.told)
         member.device = claim(choose_device(self.device, member.local_rank, member.local_size))
-        member.backend = choose_backend(self.backend, member.device, one_host=len(hosts) == 1)
+        member.backend = choose_backend(self.backend, member.device, one_host=hosts == 1)
         return member
 
 
-def _check_cards(store: Store, member: Membership, host: str) -> None:
+def _place() -> list[str]:
+    return [socket.gethostname(), machine()]
+
+
+def _number(member: Membership, places: list[list[str]], told: rankenv.RankVariables | None) -> int:
+    """Numbers within the host follow from who is where, unless the launcher said them; returns the number of hosts.
+
+    Args:
+        member: whose rank is known.
+        places: of each rank, its host's name and its machine: neither is enough by itself.
+        told: by the launcher, or None.
+    """
+    hosts = list(dict.fromkeys(map(tuple, places)))
+    here = [rank for rank, place in enumerate(places) if place == places[member.rank]]
+    member.local_rank = here.index(member.rank) if told is None or told.local_rank is None else told.local_rank
+    member.local_size = len(here) if told is None or told.local_size is None else told.local_size
+    member.host_index = hosts.index(tuple(places[member.rank]))
+    return len(hosts)
+
+
+def _check_cards(store: Store, member: Membership) -> None:
     """Every rank tells which card it holds, so that all of them refuse a shared one alike."""
     if member.device.type != "cuda":
         return
-    mine = json.dumps([member.rank, host, identity(member.device)])
+    mine = json.dumps([member.rank, machine(), identity(member.device)])
     store.set(f"samestep/card/{member.rank}", mine)
     refuse_sharing([tuple(json.loads(store.get(f"samestep/card/{rank}"))) for rank in range(member.size)])
 
@@ -198,4 +226,4 @@ def _axis(name: str, position: int, lines: list[tuple[int, ...]], mine: tuple[in
 def _open_mailbox(axis: Axis, neighbours: Neighbours, timeout_s: float) -> Mailbox | None:
     """Shared memory for the axis, where its ranks are on one host and can see each other; else None on all of them."""
     memory = shared_memory(axis, neighbours, mailbox.length(1)) if neighbours.is_one_host else None
-    return None if memory is None else Mailbox(memory, axis.rank, neighbours.processes, timeout_s)
+    return None if memory is None else Mailbox(memory, axis.rank, axis.ranks, neighbours.processes, timeout_s)

@@ -29,7 +29,6 @@ from samestep.topology import tree_sum
 
 __all__: list[str] = []
 
-MOST_VALUES = 2
 _SLOT_BYTES = 64  # a cache line: a rank that writes disturbs no other's
 _SLOTS = 3  # even letters, odd letters, and whether the rank has left
 _BODY = struct.Struct("<QQdd")
@@ -107,23 +106,24 @@ class Mailbox:
     Args:
         memory: shared by all ranks; `length(ranks)` bytes.
         rank: this rank's position.
-        processes: every rank's process number, in rank order.
+        names: what the ranks are called in errors, by their positions.
+        processes: their process numbers.
         timeout_s: how long to wait for a letter.
     """
 
     memory: mmap.mmap
     rank: int
+    names: Sequence[int]
     processes: Sequence[int]
     timeout_s: float
     _last: Letter | None = field(default=None, init=False)
 
-    def send(self, *values: float, tag: Tag) -> Letter:
+    def send(self, first: float, second: float = 0.0, *, tag: Tag) -> Letter:
         """Writes this rank's next letter, of one or two values. Collective, but waits only for the letter before."""
         number = 1
         if self._last is not None:
             self._last.wait()
             number = self._last.number + 1
-        first, second = (*values, 0.0)[:MOST_VALUES]
         word = tag.pack()
         body = _BODY.pack(number, word, first, second)
         place = self._place(self.rank, number)
@@ -142,7 +142,8 @@ class Mailbox:
         for rank in range(len(self.processes)):
             about, one, other = self._read(rank, number) or self._await(rank, number)
             if about != tag:
-                raise StepError(Tag.unpack(tag).difference(Tag.unpack(about), self.rank, rank))
+                mine, theirs = self.names[self.rank], self.names[rank]
+                raise StepError(Tag.unpack(tag).difference(Tag.unpack(about), mine, theirs))
             first.append(one)
             second.append(other)
         return tree_sum(first), tree_sum(second)
@@ -175,10 +176,10 @@ class Mailbox:
         return values
 
     def _complaint(self, rank: int, waited_s: float, *, gone: bool) -> str:
-        process = self.processes[rank]
+        mine, theirs = self.names[self.rank], f"rank {self.names[rank]} (process {self.processes[rank]})"
         if gone:
-            return f"rank {rank} (process {process}) has left and never ended this step; rank {self.rank} waited for it"
-        return f"rank {self.rank} waited {waited_s:.0f} s for rank {rank} (process {process}) to end this step"
+            return f"{theirs} has left and never ended this step; rank {mine} waited for it"
+        return f"rank {mine} waited {waited_s:.0f} s for {theirs} to end this step"
 
 
 def _seal(body: bytes) -> int:

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from samestep.collectives import board
 from samestep.collectives.board import Board
 from samestep.collectives.memory import shared
+from samestep.machine import namespace
 from samestep.runtime.axes import Axis, Neighbours
 from samestep.runtime.backend import spelled
 from samestep.runtime.exchange import gather_json
-from samestep.runtime.rendezvous import namespace
 
 __all__: list[str] = []
 
@@ -38,9 +38,9 @@ def sight() -> list[str | int | None]:
 
 def by_host(told: Sequence[Sequence[Any]]) -> Neighbours:
     """Returns who stands where, from what each rank tells of itself, in their order."""
-    hosts: dict[str, list[int]] = {}
-    for position, (sight, process) in enumerate(told):
-        hosts.setdefault(sight or f"unknown of {process}", []).append(position)
+    hosts: dict[str | int, list[int]] = {}
+    for position, (sight, _) in enumerate(told):
+        hosts.setdefault(sight or position, []).append(position)  # who cannot say is taken to be alone
     return Neighbours(tuple(map(tuple, hosts.values())), tuple(process for _, process in told))
 
 

@@ -4,7 +4,7 @@ torch's own rendezvous waits 30 minutes for a rank that never comes and then nam
 it to addresses where nobody listens. Here a rank signs in under its number, so that everybody can say who is missing,
 who is there twice, and who left the file behind:
 
-    store    samestep/rank/0 = {"host", "pid", "size", "torch", "card", …}      set by compare-and-set: first come [1]
+    store    samestep/rank/0 = {"host", "pid", "size", "torch", "device", …}    set by compare-and-set: first come [1]
              samestep/rank/1 = …                                                read by all, so all check the same [2]
 
 A file is only where they find each other; then rank 0 serves the store, and the file goes. torch stays in it to the
@@ -18,7 +18,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +31,7 @@ from samestep.errors import RankVariablesError, RendezvousError, UsageError
 from samestep.launch.address import LOOPBACK, is_served, listen
 from samestep.launch.meeting import await_published, place_for, publish
 from samestep.launch.network import addresses, route_to
+from samestep.machine import namespace
 from samestep.runtime.entries import compare, entry_of
 
 __all__: list[str] = []
@@ -184,6 +185,11 @@ def open_store(place: Place, join_timeout_s: float) -> Store:
         return _meet_in(_file_store(place), place, join_timeout_s)
     if place.method == "meeting":
         return _meet(place, join_timeout_s)
+    return _client(place, join_timeout_s)
+
+
+def _client(place: Place, join_timeout_s: float, listener: socket.socket | None = None) -> Store:
+    """Returns a client of the store at an address; rank 0 serves it first, on `listener` if that is bound already."""
     began = time.monotonic()
     if not place.serves and not _answers(place.host, place.port, began + join_timeout_s):
         raise RendezvousError(_unreachable(place, time.monotonic() - began, None))
@@ -195,6 +201,7 @@ def open_store(place: Place, join_timeout_s: float) -> Store:
             wait_for_workers=False,
             timeout=timedelta(seconds=join_timeout_s),
             multi_tenant=True,
+            master_listen_fd=None if listener is None else listener.detach(),
         )
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         raise RendezvousError(_unreachable(place, time.monotonic() - began, error)) from error
@@ -231,16 +238,13 @@ def _meet_in(file: FileStore, place: Place, join_timeout_s: float) -> Store:
         _Joined.files.append(_file(place))
         file.set("samestep/store", json.dumps(_told(listener)))
         return _serve(listener, place, join_timeout_s)
-    return _serve(json.loads(file.get("samestep/store")), place, join_timeout_s)
-
-
-def namespace(kind: str) -> str | None:
-    """Names this boot of this kernel and this process's namespace of a kind, "net" or "pid"; None where nobody says."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path(f'/proc/self/ns/{kind}').readlink()}"
-    except OSError:
-        return None
+        told = json.loads(file.get("samestep/store"))
+    except RuntimeError as error:  # torch's, when its time is over
+        raise RendezvousError(
+            f"rank 0 has signed in at {place.address}, and not told rank {place.rank} where its store is: did it end?"
+        ) from error
+    return _serve(told, place, join_timeout_s)
 
 
 def _listen(*, one_host: bool) -> socket.socket:
@@ -257,16 +261,8 @@ def _serve(where: socket.socket | dict[str, Any], place: Place, join_timeout_s: 
     told = where if isinstance(where, dict) else _told(where)
     host, port = told["addresses"][0], told["port"]
     _choose_interface(host)
-    store: Store = TCPStore(
-        host,
-        port,
-        is_master=place.serves,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=join_timeout_s),
-        multi_tenant=True,
-        master_listen_fd=None if isinstance(where, dict) else where.detach(),
-    )
-    return PrefixStore(f"{place.prefix}/world_{_Joined.worlds}", store)
+    found = replace(place, method="tcp", host=host, port=port)
+    return _client(found, join_timeout_s, None if isinstance(where, dict) else where)
 
 
 def _choose_interface(host: str) -> None:

@@ -77,6 +77,7 @@ class Worker:
         with self._changed:
             self._changed.wait_for(lambda: not self._busy and (self._acts or self._closed))
             if not self._acts:
+                self._thread = None  # who adds something after all gets another
                 return None
             self._busy = True
             return self._acts.popleft()

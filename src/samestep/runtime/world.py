@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -83,10 +82,10 @@ class World:
         self.run_dir = run_dir
         self.step = StepState()
         self.virtual = None if virtual_ranks is None else self._virtual(virtual_ranks)
-        self._owns_group = membership.owns_group
+        self._membership = membership
         self._open = True
         self._held: list[weakref.ref[Any]] = []
-        self._counted = 0
+        self._counted = self._copied = 0
         self._streams_apart = False
         self._track = Track(tensorboard, writes=self.is_first)
         self._timeline = keep_events(run_dir, self.rank, self.size)
@@ -118,6 +117,11 @@ class World:
         """Returns 1, 2, 3, …: the same on every rank for what all ranks make in the same order."""
         self._counted += 1
         return self._counted
+
+    def next_copy(self) -> int:
+        """Returns -1, -2, -3, … for copies of replicas, which one rank may make alone: it must not count ahead."""
+        self._copied += 1
+        return -self._copied
 
     def check_open(self) -> None:
         """Raises StepError where the world was closed and had other ranks."""
@@ -159,7 +163,12 @@ class World:
         return group if self.rank in wanted else None
 
     def barrier(self) -> None:
-        """Waits until every rank is here. Collective: every rank must call it."""
+        """Waits until every rank is here. Collective: every rank must call it.
+
+        Raises:
+            StepError: the world was closed.
+        """
+        self.check_open()
         if self.everyone.control is not None:
             dist.barrier(group=self.everyone.control)
 
@@ -212,19 +221,12 @@ class World:
         self._open = False
         atexit.unregister(self.close)
         with contextlib.ExitStack() as last:  # every user lets go, whatever another one raises
-            last.callback(self._destroy)
+            last.callback(self._membership.release)
             last.callback(self._track.close)
             if self._timeline is not None:
                 last.callback(self._timeline.end, self._error)
             for user in reversed(self._holders()):
                 last.callback(user.release)
-
-    def _destroy(self) -> None:
-        for axis in (self.everyone, self.data, self.pipeline):
-            axis.release()
-        gc.collect()
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # a copy of a model lives in the same world
@@ -320,7 +322,11 @@ def world(
     if virtual_ranks is not None:
         torch.set_num_threads(1)  # how a sum is cut among threads shows in its last bits
     folder = None if folder is None else Path(folder)
-    return World(membership, seed=seed, run_dir=folder, virtual_ranks=virtual_ranks, tensorboard=tensorboard)
+    try:
+        return World(membership, seed=seed, run_dir=folder, virtual_ranks=virtual_ranks, tensorboard=tensorboard)
+    except BaseException:
+        membership.release()
+        raise
 
 
 def _seconds(value: float | timedelta) -> float:

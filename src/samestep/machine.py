@@ -1,0 +1,35 @@
+"""Where this process runs, told apart from where others do: not by a host's name, which cloned machines share.
+
+    name         bears a host                         containers of one machine have several, cloned machines the same
+    machine      boots one kernel                     the number of that boot, which no other has
+    namespace    counts processes, has interfaces     a process number means something within it alone
+
+torch tells ranks of one host from others by LOCAL_RANK, or not at all.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+__all__: list[str] = []
+
+
+def machine() -> str:
+    """Names the boot of this machine's kernel, whatever its hosts and containers are called; else this host's name."""
+    try:
+        return _boot()
+    except OSError:
+        return socket.gethostname()
+
+
+def namespace(kind: str) -> str | None:
+    """Names this boot of this kernel and this process's namespace of a kind, "net" or "pid"; None where nobody says."""
+    try:
+        return f"{_boot()} {Path(f'/proc/self/ns/{kind}').readlink()}"
+    except OSError:
+        return None
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
