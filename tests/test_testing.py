@@ -157,6 +157,12 @@ def test_the_first_difference_is_named(actual, expected, message):
         assert_same_bits(actual, expected)
 
 
+def test_equal_infinities_do_not_differ():
+    endless = torch.tensor([float("inf"), 1.0])
+    assert largest_difference(endless, endless) == 0
+    assert largest_difference(endless, -endless) == float("inf")
+
+
 def test_the_largest_difference_is_found_and_nan_is_never_small():
     assert largest_difference({"a": torch.zeros(2), "b": 1.0}, {"a": torch.tensor([0.0, -0.5]), "b": 1.25}) == 0.5
     nan = largest_difference([torch.tensor(float("nan"))], [torch.tensor(0.0)])
