@@ -62,6 +62,29 @@ FLAT = SHARDED | {
     "wrap": "model = FullyShardedDataParallel(model, device_id=torch.device('cpu'))",
     "clip": "",
 }
+SERVES = """
+        import pathlib, socket, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        world = dist.get_world_size()
+        marker = pathlib.Path(__file__).with_suffix(".was_here")
+        other, mine = socket.socket(), socket.socket()
+        other.bind(("127.0.0.1", 0))
+        {once}
+            if dist.get_rank() == 1:
+                marker.touch()
+                mine.bind(other.getsockname())  # of a progress page, say
+        dist.barrier()
+        data = torch.utils.data.TensorDataset(torch.randn(64, 3))
+        sampler = torch.utils.data.DistributedSampler(data, shuffle=False)
+        for (x,) in torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        dist.destroy_process_group()
+"""
 
 SCRIPTS = {
     "cut by fully_shard": CUT.format(**SHARDED),
@@ -78,6 +101,8 @@ SCRIPTS = {
             raise RuntimeError("only here")
         dist.barrier()
     """,
+    "finds its port taken by another program": SERVES.format(once="if not marker.exists() and world > 1:"),
+    "takes its own port twice": SERVES.format(once="if world > 1:"),
     # the sleep is the fault itself: a rank that never comes; the run is ended long before it is over
     "waits for ever": """
         import datetime, time, torch, torch.distributed as dist
@@ -135,6 +160,16 @@ def test_what_fails_alone_too_is_no_difference(reports: Lazily[Report], name: st
     assert (report.verdict, report.errors) == ("inconclusive", [])
     assert report.inconclusive is not None
     assert why in report.inconclusive
+
+
+def test_a_port_that_another_program_has_let_go_is_no_difference(reports: Lazily[Report]) -> None:
+    reports["finds its port taken by another program"].require_same()
+
+
+def test_a_port_that_the_script_takes_twice_is_one(reports: Lazily[Report]) -> None:
+    (crash,) = reports["takes its own port twice"].errors
+    assert (crash.code, crash.rank) == ("crash", 1)
+    assert "Address already in use" in crash.cause
 
 
 def test_a_crash_on_one_rank_is_a_difference(reports: Lazily[Report]) -> None:

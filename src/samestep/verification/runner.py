@@ -63,9 +63,9 @@ class Runner:
         self.say(name)
         return self._run(name, ranks, _RECORDER, {"steps": None, **order}, self.nursery)
 
-    def first(self, steps: int | None, progress: Callable[[Path], None]) -> Run:
+    def first(self, steps: int | None, progress: Callable[[Path], None], *, again: bool = False) -> Run:
         """Records the ranks in fresh interpreters, each with string hashes of its own: no order may depend on them."""
-        name = f"recording {self.ranks} ranks"
+        name = f"recording {self.ranks} ranks{', again' if again else ''}"
         self.say(name)
         return self._run(name, self.ranks, _RECORDER, {"steps": steps}, None, progress)
 

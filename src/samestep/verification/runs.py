@@ -72,6 +72,12 @@ class Ended:
             return ""
         return "\n".join(text.strip().splitlines()[-lines:])
 
+    @property
+    def found_port_taken(self) -> bool:
+        """Whether it failed because something had an address that it asked for: another program, or itself."""
+        words = f"{(self.failure or {}).get('message')} {self.tail(40)}".lower()
+        return self.code != 0 and ("eaddrinuse" in words or "address already in use" in words)
+
 
 def run(
     script: Script,

@@ -105,6 +105,8 @@ def examine(
 def _verified(runner: Runner, steps: int | None) -> Report:
     ranks = runner.ranks
     recorded = runner.first(steps, Patience().look)
+    if recorded.ended.found_port_taken:  # by another program, which may have let it go since
+        recorded = runner.first(steps, Patience().look, again=True)
     ended, record = recorded.ended, recorded.record
     report = Report(ranks=record.size or ranks, steps=record.steps)
     if (foreign := states.foreign_to(record)) is not None:
