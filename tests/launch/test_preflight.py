@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from samestep.launch.cluster import bound_too_closely, threads_of
 from samestep.launch.facts import Facts
 from samestep.launch.preflight import objection
 
@@ -18,6 +19,18 @@ GOOD = Facts(
 def judged(*changes, reached=None, slots=None, **more):
     facts = [replace(GOOD, name=name, **change) for name, change in zip("abcdef", changes, strict=False)]
     return objection(facts, reached or {}, "train.py", slots or {}, **more)
+
+
+@pytest.mark.parametrize(("machine", "threads"), [("one boot", 1), ("another", 2)])
+def test_cores_are_shared_by_agents_of_one_machine_and_not_by_machines_of_one_name(machine, threads):
+    facts = [replace(GOOD, host="localhost", machine=one) for one in ("one boot", machine)]
+    assert threads_of(facts[0], 1, facts) == threads
+
+
+@pytest.mark.parametrize(("machine", "warnings"), [("one boot", 1), ("another", 2)])
+def test_each_machine_that_binds_too_closely_is_told_of_once(machine, warnings):
+    facts = [replace(GOOD, host="localhost", cpus=(0,), cores=1, machine=one) for one in ("one boot", machine)]
+    assert len(bound_too_closely(facts, None)) == warnings
 
 
 def test_hosts_that_fit_are_not_objected_to():

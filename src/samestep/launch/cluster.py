@@ -87,7 +87,7 @@ def examine(head: Head, wanted: Wanted, warn: Callable[[str], None]) -> list[Par
             name=label,
             machine=fact.host if all(name != fact.host or place == own for name, place in machines) else label,
             ranks=counts[label],
-            threads=_threads(fact, counts[label], [other for other in facts if other.host == fact.host]),
+            threads=threads_of(fact, counts[label], facts),
             address="127.0.0.1" if alone else own,
             interface="lo" if alone else answer.get("interface") or "lo",
         )
@@ -117,17 +117,17 @@ def _ring(head: Head, facts: Sequence[Facts], interface: str | None) -> dict[str
     }
 
 
-def _threads(fact: Facts, ranks: int, here: Sequence[Facts]) -> int:
+def threads_of(fact: Facts, ranks: int, facts: Sequence[Facts]) -> int:
     """Returns how many threads each of a part's ranks gets, where several parts may share a machine and its cores."""
-    sharing = [other for other in here if set(other.cpus) & set(fact.cpus)]
+    sharing = [other for other in facts if other.place == fact.place and set(other.cpus) & set(fact.cpus)]
     return max(1, fact.cores // max(ranks, sum(other.ranks or ranks for other in sharing)))
 
 
 def bound_too_closely(facts: Sequence[Facts], launcher: str | None) -> list[str]:
     """Returns a warning for each machine on which whoever started the agents has bound them to single cores."""
-    machines: dict[str, list[Facts]] = {}
+    machines: dict[tuple[str, str], list[Facts]] = {}
     for fact in facts:
-        machines.setdefault(fact.host, []).append(fact)
+        machines.setdefault(fact.place, []).append(fact)
     each = machines.values()
     found = (binding_warning([fact.cpus for fact in here], here[0].unbound, launcher=launcher) for here in each)
     return [warning for warning in found if warning is not None]

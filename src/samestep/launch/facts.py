@@ -15,6 +15,7 @@ from samestep.launch.cores import read_cores, read_unbound
 from samestep.launch.devices import visible_gpus
 from samestep.launch.network import addresses
 from samestep.launch.script import find_module
+from samestep.machine import machine
 
 __all__: list[str] = []
 
@@ -25,6 +26,7 @@ class Facts:
 
     `name` is what the head calls the host, `host` what it calls itself; `interfaces` are names and addresses. `index`
     is its place among the hosts and `ranks` how many it brings, where it knows that itself.
+    `machine` names its kernel.
     `cpus` are those of the agent's affinity, `cores` how many of them its ranks may keep busy, `unbound` how many there
     would be if nothing bound the agent.
     """
@@ -45,6 +47,12 @@ class Facts:
     directory: str
     ranks: int | None = None
     interfaces: tuple[tuple[str, str], ...] = ()
+    machine: str = ""
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Where its cores are: cloned machines have one name, and containers of one machine cores of their own."""
+        return self.host, self.machine
 
     def address_on(self, interface: str) -> str | None:
         """Returns the host's first address on one of its networks."""
@@ -91,6 +99,7 @@ def look(
         unbound=read_unbound(),
         digest=digest(program, is_module=is_module),
         directory=str(Path.cwd()),
+        machine=machine(),
     )
 
 
