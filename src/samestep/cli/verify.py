@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import signal
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from samestep.cli.before import check_json, check_program
 from samestep.cli.options import Parser
@@ -54,14 +57,40 @@ def main(arguments: Sequence[str]) -> int:
         check_json(options.json)
     if options.mpi:
         mpiexec.mpiexec()  # there is one
-    return _verify(options, Script(program=program, arguments=tuple(rest), is_module=options.module, mpi=options.mpi))
+    script = Script(program=program, arguments=tuple(rest), is_module=options.module, mpi=options.mpi)
+    try:
+        return _verify(options, script)
+    except _Interruption as signalled:
+        return 128 + int(signalled.args[0])
+
+
+class _Interruption(KeyboardInterrupt):
+    """A signal that asks for the end; its number."""
+
+
+def _interrupt(number: int, _frame: object) -> NoReturn:
+    raise _Interruption(number)
+
+
+@contextmanager
+def _ending(*numbers: int) -> Iterator[None]:
+    """Lets these signals end what runs and remove what it has left, as Ctrl-C does; an ignored one (nohup) stays so."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    heard = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
 
 
 def _verify(options: argparse.Namespace, script: Script) -> int:
     from samestep.verification.text import Progress, shown
     from samestep.verification.verify import examine
 
-    with Progress() as progress:
+    with _ending(signal.SIGTERM, signal.SIGHUP), Progress() as progress:
         check_room(options.ranks)
         report = examine(script, options.ranks, steps=options.steps, still_s=options.timeout, say=progress.say)
     print(shown(report), end="")

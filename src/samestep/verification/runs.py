@@ -132,7 +132,7 @@ def alike(threads: int) -> dict[str, str]:
 def _start(arguments: list[str], environment: dict[str, str], output: int, nursery: Nursery | None) -> Process:
     if nursery is not None:
         return nursery.command(arguments, environment, output)
-    command = [sys.executable, "-P", "-m", "samestep", *arguments]
+    command = [sys.executable, "-P", "-m", "samestep.cli.attached", str(os.getpid()), *arguments]
     return start(command, environment, stdout=output, stderr=output)
 
 
