@@ -31,7 +31,14 @@ SOURCE = re.sub(
     "",
     "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "src" / "samestep").rglob("*.py"))),
 )
-OTHERS = {"Address already in use", "Connection closed by peer", "module."}  # the kernel's, gloo's, torch's
+OTHERS = {  # the kernel's, gloo's, torch's
+    "Address already in use",
+    "Connection closed by peer",
+    "Received data size doesn't match",
+    "RANK expected, but not set",
+    "Distributed package doesn't have NCCL built in",
+    "module.",
+}
 DOCKERS = {"--shm-size", "--ipc"}
 NAMED = {"optimizer", "schedule", "data"}  # what samestep.checkpoint takes under any name
 

@@ -103,6 +103,19 @@ SCRIPTS = {
     """,
     "finds its port taken by another program": SERVES.format(once="if not marker.exists() and world > 1:"),
     "takes its own port twice": SERVES.format(once="if world > 1:"),
+    "has more batches on one rank": """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        size = dist.get_world_size()
+        for step in range(10 - dist.get_rank()):
+            optimizer.zero_grad()
+            model(torch.ones(8, 10)).square().mean().backward()
+            optimizer.step()
+        dist.all_reduce(torch.zeros(1))
+        dist.destroy_process_group()
+    """,
     # the sleep is the fault itself: a rank that never comes; the run is ended long before it is over
     "waits for ever": """
         import datetime, time, torch, torch.distributed as dist
@@ -162,6 +175,16 @@ def test_what_fails_alone_too_is_no_difference(reports: Lazily[Report], name: st
     assert why in report.inconclusive
 
 
+def test_ranks_with_unlike_numbers_of_batches_are_told_where_each_was(reports: Lazily[Report]) -> None:
+    report = reports["has more batches on one rank"]
+    (found,) = report.errors
+    assert found.code == "collective-mismatch"
+    assert "backward()" in found.cause
+    assert "dist.all_reduce(torch.zeros(1))" in found.cause
+    assert "samestep.shards" in (found.fix or "")
+    assert report.coverage["communication"] == "refuted"
+
+
 def test_a_port_that_another_program_has_let_go_is_no_difference(reports: Lazily[Report]) -> None:
     reports["finds its port taken by another program"].require_same()
 
@@ -176,6 +199,7 @@ def test_a_crash_on_one_rank_is_a_difference(reports: Lazily[Report]) -> None:
     (crash,) = reports["fails on one rank"].errors
     assert (crash.code, crash.rank) == ("crash", 1)
     assert "only here" in crash.cause
+    assert reports["fails on one rank"].coverage["communication"].startswith("not checked: the run broke off")
 
 
 def test_a_hang_names_who_is_missing_and_where_both_stand(reports: Lazily[Report]) -> None:

@@ -11,6 +11,7 @@ from samestep.launch.failure import Failure, brief, count, culprit
 
 __all__: list[str] = []
 
+UNLIKE = "the ranks were in unlike collectives"
 MISMATCH = "distributed collective mismatch"  # in what gloo says before it aborts
 LAST = 1 << 16  # bytes of a log in which its last line is looked for
 MOST_PLACES = 4  # of ranks that were stopped; the logs and records have them all
@@ -161,8 +162,8 @@ def understood(verdict: Verdict, logs: Path) -> Verdict:
     if failure is None or failure.signal != signal.SIGABRT or MISMATCH not in _end(logs / f"rank{failure.rank}.err"):
         return verdict
     message = (
-        "the ranks were in different collectives, and gloo aborted this one when it got another's message; "
-        "`samestep run --check` names the first call that differs"
+        f"{UNLIKE}, and gloo aborted this one when it got another's message: every rank has to come by every "
+        "collective, with tensors of one size; `samestep verify` says what each had called"
     )
     return replace(verdict, blamed=replace(failure, message=message))
 

@@ -198,6 +198,17 @@ def standing(folder: Path) -> dict[int, str]:
     return places
 
 
+def broken_off(folder: Path) -> dict[int, str]:
+    """Returns rank -> the line of the script in which a failure met it, its own or another rank's."""
+    places = {}
+    for path in sorted((folder / "run").glob("*/*/rank*.error.json")):
+        with contextlib.suppress(OSError, ValueError):
+            told = json.loads(path.read_text(encoding="utf-8"))
+            if told.get("where"):
+                places[int(told["rank"])] = f"{told['where']}  {told.get('source') or ''}".rstrip()
+    return places
+
+
 def _end(process: Process) -> None:
     signal_alone(process, signal.SIGTERM)
     if not wait_all([process], _END_S):

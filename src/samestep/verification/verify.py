@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
+from samestep.launch.verdict import UNLIKE
 from samestep.verification import equality, journal, runs, stages
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
@@ -40,6 +41,7 @@ __all__ = ["verify"]
 LONG_ENOUGH_S = 10.0  # of steps, if a script does not end before
 _LEAD = 4  # steps
 _TAIL = 1 << 18  # bytes of a journal in which its last step is looked for
+AS_MANY = "let every rank come by every collective, as often as the others: samestep.shards gives all as many batches"
 _AT_ONCE = 2  # runs of the script alone, side by side
 
 
@@ -150,6 +152,7 @@ def _blame(ended: runs.Ended, whole: Run, record: Record, report: Report) -> Non
         report.inconclusive = f"the script fails alone too{where}: {_reason(alone)}"
         return
     report.add([communication.stuck(record) if ended.hung else _crash(ended, record)])
+    report.cover("communication", unchecked("the run broke off, and what came behind was not seen"))
 
 
 def _reason(ended: runs.Ended) -> str:
@@ -166,6 +169,8 @@ def _reason(ended: runs.Ended) -> str:
 
 def _crash(ended: runs.Ended, record: Record) -> Finding:
     failure = ended.failure or {}
+    if str(failure.get("message", "")).startswith(UNLIKE):
+        return _unlike(ended, failure)
     busy = communication.waited_for(record, failure.get("rank"), failure.get("where"))
     return Finding(
         code="crash",
@@ -173,6 +178,21 @@ def _crash(ended: runs.Ended, record: Record) -> Finding:
         rank=failure.get("rank"),
         where=busy[0] if busy else failure.get("where") or _where_others_waited(failure),
         cause=f"{_reason(ended)}{busy[1] if busy else ''}; alone, the script ends well",
+        fix=AS_MANY if failure.get("exception") == "EarlyExit" else None,
+    )
+
+
+def _unlike(ended: runs.Ended, failure: dict[str, Any]) -> Finding:
+    stood = [f"rank {rank} in {place}" for rank, place in sorted(runs.broken_off(ended.folder).items())]
+    where = f" ({'; '.join(stood)})" if stood else ""
+    return Finding(
+        code="collective-mismatch",
+        property="communication",
+        rank=failure.get("rank"),
+        where=failure.get("where"),
+        cause=f"{UNLIKE} when the run broke off{where}: one has more batches, or calls, than another, or tensors of "
+        "another size; alone, the script ends well",
+        fix=AS_MANY,
     )
 
 
