@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,18 @@ def test_the_settings_are_those_that_run_takes(files, tmp_path) -> None:
     assert chosen.processes == 4
     assert chosen.buckets is not None
     assert (tmp_path / "chosen.toml").read_text().startswith("# train.py on 4 hosts of 4 devices")
+
+
+def test_the_settings_are_for_the_script_as_it_is_where_a_pipeline_would_be_quicker(files, tmp_path, capsys) -> None:
+    slow = CLUSTER.replace('bandwidth = "100 Gbit/s"', 'bandwidth = "100 Mbit/s"')
+    slow = re.sub(r"inside = .*", 'inside = { latency = "1 ms", bandwidth = "1 Gbit/s" }', slow)
+    (tmp_path / "slow.toml").write_text(slow)
+    assert plan("--profile", files[0], "--cluster", tmp_path / "slow.toml", "--apply", tmp_path / "chosen.toml") == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(
+        r"starts (1 process|\d replicas), .* a step: \d+ stages.* take samestep.pipeline in the script", said
+    )
+    assert "stages" not in (tmp_path / "chosen.toml").read_text()
 
 
 def test_a_model_that_fits_nowhere_says_by_how_much(files, tmp_path, capsys) -> None:

@@ -60,10 +60,25 @@ def main(arguments: Sequence[str]) -> int:
     for line in found.lines():
         print(line)
     if options.apply is not None:
-        several = found.best is not None and found.best.way.ranks > cluster.devices
-        hosts = " --hosts …" if several else ""
-        print(f"samestep run --settings {options.apply}{hosts} … starts it so")
+        print(_started(found, options.apply))
     return 0 if found.best is not None else 1
+
+
+def _started(found: Planned, settings: Path) -> str:
+    """What the settings start: a pipeline is the script's own to make."""
+    from samestep.network.links import seconds_text
+
+    step, best = found.as_it_is, found.best
+    if step is None or best is None:
+        return f"{settings} sets nothing: as it is the script fits nowhere, and stages take samestep.pipeline in it"
+    hosts = " --hosts …" if step.way.ranks > found.cluster.devices else ""
+    command = f"samestep run --settings {settings}{hosts} …"
+    if step.way == best.way:
+        return f"{command} starts it so"
+    return (
+        f"{command} starts {step.way}, {seconds_text(step.seconds)} a step: {best.way} take samestep.pipeline in the "
+        "script"
+    )
 
 
 def _parser() -> Parser:
@@ -151,7 +166,7 @@ def _write(options: argparse.Namespace, found: Planned) -> None:
 
         draw(found, options.picture)
     if options.apply is not None:
-        write_whole(options.apply, [found.settings().dumps(found.title())])
+        write_whole(options.apply, [found.settings().dumps(found.title(found.as_it_is))])
 
 
 def _say(text: str) -> None:

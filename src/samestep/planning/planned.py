@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,6 +22,13 @@ from samestep.planning.step import Step
 __all__: list[str] = []
 
 MIB = 1 << 20
+
+
+def _fewest(steps: Sequence[Step | Unfit | None]) -> Step | None:
+    """Of steps in the order of their ranks, the first that is within 1 % of the quickest."""
+    found = [one for one in steps if isinstance(one, Step)]
+    most = max((one.rate for one in found), default=0.0)
+    return next((one for one in found if one.rate >= 0.99 * most), None)
 
 
 @dataclass(frozen=True)
@@ -47,13 +54,16 @@ class Planned:
     @property
     def best(self) -> Step | None:
         """The quickest step of all; of several as quick within 1 %, the one with the fewest ranks."""
-        found = [one.best for one in self.points if one.best is not None]
-        most = max((one.rate for one in found), default=0.0)
-        return next((one for one in found if one.rate >= 0.99 * most), None)
+        return _fewest([one.best for one in self.points])
 
-    def title(self) -> str:
-        """Returns what the plan is of."""
-        best = self.best
+    @property
+    def as_it_is(self) -> Step | None:
+        """Likewise, of those that take no other lines in the script: data parallel, or one process."""
+        return _fewest([one.steps.get("alone", one.steps.get("data")) for one in self.points])
+
+    def title(self, best: Step | None = None) -> str:
+        """Returns what the plan is of: the quickest step, or this one."""
+        best = best or self.best
         if best is None:
             return f"{self.profile.script} on {self.cluster}\nnothing fits"
         hosts = -(-best.way.ranks // self.cluster.devices)
@@ -80,12 +90,12 @@ class Planned:
             yield from self._advice(self.best)
 
     def settings(self) -> Settings:
-        """Returns what a run takes of it; another way of using ranks is the script's own to say."""
-        best = self.best
+        """Returns what a run takes of it, for the script as it is."""
+        best = self.as_it_is
         if best is None:
             return Settings()
         each = min(best.way.ranks, self.cluster.devices)
-        if not best.algorithm or best.way.stages > 1:
+        if not best.algorithm:
             return Settings(processes=each)
         share = work.at(self.profile, -(-best.samples // best.way.replicas), self.planner.speed)
         cap = replicas.one_cap(self.profile, self.planner.fabric, best.way, share.backward_s, best.algorithm)
