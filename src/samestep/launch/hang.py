@@ -22,6 +22,7 @@ from samestep.launch.verdict import spans
 
 __all__: list[str] = []
 
+EACH = "every rank has to come by every collective (`samestep verify` says what each had called)"
 LEAST = 10.0  # seconds
 TIMES = 5.0  # as long as nearly every step
 LONGER = 6.0  # as long again, for evaluations, saves and loads in which nothing is read, written or computed
@@ -162,9 +163,9 @@ def _headline(hang: Hang, pulses: Mapping[int, Pulse]) -> str:
         "busy": f"{who} {'compute' if several else 'computes'} without finishing a step{wait}",
         "disk": f"{who} {'wait' if several else 'waits'} for a disk{wait}",
         "asleep": f"{who} {'sleep' if several else 'sleeps'}{wait}",
-        "mismatch": f"the ranks wait in different collectives, each for the others; {who} came less far"
+        "mismatch": f"the ranks wait in different collectives, each for the others; {who} came less far; {EACH}"
         if rest
-        else "the ranks wait in different collectives, each for the others",
+        else f"the ranks wait in different collectives, each for the others; {EACH}",
         "lost": "all ranks wait in the same collective, and no message arrives: is the network gone?",
     }[hang.kind]
 
