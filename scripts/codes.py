@@ -156,7 +156,7 @@ EXITS = """## Exit codes
 | 1 | `verify` | a different training, or a crash or hang on N ranks that does not happen alone |
 | 1 | `doctor`, `checkpoint`, `plan` | training would fail; a checkpoint is damaged or a sample lost; nothing fits |
 | 2 | every command | a usage error, in one line that says how to mend it |
-| 3 | `verify` | it cannot be said: the script fails alone too, or what would decide could not be compared |
+| 3 | `verify` | it cannot be said: the script fails alone too, the machine ended it, or what decides was not compared |
 | 75 | `run` | asked to make room, all ranks have saved; the same command goes on |
 | 124 | `run` | a hang that was stopped |
 | 128 + N | `run` | signal N ended the rank that is to blame; 137 is SIGKILL, often for want of memory |

@@ -93,7 +93,7 @@ def test_those_that_may_not_be_ended_are_left_out_and_named():
 
 
 def test_a_process_has_a_name_even_if_that_is_no_utf8(tmp_path):
-    from samestep.launch.process import _name, _state
+    from samestep.launch.process import _name, stat_of
 
     odd = tmp_path / "caf\udce9"
     odd.symlink_to("/bin/sleep")
@@ -102,7 +102,7 @@ def test_a_process_has_a_name_even_if_that_is_no_utf8(tmp_path):
         os.sched_yield()
     try:
         assert _name(process.pid).endswith(f"({process.pid})")
-        assert _state(process.pid) in "RSD"
+        assert stat_of(process.pid)[0] in "RSD"
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()

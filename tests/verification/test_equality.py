@@ -6,12 +6,14 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from journals import ended, record, step, stepped
 from lazily import Lazily
 
 from samestep import Report
 from samestep.verification import equality
+from samestep.verification.judging.single import Run
 from samestep.verification.runner import Runner
-from samestep.verification.runs import Script
+from samestep.verification.runs import Ended, Script
 from samestep.verification.verify import examine
 
 TRAIN = """
@@ -114,6 +116,28 @@ def test_what_depends_on_the_process_has_other_bits_as_virtual_ranks(reports: La
     (found,) = reports["bit for bit"].errors
     assert (found.code, found.step) == ("gradient-differs", 0)
     assert "2 processes and one have other bits" in found.cause
+
+
+@pytest.mark.parametrize("by_us", [True, False])
+def test_only_a_rank_that_was_killed_behind_a_save_must_go_on_from_there(tmp_path: Path, by_us: bool) -> None:
+    """Killed before it, for want of memory say, it rightly begins at the beginning."""
+    killed = [step(0, "g"), stepped(0), *([{"kind": "killed"}] if by_us else [])]
+    whole = [step(0, "g"), stepped(0), step(1, "h"), stepped(1), ended()]
+    signal = {"rank": 0, "exception": "Signal", "message": "it was ended by SIGKILL"}
+
+    class Runs:
+        folder = tmp_path
+
+        def recorded(self, name: str, ranks: int, **_: object) -> Run:
+            first = "killed" in name
+            failure = signal if first else None
+            events = killed if first else whole
+            return Run(Ended(code=0, hung=False, failure=failure, folder=tmp_path), record(*[events] * ranks))
+
+    report = Report(ranks=2)
+    equality.resumed(Runs(), record(whole, whole), report)  # type: ignore[arg-type]
+    assert [finding.code for finding in report.errors] == (["checkpoint-inexact"] if by_us else [])
+    assert by_us or report.coverage["checkpoint"] == "not checked: Signal: it was ended by SIGKILL"
 
 
 def test_an_optimizer_that_is_not_saved_is_found_by_the_resume(reports: Lazily[Report]) -> None:

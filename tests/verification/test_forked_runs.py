@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import textwrap
@@ -90,6 +91,22 @@ def test_ranks_are_forked_with_one_seed_unless_the_script_must_find_no_torch(
     assert said[0][0] != said[0][1]  # the hashes of two ranks
     assert said[2][0][1] in {number for _, number in said[0]}  # that of rank 0
     assert (said[1][0][1] == said[1][1][1]) == forked
+
+
+def test_fresh_interpreters_go_on_where_the_process_that_forks_has_been_killed(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(TRAIN.format(first="")), encoding="utf-8")
+    script = Script(program=str(path))
+    with nursery_for(script, 2) as nursery:
+        assert nursery is not None
+        assert nursery.objection() is None
+        os.kill(nursery._process.pid, signal.SIGKILL)
+        while not nursery.has_ended():
+            os.sched_yield()
+        runner = Runner(script=script, ranks=2, folder=tmp_path, still_s=60.0, say=lambda _: None, nursery=nursery)
+        run = runner.recorded("again", 2)
+    assert run.ended.code == 0
+    assert "told False" in run.ended.tail()
 
 
 WAITS = """

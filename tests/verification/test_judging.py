@@ -59,6 +59,20 @@ def test_every_sample_once_is_no_finding() -> None:
     assert codes(samples, record(passed([0, 2], samples=4), passed([1, 3], samples=4))) == []
 
 
+def shown(*digests: str) -> Event:
+    """What a rank shows of its dataset: fewer samples where they load slowly."""
+    return {"kind": "fingerprint", "key": "train.py:10#1", "samples": {str(9 * i): d for i, d in enumerate(digests)}}
+
+
+def test_a_rank_that_had_time_for_fewer_samples_has_no_other_dataset() -> None:
+    first, other = passed([0, 2], samples=4), passed([1, 3], samples=4)
+    assert codes(samples, record([*first, shown("a", "b", "c")], [*other, shown("a")])) == []
+    assert codes(samples, record([*first, shown("a", "b", "c")], [*other, shown()])) == []
+    (finding,) = found(samples, record([*first, shown("a", "b")], [*other, shown("a", "x", "c")]))
+    assert (finding.code, finding.rank) == ("datasets-differ", 1)
+    assert "another sample 9 than" in finding.cause
+
+
 def test_padding_in_training_is_a_note() -> None:
     assert codes(samples, record(passed([0, 2], samples=3), passed([1, 0], samples=3))) == [
         ("samples-repeated", "note")

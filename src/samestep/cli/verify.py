@@ -40,8 +40,8 @@ examples:
   samestep verify --json report.json -m package.train
   samestep verify --explain gradient-scale       the page of a finding
 
-exit code: 0 the same training; 1 a different one; 3 it cannot be said (the script fails alone too, or what would
-decide could not be compared); 2 for a usage error."""
+exit code: 0 the same training; 1 a different one; 3 it cannot be said (the script fails alone too, the machine ended
+the ranks, or what would decide could not be compared); 2 for a usage error."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -49,7 +49,7 @@ MOST_TEXT = 1 << 16  # characters of a message or a traceback that travel; the r
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LAUNCH = {str(Path(__file__).parent), f"{_PACKAGE}/launch"}
 _RECIPES = f"{_PACKAGE}/recipes"  # users of the public API: their lines are a user's lines
-
+KERNEL_KILLED = "the kernel killed"  # in what is said of a rank that has ended for want of memory, and nowhere else
 UNKNOWN: tuple[str | None, str | None] = (None, None)
 Read = TypeVar("Read")
 
@@ -320,8 +320,8 @@ def _last_words(code: int, *, of_memory: bool) -> str:
         return f"it ended with exit code {code} and left no exception behind"
     if of_memory:
         if counts_own_kills():
-            return "the kernel killed it because memory ran out (SIGKILL): take smaller batches or fewer workers"
-        return "it was ended by SIGKILL; the kernel killed a process of this machine for want of memory meanwhile"
+            return f"{KERNEL_KILLED} it because memory ran out (SIGKILL): take smaller batches or fewer workers"
+        return f"it was ended by SIGKILL; {KERNEL_KILLED} a process of this machine for want of memory meanwhile"
     message = f"it was ended by {signal_name(-code)} (signal {-code})"
     return message + ("; not by the kernel for want of memory" if -code == signal.SIGKILL else "")
 

@@ -206,7 +206,7 @@ def end_orphans(own: Iterable[int] = ()) -> list[str]:
     spared, ended = set(own), []
     while strangers := [pid for pid in children(os.getpid()) if pid not in spared]:
         for pid in strangers:
-            if _state(pid) != "Z":
+            if stat_of(pid)[0] != "Z":
                 ended.append(_name(pid))
                 try:
                     os.kill(pid, signal.SIGKILL)  # its own children come to us, and are next
@@ -236,10 +236,13 @@ def _name(pid: int) -> str:
     return str(pid)
 
 
-def _state(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
-    return "Z"
+def stat_of(pid: int) -> tuple[str, float]:
+    """Returns the kernel's letter for a process, Z for one that is gone, and the seconds that its threads computed."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "Z", 0.0
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def signal_group(process: Process, number: int) -> bool:

@@ -10,7 +10,6 @@ or every 50 ms. No thread of a rank is asked: it may hold the interpreter's lock
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.launch.loop import Loop
-from samestep.launch.process import children
+from samestep.launch.process import children, stat_of
 from samestep.progress import Progress
 
 __all__: list[str] = []
@@ -190,10 +189,10 @@ def _note(seen: _Seen, pid: int, record: Progress, now: float) -> str:
         if seen.stepped is not None and record.step > seen.step:
             seen.durations.append((record.changed - seen.stepped) / (record.step - seen.step))
         seen.step, seen.stepped = record.step, record.changed
-    state, computed = _stat(pid)
+    state, computed = stat_of(pid)
     transferred = _transferred(pid)
     for child in children(pid):
-        computed += _stat(child)[1]
+        computed += stat_of(child)[1]
         transferred += _transferred(child)
     seconds = now - seen.looked
     busy = abs(computed - seen.computed) > COMPUTES * seconds  # less where a child has ended
@@ -201,15 +200,6 @@ def _note(seen: _Seen, pid: int, record: Progress, now: float) -> str:
         seen.active = now
     seen.looked, seen.computed, seen.transferred = now, computed, transferred
     return state
-
-
-def _stat(pid: int) -> tuple[str, float]:
-    """Returns the kernel's letter for a process, and the seconds that all its threads have computed."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return "Z", 0.0
-    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _transferred(pid: int) -> int:

@@ -107,7 +107,7 @@ class Team:
         self._tell = tell
         self._members: dict[int, _Member] = {}
         self._terminals: list[tuple[int, int]] = []  # (the real one, the master of rank 0's)
-        self._killed = out_of_memory_kills()
+        self._killed = 0  # what the kernel had killed for want of memory when the ranks were started
         self._paused = False  # the ranks' output is not read
 
     def prepare(self, job: Job) -> str | None:
@@ -130,6 +130,7 @@ class Team:
 
     def start(self, job: Job, listener: socket.socket | None) -> None:
         """Starts all ranks; the first serves the store on `listener`, if there is one."""
+        self._killed = out_of_memory_kills()  # of an earlier attempt, say
         for place, rank in enumerate(job.ranks):
             self._start(job, place, rank, listener if place == 0 else None)
         if listener is not None:

@@ -132,7 +132,7 @@ def resumed(runner: Runner, record: Record, report: Report) -> None:
         record = runner.recorded("not killed, added in rank order", size, steps=record.steps, ordered=True).record
     whole = record.ranks[0].steps if record.ranks else []
     killed = runner.recorded("rank 0 killed after a save", size, killed_at=killed_at, **order)
-    if killed.record.ranks and killed.record.ranks[0].ended is not None:
+    if not any(rank.of("killed") for rank in killed.record.ranks):  # it has ended, or something else has ended it
         why = failed(killed) or "the training ended before a checkpoint was complete"
         report.cover("checkpoint", unchecked(why))
         return

@@ -5,7 +5,8 @@ training): the script is told of it, and it is no reason to call the training di
 
     same          every property that could be checked is proved or agrees, and nothing that decides is left unchecked
     different     at least one error
-    inconclusive  neither: the script crashes alone too, or what would decide could not be compared
+    inconclusive  neither: the script crashes alone too, the machine ended the ranks, or what would decide could not be
+                  compared
 """
 
 from __future__ import annotations

@@ -66,6 +66,12 @@ def read(folder: Path, rank: int) -> list[Event]:
     return list(_parsed(lines))
 
 
+def first(path: Path) -> Event | None:
+    """Returns the first event of a journal; None where there is none yet."""
+    with path.open("rb") as file:
+        return next(_parsed([file.readline()]), None)
+
+
 def value_path(folder: Path, rank: int, number: int) -> Path:
     """Returns where a big value lies."""
     return folder / f"rank{rank}" / f"{number:05d}.pt"

@@ -22,7 +22,7 @@ Gradients = Sequence[Tensor | None]
 ABOVE_FLOOR = 20.0  # an error so many times the measured floor is no rounding any more
 ROUNDINGS = 1e3  # nor is one of so many units in the last place, where the floor happens to be lower
 _SMALL = 1e-2  # of the whole gradient's size a number; a tensor with less is held against this
-_TOO_COARSE = 1e-3  # a floor above it hides real mistakes
+COARSEST = 1e-3  # a floor above it hides real mistakes
 
 
 @dataclass(frozen=True)
@@ -108,4 +108,4 @@ def limit(floor: float, gradients: Gradients) -> float:
 
 def is_too_coarse(floor: float, gradients: Gradients) -> bool:
     """Whether rounding alone is so large that a mistake could hide in it."""
-    return max(floor, unit(gradients) * 10) > _TOO_COARSE
+    return max(floor, unit(gradients) * 10) > COARSEST

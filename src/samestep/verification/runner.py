@@ -11,7 +11,7 @@ from typing import Any
 from samestep.launch.fork import needs_fresh_interpreter, source_of
 from samestep.launch.nursery import Nursery
 from samestep.launch.variables import threads_per_rank
-from samestep.verification import runs
+from samestep.verification import machine, runs
 from samestep.verification.judging.record import Record, read
 from samestep.verification.judging.single import Run
 
@@ -19,6 +19,8 @@ __all__: list[str] = []
 
 _ALONE = "samestep.verification.reference.alone:Alone"
 _RECORDER = "samestep.verification.recording.recorder:Recorder"
+
+_FREE_S = 20.0  # for a port that a run needs, and another program has: a training, or a run beside this one
 
 Say = Callable[[str], None]
 
@@ -63,9 +65,9 @@ class Runner:
         self.say(name)
         return self._run(name, ranks, _RECORDER, {"steps": None, **order}, self.nursery)
 
-    def first(self, steps: int | None, progress: Callable[[Path], None], *, again: bool = False) -> Run:
+    def first(self, steps: int | None, progress: Callable[[Path], None]) -> Run:
         """Records the ranks in fresh interpreters, each with string hashes of its own: no order may depend on them."""
-        name = f"recording {self.ranks} ranks{', again' if again else ''}"
+        name = f"recording {self.ranks} ranks"
         self.say(name)
         return self._run(name, self.ranks, _RECORDER, {"steps": steps}, None, progress)
 
@@ -76,7 +78,16 @@ class Runner:
         self.say(f"running the script alone: {name}")
         return self._run(name, 1, _ALONE, told, self.nursery)
 
-    def _run(
+    def _run(self, name: str, *how: Any) -> Run:
+        """Runs it; once more where it has failed for a port, if that is known to be free by then or not known."""
+        run = self._once(name, *how)
+        port = machine.taken_port(run.ended)
+        if not run.ended.found_port_taken or (port is not None and not machine.comes_free(port, _FREE_S)):
+            return run
+        self.say(f"{name}: once more, for a port was taken")
+        return self._once(f"{name}, once more", *how)
+
+    def _once(
         self,
         name: str,
         ranks: int,
@@ -94,7 +105,7 @@ class Runner:
             {"saves": str(folder / "saves"), **order},
             still_s=self.still_s,
             threads=threads_per_rank(self.ranks),
-            nursery=None if nursery is None or nursery.objection() else nursery,
+            nursery=None if nursery is None or nursery.objection() or nursery.has_ended() else nursery,
             progress=progress,
         )
         return Run(ended, read(folder / "journals"))

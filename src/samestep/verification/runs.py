@@ -3,8 +3,8 @@
     samestep run --start spawn --hash-seeds -n N script args      SAMESTEP_OBSERVERS=…   SAMESTEP_VERIFY={"folder": …}
     samestep run --start fork -n N script args                    the same, forked from a nursery: no import of torch
 
-A run hangs when none of its journals grows for a while and no process of it computes. Its ranks are then asked for
-their stacks, and ended.
+A run hangs when none of its journals grows for a while, and neither a rank nor a process that it has started computes.
+Its ranks are then asked for their stacks, and ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.launch.nursery import Nursery
-from samestep.launch.process import Process, signal_alone, start, wait_all
+from samestep.launch.process import Process, children, signal_alone, start, stat_of, wait_all
 from samestep.launch.stacks import STACKS_SIGNAL, place_in
 from samestep.rankenv import child_environment, variable
 from samestep.verification import journal
@@ -154,7 +154,7 @@ def _wait(process: Process, folder: Path, still_s: float, progress: Callable[[Pa
 def _sign_of_life(folder: Path) -> float:
     """What changes while a run moves: what it has written, and the time for which its ranks have computed."""
     written = sum(_size(path) for path in (folder / "output.txt", *(folder / "journals").rglob("*.jsonl")))
-    return written + sum(round(_computed(pid)) for pid in pids(folder))
+    return written + sum(map(_computed, pids(folder)))
 
 
 def _size(path: Path) -> int:
@@ -164,20 +164,16 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _computed(pid: int) -> float:
-    """Seconds of processor time of a process; a rank that waits in a collective uses next to none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def _computed(pid: int) -> int:
+    """Whole seconds of processor time of a process and of its descendants: while a rank waits, a worker may load."""
+    return round(stat_of(pid)[1]) + sum(map(_computed, children(pid)))  # who waits in a collective uses next to none
 
 
 def pids(folder: Path) -> list[int]:
     """Returns the processes that have a journal."""
     paths = (folder / "journals").rglob("rank*.jsonl")
-    first = [event for path in paths for event in journal.read(path.parent, int(path.stem.removeprefix("rank")))[:1]]
-    return [int(event["pid"]) for event in first if event["kind"] == "begin"]
+    first = [journal.first(path) for path in paths]  # asked again and again: a whole journal may have megabytes
+    return [int(event["pid"]) for event in first if event is not None and event["kind"] == "begin"]
 
 
 def _ask_for_stacks(folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.launch.verdict import UNLIKE
-from samestep.verification import equality, journal, runs, stages
+from samestep.verification import equality, journal, machine, runs, stages
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import (
@@ -39,7 +39,8 @@ from samestep.verification.runner import Runner, Say, nursery_for
 __all__ = ["verify"]
 
 LONG_ENOUGH_S = 10.0  # of steps, if a script does not end before
-_LEAD = 4  # steps
+_LEAD = 16  # steps
+_LOOKS = 8  # between which ranks may step on unseen: this process may wait for a core, or for the disk
 _TAIL = 1 << 18  # bytes of a journal in which its last step is looked for
 AS_MANY = "let every rank come by every collective, as often as the others: samestep.shards gives all as many batches"
 _AT_ONCE = 2  # runs of the script alone, side by side
@@ -107,8 +108,6 @@ def examine(
 def _verified(runner: Runner, steps: int | None) -> Report:
     ranks = runner.ranks
     recorded = runner.first(steps, Patience().look)
-    if recorded.ended.found_port_taken:  # by another program, which may have let it go since
-        recorded = runner.first(steps, Patience().look, again=True)
     ended, record = recorded.ended, recorded.record
     report = Report(ranks=record.size or ranks, steps=record.steps)
     if (foreign := states.foreign_to(record)) is not None:
@@ -145,11 +144,14 @@ def _conclude_on_data(record: Record, report: Report) -> None:
 
 
 def _blame(ended: runs.Ended, whole: Run, record: Record, report: Report) -> None:
-    """Says what a run that did not end well was: a difference, unless the script ends so alone too."""
+    """Says what a run that ended badly was: a difference, unless it ends so alone too, or the machine did it."""
     alone = whole.ended
     if alone.hung or alone.code != 0:
         where = f", at {alone.failure['where']}" if alone.failure and alone.failure.get("where") else ""
         report.inconclusive = f"the script fails alone too{where}: {_reason(alone)}"
+        return
+    if (why := None if ended.hung else machine.to_blame(ended)) is not None:
+        report.inconclusive = why
         return
     report.add([communication.stuck(record) if ended.hung else _crash(ended, record)])
     report.cover("communication", unchecked("the run broke off, and what came behind was not seen"))
@@ -228,7 +230,7 @@ class Patience:
         if steps and self._began is None:
             self._began = now
         if self._began is not None and now - self._began > LONG_ENOUGH_S and steps >= FEWEST and not stop.exists():
-            lead = max(_LEAD, 2 * (steps - self._before))  # ahead of every rank, also while this is being written
+            lead = max(_LEAD, _LOOKS * (steps - self._before))  # ahead of every rank, also while this is being written
             draft = stop.with_suffix(".tmp")
             draft.write_text(str(steps + lead), encoding="ascii")
             draft.rename(stop)

@@ -101,6 +101,10 @@ class Comparison:
         if coarse == len(common):
             report.cover("gradients", unchecked(why))
             return
+        unmeasured = [event for event in common if event["event"] not in again.steps]
+        if any(apart[event["event"]].worst > numerics.limit(0.0, self._recorded(event)) for event in unmeasured):
+            report.cover("gradients", unchecked(f"rounding could not be measured: {_why_unmeasured(again)}"))
+            return
         margin = f"worst error {worst:.1e} of a tensor's norm, rounding explains {limit:.1e}"
         report.cover("gradients", DECLARED if self._has_norms() else AGREES, margin)
 
@@ -190,10 +194,10 @@ class Comparison:
         return numerics.distance(self._recorded(event), self.whole.gradients(event["event"]))
 
     def _floor(self, again: Run, event: Event) -> float:
-        """How far rounding alone takes the gradients of a step apart."""
+        """How far rounding alone takes the gradients of a step apart; as far as it may, where nobody has measured."""
         number = event["event"]
         if number not in again.steps:
-            return 0.0
+            return numerics.COARSEST
         return numerics.distance(again.gradients(number), self.whole.gradients(number)).worst
 
     def _has_norms(self) -> bool:
@@ -204,6 +208,12 @@ class Comparison:
         report.add([found])
         if found.severity == "note":
             report.cover("gradients", DECLARED)
+
+
+def _why_unmeasured(again: Run) -> str:
+    failure = again.ended.failure
+    told = "it took other steps" if failure is None else f"{failure['exception']}: {failure['message'][:200]}"
+    return f"alone, with its samples in another order, {'nothing moves any more' if again.ended.hung else told}"
 
 
 def _samples(ranks: list[Rank], windows: set[int]) -> set[tuple[int, str]]:

@@ -153,15 +153,21 @@ def _same_data(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
     """Whether one index means one sample on all ranks; what each rank showed of its dataset is compared."""
     prints = [_fingerprint(record.ranks[i], one.about["key"]) for i, one in enumerate(group)]
     for rank, told in enumerate(prints[1:], 1):
-        if told is not None and prints[0] is not None and told != prints[0] and _is_split(group):
-            differ = sorted(index for index in prints[0] if told.get(index) != prints[0][index])
-            yield _datasets(group, rank, f"has another sample {differ[0] if differ else ''} than that of rank 0")
-            return
+        if told is not None and prints[0] is not None and _is_split(group):
+            differ = _unlike(prints[0], told)
+            if differ is not None:
+                yield _datasets(group, rank, f"has another sample {differ} than that of rank 0")
+                return
 
 
-def _fingerprint(rank: Rank, key: str) -> dict[str, str] | None:
+def _fingerprint(rank: Rank, key: str) -> list[tuple[str, str]] | None:
     told = [event for event in rank.of("fingerprint") if event["key"] == key]
-    return told[0]["samples"] if told else None
+    return list(told[0]["samples"].items()) if told else None
+
+
+def _unlike(first: list[tuple[str, str]], other: list[tuple[str, str]]) -> str | None:
+    """The first sample that is another one, of those that both ranks have shown: one that loads slowly shows fewer."""
+    return next((mine[0] for mine, theirs in zip(first, other, strict=False) if mine != theirs), None)
 
 
 def _once(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
@@ -199,7 +205,9 @@ def _once(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
 def _mean_the_same(group: Sequence[Pass], record: Record) -> bool:
     """Whether one index means one sample on every rank; a rank may have a dataset of its own."""
     prints = [_fingerprint(record.ranks[i], one.about["key"]) for i, one in enumerate(group)]
-    return all(one.indices is not None for one in group) and all(told == prints[0] for told in prints)
+    first = prints[0]
+    alike = ((told is None) is (first is None) and _unlike(first or [], told or []) is None for told in prints)
+    return all(one.indices is not None for one in group) and all(alike)
 
 
 def _identities(group: Sequence[Pass], *, by_index: bool) -> list[list[Any]] | None:

@@ -20,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from samestep.verification.journal import Journal
+
 __all__: list[str] = []
 
 _PATIENCE = 1000  # looks for a checkpoint: 20 s
@@ -85,10 +87,11 @@ def _elsewhere(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, A
     return (place, *args[1:]), {name: value for name, value in kwargs.items() if name != "path"} | often
 
 
-def kill_once_saved(saves: Path) -> None:
+def kill_once_saved(saves: Path, journal: Journal) -> None:
     """Kills this process, as kill -9 does, when a checkpoint is there; waits a while for one that is being saved."""
     for _ in range(_PATIENCE):
         if any(saves.glob("*/step-*")):
+            journal.write("killed")
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.02)
 

@@ -263,7 +263,7 @@ class Recorder(Witness):
         if self._is_enough(optimizer.samestep_steps):
             raise EnoughError(0)
         if self.rank == 0 and self.order.get("killed_at") == optimizer.samestep_steps:
-            kill_once_saved(Path(self.order["saves"]))
+            kill_once_saved(Path(self.order["saves"]), self.journal)
 
     def _is_enough(self, steps: int) -> bool:
         """Whether to end here: at the step that was asked for, or at one that somebody has named meanwhile."""

@@ -1,0 +1,68 @@
+"""What ends a run though the script is right: a port that another program has, memory that has run out, a lost agent.
+
+Such a run tells of the machine. Alone the script may well end as it should, for one process opens no port that others
+need, and takes a part of the memory; so to say "different" would be wrong as often as the machine is busy.
+
+A port that the ranks themselves take twice is the script's own mistake: once they are gone, it is free again.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+import time
+
+from samestep.launch.failure import KERNEL_KILLED
+from samestep.verification.runs import Ended
+
+__all__: list[str] = []
+
+_TAKEN = re.compile(r"address already in use", re.IGNORECASE)
+_PORT = re.compile(r"\bport: (\d+)|', (\d+)\)")  # as torch's store says it; as asyncio does
+_LOOK_S = 0.1
+
+
+def taken_port(ended: Ended) -> int | None:
+    """Returns the port for which a run has failed, because somebody listened there; None where it is not known."""
+    message = str((ended.failure or {}).get("message") or "")
+    found = _PORT.search(message) if _TAKEN.search(message) else None
+    return None if found is None else int(found[1] or found[2])
+
+
+def is_taken(port: int) -> bool:
+    """Tells whether anybody listens on a port of this machine, at whatever address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store: connections that end are no bar
+        try:
+            trial.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def comes_free(port: int, seconds: float) -> bool:
+    """Waits until nobody listens on a port any more, or the time is over; returns whether nobody does."""
+    until = time.monotonic() + seconds
+    while is_taken(port):
+        if time.monotonic() >= until:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def to_blame(ended: Ended) -> str | None:
+    """Returns what of this machine has ended a run, and how to mend it; None where nothing shows that it has."""
+    port, failure = taken_port(ended), ended.failure
+    if port is not None and is_taken(port):
+        return (
+            f"another program listens on port {port} of this machine, so the ranks cannot meet there: `ss -ltnp` names "
+            "it; end it, or give the script another port"
+        )
+    if failure is not None and KERNEL_KILLED in str(failure["message"]):
+        return f"this machine has not enough memory for so many ranks: rank {failure['rank']}: {failure['message']}"
+    if failure is not None and failure["exception"] == "HostLost":
+        return f"what held the ranks has gone: {failure['message']}"
+    if failure is None and ended.code < 0:
+        return f"signal {-ended.code} has ended the launcher of the ranks, from outside"
+    return None

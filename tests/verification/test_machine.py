@@ -1,0 +1,138 @@
+"""What a busy machine does to a run is no difference between N ranks and one; what the ranks do to each other is."""
+
+from __future__ import annotations
+
+import socket
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+import samestep
+from samestep.launch import failure
+from samestep.launch.failure import as_json, death, lost_host
+from samestep.verification import machine, runner
+from samestep.verification.runs import Ended
+
+STORE = (
+    "The server socket has failed to listen on any local network address. port: {port}, useIpv6: false, code: -98, "
+    "name: EADDRINUSE, message: address already in use"
+)
+ASYNCIO = "[Errno 98] error while attempting to bind on address ('127.0.0.1', {port}): address already in use"
+
+# many tutorials write the port down, and alone no process group is needed
+WRITTEN_DOWN = """
+    import os, torch, torch.distributed as dist
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        os.environ["MASTER_PORT"] = "{port}"
+        dist.init_process_group("gloo")
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+TWICE = """
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    if dist.get_world_size() > 1:
+        own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if not dist.get_rank() else None
+        told = [own.port if own else None]
+        dist.broadcast_object_list(told)
+        if own is None:
+            dist.TCPStore("127.0.0.1", told[0], is_master=True, wait_for_workers=False)
+        dist.barrier()
+"""
+
+
+def ended(told: dict[str, object] | None, code: int = 1) -> Ended:
+    return Ended(code=code, hung=False, failure=told, folder=Path("/nowhere"))
+
+
+def failed(message: str) -> Ended:
+    return ended({"rank": 0, "exception": "DistNetworkError", "message": message})
+
+
+@pytest.fixture
+def listener() -> socket.socket:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        yield one
+
+
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def script(tmp_path: Path, listener: socket.socket) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(WRITTEN_DOWN.format(port=port_of(listener))), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("message", [STORE, ASYNCIO])
+def test_the_port_is_read_from_what_the_rank_has_said(message: str, listener: socket.socket) -> None:
+    run = failed(message.format(port=port_of(listener)))
+    assert machine.taken_port(run) == port_of(listener)
+    assert f"another program listens on port {port_of(listener)}" in (machine.to_blame(run) or "")
+
+
+def test_of_other_failures_no_port_is_to_blame() -> None:
+    assert machine.taken_port(failed("connection refused, port: 29500")) is None
+    assert machine.taken_port(failed("[Errno 98] Address already in use")) is None
+    assert machine.taken_port(ended(None)) is None
+    assert machine.to_blame(failed("only here")) is None
+
+
+def test_a_port_that_nobody_has_any_more_is_not_to_blame(listener: socket.socket) -> None:
+    run = failed(STORE.format(port=port_of(listener)))
+    assert not machine.comes_free(port_of(listener), 0.0)
+    listener.close()
+    assert machine.comes_free(machine.taken_port(run) or 0, 0.0)
+    assert machine.to_blame(run) is None
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_memory_that_ran_out_is_the_machines(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "counts_own_kills", lambda: own)
+    told = as_json(death(1, 2, -9, of_memory=True), [])
+    assert "not enough memory for so many ranks: rank 1" in (machine.to_blame(ended(told, 137)) or "")
+    assert machine.to_blame(ended(as_json(death(1, 2, -9), []), 137)) is None  # somebody else's signal
+
+
+def test_a_lost_agent_and_a_killed_launcher_are_the_machines() -> None:
+    lost = asdict(lost_host(0, "here", "its agent has ended"))
+    assert "its agent has ended" in (machine.to_blame(ended(lost)) or "")
+    assert "signal 9 has ended the launcher" in (machine.to_blame(ended(None, -9)) or "")
+
+
+def test_ranks_whose_port_another_program_has_are_not_called_different(
+    script: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_FREE_S", 0.0)
+    report = samestep.verify(script)
+    assert (report.verdict, report.errors) == ("inconclusive", [])
+    assert f"another program listens on port {port_of(listener)}" in str(report)
+
+
+def test_ranks_whose_port_comes_free_are_run_once_more(
+    script: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def free(port: int, seconds: float) -> bool:
+        del seconds
+        assert port == port_of(listener)
+        listener.close()
+        return True
+
+    monkeypatch.setattr(machine, "comes_free", free)
+    report = samestep.verify(script)
+    assert [finding.code for finding in report.errors if finding.code == "crash"] == []
+    assert report.steps == 1
+
+
+def test_ranks_that_take_a_port_twice_are_a_difference(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(TWICE), encoding="utf-8")
+    report = samestep.verify(script)
+    assert [finding.code for finding in report.errors] == ["crash"]
+    assert "address already in use" in report.errors[0].cause

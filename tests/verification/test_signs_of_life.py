@@ -1,0 +1,56 @@
+"""When a run under observation counts as hung, and at which step one that is not told ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samestep.launch.process import children, stat_of
+from samestep.verification import runs, verify
+from samestep.verification.journal import STOP, Journal
+
+LOADS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+
+
+def test_a_rank_whose_worker_computes_has_not_hung(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journals", 0)
+    with subprocess.Popen([sys.executable, "-c", LOADS], start_new_session=True) as rank:
+        try:
+            journal.write("begin", rank=0, pid=rank.pid)
+            while not (workers := children(rank.pid)):
+                pass
+            before = runs._sign_of_life(tmp_path)
+            while stat_of(workers[0])[1] < 2.0:
+                pass
+            assert runs._sign_of_life(tmp_path) > before
+        finally:
+            for process in (*workers, rank.pid):
+                subprocess.run(["kill", "-9", str(process)], check=True)
+
+
+def test_the_processes_are_known_by_the_first_lines_of_their_journals(tmp_path: Path) -> None:
+    folder = tmp_path / "journals"
+    for rank, pid in ((0, 70), (1, 71)):
+        journal = Journal(folder, rank)
+        journal.write("begin", rank=rank, pid=pid)
+        journal.write("step", pid=5)
+    Journal(folder, 2)  # that has not written yet
+    (folder / "rank3.jsonl").write_text('{"kind":"begin","pi', encoding="utf-8")
+    assert sorted(runs.pids(tmp_path)) == [70, 71]
+
+
+def test_the_last_step_is_named_far_ahead_of_what_ranks_do_in_a_few_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named too late, one rank would end at it and the others wait for that rank: a crash that is none."""
+    now = [0.0]
+    monkeypatch.setattr(verify.time, "monotonic", lambda: now[0])
+    journal, patience = Journal(tmp_path / "journals", 0), verify.Patience()
+    for look in range(3):
+        now[0] = look * verify.LONG_ENOUGH_S
+        journal.write("stepped", event=50 * look)
+        patience.look(tmp_path)
+    assert int((tmp_path / "journals" / STOP).read_text(encoding="ascii")) >= 101 + 8 * 50
