@@ -30,6 +30,7 @@ class Folder:
 
     def __init__(self, path):
         self.path = path
+        self.started = []
         self.json = path / "result.json"
 
     def script(self, body, name="train.py"):
@@ -46,7 +47,18 @@ class Folder:
         options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         environment |= options.pop("env", {})
         command = [sys.executable, "-P", "-m", "samestep", "run", *map(str, arguments)]
-        return subprocess.Popen(command, cwd=self.path, env=environment, text=True, **options)
+        self.started.append(subprocess.Popen(command, cwd=self.path, env=environment, text=True, **options))
+        return self.started[-1]
+
+    def close(self):
+        """Ends what a failed test has left running, so that no other test meets it."""
+        for process in self.started:
+            process.terminate()  # a launcher ends its ranks
+            with process:  # closes the pipes
+                try:
+                    process.communicate(timeout=30)
+                except subprocess.TimeoutExpired:
+                    process.kill()  # its ranks end with it
 
     def run(self, *arguments, **options):
         """Runs `samestep run` to its end; returns it with `stdout` and `stderr` as text."""
@@ -66,4 +78,6 @@ class Folder:
 
 @pytest.fixture
 def folder(tmp_path):
-    return Folder(tmp_path)
+    one = Folder(tmp_path)
+    yield one
+    one.close()

@@ -17,13 +17,13 @@ import os
 import selectors
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from ports import free_port
 from samestep.launch.transport import start
 
 SERVER = """\
@@ -122,7 +122,7 @@ class Sshd:
 
     def _start(self) -> None:
         for _ in range(ATTEMPTS):
-            self.port = _free_port()
+            self.port = free_port()
             addresses = "\n".join(f"ListenAddress {address}" for address in self._addresses.values())
             text = SERVER.format(port=self.port, addresses=addresses, folder=self.folder)
             (self.folder / "sshd_config").write_text(text)
@@ -172,13 +172,6 @@ def _keygen(path: Path) -> None:
 def _program() -> str:
     """Returns sshd's absolute path, which it insists on."""
     return shutil.which("sshd") or "/usr/sbin/sshd"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _descendants(pid: int) -> list[int]:

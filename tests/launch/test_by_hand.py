@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
@@ -10,9 +9,9 @@ import sys
 
 import pytest
 from namespaces import hosts
-from test_hosts import SECRET, finish, free_port
+from test_hosts import SECRET, finish
 
-_ports = itertools.count()  # of the lab's own network; no two tests share one
+from ports import free_port
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def test_a_script_that_is_not_the_same_everywhere(folder, lab, tmp_path):
     other = tmp_path / "elsewhere"
     other.mkdir()
     (other / "train.py").write_text("print('an older one')")
-    address = f"{lab.bridge}:{free_port(lab.bridge)}"
+    address = f"{lab.bridge}:{free_port()}"
     secret = {"SAMESTEP_TOKEN": SECRET}
     first = folder.start("--nnodes", 2, "--node-rank", 0, "--rendezvous", address, folder.script(""), env=secret)
     command = [
@@ -66,7 +65,7 @@ def test_a_script_that_is_not_the_same_everywhere(folder, lab, tmp_path):
 @pytest.fixture
 def by_hand(lab, folder):
     """Starts `samestep run --nnodes` on a host of the lab; ends what a test has left."""
-    port = 20000 + (os.getpid() + 7 * next(_ports)) % 20000
+    port = free_port()
     started = []
 
     def start(name, index, count, *arguments, env=None):
@@ -111,7 +110,7 @@ def test_torchruns_own_options_start_the_same(lab, folder):
         "--nnodes=2",
         "--master_addr=127.0.0.1",
     ]
-    port = f"--master_port={free_port('127.0.0.1')}"
+    port = f"--master_port={free_port()}"
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder.path}
     second, first = (subprocess.Popen([*words, port, f"--node_rank={rank}", script], **piped) for rank in (1, 0))
     code, out, err = finish(first)
@@ -232,7 +231,7 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.ar
 @pytest.mark.parametrize("name", ["localhost", "the bridge"])
 def test_who_needs_no_secret_is_out_of_reach_of_other_hosts(lab, folder, name):
     host, secret = ("localhost", "") if name == "localhost" else (lab.bridge, SECRET)
-    port = free_port(lab.bridge if secret else "127.0.0.1")
+    port = free_port()
     words = ["--nnodes", 2, "--rendezvous", f"{host}:{port}", folder.script("join()\nmeet()")]
     first = folder.start("--node-rank", 0, *words, env={"SAMESTEP_TOKEN": secret})
     until(first, "waiting")

@@ -15,24 +15,29 @@ TRAIN = """
 import sys, torch, samestep
 from samestep.bench.networks import WIDE
 
-def sent():
-    with open("/sys/class/net/eth0/statistics/tx_bytes") as counter:
+def count(name):
+    with open(f"/sys/class/net/eth0/statistics/tx_{name}") as counter:
         return int(counter.read())
 
+def sent():
+    # without the headers (Ethernet, IPv4, TCP with its times): how many words of receipt go back is the kernel's choice
+    return count("bytes") - 66 * count("packets")
+
 def bytes_of(model, steps):
-    x = torch.ones(16, 1024)
+    # the least that a step sent: any other had something sent again, or signs of life in it
+    x, found = torch.ones(16, 1024), []
     for step in range(steps + 2):  # after two the buckets stay
-        if step == 2:
-            world.barrier()
-            before = sent()
+        world.barrier()
+        before = sent()
         model(x).sum().backward()
-    world.barrier()
-    return (sent() - before) / steps
+        world.barrier()
+        found.append(sent() - before)
+    return min(found[2:])
 
 with samestep.world() as world:
     plain = samestep.replicate(WIDE.network(), world, reduce="gloo")
     int8 = samestep.replicate(WIDE.network(), world, compress="int8")
-    found = bytes_of(plain, 5), bytes_of(int8, 5), int8.compression.sent / 7
+    found = bytes_of(plain, 6), bytes_of(int8, 6), int8.compression.sent / 8
     if world.is_first:
         print("BYTES", *found, flush=True)
 """
@@ -62,7 +67,7 @@ def test_int8_puts_a_quarter_of_the_bytes_on_the_wire(tmp_path):
     plain, int8, told = map(float, said.split("BYTES ")[1].split()[:3])
     assert plain > 4 * 6 * 1024 * 1025  # all gradients, and what wraps them
     assert 0.25 < int8 / plain < 0.262
-    assert told < int8 < 1.03 * told  # what it says that it sends, and headers
+    assert told < int8 < 1.01 * told  # what it says that it sends, and what wraps it
 
 
 @pytest.mark.prove

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -242,11 +241,6 @@ def test_a_pair_of_hosts_that_cannot_connect(folder, lab_of_two):
         subprocess.run(route, check=True)
     line = refused(start(folder.script("")))
     assert "host node1 cannot reach host node2 (there is no route to it); nor the other way round" in line
-
-
-def free_port(address):
-    with socket.create_server((address, 0)) as server:
-        return server.getsockname()[1]
 
 
 def test_a_script_that_is_only_here_or_not_the_same_here(lab, folder, tmp_path):

@@ -20,6 +20,7 @@ from test_supervise import wait_until_gone
 from test_versions import other_version_on
 
 from deadline import in_time
+from ports import free_port
 from samestep._version import __version__
 
 AGAIN = 10.0  # seconds from the moment that the replacement is there to the first step
@@ -195,7 +196,7 @@ def test_a_replacement_of_another_version_is_turned_away_until_it_is_mended(lab,
 
 @pytest.fixture
 def by_hand(lab, folder):
-    port = 20000 + os.getpid() % 20000
+    port = free_port()
 
     def start(name, index, *arguments, count=2):
         where = ["--nnodes", count, "--node-rank", index, "--rendezvous", f"{lab.address('node1')}:{port}"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
+
+from ports import free_port
 
 TUTORIAL = """
 import torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -21,12 +21,8 @@ def work(rank, size):
 """
 
 
-def own_port():
-    return 20000 + os.getpid() % 10000
-
-
 def test_a_script_that_spawns_its_own_ranks(folder):
-    text = TUTORIAL.format(port=own_port(), fault="dist.barrier()")
+    text = TUTORIAL.format(port=free_port(), fault="dist.barrier()")
     script = folder.script(text + "\nif __name__ == '__main__':\n    mp.spawn(work, (2,), nprocs=2)")
     done = folder.run(script)
     assert done.returncode == 0, done.stderr
@@ -48,7 +44,7 @@ SPAWNED_FAULTS = {
 def test_the_rank_that_failed_among_those_a_script_spawned_is_named(folder, fault):
     """The script numbers its ranks the other way round than torch.multiprocessing its processes."""
     statement, code, exception, message, shows_line = SPAWNED_FAULTS[fault]
-    text = TUTORIAL.format(port=own_port(), fault=f"if rank == 1: {statement}")
+    text = TUTORIAL.format(port=free_port(), fault=f"if rank == 1: {statement}")
     turned = "def turned(index, size):\n    print(os.getpid(), flush=True) if index == 0 else None\n"
     turned += "    work(size - 1 - index, size)\n    time.sleep(60)\n"  # the others are ended by torch
     script = folder.script(f"{text}\n{turned}\nif __name__ == '__main__':\n    mp.spawn(turned, (2,), nprocs=2)")
@@ -69,7 +65,7 @@ def test_a_process_that_fails_before_it_joins_has_the_number_that_torch_gave_it(
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_a_script_that_sets_an_address_of_its_own(folder, start):
-    script = folder.script(TUTORIAL.format(port=own_port(), fault="pass") + "\nwork(rank, size)")
+    script = folder.script(TUTORIAL.format(port=free_port(), fault="pass") + "\nwork(rank, size)")
     done = folder.run("-n", 2, "--start", start, script)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank 0] rank 0 sum 2.0", "[rank 1] rank 1 sum 2.0"]

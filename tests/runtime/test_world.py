@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import samestep
+from ports import free_port
 from samestep.errors import (
     BackendError,
     RankVariablesError,
@@ -98,15 +99,12 @@ def test_ranks_started_by_hand_meet(tmp_path, method):
 
 def test_ranks_meet_at_a_tcp_address():
     serving = """
-        import sys, samestep, socket
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0)); port = probe.getsockname()[1]
-        print(port, flush=True)
-        with samestep.world(init_method=f"tcp://127.0.0.1:{{port}}?rank=0&world_size=2") as world:
+        import samestep
+        with samestep.world(init_method="tcp://127.0.0.1:PORT?rank=0&world_size=2") as world:
             print(world.rank)
     """
-    first = start(None, 2, code=serving)
-    port = first.stdout.readline().strip()
+    port = free_port()
+    first = start(None, 2, code=serving.replace("PORT", str(port)))
     second = start(None, 2, f"init_method='tcp://127.0.0.1:{port}', rank=1, size=2")
     (code, out, _), (other_code, other_out, _) = finish(first, second)
     assert (code, out, other_code, other_out) == (0, "0", 0, "1 2 1 2 cpu gloo")
