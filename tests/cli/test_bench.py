@@ -45,6 +45,13 @@ def test_json_goes_to_the_named_file(asked, capsys, tmp_path):
     assert json.loads((tmp_path / "step.json").read_text())["comparisons"][0]["kept"] is None
 
 
+@pytest.mark.parametrize(("name", "option"), [("step", "--json"), ("links", "--write"), ("allreduce", "--plot")])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(asked, tmp_path, name, option):
+    with pytest.raises(UsageError, match=f"{option} .*/nowhere/file cannot be written: there is no directory"):
+        bench.main([name, option, str(tmp_path / "nowhere" / "file")])
+    assert asked == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

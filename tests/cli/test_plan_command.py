@@ -12,7 +12,9 @@ import pytest
 
 from samestep.cli.plan import main
 from samestep.errors import UsageError
+from samestep.launch.cores import Cores
 from samestep.pipelines.layers import Layer
+from samestep.planning import here
 from samestep.planning.profile import Gradient, Profile, Size
 from samestep.planning.settings import load
 
@@ -153,6 +155,18 @@ def test_a_mistake_is_one_line(files, monkeypatch, tmp_path, arguments, said) ->
         plan(*given)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["--save-profile", "--apply", "--picture", "--json"])
+def test_a_file_that_cannot_be_written_is_named_with_its_own_option(files, option) -> None:
+    with pytest.raises(UsageError, match=f"^{option} nowhere/file cannot be written: there is no directory nowhere"):
+        plan("--profile", files[0], "--cluster", files[1], option, "nowhere/file")
+
+
+def test_this_machine_has_no_more_ranks_than_its_quota_has_cores(monkeypatch) -> None:
+    monkeypatch.setattr(here, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(here, "read_cores", lambda: Cores(usable=tuple(range(64)), machine=64, quota=2.5))
+    assert here.devices() == 2
 
 
 def test_the_picture_is_a_page_that_needs_no_network(files, tmp_path) -> None:

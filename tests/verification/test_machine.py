@@ -100,6 +100,11 @@ def test_memory_that_ran_out_is_the_machines(own: bool, monkeypatch: pytest.Monk
     assert machine.to_blame(ended(as_json(death(1, 2, -9), []), 137)) is None  # somebody else's signal
 
 
+@pytest.mark.parametrize("message", ["[Errno 28] No space left on device", "[Errno 122] Disk quota exceeded: 'a'"])
+def test_a_full_disk_is_the_machines(message: str) -> None:
+    assert (machine.to_blame(failed(message)) or "").startswith("a disk is full")
+
+
 def test_a_lost_agent_and_a_killed_launcher_are_the_machines() -> None:
     lost = asdict(lost_host(0, "here", "its agent has ended"))
     assert "its agent has ended" in (machine.to_blame(ended(lost)) or "")

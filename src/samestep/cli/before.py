@@ -16,14 +16,14 @@ HEAD = 512  # bytes of a file that tell what it is
 SHELL = re.compile(rb"#!.*\b((?:ba|da|z|k)?sh)\b")
 
 
-def check_json(file: Path) -> None:
+def check_json(file: Path, option: str = "--json") -> None:
     """Sees before the training, rather than after it, whether its result can be written."""
     if file.is_dir():
-        raise UsageError(f"--json {file} is a directory: name a file")
+        raise UsageError(f"{option} {file} is a directory: name a file")
     if not file.parent.is_dir():
-        raise UsageError(f"--json {file} cannot be written: there is no directory {file.parent}; make it first")
+        raise UsageError(f"{option} {file} cannot be written: there is no directory {file.parent}; make it first")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UsageError(f"--json {file} cannot be written: you may not write there; name another file")
+        raise UsageError(f"{option} {file} cannot be written: you may not write there; name another file")
 
 
 def check_run_path(path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from samestep.bench import BENCHMARKS, benchmark, load
 from samestep.bench.harness import Comparison, Options, Report
 from samestep.bench.plot import check_plot, draw
+from samestep.cli.before import check_json
 from samestep.cli.options import Parser
 from samestep.errors import UsageError
 from samestep.rankenv import read_rank_variables
@@ -60,6 +61,9 @@ def main(arguments: Sequence[str]) -> int:
         check_plot(options.name)
     if options.write is not None and options.name != "links":
         raise UsageError(f"--write keeps the cluster file of `samestep bench links`, and this is {options.name}")
+    for name in ("json", "write", "plot"):
+        if (path := getattr(options, name)) is not None:
+            check_json(path, f"--{name}")
     report = load(chosen)(Options(options.ranks, options.repeats or chosen.repeats))
     started = read_rank_variables()
     if started is not None and started.rank > 0:  # the first of ranks that measure together speaks for all

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.cli.options import Parser
 from samestep.errors import CheckpointError, UsageError
-from samestep.reporting.words import size
+from samestep.reporting.words import printable, size, some
 
 if TYPE_CHECKING:
     import argparse
@@ -141,7 +141,7 @@ def _show(options: argparse.Namespace) -> int:
         raise CheckpointError(why)
     manifest, console = one.manifest, _console()
     console.print(f"{one.folder}, {size(one.size)}, saved {_clock(one.saved)}")
-    console.print(f"step {manifest.step:,}, {_some(manifest.epoch, 'epoch')} finished, {_ranks(manifest)}")
+    console.print(f"step {manifest.step:,}, {some(manifest.epoch, 'epoch')} finished, {_ranks(manifest)}")
     console.print(f"written by samestep {printable(manifest.samestep)}, torch {printable(manifest.torch)}")
     if one.problem is not None:
         console.print(f"not intact: {printable(str(one.problem))}")
@@ -157,7 +157,7 @@ def _ranks(manifest: Manifest) -> str:
     from samestep.running.checkpoints.contents import virtual_ranks
 
     virtual = virtual_ranks(manifest)
-    told = _some(manifest.world_size, "rank") if manifest.world_size else "ranks unknown"  # a converted file tells none
+    told = some(manifest.world_size, "rank") if manifest.world_size else "ranks unknown"  # a converted file tells none
     return told if virtual is None else f"{told}, virtual ranks: {virtual}"
 
 
@@ -233,7 +233,7 @@ def _verify(options: argparse.Namespace) -> int:
         _tell(console, one)
     _tell_aside(console, options.path, folders)
     wrong = [one for one in seen if not one.is_right]
-    count = _some(len(seen), "checkpoint")
+    count = some(len(seen), "checkpoint")
     console.print(f"{count}: all as saved" if seen and not wrong else f"{count}: {len(wrong)} not right")
     rows = [_as_json(one) for one in seen]
     _write(options.json, {"path": str(options.path), "ok": bool(seen) and not wrong, "checkpoints": rows})
@@ -328,15 +328,6 @@ def _write(path: Path | None, told: dict[str, Any]) -> None:
 
 def _clock(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def _some(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def printable(text: str) -> str:
-    """Returns `text` without what a terminal would obey: names come from files, and files from strangers."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {"list": _list, "show": _show, "verify": _verify}

@@ -46,9 +46,9 @@ def main(arguments: Sequence[str]) -> int:
     _check(options)
     cluster = _cluster(options)
     profile = _profile(options)
-    if options.save is not None:
-        profile.save(options.save)
-        print(f"the profile is in {options.save}", file=sys.stderr)
+    if options.save_profile is not None:
+        profile.save(options.save_profile)
+        print(f"the profile is in {options.save_profile}", file=sys.stderr)
     from samestep.planning.planned import planned
 
     grows = profile.per_rank if options.grows is None else options.grows
@@ -100,7 +100,7 @@ def _parser() -> Parser:
         help="every process takes as many samples as the profiled one: a larger batch, another training (default: "
         "where the script deals its data out by DistributedSampler, and its batch is one process's)",
     )
-    add("--save-profile", dest="save", metavar="FILE", type=Path, help="keep the profile")
+    add("--save-profile", metavar="FILE", type=Path, help="keep the profile")
     add("--apply", metavar="FILE.toml", type=Path, help="write settings for `samestep run --settings`")
     add("--picture", metavar="FILE.html", type=Path, help="draw it, in a page that needs no network")
     add("--json", metavar="FILE", type=Path, help="write every number to this file")
@@ -123,9 +123,9 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError(f"--profile {options.profile} and {options.program[0]} are both given: leave one of them out")
     if options.program:
         check_program(options.program[0], is_module=options.module)
-    for path in (options.save, options.apply, options.picture, options.json):
-        if path is not None:
-            check_json(path)
+    for name in ("save_profile", "apply", "picture", "json"):
+        if (path := getattr(options, name)) is not None:
+            check_json(path, f"--{name.replace('_', '-')}")
     if options.picture is not None:
         from samestep.reporting.page import check_library
 

@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from samestep.errors import RendezvousError, SamestepError, UsageError
-from samestep.launch.memory import counts_own_kills
+from samestep.launch.memory import KERNEL_KILLED, counts_own_kills
 
 __all__: list[str] = []
 
@@ -49,7 +49,6 @@ MOST_TEXT = 1 << 16  # characters of a message or a traceback that travel; the r
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LAUNCH = {str(Path(__file__).parent), f"{_PACKAGE}/launch"}
 _RECIPES = f"{_PACKAGE}/recipes"  # users of the public API: their lines are a user's lines
-KERNEL_KILLED = "the kernel killed"  # in what is said of a rank that has ended for want of memory, and nowhere else
 UNKNOWN: tuple[str | None, str | None] = (None, None)
 Read = TypeVar("Read")
 

@@ -14,6 +14,7 @@ from samestep.launch.cores import MACHINE, groups
 
 __all__: list[str] = []
 
+KERNEL_KILLED = "the kernel killed"  # in what is said of a rank that has ended for want of memory, and nowhere else
 OF_A_RANK = 28 << 20  # bytes that a forked rank of the smallest model has for itself, torch 2.13: the least there is
 COUNTERS = {1: "memory.oom_control", 2: "memory.events"}  # by version of the hierarchy
 

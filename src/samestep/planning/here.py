@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 def devices() -> int:
     """Returns how many ranks this machine has room for: one for each GPU; without, one for each core."""
-    return visible_gpus() or len(read_cores().usable)
+    return visible_gpus() or read_cores().count
 
 
 def threads() -> int:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
+from samestep.launch.verdict import spans
 from samestep.reporting.account import last
 from samestep.reporting.analysis import Analysis
 from samestep.reporting.record import Event, RankLog
-from samestep.reporting.words import listed, printable, seconds, some, spans
+from samestep.reporting.words import listed, printable, seconds, some
 
 __all__: list[str] = []
 

@@ -80,21 +80,6 @@ def listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def spans(numbers: Sequence[int]) -> str:
-    """Returns numbers in ascending order, neighbours in one.
-
-    >>> spans([0, 1, 2, 5, 7, 8])
-    '0-2, 5, 7-8'
-    """
-    runs: list[list[int]] = []
-    for each in numbers:
-        if runs and each == runs[-1][-1] + 1:
-            runs[-1][1:] = [each]
-        else:
-            runs.append([each])
-    return ", ".join("-".join(map(str, run)) for run in runs)
-
-
 def printable(text: Any) -> str:
     r"""Returns a text on one line, and without what a terminal or a page would obey; one that is too long is cut.
 

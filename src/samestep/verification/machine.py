@@ -1,4 +1,4 @@
-"""What ends a run though the script is right: a port that another program has, memory that has run out, a lost agent.
+"""What ends a run though the script is right: another program's port, memory or a disk that is full, a lost agent.
 
 Such a run tells of the machine. Alone the script may well end as it should, for one process opens no port that others
 need, and takes a part of the memory; so to say "different" would be wrong as often as the machine is busy.
@@ -13,13 +13,14 @@ import re
 import socket
 import time
 
-from samestep.launch.failure import KERNEL_KILLED
+from samestep.launch.memory import KERNEL_KILLED
 from samestep.verification.runs import Ended
 
 __all__: list[str] = []
 
 _TAKEN = re.compile(r"address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport: (\d+)|', (\d+)\)")  # as torch's store says it; as asyncio does
+_FULL = re.compile("No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing")
 _LOOK_S = 0.1
 
 
@@ -61,6 +62,8 @@ def to_blame(ended: Ended) -> str | None:
         )
     if failure is not None and KERNEL_KILLED in str(failure["message"]):
         return f"this machine has not enough memory for so many ranks: rank {failure['rank']}: {failure['message']}"
+    if failure is not None and _FULL.search(str(failure["message"])):
+        return f"a disk is full, perhaps with what is recorded (TMPDIR names another): {failure['message'][:300]}"
     if failure is not None and failure["exception"] == "HostLost":
         return f"what held the ranks has gone: {failure['message']}"
     if failure is None and ended.code < 0:
