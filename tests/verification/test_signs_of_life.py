@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from samestep.launch.process import children, stat_of
-from samestep.verification import runs, verify
+from samestep.verification import runner, runs, verify
 from samestep.verification.journal import STOP, Journal
 
 LOADS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
@@ -22,13 +22,30 @@ def test_a_rank_whose_worker_computes_has_not_hung(tmp_path: Path) -> None:
             journal.write("begin", rank=0, pid=rank.pid)
             while not (workers := children(rank.pid)):
                 pass
-            before = runs._sign_of_life(tmp_path)
+            before = runs._Signs.of(tmp_path)
             while stat_of(workers[0])[1] < 2.0:
                 pass
-            assert runs._sign_of_life(tmp_path) > before
+            assert runs._Signs.of(tmp_path).moved_since(before, 2.0)
         finally:
             for process in (*workers, rank.pid):
                 subprocess.run(["kill", "-9", str(process)], check=True)
+
+
+def test_what_a_waiting_rank_computes_is_no_sign_of_life() -> None:
+    before = runs._Signs(100, 7.0)
+    assert not runs._Signs(100, 7.9).moved_since(before, 20.0)  # three threads that look about them
+    assert runs._Signs(100, 10.0).moved_since(before, 20.0)  # a worker on a machine that has little time for it
+    assert runs._Signs(101, 7.0).moved_since(before, 20.0)
+
+
+def test_a_run_in_which_nothing_moves_is_told_of_every_ten_seconds() -> None:
+    said: list[str] = []
+    told = runner._Told("recording 2 ranks", 60.0, said.append)
+    for still in (1.0, 9.9, 10.1, 10.3, 19.0, 20.2, 0.0, 10.2):
+        told.look(still)
+    assert [line.partition(" for ")[2] for line in said] == [
+        f"{seconds} s; after 60 s it has hung" for seconds in (10, 20, 10)
+    ]
 
 
 def test_the_processes_are_known_by_the_first_lines_of_their_journals(tmp_path: Path) -> None:

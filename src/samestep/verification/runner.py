@@ -20,6 +20,7 @@ __all__: list[str] = []
 _ALONE = "samestep.verification.reference.alone:Alone"
 _RECORDER = "samestep.verification.recording.recorder:Recorder"
 
+_STILL_S = 10.0  # after which it is said that nothing moves, and again after as many seconds more
 _FREE_S = 20.0  # for a port that a run needs, and another program has: a training, or a run beside this one
 
 Say = Callable[[str], None]
@@ -107,5 +108,21 @@ class Runner:
             threads=threads_per_rank(self.ranks),
             nursery=None if nursery is None or nursery.objection() or nursery.has_ended() else nursery,
             progress=progress,
+            stillness=_Told(name, self.still_s, self.say).look,
         )
         return Run(ended, read(folder / "journals"))
+
+
+class _Told:
+    """Tells of a run in which nothing moves, now and then."""
+
+    def __init__(self, name: str, still_s: float, say: Say) -> None:
+        self._name, self._still_s, self._say = name, still_s, say
+        self._told = 0
+
+    def look(self, still: float) -> None:
+        """Says it, `still` seconds after the last sign of life, unless it has just been said."""
+        times = int(still / _STILL_S)
+        if times > self._told:
+            self._say(f"{self._name}: nothing has moved for {still:.0f} s; after {self._still_s:g} s it has hung")
+        self._told = times

@@ -29,6 +29,8 @@ from samestep.verification import journal
 __all__: list[str] = []
 
 STILL_S = 60.0  # seconds without a sign of life until a run counts as hung
+_LONGER = 10.0
+_LEAST_S, _WAITING = 0.5, 0.1  # processor time that is no sign of life: so much, and this share of the time
 _LOOK_S = 0.2
 _STACKS_S = 2.0  # for the stacks to be written
 _END_S = 20.0  # for the launcher to end what it started
@@ -90,6 +92,7 @@ def run(
     threads: int = 1,
     nursery: Nursery | None = None,
     progress: Callable[[Path], None] = lambda _: None,
+    stillness: Callable[[float], None] = lambda _: None,
 ) -> Ended:
     """Runs the script on so many ranks, each watched by `observer`, which finds `order` in SAMESTEP_VERIFY.
 
@@ -103,12 +106,19 @@ def run(
         threads: that each process may use.
         nursery: has imported torch for so many threads, and starts the run; fresh interpreters without one.
         progress: called with the folder again and again while it runs.
+        stillness: called with the seconds without a sign of life while there is none.
     """
     folder.mkdir(parents=True)
     arguments = [
         *("run", "-n", str(ranks), *(("--start", "fork") if nursery else ("--start", "spawn", "--hash-seeds"))),
         *(["--mpi"] if script.mpi and ranks > 1 else []),
-        *("--run-dir", str(folder / "run"), "--json", str(folder / "run.json"), "--grace", "5", "--on-hang", "wait"),
+        *("--run-dir", str(folder / "run"), "--json", str(folder / "run.json"), "--grace", "5"),
+        *(
+            "--on-hang",
+            "wait",
+            "--hang-after",
+            str(_LONGER * still_s),
+        ),  # its words would be a sign of life
         "--no-events",
         *script.words(),
     ]
@@ -117,7 +127,7 @@ def run(
     with (folder / "output.txt").open("wb") as output:
         process = _start(arguments, child_environment(variables), output.fileno(), nursery)
         try:
-            hung = _wait(process, folder, still_s, progress)
+            hung = _wait(process, folder, still_s, progress, stillness)
         except BaseException:
             _end(process)
             raise
@@ -136,25 +146,46 @@ def _start(arguments: list[str], environment: dict[str, str], output: int, nurse
     return start(command, environment, stdout=output, stderr=output)
 
 
-def _wait(process: Process, folder: Path, still_s: float, progress: Callable[[Path], None]) -> bool:
+def _wait(
+    process: Process,
+    folder: Path,
+    still_s: float,
+    progress: Callable[[Path], None],
+    stillness: Callable[[float], None],
+) -> bool:
     """Waits for the end; returns whether it had to be brought about."""
-    moved, seen = time.monotonic(), -1.0
+    moved, seen = time.monotonic(), _Signs(-1, 0.0)
     while not wait_all([process], _LOOK_S):
         progress(folder)
-        sign = _sign_of_life(folder)
-        if sign != seen:
-            moved, seen = time.monotonic(), sign
-        elif time.monotonic() - moved > still_s:
+        signs, still = _Signs.of(folder), time.monotonic() - moved
+        if signs.moved_since(seen, still):
+            moved, seen = time.monotonic(), signs
+        elif still > still_s:
             _ask_for_stacks(folder)
             _end(process)
             return True
+        else:
+            stillness(still)
     return False
 
 
-def _sign_of_life(folder: Path) -> float:
-    """What changes while a run moves: what it has written, and the time for which its ranks have computed."""
-    written = sum(_size(path) for path in (folder / "output.txt", *(folder / "journals").rglob("*.jsonl")))
-    return written + sum(map(_computed, pids(folder)))
+@dataclass(frozen=True)
+class _Signs:
+    """What changes while a run moves: the bytes it has written, and the seconds for which its ranks have computed."""
+
+    written: int
+    computed: float
+
+    @classmethod
+    def of(cls, folder: Path) -> _Signs:
+        """Returns those of a run."""
+        written = sum(_size(path) for path in (folder / "output.txt", *(folder / "journals").rglob("*.jsonl")))
+        return cls(written, sum(map(_computed, pids(folder))))
+
+    def moved_since(self, earlier: _Signs, seconds: float) -> bool:
+        """Tells whether it has moved; who waits in a collective computes a little, too."""
+        computed = abs(self.computed - earlier.computed)  # what ended processes have computed is not counted any more
+        return self.written != earlier.written or computed > _LEAST_S + _WAITING * seconds
 
 
 def _size(path: Path) -> int:
@@ -164,9 +195,9 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _computed(pid: int) -> int:
-    """Whole seconds of processor time of a process and of its descendants: while a rank waits, a worker may load."""
-    return round(stat_of(pid)[1]) + sum(map(_computed, children(pid)))  # who waits in a collective uses next to none
+def _computed(pid: int) -> float:
+    """Seconds of processor time of a process and of its descendants: while a rank waits, a worker may load."""
+    return stat_of(pid)[1] + sum(map(_computed, children(pid)))
 
 
 def pids(folder: Path) -> list[int]:
