@@ -101,6 +101,16 @@ def test_long_work_is_no_hang(pulses: list[Pulse]) -> None:
     assert diagnose(pulses) is None
 
 
+@pytest.mark.parametrize("rank", [COMPUTES, ASLEEP])
+def test_what_others_wait_for_before_the_second_step_is_told_late_and_may_be_right(rank: Pulse) -> None:
+    early = [replace(pulse, step=1, still=61.0) for pulse in (WAITS, rank)]
+    found = diagnose(early)
+    assert found is not None
+    assert (found.culprits, found.certain, found.early) == ((1,), False, True)
+    assert diagnose([replace(early[1], rank=number) for number in (0, 1)]) is None  # nobody waits
+    assert not [each for each in (diagnose([WAITS, rank]), diagnose([early[0], FROZEN])) if each is None or each.early]
+
+
 def test_without_a_collective_that_shows_the_rank_behind_holds_the_others_up() -> None:
     asleep = [replace(ASLEEP, rank=rank, step=30 - (rank == 2)) for rank in range(4)]
     found = diagnose(asleep)

@@ -44,6 +44,12 @@ SCRIPT = """
     def uneven():
         dist.barrier()  # rank 1 has no batch any more, and thinks that the epoch is over
 
+    def prepares():
+        if rank == 1:
+            until = time.monotonic() + 24
+            while time.monotonic() < until: pass
+        dist.barrier()
+
     def step(pause=0.0):
         model(torch.ones(2)).sum().backward()
         time.sleep(pause)  # a step that takes longer
@@ -70,7 +76,7 @@ SCRIPT = """
                         time.sleep(0.05)  # a slow disk
             step(pause=1.5 if number % 400 == 300 else 0.0)
 
-    healthy() if fault == "healthy" else train(globals()[fault])
+    {"healthy": healthy, "prepares": prepares}.get(fault, lambda: train(globals()[fault]))()
     dist.destroy_process_group()
 """
 STUCK = ("loop", "native", "frozen", "skipped", "uneven")
@@ -84,7 +90,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.Compl
 
     def run(fault: str) -> subprocess.CompletedProcess[str]:
         options = ["--hang-after", "4", "--run-dir", fault, "--json", f"{fault}.json"]
-        options += ["--on-hang", "stop"] if fault in {"loop", "native", "frozen"} else []
+        options += ["--on-hang", "stop"] if fault in {"loop", "native", "frozen", "prepares"} else []
+        options += ["--hang-after", "2"] if fault == "prepares" else []
         command = [sys.executable, "-m", "samestep", "run", "-n", "2", *options, "train.py", fault, "saved"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
         told = json.loads((folder / f"{fault}.json").read_text(encoding="utf-8"))
@@ -93,7 +100,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.Compl
         return subprocess.CompletedProcess([told["failure"], stacks, events], done.returncode, "", done.stderr)
 
     with ThreadPoolExecutor(3) as pool:
-        faults = (*STUCK, "asleep", "healthy")
+        faults = (*STUCK, "asleep", "healthy", "prepares")
         return dict(zip(faults, pool.map(run, faults), strict=True))
 
 
@@ -134,6 +141,16 @@ def test_what_goes_on_by_itself_is_waited_for(runs: dict[str, subprocess.Complet
     assert said.count("nothing has moved") == 1
     assert "it moves again, after" in said
     assert [event["kind"] for event in runs["asleep"].args[2]][-2:] == ["hang", "moves"]
+
+
+def test_what_is_done_before_the_first_step_is_told_of_and_never_stopped(
+    runs: dict[str, subprocess.CompletedProcess[str]],
+) -> None:
+    said = runs["prepares"].stderr
+    assert runs["prepares"].returncode == 0, said
+    assert "rank 1 computes without finishing a step, and the other waits for it" in said
+    assert "while time.monotonic() < until: pass" in said
+    assert "before the second step much takes long that is right, so it is waited for: Ctrl-C ends it" in said
 
 
 def test_a_thousand_healthy_steps_raise_no_alarm(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:

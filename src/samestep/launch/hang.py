@@ -7,7 +7,8 @@
     none is in a collective that shows, and all sleep           the one that is behind
 
 A hang is no move of any rank for max(10 s, 5 times the 99th percentile of a step). Long work is none: what happens
-before the second step (compilation, a download), evaluations, saves, and whatever computes while nobody waits. gloo and
+before the second step (compilation, a download), evaluations, saves, and whatever computes while nobody waits. What
+others wait for before the second step is told of all the same, after six times as long, and never stopped. gloo and
 NCCL give up after 30 and 10 minutes, and name nobody.
 """
 
@@ -25,7 +26,7 @@ __all__: list[str] = []
 EACH = "every rank has to come by every collective (`samestep verify` says what each had called)"
 LEAST = 10.0  # seconds
 TIMES = 5.0  # as long as nearly every step
-LONGER = 6.0  # as long again, for evaluations, saves and loads in which nothing is read, written or computed
+LONGER = 6.0  # as long again, for the first steps, and evaluations, saves, loads that neither read, write nor compute
 RECENT = 3.0  # seconds within which what computes has been seen computing
 FROZEN = {"T", "t"}
 _LONG = {"evaluate", "save", "load"}
@@ -43,12 +44,14 @@ class Hang:
         culprits: those ranks.
         still: seconds since the last move of any rank.
         certain: whether it cannot go on by itself.
+        early: whether it computes, sleeps or reads before any rank's second step, where that may take long.
     """
 
     kind: Kind
     culprits: tuple[int, ...]
     still: float
     certain: bool
+    early: bool = False
 
 
 def limit(pulses: Sequence[Pulse], least: float = LEAST) -> float:
@@ -65,6 +68,8 @@ def diagnose(pulses: Sequence[Pulse], least: float = LEAST, missing: Sequence[in
         missing: the ranks that have not begun a collective in which others wait, as far as the flight recorder knows.
     """
     found = _diagnosed(pulses, least, missing)
+    if found is not None and found.kind in {"busy", "disk", "asleep"}:
+        found = replace(found, early=_is_early(pulses))
     if found is None or found.kind not in {"busy", "asleep"} or not set(missing) < set(found.culprits):
         return found
     return replace(found, culprits=tuple(missing)) if missing else found
@@ -87,7 +92,9 @@ def _diagnosed(pulses: Sequence[Pulse], least: float, missing: Sequence[int]) ->
     inside, outside = _parted(pulses)
     if not outside:
         return _between(inside, still)
-    if max(pulse.step for pulse in pulses) < 2 or any(_works_long(pulse, patience) for pulse in outside):
+    if _is_early(pulses) and (not inside or still < LONGER * patience):
+        return None
+    if any(_works_long(pulse, patience) for pulse in outside):
         return None
     busy, asleep = [one for one in outside if _is_busy(one)], [one for one in outside if not _is_busy(one)]
     if busy and (inside or asleep):
@@ -96,6 +103,10 @@ def _diagnosed(pulses: Sequence[Pulse], least: float, missing: Sequence[int]) ->
         return _hang("busy", busy, still) if missing else None
     disk = [pulse for pulse in asleep if pulse.state == "D"]
     return _hang("disk", disk, still) if disk else _hang("asleep", asleep if inside else _behind(asleep), still)
+
+
+def _is_early(pulses: Sequence[Pulse]) -> bool:
+    return max(pulse.step for pulse in pulses) < 2
 
 
 def _parted(pulses: Sequence[Pulse]) -> tuple[list[Pulse], list[Pulse]]:

@@ -179,12 +179,16 @@ class Vigil:
             return
         lines = told(hang, pulses, self._standing)
         lines += [f"    {line}" for line in recorder_lines(self._told_of(pulses))]
-        stops = self._on_hang == "stop" or (self._on_hang == "auto" and hang.certain)
+        stops = hang.certain if self._on_hang == "auto" else self._on_hang == "stop" and not hang.early
         lines.append(f"    all Python stacks: {self._logs}/rank*.stacks")
         if stops:
             lines.append("    this cannot go on by itself: the run is stopped (--on-hang wait would not)")
             if self._on_hang == "stop":
                 lines[-1] = f"    the run is stopped, with exit code {STOPPED}"
+        elif hang.early:
+            lines.append(
+                "    before the second step much takes long that is right, so it is waited for: Ctrl-C ends it"
+            )
         else:
             lines.append("    it may go on, and is waited for: Ctrl-C ends it, and so would --on-hang stop")
         self._tell_of("hang", hang.culprits, "\n".join(lines))
