@@ -11,7 +11,7 @@ steps that were finished. The other fields, by kind; seconds, unless said otherw
     values      values                                             what the script logged: name -> number
     checkpoint  seconds, path, bytes, reason                       something was saved, by samestep.checkpoint
     pipeline    schedule, stages, actions                          of a step: [kind, stage, micro-batch, begin, end]
-    end         error                                              its exception in a line, or null
+    end         error                                              its exception in a line; whom it lost; or null
     dropped     lines, why                                         what the writer had no room for
     at          phase, operation, site                             a piece of a step has lasted for 2 s, and goes on
     hang · moves · straggler · network · keeps-up · restart
@@ -76,6 +76,7 @@ KINDS = {
 PHASES = ("data", "forward", "backward", "wait", "collective", "optimizer", "other", "evaluate", "save", "load")
 APART = ("evaluate", "save", "load")  # of a step's seconds, what is no training
 LINE_FOR_EACH = 10_000  # steps with a line of their own
+LOST_PEERS = "lost its peers"  # so begins the error of a rank that failed only because others had gone
 PERIOD = 0.5  # seconds between two writings
 MOST_WAITING = 20_000  # lines in memory
 LONGEST = 1 << 20  # bytes of a line; a longer one is somebody else's

@@ -131,9 +131,9 @@ def test_a_host_that_never_comes_is_named_at_the_join_timeout(by_hand, folder):
     second = by_hand("node2", 1, 3, "--join-timeout", 4, script)
     code, _, err = finish(by_hand("node1", 0, 3, "--join-timeout", 3, script))
     assert code == 2
-    assert "waited 3 s, and 1 of 2 hosts never came (node 2)" in err
+    assert "waited 3 s, and node 2 never came (1 of the 2 that were waited for): start" in err
     code, _, err = finish(second)
-    assert (code, "error: waited 3 s, and 1 of 2 hosts never came (node 2)" in err) == (2, True), err
+    assert (code, "error: waited 3 s, and node 2 never came (1 of the 2 that were waited for)" in err) == (2, True), err
 
 
 def test_a_host_with_another_token_is_told_so(by_hand, folder):

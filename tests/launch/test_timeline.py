@@ -57,6 +57,15 @@ def written(tmp_path: Path, clock: Clock) -> Iterator[Callable[[], Events]]:
     events.detach()
 
 
+def test_a_rank_that_merely_lost_the_others_says_so(tmp_path: Path) -> None:
+    one = Timeline()
+    one.begin(Seat(rank=0, size=2, folder=tmp_path))
+    one.end(RuntimeError("[/a/pair.cc:553] Connection closed by peer [127.0.0.1]:9. This is typically caused by …"))
+    events.detach()
+    *_, end = events.Reader(tmp_path / "rank0.events.jsonl").events()
+    assert end["error"] == "lost its peers: Connection closed by peer [127.0.0.1]:9"
+
+
 def steps(written: Events) -> Events:
     return [event for event in written if event["kind"] == "step"]
 

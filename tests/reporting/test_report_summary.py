@@ -306,8 +306,10 @@ def test_a_rank_that_has_hardly_begun_is_not_compared(tmp_path):
 
 
 def test_no_step_at_all_is_no_reason_to_fail(tmp_path):
-    found = analysis_of(Made(tmp_path, steps=0))
+    found = analysis_of(Made(tmp_path, ranks=3, steps=0))
     assert summary(found, T0).time == ("No step was finished.",)
+    text = lines(summary(found, T0))
+    assert not [line for line in text if "compared" in line or "change" in line or "stands out" in line]
     assert as_json(found, summary(found, T0))["step"]["mean"] == 0
 
 

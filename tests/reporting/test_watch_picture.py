@@ -174,12 +174,13 @@ def test_a_hang_names_who_is_missing_and_shows_what_it_prints(tmp_path):
 
 
 def test_a_failed_run_says_why_and_shows_the_standard_error_of_whom_it_blames(tmp_path):
-    made = Made(tmp_path, ranks=3, ended=lambda rank: False)
+    made = Made(tmp_path, ranks=4, ended=lambda rank: False)
     failure = {"rank": 2, "host": "node0", "pid": 1, "signal": None, "exception": "ValueError", "message": "boom"}
     made.about = {"exit": 7, "failure": failure | {"where": "train.py:12", "waiting": [0, 1]}}
     made.write()
     made.append(2, "end", 20, error="ValueError: boom")
     made.append(0, "end", 20, error="PeerError: rank 2 failed")
+    made.append(3, "end", 20, error="lost its peers: Connection closed by peer [127.0.0.1]:10115")
     lines = drawn(made)
     assert "failed, exit code 7" in lines[0]
     assert " rank 2 on node0: ValueError: boom, at train.py:12" in lines
@@ -187,7 +188,8 @@ def test_a_failed_run_says_why_and_shows_the_standard_error_of_whom_it_blames(tm
     assert "ValueError: boom" in row_of(lines, 2)
     assert "was ended" in row_of(lines, 1)
     scene = Scene(open_latest(tmp_path), Choice(), T0)
-    assert [scene.row(rank).at.level for rank in range(3)] == ["warn", "warn", "bad"]
+    assert [scene.row(rank).at.level for rank in range(4)] == ["warn", "warn", "bad", "warn"]
+    assert scene.row(3).at.text == "lost its peers"
 
 
 def test_findings_of_check_are_told_with_their_mending(tmp_path):

@@ -40,19 +40,22 @@ def look() -> Iterator[Line]:
 def own_name(name: str, found: Sequence[Interface]) -> Line:
     """Judges where the host's own name leads."""
     outer = next((interface.address for interface in found if not interface.is_loopback), None)
-    mend = f"echo '{outer or '127.0.0.1'} {name}' >> /etc/hosts"
+    entry = f"echo '{outer or '127.0.0.1'} {name}'"
+    mend = (
+        f"{{ {entry}; cat /etc/hosts; }} > /tmp/hosts && cp /tmp/hosts /etc/hosts"  # its first line counts
+    )
     begun = time.monotonic()
     try:
         led = sorted({entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)})
     except OSError as error:
         effect = "torchrun, gloo and NCCL on several hosts fail, or wait: they look it up"
-        return Line("own name", "warning", f"{name} leads nowhere: {error}", effect, mend)
+        return Line("own name", "warning", f"{name} leads nowhere: {error}", effect, f"{entry} >> /etc/hosts")
     took = time.monotonic() - begun
     text = f"{name} is {', '.join(map(str, led))}"
     known = {interface.address for interface in found}
     if outer is not None and all(str(address).startswith("127.") for address in led):
         effect = "torchrun's ranks on other hosts that are told it connect to themselves; samestep run does not use it"
-        return Line("own name", "note", text, effect, mend + ", above the line with 127.")
+        return Line("own name", "note", text, effect, mend)
     if not known.intersection(map(str, led)):
         effect = "ranks on other hosts that are told it reach somebody else"
         return Line("own name", "warning", f"{text}, which is not this host", effect, mend)

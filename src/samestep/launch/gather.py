@@ -263,10 +263,11 @@ class Gathering:
             self._say(text)
 
     def _too_late(self) -> None:
-        missing = len(self._expected) - len(self._came)
+        missing, of = len(self._expected) - len(self._came), len(self._expected)
+        count = f" ({missing} of the {of} that were waited for)" if of > 1 else ""
         self._fault = (
-            f"waited {self._seconds:.0f} s, and {missing} of {len(self._expected)} hosts never came "
-            f"({self._missing()}): start samestep there too, or check that they can reach this host"
+            f"waited {self._seconds:.0f} s, and {self._missing()} never came{count}: start samestep there too, or see "
+            "whether this host can be reached from there"
         )
         self._loop.stop()
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from samestep import events, progress
-from samestep.launch.failure import text_in
+from samestep.launch.failure import brief, lost_peer, text_in
 from samestep.launch.observers import Observer, Seat
 from samestep.paths import rank_file
 from samestep.rankenv import variable
@@ -107,8 +107,7 @@ class Timeline(Observer, Taker):
         self._write_line(finished, now)
         if isinstance(error, SystemExit) and not error.code:
             error = None  # sys.exit() is a good end
-        line = None if error is None else f"{type(error).__name__}: {text_in(error)}".splitlines()[0][:500]
-        self._file.put("end", self._finished, {"error": line})
+        self._file.put("end", self._finished, {"error": None if error is None else _line_of(error)})
         self._file.close()
 
     # --- taker: what the rank does --------------------------------------------------------------
@@ -293,3 +292,9 @@ def machine() -> _FIELDS:
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "threads": None if torch is None else torch.get_num_threads(),
     }
+
+
+def _line_of(error: BaseException) -> str:
+    text = text_in(error)
+    line = f"{events.LOST_PEERS}: {brief(text)}" if lost_peer(error) else f"{type(error).__name__}: {text}"
+    return line.splitlines()[0][:500]

@@ -117,8 +117,12 @@ def _ranks(analysis: Analysis, *, over: bool) -> Iterator[str]:
         yield f"Nothing is known of {_named(missing).lower()}."
     if not analysis.logs:
         yield "No rank has written an event: the script ended before its first step, or did not begin."
+    few: dict[int, list[int]] = {}
     for rank, count in analysis.table.left_out.items():
-        yield f"Rank {rank} has taken {some(count, 'step')} and is not compared with the others."
+        few.setdefault(count, []).append(rank)
+    for count, ranks in few.items() if analysis.steps else ():
+        be = "has" if len(ranks) == 1 else "have each", "is" if len(ranks) == 1 else "are"
+        yield f"{_named(ranks)} {be[0]} taken {some(count, 'step')} and {be[1]} not compared with the others."
 
 
 def _standing(log: RankLog) -> str:

@@ -19,6 +19,7 @@ __all__: list[str] = []
 
 VERSION = 1  # of what --json writes
 NAMES = {"evaluate": "evaluation", "save": "saving", "load": "loading"}
+NO_STEP = "No step was finished."
 NOTHING = "Nothing stands out."
 MUCH = 0.2  # of all training, for one step
 
@@ -41,13 +42,13 @@ class Summary:
 
     @property
     def changes(self) -> list[str]:
-        """What to change, in sentences."""
-        return [each.sentence for each in self.advice] or [NOTHING]
+        """What to change, in sentences; none where there was no step."""
+        return [each.sentence for each in self.advice] or ([] if self.time == (NO_STEP,) else [NOTHING])
 
 
 def summary(analysis: Analysis, now: float) -> Summary:
     """Returns it; `now` is in seconds since 1970."""
-    time = tuple(_time(analysis)) if analysis.steps else ("No step was finished.",)
+    time = tuple(_time(analysis)) if analysis.steps else (NO_STEP,)
     found = advice(analysis) if len(analysis.table) else []
     return Summary(state(analysis, now), sameness(analysis.run), time, tuple(found))
 
@@ -241,6 +242,6 @@ def lines(told: Summary) -> list[str]:
     }
     shown: list[str] = []
     for heading, sentences in parts.items():
-        shown += [heading] if heading else []
+        shown += [heading] if heading and sentences else []
         shown += [printable(f"  {sentence}" if heading else sentence) for sentence in sentences]
     return shown

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from samestep import progress
+from samestep.events import LOST_PEERS
 from samestep.launch.status import spoken
 from samestep.paths import rank_file
 from samestep.reporting import words
@@ -102,8 +103,7 @@ def standing(log: RankLog | None, pace: Pace, told: Said, now: float, *, is_over
     if log is None:
         return Standing("has not begun" if not is_over else "did not begin", "dim")
     if log.end is not None:
-        error = log.end["error"]
-        return Standing("finished", "good") if error is None else Standing(words.printable(error), "bad")
+        return _ended(log.end["error"])
     if is_over:
         return Standing("was ended", "warn")
     at = _at(log, pace, now)
@@ -112,6 +112,12 @@ def standing(log: RankLog | None, pace: Pace, told: Said, now: float, *, is_over
     if log.rank in told.slow:
         return Standing(f"slow{at and ': '}{at}", "warn")
     return Standing(at, "warn" if told.hangs else "")
+
+
+def _ended(error: str | None) -> Standing:
+    if error is None:
+        return Standing("finished", "good")
+    return Standing(LOST_PEERS, "warn") if error.startswith(LOST_PEERS) else Standing(words.printable(error), "bad")
 
 
 def _at(log: RankLog, pace: Pace, now: float) -> str:
