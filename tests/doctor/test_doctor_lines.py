@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import socket
-import subprocess
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
