@@ -16,6 +16,7 @@ import pytest
 import samestep
 import samestep.compress
 import samestep.testing
+from chromium import PROGRAM, Browser
 from samestep import errors
 from samestep.cli import COMMANDS
 from samestep.verification.pages import PAGES
@@ -190,3 +191,37 @@ def test_the_script_of_the_first_page_prints_what_the_page_says(tmp_path):
     epochs = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)", done.stdout, re.MULTILINE)]
     shown = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)", text, re.MULTILINE)][:5]
     assert epochs == pytest.approx(shown, rel=0.05)  # other processors round otherwise, and training amplifies it
+
+
+CUT_OFF = """
+[...document.querySelectorAll('article *')].filter((one) => {
+  const box = one.getBoundingClientRect();
+  if (box.width === 0 || box.right <= innerWidth + 1) return false;
+  for (let above = one.parentElement; above; above = above.parentElement) {
+    if (['auto', 'scroll', 'hidden'].includes(getComputedStyle(above).overflowX) && above !== document.body &&
+        above !== document.documentElement && above.getBoundingClientRect().right <= innerWidth + 1) return false;
+  }
+  return true;
+}).slice(0, 3).map((one) => one.tagName + ': ' + one.textContent.slice(0, 60))
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if PROGRAM is None:
+        pytest.skip("there is no chromium on this machine")
+    opened = Browser(tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("width", [420, 800, 1200, 1920])
+def test_no_page_is_cut_off_at_the_right(site, browser, width):
+    """What is too wide scrolls by itself, within the page."""
+    cut = {}
+    browser.resize(width, 900)
+    for name in sorted(site.pages):
+        browser.open((site.folder / name).as_uri())
+        if found := browser.evaluate(CUT_OFF):
+            cut[name] = found
+    assert cut == {}
