@@ -56,9 +56,9 @@ def test_a_rank_that_is_not_on_the_ring_only_waits_for_the_others():
     assert not {size for _, size in known.heard} & set(SIZES)
 
 
-def measured(local):
+def measured(local, crowds=False):
     dist.init_process_group("gloo")
-    return measure.measure(dist.group.WORLD, local, sizes=(8, 1 << 16))
+    return measure.measure(dist.group.WORLD, local, sizes=(8, 1 << 16), crowds=crowds)
 
 
 def test_all_ranks_are_given_the_same_figures(four_ranks):
@@ -81,6 +81,21 @@ def test_one_rank_a_host_has_one_link(three_ranks):
     links = three_ranks(measured, 1)[0]
     assert links.between is None
     assert links.local is None
+
+
+def test_what_a_crowd_takes_longer_is_the_bandwidth_that_is_left():
+    known = Known(6, Link(latency_s=35e-6, bytes_per_s=2.5e9))
+    twice = Link(latency_s=35e-6, bytes_per_s=5e9)  # what a message alone would have had
+    timer = _Timer(known, SIZES, lambda: known.now)
+    assert timer.crowded(range(6), twice) == pytest.approx(0.5, rel=1e-3)
+    assert timer.crowded(range(6), known.link) == 1.0
+    assert [source for source, size in known.heard if size == max(SIZES) // 5][:5] == [1, 2, 3, 4, 5]
+
+
+def test_crowds_are_measured_among_three_hosts_or_more(three_ranks):
+    first, *others = three_ranks(measured, 1, True)
+    assert others == [first] * 2
+    assert 0 < first.crowded <= 1
 
 
 def test_links_need_two_ranks_and_even_hosts():

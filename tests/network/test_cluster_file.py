@@ -82,6 +82,8 @@ def test_a_message_to_a_neighbour_takes_the_latency_of_the_file_and_a_hop_more_f
         ("[nodes]\ncuont = 4", "cuont in [nodes] is unknown: did you mean count?"),
         ("[node]\ncount = 4", "node in the file is unknown: did you mean nodes?"),
         ("[links]\nlatency = 4", "latency in [links] is unknown: there are inside, between, shared, adding, nics"),
+        (BETWEEN + "crowded = 1.5", "crowded is 1.5: give a part of the bandwidth, above 0 and at most 1"),
+        (BETWEEN + "crowded = 0", "links.crowded is 0: give a number above 0"),
         ("nodes = 4", "nodes is 4: write it as a section, [nodes]"),
         ("[nodes]\ncount = 0\n" + BETWEEN, "nodes.count is 0: give a whole number, 1 or more"),
         ("[nodes]\ncount = true\n" + BETWEEN, "nodes.count is True: give a whole number, 1 or more"),
@@ -144,6 +146,7 @@ def test_files_that_cannot_be_read(tmp_path):
 EVERY = (
     f"nodes.count = 8\n{BETWEEN}",
     f'nodes = {{ count = 8, devices = 2, memory = "80 GB" }}\n{BETWEEN}{INSIDE}adding = "50 GB/s"\nnics = 2',
+    f"nodes.count = 8\n{BETWEEN}crowded = 0.82",
     "nodes = { devices = 4, speed = 2.5 }\n[links]\nshared = { latency = 90e-6, bandwidth = 9e9 }\n" + INSIDE,
     "",
     BETWEEN,

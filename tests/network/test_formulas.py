@@ -16,10 +16,13 @@ from samestep.network.links import Link, Links
 N = Fraction(1_000_003)
 QUICK_ADDS = Links(Link(Fraction(1, 50_000), Fraction(10**9)), adding_bytes_per_s=Fraction(4 * 10**9))
 SLOW_ADDS = Links(Link(Fraction(1, 10**6), Fraction(10**9)), adding_bytes_per_s=Fraction(10**8))
+CROWDED = Links(
+    Link(Fraction(1, 50_000), Fraction(10**9)), adding_bytes_per_s=Fraction(4 * 10**9), crowded=Fraction(4, 5)
+)
 RANKS = [*range(1, 18), 24, 25, 31, 32, 33]
 
 
-@pytest.fixture(params=[QUICK_ADDS, SLOW_ADDS], ids=["quick adds", "slow adds"])
+@pytest.fixture(params=[QUICK_ADDS, SLOW_ADDS, CROWDED], ids=["quick adds", "slow adds", "crowded"])
 def links(request):
     return request.param
 
@@ -52,6 +55,14 @@ def test_the_parameter_servers_formula_is_its_price_for_any_number_of_servers(li
         for servers in range(1, ranks + 1):
             expected = formulas.parameter_server(ranks, N, links, servers)
             assert price(server.all_reduce(ranks, servers), N, links).seconds == expected, (ranks, servers)
+
+
+def test_only_who_sends_to_several_and_hears_from_several_is_crowded():
+    for plan in (server.all_reduce(8, 8), server.all_reduce(8, 3)):
+        alone, crowded = (price(plan, N, links) for links in (QUICK_ADDS, CROWDED))
+        assert crowded.transfer_s == alone.transfer_s / CROWDED.crowded
+    for plan in (ring.all_reduce(8), halving.all_reduce(7), server.all_reduce(8, 1), double_tree.all_reduce(8, 4)):
+        assert price(plan, N, CROWDED) == price(plan, N, QUICK_ADDS)
 
 
 @pytest.mark.parametrize("segments", [1, 3, 8])

@@ -41,7 +41,7 @@ def plans(told, nbytes):
             yield plan
 
 
-ADDING = ["", 'adding = "7 GB/s"', 'adding = "300 MB/s"']
+ADDING = ["", 'adding = "7 GB/s"', 'adding = "300 MB/s"\ncrowded = 0.8']
 
 
 @pytest.mark.parametrize("adding", ADDING)

@@ -70,7 +70,7 @@ def measured(series: int) -> Found:
     with samestep.world(backend="samestep", device="cpu") as world:
         local = world.local_size
         group: Any = dist.new_group(backend="gloo")
-        links = measure(group, None if local == world.size else local, sizes=MESSAGES)
+        links = measure(group, None if local == world.size else local, sizes=MESSAGES, crowds=local < world.size)
         shared = None if local < world.size else _shared(world.size, series)
         told = gather_json(world.everyone, _memory(local))
         return Found(links, shared, world.size // local, local, min(told))
@@ -106,6 +106,8 @@ def cluster_text(found: Found) -> str:
     lines += ["[links]", *(f"{name} = {{ {_ways(link)} }}" for name, link in ways.items())]
     if links.adding_bytes_per_s < float("inf"):
         lines.append(f'adding = "{bytes_text(links.adding_bytes_per_s)}/s"')
+    if links.crowded < 1:
+        lines.append(f"crowded = {links.crowded!r}")
     return "\n".join([*lines, ""])
 
 

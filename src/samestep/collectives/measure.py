@@ -2,6 +2,7 @@
 
     inside a host      0 ─▶ 1 ─▶ 2 ─▶ 3 ─▶ (0)      all ranks of a host at once, each to the next: as in a ring's round
     between hosts      0 ─────────────────▶ 4 ─▶ (0) one rank of each host, so that each NIC carries one message
+    crowded            0 ◀▶ 4, 0 ◀▶ 8, 4 ◀▶ 8        one of each of 3 hosts or more, each with all others at once
     adding             y += x, on all ranks at once
 
 Messages of several sizes go round; the quickest of a few series is kept, because whatever disturbs a message makes it
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,7 @@ def measure(
     local: int | None = None,
     *,
     sizes: Sequence[int] = SIZES,
+    crowds: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Links:
     """Returns what messages between the ranks of a group take; the same on every rank.
@@ -48,6 +51,7 @@ def measure(
         group: on host memory (gloo).
         local: ranks on each host, neighbours in the group; None where all are on one.
         sizes: of the messages timed, in bytes.
+        crowds: whether to see, too, what is left of the bandwidth where all hosts, 3 or more, exchange with all others.
         clock: returns seconds.
 
     Raises:
@@ -65,7 +69,8 @@ def measure(
     neighbours = range(first, first + each)
     leaders = range(0, transport.size, each)
     found = [timer.link(ring) if len(ring) > 1 else None for ring in (neighbours, leaders)]
-    return _handed_round(transport, found, timer.adding(), each)
+    crowded = timer.crowded(leaders, found[1]) if crowds and len(leaders) > 2 else 1.0
+    return _handed_round(transport, found, timer.adding(), each, crowded)
 
 
 class _Timer:
@@ -81,6 +86,31 @@ class _Timer:
         """Returns the link along a ring of ranks, or None on a rank that is not in it, and only waits."""
         times = [(float(size), self._shift(ring, size)) for size in self._sizes]
         return fit(times) if self._transport.rank in ring else None
+
+    def crowded(self, ranks: Sequence[int], link: Link | None) -> float:
+        """Returns the part of a link's bandwidth that is left where these ranks exchange with each other, all at once.
+
+        Unlike a message's, such an exchange's usual time counts, not its quickest, and until the last rank has ended.
+        """
+        others = [rank for rank in ranks if rank != self._transport.rank] if self._transport.rank in ranks else []
+        share = max(self._sizes) // (len(ranks) - 1)
+        out, into = torch.zeros(share, dtype=torch.uint8), [torch.zeros(share, dtype=torch.uint8) for _ in others]
+        idle = self._quickest(self._meet)
+        times = []
+        for _ in range(SERIES):
+            self._meet()
+            start = self._clock()
+            works = [self._transport.irecv(each, rank, 0) for each, rank in zip(into, others, strict=True)]
+            works += [self._transport.isend(out, rank, 0) for rank in others]
+            for work in works:
+                work.wait()
+            self._meet()
+            times.append(self._clock() - start)
+        if link is None:
+            return 1.0
+        alone = len(others) * share / link.bytes_per_s
+        crowd = median(times) - idle - len(others) * link.latency_s
+        return 1.0 if alone >= crowd else float(f"{alone / crowd:.3g}")
 
     def adding(self) -> float:
         """Returns how many bytes are added to others in a second."""
@@ -106,22 +136,28 @@ class _Timer:
     def _quickest(self, once: Callable[[], object]) -> float:
         seconds = []
         for _ in range(SERIES):
-            engine.run(self._everybody, torch.zeros(1), self._transport)  # all begin together
+            self._meet()
             start = self._clock()
             for _ in range(MESSAGES):
                 once()
             seconds.append((self._clock() - start) / MESSAGES)
         return min(seconds)
 
+    def _meet(self) -> None:
+        """Returns when all ranks have come, at nearly one moment."""
+        engine.run(self._everybody, torch.zeros(1), self._transport)
 
-def _handed_round(transport: Transport, found: Sequence[Link | None], adding: float, local: int) -> Links:
+
+def _handed_round(
+    transport: Transport, found: Sequence[Link | None], adding: float, local: int, crowded: float
+) -> Links:
     """Returns rank 0's figures, on every rank."""
     given = [(link.latency_s, link.bytes_per_s) if link else (0.0, 0.0) for link in found]
-    figures = torch.tensor([*given[0], *given[1], adding], dtype=torch.float64)
+    figures = torch.tensor([*given[0], *given[1], adding, crowded], dtype=torch.float64)
     engine.run(tree.broadcast(transport.size), figures, transport)
-    inside_s, inside_bytes, between_s, between_bytes, adding = figures.tolist()
+    inside_s, inside_bytes, between_s, between_bytes, adding, crowded = figures.tolist()
     between = Link(between_s, between_bytes) if between_bytes else None
     if between and not inside_bytes:  # one rank a host
-        return Links(between, adding_bytes_per_s=adding)
+        return Links(between, adding_bytes_per_s=adding, crowded=crowded)
     inside = Link(inside_s, inside_bytes)
-    return Links(inside, between, local if between else None, adding_bytes_per_s=adding)
+    return Links(inside, between, local if between else None, adding_bytes_per_s=adding, crowded=crowded)

@@ -41,9 +41,7 @@ def own_name(name: str, found: Sequence[Interface]) -> Line:
     """Judges where the host's own name leads."""
     outer = next((interface.address for interface in found if not interface.is_loopback), None)
     entry = f"echo '{outer or '127.0.0.1'} {name}'"
-    mend = (
-        f"{{ {entry}; cat /etc/hosts; }} > /tmp/hosts && cp /tmp/hosts /etc/hosts"  # its first line counts
-    )
+    mend = f"{{ {entry}; cat /etc/hosts; }} > /tmp/hosts && cp /tmp/hosts /etc/hosts"  # its first line counts
     begun = time.monotonic()
     try:
         led = sorted({entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)})

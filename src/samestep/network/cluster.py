@@ -12,6 +12,7 @@
     shared = { latency = "90 us", bandwidth = "9 GB/s" }       # all-reduces in memory, of all ranks' bytes together
     adding = "50 GB/s"
     nics = 1
+    crowded = 0.8                # of that bandwidth, where every host exchanges with several at once
 
     [network]
     kind = "fat-tree"            # switch (the default), ring, torus, fat-tree, dragonfly, slim-fly
@@ -170,7 +171,7 @@ def parse(text: str, source: str = "cluster.toml") -> Cluster:
 def _cluster(given: Mapping[str, Any], text: str) -> Cluster:
     check_keys(given, ("nodes", "links", "network"), "the file")
     nodes = section(given, "nodes", ("count", "devices", "memory", "speed"))
-    links = section(given, "links", ("inside", "between", "shared", "adding", "nics"))
+    links = section(given, "links", ("inside", "between", "shared", "adding", "nics", "crowded"))
     network = section(given, "network", ("kind", "hop", "placement", "routing", "seed", "parts", *kinds.NUMBERS))
     count, devices = read_whole(nodes, "nodes.count", 1), read_whole(nodes, "nodes.devices", 1)
     if count * devices > _MOST:
@@ -209,6 +210,7 @@ def _links(given: Mapping[str, Any], count: int, devices: int) -> Links:
         devices if count > 1 and devices > 1 else None,
         adding_bytes_per_s=read_bandwidth(given["adding"], "links.adding") if "adding" in given else math.inf,
         nics=read_whole(given, "links.nics", 1),
+        crowded=read_positive(given.get("crowded", 1.0), "links.crowded"),
     )
 
 
@@ -256,6 +258,8 @@ def _lines(cluster: Cluster) -> Iterator[str]:
         yield f'adding = "{links.adding_bytes_per_s / 1e9:.12g} GB/s"'
     if links.nics > 1:
         yield f"nics = {links.nics}"
+    if links.crowded < 1:
+        yield f"crowded = {links.crowded!r}"
     yield from _network_lines(cluster)
 
 

@@ -6,7 +6,8 @@
 
 A rank has one port (or `ports`): its messages leave one after another, alpha + beta n each, while others come in at
 the same time (full duplex). What the ranks of a host send to other hosts shares its NICs, and so does what they
-receive. What a rank received and adds is added while the next round travels, unless that round sends it on: this is
+receive. A rank that sends to several hosts and hears from several in one round has `links.crowded` of the bandwidth.
+What a rank received and adds is added while the next round travels, unless that round sends it on: this is
 how :mod:`samestep.collectives.engine` does it, and what segments are for.
 
 Bytes are cut into equal blocks, a fraction of a byte where they do not divide. On real elements a block is longer by
@@ -179,6 +180,7 @@ def _moving(messages: Sequence[Message], block: float, links: Links) -> dict[int
     """How long each rank sends and receives in a round, and waits for its host's NICs to do so."""
     ranks: dict[tuple[int, str], _Port] = defaultdict(_Port)
     hosts: dict[tuple[int, str], _Port] = defaultdict(_Port)
+    abroad: dict[tuple[int, str], int] = defaultdict(int)  # messages that cross
     crossing: dict[tuple[int, str], tuple[int, str]] = {}
     for message in messages:
         nbytes = block * (message.end - message.begin)
@@ -186,13 +188,16 @@ def _moving(messages: Sequence[Message], block: float, links: Links) -> dict[int
         link = links.inside if source == target else links.across()
         for rank, host, way in ((message.source, source, "out"), (message.target, target, "in")):
             ranks[rank, way].take(link, nbytes)
+            abroad[rank, way] += source != target or links.between is None
             if source != target:
                 hosts[host, way].take(link, nbytes)
                 crossing[rank, way] = (host, way)
     slowest: dict[int, Price] = {}
     for (rank, way), port in ranks.items():
-        passing = [slowest.get(rank, Price()), port.by_rank(links.ports)]
+        passing = [port.by_rank(links.ports)]
         if (rank, way) in crossing:
             passing.append(hosts[crossing[rank, way]].by_host(links.nics))
-        slowest[rank] = max(passing, key=lambda each: each.seconds)
+        left = links.crowded if min(abroad[rank, "out"], abroad[rank, "in"]) > 1 else 1
+        passing = [Price(each.latency_s, each.transfer_s / left) for each in passing]
+        slowest[rank] = max(slowest.get(rank, Price()), *passing, key=lambda each: each.seconds)
     return slowest

@@ -10,7 +10,7 @@ A rank sends and receives one message at a time (full duplex, one port), and the
     halving and doubling      2 log2 q a + (q-1)/q (2 nb + ng)          + 2 a + 2 nb + ng where p is not q
     binomial tree             2 h (a + nb) + h ng, or one ng less where p is 3/4 of 2^h or less
     double tree, m chunks     2 (2m + 2h - 2) (a + nb/2m) + (2m + 2h - 2) ng/2m, or less
-    S servers                 2 (p-1) (a + nb/S) + (p-1) ng/S
+    S servers                 2 (p-1) (a + nb/S) + (p-1) ng/S           b / crowded where S > 2
     hierarchical, g on N      2 (g-1) (a1 + nb1/g) + 2 (N-1) (a2 + nb2/(N r)) + (p-1)/p ng, r NICs a host
     torus r x c               2 (r+c-2) a + (p-1)/p (2 nb + ng)
     broadcast
@@ -91,7 +91,8 @@ def double_tree(ranks: int, nbytes: float, links: Links, chunks: int) -> float:
 def parameter_server(ranks: int, nbytes: float, links: Links, servers: int) -> float:
     """Returns the seconds of :func:`samestep.collectives.server.all_reduce`."""
     a, nb, ng = _terms(nbytes, links)
-    return (ranks - 1) * (2 * (a + nb / servers) + ng / servers)
+    left = links.crowded if servers > 2 else 1  # of which each sends to several, and hears from several
+    return (ranks - 1) * (2 * (a + nb / (servers * left)) + ng / servers)
 
 
 def hierarchical(ranks: int, nbytes: float, links: Links) -> float:

@@ -10,8 +10,9 @@
             └── NIC ─── between ─── NIC ──┘                   what leaves or enters a host shares its NICs
 
 The model is Hockney's (Parallel Computing 20, 1994): real networks have queues, protocols that change with the size,
-and neighbours. It orders algorithms well where latency and bandwidth were measured on the network in question, and
-says little where they were read off a data sheet.
+and neighbours. What is lost where all exchange with all is measured, too: one ratio, as in L. A. Steffenel, "Modeling
+Network Contention Effects on All-to-All Operations" (CLUSTER 2006). It orders algorithms well where latency and
+bandwidth were measured on the network in question, and says little where they were read off a data sheet.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class Links:
         adding_bytes_per_s: 1 / gamma: the bytes that a rank adds to its own in a second.
         nics: messages that can leave (and enter) a host side by side without slowing each other.
         ports: messages that a rank can send (and receive) side by side.
+        crowded: the part of the bandwidth between hosts that is left to a rank which sends to several there and hears
+            from several at once: they do not share a port as evenly as one message follows another.
     """
 
     inside: Link
@@ -76,8 +79,11 @@ class Links:
     adding_bytes_per_s: float = float("inf")
     nics: int = 1
     ports: int = 1
+    crowded: float = 1
 
     def __post_init__(self) -> None:
+        if not 0 < self.crowded <= 1:
+            raise UsageError(f"crowded is {self.crowded}: give a part of the bandwidth, above 0 and at most 1")
         for name, number in (("local", self.local), ("nics", self.nics), ("ports", self.ports)):
             if number is not None and number < 1:
                 raise UsageError(f"{name} is {number}: give 1 or more")
@@ -104,6 +110,8 @@ class Links:
             parts.append(f"between hosts of {self.local} ranks {self.between}")
         if self.adding_bytes_per_s < float("inf"):
             parts.append(f"adding {bytes_text(self.adding_bytes_per_s)}/s")
+        if self.crowded < 1:
+            parts.append(f"{self.crowded:.0%} of the bandwidth where all hosts exchange with several at once")
         return ", ".join(parts)
 
 

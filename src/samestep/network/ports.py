@@ -101,10 +101,12 @@ class Ports:
 
         hosts, ranks = self._placement.array, self._placement.ranks
         across = hosts[one.sources] != hosts[one.targets]
+        both = np.stack([np.bincount(ends[across], minlength=ranks) for ends in (one.sources, one.targets)])
+        left = np.where(both.min(axis=0) > 1, self._cluster.links.crowded, 1.0)
         for ends in (one.sources, one.targets):
             near, far = (np.bincount(ends[mine], minlength=ranks) for mine in (~across, across))
             near_bytes, far_bytes = (np.bincount(ends[mine], one.nbytes[mine], ranks) for mine in (~across, across))
-            yield from self._lines(near, near_bytes, far, far_bytes)
+            yield from self._lines(near, near_bytes, far, far_bytes / left)
 
     def _of_exchange(self, one: Exchange) -> Iterator[Line]:
         """To all members of the group but itself, some of them on its host."""
@@ -113,7 +115,9 @@ class Ports:
         members = np.arange(one.ranks) % one.stride + self._placement.array * one.stride
         inside = np.unique(members, return_inverse=True, return_counts=True)
         near = inside[2][inside[1]] - 1.0
-        yield from self._lines(near, near * one.nbytes, one.shifts - near, (one.shifts - near) * one.nbytes)
+        far = one.shifts - near
+        left = np.where(far > 1, self._cluster.links.crowded, 1.0)
+        yield from self._lines(near, near * one.nbytes, far, far * one.nbytes / left)
 
     def _lines(self, near: Numbers, near_bytes: Numbers, far: Numbers, far_bytes: Numbers) -> Iterator[Line]:
         """Messages inside the host and beyond it, and their bytes, of every rank: the highest line for each slope."""
