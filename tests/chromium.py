@@ -48,7 +48,7 @@ class Browser:
         actions = [(os.POSIX_SPAWN_DUP2, null, each) for each in (0, 1, 2)]
         actions += [(os.POSIX_SPAWN_DUP2, end, place) for place, end in enumerate(high, 3)]
         command = [PROGRAM, *OPTIONS, f"--user-data-dir={folder}", "about:blank"]
-        environment = {**os.environ, "HOME": str(folder)}
+        environment = {**os.environ, "HOME": str(folder), "TMPDIR": str(folder)}
         self._process = os.posix_spawn(PROGRAM, command, environment, file_actions=actions, setpgroup=0)
         for end in (*high, read[0], write[1], null):
             os.close(end)

@@ -32,6 +32,7 @@ __all__: list[str] = []
 SIZES = (8, 4096, 65536, 1 << 20)  # bytes: where latency is all, where bandwidth is, and between
 SERIES = 5
 MESSAGES = 8  # in a series
+WARMING = 3  # exchanges
 ADDED = 1 << 20  # elements of float32
 
 
@@ -90,14 +91,15 @@ class _Timer:
     def crowded(self, ranks: Sequence[int], link: Link | None) -> float:
         """Returns the part of a link's bandwidth that is left where these ranks exchange with each other, all at once.
 
-        Unlike a message's, such an exchange's usual time counts, not its quickest, and until the last rank has ended.
+        Unlike a message's, such an exchange's usual time counts, not its quickest, and until the last rank has ended; but
+        not the first ones, in which TCP finds out how much each way bears.
         """
         others = [rank for rank in ranks if rank != self._transport.rank] if self._transport.rank in ranks else []
         share = max(self._sizes) // (len(ranks) - 1)
         out, into = torch.zeros(share, dtype=torch.uint8), [torch.zeros(share, dtype=torch.uint8) for _ in others]
         idle = self._quickest(self._meet)
         times = []
-        for _ in range(SERIES):
+        for _ in range(WARMING + SERIES):
             self._meet()
             start = self._clock()
             works = [self._transport.irecv(each, rank, 0) for each, rank in zip(into, others, strict=True)]
@@ -109,7 +111,7 @@ class _Timer:
         if link is None:
             return 1.0
         alone = len(others) * share / link.bytes_per_s
-        crowd = median(times) - idle - len(others) * link.latency_s
+        crowd = median(times[WARMING:]) - idle - len(others) * link.latency_s
         return 1.0 if alone >= crowd else float(f"{alone / crowd:.3g}")
 
     def adding(self) -> float:

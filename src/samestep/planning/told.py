@@ -1,8 +1,8 @@
 """A plan as a person reads it: a table of ranks, then what to do, and why.
 
-ranks   data parallel      pipeline        hybrid     quickest                 speed-up   samples/s   limited by
-    1         84.7 ms                                 1 process                    1.00         756   computing
-    2         98.7 ms       54.3 ms             -     2 stages, 2 micro-…          1.56        1179   computing
+ranks   data parallel      pipeline        hybrid     quickest                 speed-up   efficiency   limited by
+    1         84.7 ms                                 1 process                    1.00        100 %   computing
+    2         98.7 ms       54.3 ms             -     2 stages, 2 micro-…          1.56         78 %   computing
 """
 
 from __future__ import annotations
