@@ -89,6 +89,7 @@ def test_what_a_crowd_takes_longer_is_the_bandwidth_that_is_left():
     timer = _Timer(known, SIZES, lambda: known.now)
     assert timer.crowded(range(6), twice) == pytest.approx(0.5, rel=1e-3)
     assert timer.crowded(range(6), known.link) == 1.0
+    assert timer.crowded(range(6), Link(0.0, float("inf"))) == 1.0  # nothing can be a part of that
     assert [source for source, size in known.heard if size == max(SIZES) // 5][:5] == [1, 2, 3, 4, 5]
 
 

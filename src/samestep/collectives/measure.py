@@ -91,8 +91,8 @@ class _Timer:
     def crowded(self, ranks: Sequence[int], link: Link | None) -> float:
         """Returns the part of a link's bandwidth that is left where these ranks exchange with each other, all at once.
 
-        Unlike a message's, such an exchange's usual time counts, not its quickest, and until the last rank has ended; but
-        not the first ones, in which TCP finds out how much each way bears.
+        Unlike a message's, its usual time counts, not the quickest, and until the last rank has ended; but not those of
+        the first exchanges, in which TCP finds out how much each way bears.
         """
         others = [rank for rank in ranks if rank != self._transport.rank] if self._transport.rank in ranks else []
         share = max(self._sizes) // (len(ranks) - 1)
@@ -112,7 +112,7 @@ class _Timer:
             return 1.0
         alone = len(others) * share / link.bytes_per_s
         crowd = median(times[WARMING:]) - idle - len(others) * link.latency_s
-        return 1.0 if alone >= crowd else float(f"{alone / crowd:.3g}")
+        return 1.0 if alone >= crowd or not alone else float(f"{alone / crowd:.3g}")
 
     def adding(self) -> float:
         """Returns how many bytes are added to others in a second."""
