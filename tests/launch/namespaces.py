@@ -162,7 +162,12 @@ class Lab:
         self.run(name, ["tc", "qdisc", "replace", "dev", "eth0", *shape])
 
     def narrow(self, name: str, rate: str) -> None:
-        """Lets a host send and receive no faster than `rate`, hardly anything at once: as a cable of that bandwidth."""
+        """Lets a host send and receive no faster than `rate`, hardly anything at once: as a cable of that bandwidth.
+
+        Whatever this machine's own choice, TCP is Linux's default there: BBR stops for 200 ms every 10 s, to see how
+        short the way is.
+        """
+        _ip("-n", self.namespace(name), "route", "change", f"{self.network}.0/24", "dev", "eth0", "congctl", "cubic")
         shape = ["root", "tbf", "rate", rate, "burst", "16kb", "latency", "400ms"]
         self.run(name, ["tc", "qdisc", "replace", "dev", "eth0", *shape])
         subprocess.run(["tc", "qdisc", "replace", "dev", self._cable(name), *shape], check=True, capture_output=True)

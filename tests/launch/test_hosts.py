@@ -198,8 +198,9 @@ def refused(process, started_at=None):
 
 
 def test_an_unknown_host(on_hosts, folder):
-    line = refused(on_hosts(folder.script(""), listed="node1,nowhere.invalid"))
+    line = refused(on_hosts(folder.script(""), listed="node1,nowhere.invalid,elsewhere.invalid"))
     assert "host nowhere.invalid: its name is unknown" in line
+    assert "host elsewhere.invalid: its name is unknown" in line
 
 
 def test_a_key_that_is_refused(on_hosts, folder, lab, tmp_path):

@@ -42,6 +42,7 @@ LEAVING = 2.0  # seconds for a transport to end when its hosts have
 CONNECT = 15.0  # seconds for agents that a transport starts
 SOON = 3.0  # seconds after which a person should know what is waited for
 MOST_NAMES = 8  # of those that are waited for
+TOGETHER = 0.5  # seconds in which others may fail as the first one did
 
 Say = Callable[[str], None]
 
@@ -96,7 +97,7 @@ class Hearing:
         self._tell = failed
         self._python = python
         self._voices: dict[str, _Voice] = {}
-        self._told = False
+        self._told: set[str] = set()
         self._handle = os.pidfd_open(one.process.pid)
         for descriptor in streams_of(one):
             os.set_blocking(descriptor, False)
@@ -133,13 +134,14 @@ class Hearing:
                 pass
         host = self._one.start.hosts[0]
         self._voices.setdefault(host, _Voice()).code = self._one.process.wait()
-        self._failed(host)
+        if not self._told:
+            self._failed(host)
 
     def _failed(self, host: str | None) -> None:
-        if self._told:
-            return
-        self._told = True
         name = host or self._one.start.hosts[0]
+        if name in self._told:
+            return
+        self._told.add(name)
         voice = self._voices.get(name) or self._voices.get("") or _Voice()
         self._tell(explain(name, self._one.start.via, voice.code, "\n".join(voice.text), self._python))
 
@@ -167,6 +169,7 @@ class Gathering:
         self._came: list[SealedLink] = []
         self._said: set[str] = set()
         self._fault: str | None = None
+        self._also: list[str] = []  # what failed just after it
 
     def collect(self, seconds: float, started: Sequence[Started] = (), python: str | None = None) -> list[SealedLink]:
         """Returns one link for each expected agent, in the order of their coming.
@@ -192,7 +195,10 @@ class Gathering:
             self._loop.close()
         if self._fault is not None:
             self._refuse_all(f"error: {self._fault}")
-            raise (UsageError if started else RendezvousError)(self._fault)
+            more = ["…"] if len(self._also) > MOST_NAMES else []
+            raise (UsageError if started else RendezvousError)(
+                "; ".join([self._fault, *self._also[:MOST_NAMES], *more])
+            )
         return self._came
 
     def _accept(self) -> None:
@@ -240,8 +246,11 @@ class Gathering:
             link.close()
 
     def _failed(self, reason: str) -> None:
-        self._fault = self._fault or reason
-        self._loop.stop()
+        if self._fault is not None:
+            self._also.append(reason)
+            return
+        self._fault = reason
+        self._loop.at(TOGETHER, self._loop.stop)
 
     def _called(self, link: SealedLink) -> str:
         """Returns which of the expected ones has come in."""
