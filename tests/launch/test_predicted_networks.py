@@ -103,7 +103,7 @@ def measured(lab, folder, *sizes, meet_at=None, by="rounds"):
     ("count", "rate", "largest"), [(2, 200, 16 << 20), (3, 200, 16 << 20), (4, 200, 16 << 20), (8, 50, 8 << 20)]
 )
 def test_every_algorithm_takes_what_was_predicted(tmp_path, count, rate, largest):
-    """Of 8 hosts each has 50 Mbit/s: at 100, what they send keeps 2 cores busy, and the network is no limit any more."""
+    """Of 8 hosts each has 50 Mbit/s: at 100 what they send keeps 2 cores busy, and these are the limit."""
     with hosts(tmp_path, count, servers=False) as lab:
         for name in lab.names:
             lab.narrow(name, f"{rate}mbit")
