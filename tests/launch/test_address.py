@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from samestep.launch.address import listen_on_loopback
 
@@ -26,6 +29,17 @@ print([row[1] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16
 def test_two_listeners_never_share_a_port():
     with listen_on_loopback() as one, listen_on_loopback() as other:
         assert one.getsockname()[1] != other.getsockname()[1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a network namespace")
+def test_a_host_that_cannot_reach_itself_says_so_at_once(tmp_path):
+    (tmp_path / "train.py").write_text("raise AssertionError('started all the same')")
+    command = ["unshare", "-n", sys.executable, "-m", "samestep", "run", "-n", "2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "127.0.0.1 cannot be reached (Network is unreachable)" in line
+    assert line.endswith("ip link set lo up")
 
 
 def test_the_store_answers_once_torch_is_imported_and_on_the_loopback_address_alone():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from samestep.cli.options import Parser
 from samestep.errors import RankVariablesError, SamestepError, UsageError
+from samestep.launch.address import check_loopback
 from samestep.launch.cluster import Part, Wanted, examine
 from samestep.launch.console import say
 from samestep.launch.devices import visible_gpus
@@ -132,6 +133,7 @@ def opened(
     if where is None:
         ranks = options.ranks or visible_gpus() or 1
         check_room(ranks)
+        check_loopback()
         with Head([open_here(socket.gethostname(), ranks)]) as head:
             parts = (part_here(ranks),)
             yield head, parts, Replacement(head, None, lambda _: parts, options.join_timeout, say)

@@ -19,12 +19,14 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from samestep.errors import UsageError
 from samestep.launch.imports import when_imported
 from samestep.rankenv import set_variables, variable
 
 __all__: list[str] = []
 
 LOOPBACK = "127.0.0.1"
+DISCARD = 9
 BACKLOG = 4096  # ranks that may knock before rank 0 has imported torch; the kernel caps it at somaxconn
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -33,8 +35,24 @@ _ports: list[str] = []  # where somebody serves it, as the launcher told this pr
 _stores: list[Any] = []  # what serves must outlive the script: clients fail when it is collected
 
 
+def check_loopback() -> None:
+    """Sees whether ranks of this host could meet.
+
+    Raises:
+        UsageError: 127.0.0.1 cannot be reached, as in a new network namespace; torch would try for minutes.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((LOOPBACK, DISCARD))  # sends nothing: asks for a way there
+        except OSError as error:
+            raise UsageError(
+                f"{LOOPBACK} cannot be reached ({error.strerror}), where ranks of a host meet: ip link set lo up"
+            ) from error
+
+
 def listen_on_loopback() -> socket.socket:
     """Returns a socket that listens on a free port of 127.0.0.1; its port is `getsockname()[1]`."""
+    check_loopback()
     return listen(LOOPBACK)
 
 
