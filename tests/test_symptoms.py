@@ -34,6 +34,7 @@ SOURCE = re.sub(
 OTHERS = {  # the kernel's, gloo's, torch's
     "Address already in use",
     "Connection closed by peer",
+    "The hostname of the client socket cannot be retrieved",
     "Received data size doesn't match",
     "RANK expected, but not set",
     "Distributed package doesn't have NCCL built in",
