@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -72,7 +73,15 @@ def compare(ratios, most=1.25):
 def test_the_interval_of_the_median_narrows_with_the_number_of_pairs():
     ratios = [float(ratio) for ratio in range(1, 101)]
     assert compare(ratios[:4]).interval == (1.0, 4.0)  # too few to leave any out
-    assert compare(ratios[::-1]).interval == (41.0, 60.0)  # numbers 50 - 9.8 and 50 + 9.8, rounded outwards
+    assert compare(ratios[::-1]).interval == (40.0, 61.0)  # as tables of the binomial distribution have it
+
+
+@pytest.mark.parametrize("count", [6, 8, 11, 14, 20, 60, 100, 150])
+def test_the_true_median_is_outside_of_the_interval_in_one_of_20_cases_at_most(count):
+    lower = int(compare([float(place) for place in range(count)]).interval[0])
+    outside = 2 * sum(math.comb(count, below) for below in range(lower + 1)) / 2**count
+    next_outside = outside + 2 * math.comb(count, lower + 1) / 2**count
+    assert outside <= 0.05 < next_outside
 
 
 def test_a_promise_is_kept_or_missed_only_when_the_interval_says_so():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -58,12 +59,21 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(asked
         (["nothing"], "there is no benchmark 'nothing'"),
         (["step", "-n", "two"], "'two' is not a whole number"),
         (["step", "-n", "0"], "1 rank or more"),
+        (["step", "--repeats", "0"], "2 repeats or more"),
         ([], "NAME"),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_to_give(arguments, message):
     with pytest.raises(UsageError, match=message):
         bench.main(arguments)
+
+
+def test_one_that_starts_ranks_of_its_own_is_refused_to_ranks(asked, monkeypatch):
+    monkeypatch.setattr(bench, "read_rank_variables", lambda: SimpleNamespace(rank=0, size=2))
+    with pytest.raises(UsageError, match="bench step starts ranks of its own, and 2 of it would disturb each other"):
+        bench.main(["step"])
+    assert asked == []
+    assert bench.main(["compress"]) == 0
 
 
 def test_help_lists_the_benchmarks_without_importing_torch():

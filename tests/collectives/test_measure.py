@@ -56,6 +56,13 @@ def test_a_rank_that_is_not_on_the_ring_only_waits_for_the_others():
     assert not {size for _, size in known.heard} & set(SIZES)
 
 
+@pytest.mark.parametrize("series", [1, 7])
+def test_as_many_series_are_timed_as_asked_for(series):
+    known = Known(2, Link(latency_s=35e-6, bytes_per_s=2.5e9))
+    _Timer(known, (100, 200), lambda: known.now, series).link(range(2))
+    assert [size for _, size in known.heard].count(100) == series * measure.MESSAGES
+
+
 def measured(local, crowds=False):
     dist.init_process_group("gloo")
     return measure.measure(dist.group.WORLD, local, sizes=(8, 1 << 16), crowds=crowds)

@@ -63,3 +63,8 @@ def test_a_library_whose_compiled_part_does_not_fit_is_told_apart(monkeypatch, n
     monkeypatch.setitem(architectures.CATALOGUES, "torchvision", broken)
     with pytest.raises(samestep.UsageError, match=r"torchvision \(operator torchvision::nms does not exist\)"):
         architecture("vit_b_16", classes=4)
+
+
+def test_a_name_like_no_other_is_refused_in_a_sentence_too(no_libraries):
+    with pytest.raises(samestep.UsageError, match="unknown architecture 'zzz': there are resnet18, "):
+        architecture("zzz", classes=4)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -21,6 +23,8 @@ def library(tmp_path):
     (tmp_path / "pkg" / "inner.py").write_bytes(b"inner\n")
     (tmp_path / "empty.py").write_bytes(b"")
     (tmp_path / "notes.txt").write_bytes(b"no Python\n")
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / ".#module0.py").symlink_to("somebody@host.1:2")  # as editors mark what they have open
     return tmp_path
 
 
@@ -77,6 +81,15 @@ def test_a_tenth_of_the_files_is_held_out_and_no_file_is_in_both(library):
 def test_no_more_than_the_bytes_asked_for_are_read(library):
     train, held_out = corpus.train_and_held_out(library, total=50, context=8)
     assert train.bytes + held_out.bytes == 50
+
+
+def test_files_behind_the_last_byte_asked_for_are_not_opened(library, monkeypatch):
+    opened = []
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: opened.append(path) or read(path))
+    files = corpus.read_files(library, 15)
+    assert sum(map(len, files)) == 15
+    assert len([path for path in opened if path.name != "empty.py"]) == len(files)
 
 
 def test_a_missing_folder_is_named(tmp_path):

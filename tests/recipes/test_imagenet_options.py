@@ -81,3 +81,14 @@ def test_resume_from_nothing_is_an_error(tmp_path):
 def test_resume_and_checkpoint_must_agree(tmp_path):
     with pytest.raises(samestep.UsageError, match="must not name another"):
         settle_files(parse(["--resume", str(tmp_path), "--checkpoint", "elsewhere"]))
+
+
+@pytest.mark.parametrize("option", ["--momentum", "--wd"])
+@pytest.mark.parametrize("value", ["nan", "-1", "inf", "much"])
+def test_numbers_that_sgd_cannot_use_are_refused_in_one_line(option, value, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse([f"{option}={value}"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert f"{value!r} is not a number of at least 0" in said
+    assert said.count("\n") == 1

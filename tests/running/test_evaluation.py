@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, roc_auc_score
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Tenso
 
 import samestep
 from samestep.errors import DataError, RankFailure, SamestepError
+from samestep.running.results import encode
 from samestep.testing import assert_same_bits
 
 SIZES = (1, 2, 3, 5, 37)
@@ -355,6 +357,8 @@ def test_results_without_a_row_for_each_sample_are_refused(result, message):
 
 
 def test_a_value_that_cannot_be_sent_is_refused_with_the_metrics_name():
+    with pytest.raises(DataError, match="metric 'figure' returned a longdouble of "):
+        encode(np.longdouble(1), "figure")  # JSON would fail on rank 0 alone
     with pytest.raises(DataError, match="metric 'figure' returned a object"):
         evaluate_with(pass_on, make_data(4), 4, {"figure": lambda o, t: object()})
 

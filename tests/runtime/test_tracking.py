@@ -100,3 +100,14 @@ def test_without_tensorboard_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     for writes in (True, False):
         with pytest.raises(UsageError, match=r"pip install 'samestep\[track\]'"):
             Track(tmp_path, writes=writes)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_loss_that_still_has_its_graph_is_logged_without_a_warning() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    Track(None, writes=True).log({"loss": (2 * weight).sum()})
+
+
+def test_a_number_beyond_every_double_is_refused_by_its_name() -> None:
+    with pytest.raises(UsageError, match="log\\(loss=…\\) takes a number"):
+        Track(None, writes=True).log({"loss": 10**400})

@@ -18,11 +18,19 @@ __all__: list[str] = []
 
 
 class Benchmark(NamedTuple):
-    """A module with `run(options: Options) -> Report`, what the help says of it, and how many pairs it takes."""
+    """A module with `run(options: Options) -> Report`.
+
+    Attributes:
+        module: its name.
+        summary: what the help says of it.
+        repeats: how many pairs it takes.
+        joins: whether it measures among ranks that have been started; the others start their own.
+    """
 
     module: str
     summary: str
     repeats: int
+    joins: bool = False
 
 
 BENCHMARKS = {
@@ -33,10 +41,14 @@ BENCHMARKS = {
         "samestep.bench.buckets", "a step with buckets chosen by measurement, beside the default", 120
     ),
     "checkpoint": Benchmark("samestep.bench.checkpoint", "what a save costs the training, beside torch.save", 8),
-    "compress": Benchmark("samestep.bench.compress", "a step with compressed gradients: does it pay here", 10),
+    "compress": Benchmark(
+        "samestep.bench.compress", "a step with compressed gradients: does it pay here", 10, joins=True
+    ),
     "guard": Benchmark("samestep.bench.guard", "a training step with the guard of the replicas, and without", 60),
     "launch": Benchmark("samestep.bench.launch", "the time to the first all-reduce against torchrun", 10),
-    "links": Benchmark("samestep.bench.links", "latency and bandwidth between the ranks, as a cluster file", 5),
+    "links": Benchmark(
+        "samestep.bench.links", "latency and bandwidth between the ranks, as a cluster file", 5, joins=True
+    ),
     "mpi": Benchmark("samestep.bench.mpi", "all-reduces and a step over MPI, beside gloo and shared memory", 20),
     "observe": Benchmark("samestep.bench.observe", "a training step under verify's recorder, and under --check", 60),
     "pipeline": Benchmark(

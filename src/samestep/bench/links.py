@@ -70,8 +70,9 @@ def measured(series: int) -> Found:
     with samestep.world(backend="samestep", device="cpu") as world:
         local = world.local_size
         group: Any = dist.new_group(backend="gloo")
-        links = measure(group, None if local == world.size else local, sizes=MESSAGES, crowds=local < world.size)
-        shared = None if local < world.size else _shared(world.size, series)
+        several = local < world.size
+        links = measure(group, local if several else None, sizes=MESSAGES, crowds=several, series=series)
+        shared = None if several else _shared(world.size, series)
         told = gather_json(world.everyone, _memory(local))
         return Found(links, shared, world.size // local, local, min(told))
 

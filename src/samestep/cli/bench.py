@@ -64,8 +64,13 @@ def main(arguments: Sequence[str]) -> int:
     for name in ("json", "write", "plot"):
         if (path := getattr(options, name)) is not None:
             check_json(path, f"--{name}")
-    report = load(chosen)(Options(options.ranks, options.repeats or chosen.repeats))
     started = read_rank_variables()
+    if started is not None and started.size > 1 and not chosen.joins:
+        raise UsageError(
+            f"bench {options.name} starts ranks of its own, and {started.size} of it would disturb each other: "
+            f"samestep bench {options.name} -n {started.size}, without a launcher"
+        )
+    report = load(chosen)(Options(options.ranks, chosen.repeats if options.repeats is None else options.repeats))
     if started is not None and started.rank > 0:  # the first of ranks that measure together speaks for all
         return 0
     _show(report)

@@ -42,6 +42,7 @@ def measure(
     *,
     sizes: Sequence[int] = SIZES,
     crowds: bool = False,
+    series: int = SERIES,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Links:
     """Returns what messages between the ranks of a group take; the same on every rank.
@@ -53,6 +54,7 @@ def measure(
         local: ranks on each host, neighbours in the group; None where all are on one.
         sizes: of the messages timed, in bytes.
         crowds: whether to see, too, what is left of the bandwidth where all hosts, 3 or more, exchange with all others.
+        series: of messages, of which the quickest counts.
         clock: returns seconds.
 
     Raises:
@@ -65,7 +67,7 @@ def measure(
             f"links cannot be measured among {transport.size} ranks, {each} on each host: "
             "take 2 ranks or more, and as many on each host"
         )
-    timer = _Timer(transport, sizes, clock)
+    timer = _Timer(transport, sizes, clock, series)
     first = transport.rank - transport.rank % each
     neighbours = range(first, first + each)
     leaders = range(0, transport.size, each)
@@ -77,9 +79,12 @@ def measure(
 class _Timer:
     """Times things that all ranks do at once."""
 
-    def __init__(self, transport: Transport, sizes: Sequence[int], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, transport: Transport, sizes: Sequence[int], clock: Callable[[], float], series: int = SERIES
+    ) -> None:
         self._transport = transport
         self._sizes = sizes
+        self._series = series
         self._clock = clock
         self._everybody = tree.all_reduce(transport.size)
 
@@ -99,7 +104,7 @@ class _Timer:
         out, into = torch.zeros(share, dtype=torch.uint8), [torch.zeros(share, dtype=torch.uint8) for _ in others]
         idle = self._quickest(self._meet)
         times = []
-        for _ in range(WARMING + SERIES):
+        for _ in range(WARMING + self._series):
             self._meet()
             start = self._clock()
             works = [self._transport.irecv(each, rank, 0) for each, rank in zip(into, others, strict=True)]
@@ -137,7 +142,7 @@ class _Timer:
 
     def _quickest(self, once: Callable[[], object]) -> float:
         seconds = []
-        for _ in range(SERIES):
+        for _ in range(self._series):
             self._meet()
             start = self._clock()
             for _ in range(MESSAGES):

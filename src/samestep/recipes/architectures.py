@@ -64,7 +64,7 @@ CATALOGUES: dict[str, Catalogue] = {"torchvision": torchvision_models, "timm": t
 def unknown(name: str, known: list[str], missing: list[str]) -> str:
     """What to say about a name that nobody knows."""
     close = difflib.get_close_matches(name, known, n=1)
-    hint = f", did you mean {close[0]!r}?" if close else ""
+    hint = f", did you mean {close[0]!r}?" if close else ":"
     more = f" and {len(known) - len(RESNETS)} more" if len(known) > len(RESNETS) else ""
     absent = f"; not importable here: {', '.join(missing)}" if missing else ""
     return f"unknown architecture {name!r}{hint} there are {', '.join(RESNETS)}{more}{absent}"

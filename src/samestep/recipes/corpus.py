@@ -103,6 +103,8 @@ def read_files(folder: Path, total: int) -> list[bytes]:
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.py")) if wanted(path, folder)]
     files: list[bytes] = []
     for name in sorted(names, key=lambda name: hashlib.blake2b(name.encode()).digest()):
+        if total == 0:
+            break
         text = (folder / name).read_bytes()[:total]
         total -= len(text)
         files += [text] if text else []
@@ -110,8 +112,8 @@ def read_files(folder: Path, total: int) -> list[bytes]:
 
 
 def wanted(path: Path, folder: Path) -> bool:
-    """Whether a file belongs to the library itself: no tests, no installed packages."""
-    return not SKIPPED.intersection(path.relative_to(folder).parts)
+    """Whether it is a file, and of the library itself: no tests, no installed packages."""
+    return not SKIPPED.intersection(path.relative_to(folder).parts) and path.is_file()
 
 
 def standard_library() -> Path:

@@ -42,7 +42,7 @@ class Display:
         name: the recipe, at the start of every line.
         world: only its first rank shows anything.
         batches: tells epoch, step and loss.
-        epochs: how many there will be.
+        epochs: how many there will be; 0 where nothing is trained.
         items: how many there are in an epoch, over all ranks.
         unit: what `items` counts, such as "samples" or "tokens".
         columns: more to show, name -> function returning text, called only when drawing; "" hides it.
@@ -121,7 +121,8 @@ class Display:
         """The last line: the result, what it took, and where it lies."""
         self.__exit__()
         took = self.clock() - self.started
-        words = [text, plural(self.epochs, "epoch"), plural(self.world.size, "rank"), f"{took:.1f} s"]
+        epochs = [plural(self.epochs, "epoch")] if self.epochs else []
+        words = [text, *epochs, plural(self.world.size, "rank"), f"{took:.1f} s"]
         self.note(", ".join([*words, *([f"checkpoints in {checkpoint}"] if checkpoint else [])]))
 
     def due(self) -> bool:

@@ -202,7 +202,7 @@ def display(asked: argparse.Namespace, world: samestep.World, training: Training
         "imagenet",
         world,
         training.batches,
-        epochs=asked.epochs,
+        epochs=0 if asked.evaluate else asked.epochs,
         items=images,
         unit="images",
         columns=rate,

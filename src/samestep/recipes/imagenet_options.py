@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import samestep
-from samestep.recipes.options import PRECISIONS, add_virtual_ranks, count, parser, positive
+from samestep.recipes.options import PRECISIONS, add_virtual_ranks, count, not_negative, parser, positive
 
 __all__ = ["parse", "settle_files", "world_arguments"]
 
@@ -60,8 +60,10 @@ def add_training(made: argparse.ArgumentParser) -> None:
     add("-b", "--batch-size", type=count(1), default=256, metavar="N", help="images a step, over all ranks")
     add("--micro-batch-size", type=count(1), default=None, metavar="N", help="images a forward, on one rank")
     add("--lr", "--learning-rate", type=positive, default=0.1, metavar="X", help="learning rate at the start")
-    add("--momentum", type=float, default=0.9, metavar="X", help="momentum of SGD")
-    add("--wd", "--weight-decay", dest="weight_decay", type=float, default=1e-4, metavar="X", help="weight decay")
+    add("--momentum", type=not_negative, default=0.9, metavar="X", help="momentum of SGD")
+    add(
+        "--wd", "--weight-decay", dest="weight_decay", type=not_negative, default=1e-4, metavar="X", help="weight decay"
+    )
     add("--zero-init", action="store_true", help="start residual branches at zero, for large batches")
     add("--precision", choices=sorted(PRECISIONS), default="float32", help="bf16 is mixed: weights stay float32")
     add("--seed", type=count(0), default=None, metavar="N", help="make the run repeatable, at a price in speed")

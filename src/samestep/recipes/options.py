@@ -30,6 +30,7 @@ __all__ = [
     "both",
     "count",
     "dtype",
+    "not_negative",
     "parser",
     "positive",
     "run",
@@ -149,6 +150,17 @@ def positive(text: str) -> float:
         value = math.nan
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """An option that is a finite number of 0 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
     return value
 
 

@@ -15,6 +15,8 @@ from samestep.errors import DataError
 
 __all__: list[str] = []
 
+_LONGEST = 8  # bytes of a number that Python has too: it has no long double
+
 
 def encode(value: Any, name: str) -> Any:
     """Returns `value` as something JSON can carry; a 0-dim tensor or array scalar as a plain number.
@@ -29,14 +31,14 @@ def encode(value: Any, name: str) -> Any:
         return float(value) if isinstance(value, float) else value
     if isinstance(value, torch.Tensor) and not value.is_complex():
         return value.item() if value.dim() == 0 else _wrap("tensor", value.tolist(), value.dtype, value.shape)
-    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biuf":
+    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biuf" and value.itemsize <= _LONGEST:
         return value.item() if value.ndim == 0 else _wrap("array", value.tolist(), value.dtype, value.shape)
     if isinstance(value, list | tuple):
         return {"is": "list" if isinstance(value, list) else "tuple", "items": [encode(item, name) for item in value]}
     if isinstance(value, dict):
         return {"is": "dict", "items": [[encode(key, name), encode(item, name)] for key, item in value.items()]}
     raise DataError(
-        f"metric {name!r} returned a {type(value).__name__}, which cannot be sent to the other ranks; "
+        f"metric {name!r} returned a {_kind(value)}, which cannot be sent to the other ranks; "
         "return numbers, text, None, tensors, arrays, or lists, tuples and dicts of these"
     )
 
@@ -59,3 +61,8 @@ def decode(told: Any) -> Any:
 
 def _wrap(kind: str, items: Any, dtype: Any, shape: tuple[int, ...]) -> dict[str, Any]:
     return {"is": kind, "items": items, "dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
+
+
+def _kind(value: Any) -> str:
+    dtype = getattr(value, "dtype", None)
+    return type(value).__name__ + ("" if dtype is None else f" of {dtype}")

@@ -87,8 +87,8 @@ class Track:
 
 def _number(name: str, value: Any) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+        return float(value.detach() if hasattr(value, "detach") else value)  # torch warns of a loss with its graph
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise UsageError(f"log({name}=…) takes a number or a tensor of one element, not {_shown(value)}") from error
 
 

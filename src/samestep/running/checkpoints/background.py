@@ -55,8 +55,8 @@ class Background:
         self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
         for name, buffer in self._buffers.items():
             buffer.copy_(tensors[name].detach(), non_blocking=True)
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            torch.cuda.current_stream().synchronize()
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # a model on several GPUs copies on a stream of each
         return dict(self._buffers)
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
