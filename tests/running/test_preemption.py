@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from samestep.running.preemption import Preemption
+from samestep.runtime.step import StepState
+
 SCRIPT = """
 import os, signal, sys, time
 import torch, samestep
@@ -182,3 +185,43 @@ def test_ranks_that_slurm_will_soon_end_save_and_leave_before(training, uninterr
     assert err.count("samestep: out of time: saved step ") == 1
     monkeypatch.delenv("SLURM_JOB_END_TIME")
     resume(training, uninterrupted)
+
+
+SEVERAL = """
+import os, signal, sys
+import torch, samestep
+
+with samestep.world() as world:
+    model = torch.nn.Linear(1, 1)
+    old, new = (samestep.checkpoint(name, world, model=model) for name in ("old", "new"))
+    if "closed" in sys.argv:
+        old.close()
+    if "dropped" in sys.argv:
+        del old
+    os.kill(os.getpid(), signal.SIGTERM)
+    new.commit()
+"""
+
+
+@pytest.mark.parametrize("first", ["kept", "closed", "dropped"])
+def test_whatever_becomes_of_another_checkpoint_a_request_reaches_this_one(tmp_path, first):
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL, first], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 75, done.stderr
+    assert "preempted by SIGTERM: saved step 1 in new/" in done.stderr
+
+
+def test_the_last_to_close_gives_the_signals_back_but_not_those_that_the_script_has_taken():
+    step = StepState(listens=True)
+    one, other = Preemption(step), Preemption(step)
+    one.close()
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    mine = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        other.close()
+        assert mine is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)

@@ -30,6 +30,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class Preemption:
     """Passes requests to make room on to all ranks. Its step state must listen.
 
+    There may be several, one of each checkpoint: all of them are asked, and the last to close gives the signals back.
+
     Attributes:
         number: the signal that asked, here or at the launcher; None where no rank or another one was asked.
     """
@@ -38,28 +40,52 @@ class Preemption:
         self._step = step
         self._process = os.getpid()
         self.number: int | None = None
-        self._taken: list[int] = []
+        _live.append(self)
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) == signal.SIG_DFL:  # the script's own handler knows better
-                    signal.signal(number, self._signalled)
-                    self._taken.append(number)
-        orders.when_preempted(self._ask)
+                    signal.signal(number, _signalled)
+        orders.when_preempted(_ask_all)
 
-    def _signalled(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  (the signature of handlers)
-        if os.getpid() == self._process:
-            self._ask(number)
-
-    def _ask(self, number: int) -> None:
-        if self.number is None:
+    def ask(self, number: int) -> None:
+        """Wishes that all ranks leave, if nobody has asked before."""
+        if self.is_of_this_process and self.number is None:
             self.number = number
             self._step.wish("stop")
 
     def close(self) -> None:
-        """Gives the signals back."""
-        if os.getpid() == self._process:
-            orders.when_preempted(None)
-        if threading.current_thread() is threading.main_thread():
-            for number in self._taken:
+        """Hears no more; more than once does no harm."""
+        if self not in _live:
+            return
+        _live.remove(self)
+        if not any(other.is_of_this_process for other in _live):
+            _give_back()
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether it is no copy that a fork has made."""
+        return self._process == os.getpid()
+
+
+_live: list[Preemption] = []
+
+
+def _ask_all(number: int) -> None:
+    for preemption in tuple(_live):
+        preemption.ask(number)
+
+
+def _signalled(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  (the signature of handlers)
+    if _live:
+        _ask_all(number)
+        return
+    signal.signal(number, signal.SIG_DFL)  # the last was closed on another thread, which may not give signals back
+    signal.raise_signal(number)
+
+
+def _give_back() -> None:
+    orders.when_preempted(None)
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            if signal.getsignal(number) is _signalled:
                 signal.signal(number, signal.SIG_DFL)
-        self._taken.clear()

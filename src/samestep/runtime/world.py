@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -84,7 +84,7 @@ class World:
         self.virtual = None if virtual_ranks is None else self._virtual(virtual_ranks)
         self._membership = membership
         self._open = True
-        self._held: list[weakref.ref[Any]] = []
+        self._held: list[Callable[[], Any]] = []
         self._counted = self._copied = 0
         self._streams_apart = False
         self._track = Track(tensorboard, writes=self.is_first)
@@ -136,9 +136,14 @@ class World:
             seeds.seed_everything(self.seed, "step", self.data.rank)
         self._streams_apart = True
 
-    def hold(self, user: Releasable) -> None:
-        """Remembers who uses the process group or a lock of this run, so that they let go before the world closes."""
-        self._held.append(weakref.ref(user))
+    def hold(self, user: Releasable, *, firmly: bool = False) -> None:
+        """Remembers who uses the process group or a lock of this run, so that they let go before the world closes.
+
+        Args:
+            user: forgotten when nobody else refers to it.
+            firmly: whether this reference keeps it.
+        """
+        self._held.append((lambda: user) if firmly else weakref.ref(user))
 
     def _holders(self) -> list[Any]:
         return [user for reference in self._held if (user := reference()) is not None]

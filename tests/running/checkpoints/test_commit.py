@@ -22,6 +22,7 @@ import samestep
 from samestep.errors import CheckpointError, DataError, SamestepError, UsageError
 from samestep.running.checkpoints import due
 from samestep.running.checkpoints import store as stores
+from samestep.running.checkpoints.background import Background
 from samestep.testing import assert_same_bits, run_ranks
 
 SAMPLES, BATCH, EPOCHS = 22, 6, 3
@@ -470,6 +471,49 @@ def test_a_failed_save_is_said_at_the_next_commit_and_at_the_end(tmp_path, monke
         )
         state.commit()  # and the world closes, which waits for it
     assert not dist.is_initialized()
+
+
+class OnGpu(SimpleNamespace):
+    """Stands for a tensor on a GPU that this machine does not have."""
+
+    is_cuda, shape, dtype = True, torch.Size([]), torch.float32
+
+    def detach(self):
+        return torch.zeros(())
+
+
+def test_the_copies_of_a_model_over_several_gpus_are_waited_for_on_each_of_them(monkeypatch):
+    waited = []
+    stream = lambda device=None: SimpleNamespace(synchronize=lambda: waited.append(device))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(Background, "_buffer", lambda *_: torch.empty(()))
+    Background().hold({f"part{number}": OnGpu(device=torch.device("cuda", number)) for number in (0, 1, 1)})
+    assert sorted(map(str, waited)) == ["cuda:0", "cuda:1"]
+
+
+def commit_in_a_function(path, world):
+    state = a_state(path, world, every=1)
+    state.commit()
+
+
+def test_a_failed_save_of_a_function_that_has_returned_is_an_error_when_the_world_closes(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise CheckpointError("disk full at P: needs 8.0 MB, free 1.0 MB")
+
+    monkeypatch.setattr(stores, "write", refuse)
+    with pytest.raises(CheckpointError, match="disk full at P"), samestep.world(device="cpu") as world:
+        commit_in_a_function(str(tmp_path), world)
+    with pytest.raises(KeyError), samestep.world(device="cpu") as world:  # noqa: PT012
+        commit_in_a_function(str(tmp_path), world)
+        raise KeyError
+
+
+def test_a_function_that_has_returned_leaves_neither_its_directory_locked_nor_the_signals_taken(tmp_path):
+    with samestep.world(device="cpu") as world:
+        for _ in range(3):
+            commit_in_a_function(str(tmp_path), world)  # its write would be under way still
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert names(tmp_path)[-1] == "step-00000003"
 
 
 def test_a_save_that_is_due_waits_for_the_one_under_way(tmp_path, monkeypatch):

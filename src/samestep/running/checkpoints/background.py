@@ -27,6 +27,8 @@ from samestep import events
 
 __all__: list[str] = []
 
+THREAD = "samestep-checkpoint"  # the name of the one that writes
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -77,7 +79,7 @@ class Background:
             self.took.append(time.monotonic() - began)
             _note(self._outcome, began, self.took[-1])
 
-        self._thread = threading.Thread(target=run, name="samestep-checkpoint")
+        self._thread = threading.Thread(target=run, name=THREAD)
         self._thread.start()
 
     def poll(self) -> Outcome | None:

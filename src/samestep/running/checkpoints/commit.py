@@ -32,8 +32,8 @@ from samestep._version import __version__
 from samestep.errors import CheckpointError, Preempted, UsageError
 from samestep.progress import begin_at, note_step, phase
 from samestep.running.checkpoints import compression, stages, streams, virtual
-from samestep.running.checkpoints.background import Outcome
 from samestep.running.checkpoints.directory import Keep, what_is_left
+from samestep.running.checkpoints.dropped import close_when_dropped, say_unsaved, told
 from samestep.running.checkpoints.due import Due
 from samestep.running.checkpoints.every import parse_every
 from samestep.running.checkpoints.forgetting import Habit
@@ -170,6 +170,7 @@ class Checkpoint:
         self._leaving = Leaving(world, reports=bool(self._data), saves=path is not None, time_limit=time_limit)
         self._store = None if path is None else Store(path, world)
         world.hold(self)
+        close_when_dropped(self, world, self._store, self._leaving)
         try:
             self.resumed = self._resume()
         except BaseException:
@@ -203,7 +204,7 @@ class Checkpoint:
         if self._leaving.is_agreed:
             self._leave()
         if self._store is not None:
-            self._report(self._store.news())
+            say_unsaved(self._world, self._store.news())
         if self._due.has_come(self.step):
             self._begin_save()
 
@@ -241,14 +242,9 @@ class Checkpoint:
             drawn = streams.gather(self._world) | virtual.gather(self._world, self._named)
             drawn |= compression.gather(self._world, self._named) | stages.gather(self._named)
             random = Encoder(tensors).encode(drawn, "random")
-            self._report(self._store.begin(replace(manifest, random=random), holding, self._keep))
+            say_unsaved(self._world, self._store.begin(replace(manifest, random=random), holding, self._keep))
         finally:
             self._due.note_save()
-
-    def _report(self, outcome: Outcome | None) -> None:
-        """Says on rank 0 that a save has failed, and with what the training goes on."""
-        if outcome is not None and outcome.error is not None:
-            self._say(f"step {outcome.step} is not saved: {outcome.error}; the training goes on")
 
     def epochs(self, n: int) -> Iterator[int]:
         """Yields the epochs from where the run stands up to ``n - 1``, and saves after the body of each.
@@ -286,11 +282,7 @@ class Checkpoint:
         outcome = None if self._store is None else self._store.close(hurry=sys.exc_info()[1] is not None)
         if self.path is not None and isinstance(sys.exc_info()[1], KeyboardInterrupt):
             self._say(f"interrupted after step {self.step}; {what_is_left(self.path)}")
-        if outcome is None or outcome.error is None:
-            return
-        if sys.exc_info()[1] is None:
-            raise outcome.error
-        self._report(outcome)
+        told(self._world, outcome)
 
     def release(self) -> None:
         """What the world calls when it closes."""
