@@ -7,12 +7,17 @@ samestep run -n 2 --check examples/torchrun_style.py   # and compared while it t
 Both set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which `init_process_group()` reads. What the script
 itself has to get right: a sampler that cuts the data and must be told the epoch, the batch size divided by hand, the
 device of the local rank, one rank that prints, the group destroyed. ddp_side_by_side.py shows the same without these.
+
+Destroyed means that nothing refers to the group any more, or gloo's threads abort a busy process while it ends
+("terminate called without an active exception", torch 2.13): the model goes first, and torch.distributed.nn.functional,
+whose functions keep the group that there is when they are imported (the first optimizer does so), comes before it.
 """
 
 import os
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
@@ -51,6 +56,7 @@ def main():
     first = mine.clone()
     dist.broadcast(first, src=0)
     print(f"rank {rank}: {len(mine):,} parameters, those of rank 0: {torch.equal(mine, first)}")
+    del model
     dist.destroy_process_group()
 
 

@@ -38,6 +38,7 @@ OTHERS = {  # the kernel's, gloo's, torch's
     "Received data size doesn't match",
     "RANK expected, but not set",
     "Distributed package doesn't have NCCL built in",
+    "terminate called without an active exception",
     "module.",
 }
 DOCKERS = {"--shm-size", "--ipc"}
