@@ -1,10 +1,21 @@
-"""One seed for a run, and from it a seed of its own for every purpose, rank and epoch: integers only, no torch."""
+"""One seed for a run, and from it a seed of its own for every purpose, rank and epoch: integers only, no torch.
+
+SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) is a counter that
+goes up by GOLDEN, and the finaliser `mix`: so word k of a stream is mix(key + k·GOLDEN), whichever was drawn before.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__: list[str] = []
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, odd, so that all multiples differ
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
@@ -17,3 +28,12 @@ def derive_seed(seed: int, *names: str | int) -> int:
     """
     text = "/".join([str(seed), *(f"{type(name).__name__}:{name}" for name in names)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser, a bijection: every bit of the result depends on every bit of the word."""
+    import numpy as np
+
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

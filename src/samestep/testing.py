@@ -30,6 +30,7 @@ import torch
 from samestep.launch.nursery import Nursery
 from samestep.launch.pool import RankPool
 from samestep.launch.spawn import spawn
+from samestep.runtime.digest import bytes_of
 
 __all__ = ["RankSet", "assert_same_bits", "largest_difference", "ranks", "run_ranks"]
 
@@ -203,8 +204,7 @@ def _assert_same_tensor(place: str, one: torch.Tensor, other: torch.Tensor) -> N
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of each element: shape (elements, bytes of one)."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).reshape(flat.numel(), flat.element_size())
+    return bytes_of(tensor.cpu()).reshape(tensor.numel(), tensor.element_size())
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

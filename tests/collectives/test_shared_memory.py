@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import samestep
-from samestep.collectives import shared_memory
+from samestep.collectives import memory, shared_memory
 from samestep.collectives.shared_memory import ALIGNED, Region, SharedMemory, mean_of, pairs, share
 from samestep.errors import StepError
 from samestep.runtime.neighbours import open_board
@@ -209,3 +209,20 @@ def test_nothing_is_left_in_the_memory_file_system(two_ranks):
     before = set(Path("/dev/shm").iterdir())
     two_ranks(registered, torch.float32)
     assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def open_descriptors():
+    return sum(descriptor.exists() for descriptor in Path("/proc/self/fd").iterdir())
+
+
+def test_a_failure_leaves_no_descriptor_open():
+    before = open_descriptors()
+    with pytest.raises((OSError, ValueError, OverflowError)):
+        memory.shared(-1, leader=0, leads=True, tell=lambda place: [place])
+
+    def gone(place):
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        memory.shared(64, leader=0, leads=True, tell=gone)
+    assert open_descriptors() == before

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.runtime.digest import digest
+from samestep.runtime.digest import bytes_of, digest
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=20), st.data())
@@ -50,3 +51,13 @@ def test_shape_and_type_matter() -> None:
 def test_a_gpu_has_the_same() -> None:
     tensor = torch.randn(1000)
     assert digest(tensor) == digest(tensor.cuda())
+
+
+@pytest.mark.parametrize(
+    "made", [torch.Tensor.conj, torch.Tensor.t, torch.Tensor.contiguous, lambda one: one.conj().imag]
+)
+def test_bytes_are_of_the_values_in_the_order_of_the_dims(made):
+    tensor = made(torch.tensor([[1 + 2j, 3 - 4j], [5j, -6]]))
+    kept = bytes_of(tensor)
+    assert kept.dtype == torch.uint8
+    assert kept.numpy().tobytes() == np.ascontiguousarray(tensor.resolve_conj().resolve_neg().numpy()).tobytes()

@@ -310,6 +310,14 @@ def test_a_file_left_over_from_a_dead_run_is_recognised(tmp_path):
         samestep.world(init_method=f"file://{tmp_path}/meet", rank=0, size=2, join_timeout=0.5)
 
 
+def test_a_file_that_another_host_has_signed_is_not_said_to_be_a_dead_runs(tmp_path, monkeypatch):
+    alone = start(None, 2, f"init_method='file://{tmp_path}/meet', rank=0, size=2, join_timeout=0.5")
+    assert "never came: 1" in last_line(finish(alone)[0][2])
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    with pytest.raises(RendezvousError, match=f"is in use, or left over.*pid {alone.pid} on"):
+        samestep.world(init_method=f"file://{tmp_path}/meet", rank=0, size=2, join_timeout=0.5)
+
+
 def test_a_rank_that_is_there_twice_is_named(tmp_path):
     twins = [start(None, 2, f"init_method='file://{tmp_path}/meet', rank=0, size=3") for _ in range(2)]
     handles = {os.pidfd_open(twin.pid): twin for twin in twins}

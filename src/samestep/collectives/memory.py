@@ -29,8 +29,12 @@ class Mine:
 
     def __init__(self, length: int) -> None:
         self.descriptor = os.memfd_create("samestep")
-        os.ftruncate(self.descriptor, length)
-        self.map = mmap.mmap(self.descriptor, length)
+        try:
+            os.ftruncate(self.descriptor, length)
+            self.map = mmap.mmap(self.descriptor, length)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def place(self) -> tuple[int, int]:
@@ -71,11 +75,13 @@ def shared(length: int, *, leader: int, leads: bool, tell: Tell) -> mmap.mmap | 
         tell: how the ranks talk.
     """
     own = Mine(length) if leads else None
-    process, descriptor = tell(own.place if own is not None else (0, 0))[leader]
-    memory = own.map if own is not None else opened(process, descriptor, length)
-    seen = tell((int(memory is not None), 0))
-    if own is not None:
-        own.close()
+    try:
+        process, descriptor = tell(own.place if own is not None else (0, 0))[leader]
+        memory = own.map if own is not None else opened(process, descriptor, length)
+        seen = tell((int(memory is not None), 0))
+    finally:
+        if own is not None:
+            own.close()
     return memory if all(good for good, _ in seen) else None
 
 

@@ -28,6 +28,7 @@ from samestep.data.fetch import reason_of
 from samestep.data.streams import SampleStreams, kept_streams, seed_streams
 from samestep.errors import DataError
 from samestep.launch.failure import user_line
+from samestep.runtime.digest import bytes_of
 from samestep.runtime.exchange import agree, gather_json
 from samestep.runtime.world import World
 
@@ -148,7 +149,7 @@ def fingerprint(item: Any) -> str:
 
 def _feed(digest: hashlib.blake2b, item: Any) -> None:
     if isinstance(item, torch.Tensor) and item.layout == torch.strided and not item.is_quantized:
-        digest.update(item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(bytes_of(item.cpu()).numpy().data)
     elif isinstance(item, np.ndarray) and item.dtype.kind in "biufcSU":
         digest.update(item.tobytes())
     elif isinstance(item, Mapping):

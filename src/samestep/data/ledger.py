@@ -30,14 +30,14 @@ from typing import Any
 
 import numpy as np
 
-from samestep.data.order import Indices, mix
+from samestep.data.order import Indices
 from samestep.errors import DataError
+from samestep.seeding import GOLDEN, mix
 
 __all__: list[str] = []
 
 LEDGER_VERSION = 1
 DIGEST_BYTES = 16
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment
 START = hashlib.blake2b(f"samestep ledger {LEDGER_VERSION}".encode(), digest_size=DIGEST_BYTES).digest()
 
 
@@ -110,7 +110,7 @@ def tallied(indices: Indices) -> int:
     >>> tallied(np.array([1, 2])) == tallied(np.array([2, 1])) != tallied(np.array([1, 3]))
     True
     """
-    words = mix(indices.astype(np.uint64) * _GOLDEN + _GOLDEN)
+    words = mix(indices.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(GOLDEN))
     return (int((words >> np.uint64(32)).sum()) << 32) + int((words & np.uint64(0xFFFFFFFF)).sum())
 
 

@@ -27,6 +27,7 @@ from typing import Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep.seeding import mix
 from samestep.topology import cut_evenly
 
 __all__: list[str] = []
@@ -122,13 +123,6 @@ def _feistel(values: Words, half_bits: int, keys: Words) -> Words:
     for key in keys:
         left, right = right, left ^ (mix(right + key) >> np.uint64(64 - half_bits))
     return (left << bits) | right
-
-
-def mix(words: Words) -> Words:
-    """SplitMix64's finaliser: every bit of the result depends on every bit of the word."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
 
 
 @dataclass(frozen=True)

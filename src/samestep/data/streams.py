@@ -27,14 +27,12 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from samestep.data.order import mix
 from samestep.runtime.seeds import Streams
-from samestep.seeding import derive_seed
+from samestep.seeding import GOLDEN, derive_seed, mix
 
 __all__: list[str] = []
 
 HOST = torch.device("cpu")
-_GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment: odd, so that indices get words of their own
 _PLAIN = {TensorDataset, list, tuple, range}
 
 
@@ -54,7 +52,7 @@ class SampleStreams:
 
     def _words(self, purpose: str, epoch: int, numbers: list[int]) -> list[int]:
         key = derive_seed(self.seed, purpose, epoch)
-        steps = np.array(numbers, dtype=np.uint64) * np.uint64(_GOLDEN)
+        steps = np.array(numbers, dtype=np.uint64) * np.uint64(GOLDEN)
         words: list[int] = mix(steps + np.uint64(key)).tolist()
         return words
 

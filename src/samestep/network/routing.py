@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from samestep.errors import UsageError
 from samestep.network.topologies.topology import Hop, Legs, Topology
-from samestep.seeding import derive_seed
+from samestep.seeding import GOLDEN, derive_seed, mix
 
 if TYPE_CHECKING:
     from samestep.network.topologies.topology import Ints
@@ -162,8 +162,5 @@ def _draws(seed: int, part: int, sources: Ints, targets: Ints) -> Ints:
 
     state = np.full(len(sources), derive_seed(seed, "valiant", part), dtype=np.uint64)
     for hosts in (sources, targets):
-        state = (state ^ hosts.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
-        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        state ^= state >> np.uint64(31)
+        state = mix((state ^ hosts.astype(np.uint64)) + np.uint64(GOLDEN))
     return (state >> np.uint64(2)).astype(np.int64)

@@ -15,12 +15,11 @@ from contextlib import contextmanager
 
 import torch
 
-from samestep.seeding import derive_seed
+from samestep.seeding import GOLDEN, derive_seed
 
 __all__: list[str] = []
 
 _BITS = (1 << 63) - 1
-_MIX = 0x9E3779B97F4A7C15  # odd, so that consecutive layers have seeds far apart (2**64 over the golden ratio)
 
 
 class Draws:
@@ -59,7 +58,7 @@ class Draws:
             return
         if micro_batch not in self._keys:
             self._keys[micro_batch] = derive_seed(self._seed, self._replica, self.steps, micro_batch)
-        seed = (self._keys[micro_batch] + layer * _MIX) & _BITS
+        seed = (self._keys[micro_batch] + layer * GOLDEN) & _BITS
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             torch.cuda.default_generators[device.index or 0].manual_seed(seed)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.runtime.axes import Axis
+from samestep.runtime.digest import bytes_of
 
 __all__: list[str] = []
 
@@ -35,15 +36,12 @@ def equalise_buffers(module: nn.Module, axis: Axis) -> None:
 
 def equalise(tensors: Sequence[Tensor], axis: Axis) -> None:
     """Gives every rank of `axis` these tensors as its first rank has them, in place. Collective."""
+    axis.check_open()
     present = [tensor for tensor in tensors if tensor.numel()]
     if axis.size == 1 or not present:
         return
     with torch.no_grad():
-        message = torch.cat([_as_bytes(tensor) for tensor in present])
+        message = torch.cat([bytes_of(tensor.cpu()) for tensor in present])
         dist.broadcast(message, src=axis.ranks[0], group=axis.control)
         for tensor, data in zip(present, torch.split(message, [t.nbytes for t in present]), strict=True):
             tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

@@ -30,7 +30,7 @@ from samestep.compress.schemes import PLAIN, Part, Scheme, mean
 from samestep.compress.topk import TopK
 from samestep.launch.warning import warn
 from samestep.replicas.line import Line
-from samestep.replicas.rounds import watch_steps
+from samestep.replicas.rounds import is_among, watch_steps
 from samestep.runtime.axes import Axis
 
 __all__: list[str] = []
@@ -111,7 +111,7 @@ class Compression:
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has parameters of this model."""
-        return any(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"])
+        return is_among(self._names, optimizer)
 
     def note_step(self, optimizer: Optimizer, number: int) -> None:
         """Warns of an optimizer with momentum beside the codec's: what is sent has gone through both."""

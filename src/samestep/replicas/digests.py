@@ -34,7 +34,8 @@ from torch.optim import Optimizer
 
 from samestep.replicas.differing import NUMBER
 from samestep.replicas.norm import SyncBatchNorm
-from samestep.runtime.digest import short_digest
+from samestep.runtime.digest import bytes_of, short_digest
+from samestep.seeding import GOLDEN
 
 __all__: list[str] = []
 
@@ -48,7 +49,7 @@ def signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-_PHI = signed(0x9E3779B97F4A7C15)
+_PHI = signed(GOLDEN)
 _FMIX64 = (signed(0xFF51AFD7ED558CCD), signed(0xC4CEB9FE1A85EC53))
 
 
@@ -210,9 +211,3 @@ def _fmix64(words: Tensor) -> Tensor:
 
 def _fold(words: Tensor) -> Tensor:
     return words.bitwise_xor_((words >> 33).bitwise_and_((1 << 31) - 1))  # [2]
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Returns the bytes of a tensor's values, in the order of its dims, where it lies; a view where that can be."""
-    local = getattr(tensor, "_local_tensor", tensor).detach().resolve_conj().resolve_neg()
-    return local.contiguous().reshape(-1).view(torch.uint8)

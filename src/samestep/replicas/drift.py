@@ -36,9 +36,10 @@ from torch.optim.optimizer import Optimizer
 from samestep.errors import DriftError, StepError, UsageError
 from samestep.launch.warning import warn
 from samestep.replicas.differing import Difference, culprits, differences, first_of, ranks_named, who
-from samestep.replicas.digests import Item, bytes_of, digest_of_all, items_of_model, items_of_optimizer
-from samestep.replicas.rounds import Rounds, watch_steps
+from samestep.replicas.digests import Item, digest_of_all, items_of_model, items_of_optimizer
+from samestep.replicas.rounds import Rounds, is_among, watch_steps
 from samestep.runtime.axes import Axis
+from samestep.runtime.digest import bytes_of
 from samestep.runtime.exchange import gather_json, tell_json
 from samestep.runtime.world import World
 
@@ -177,8 +178,7 @@ class DriftWatch:
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has parameters of this model."""
-        names = self._names()
-        return any(id(parameter) in names for group in optimizer.param_groups for parameter in group["params"])
+        return is_among(self._names(), optimizer)
 
     def note_step(self, optimizer: Optimizer, number: int) -> None:
         """An optimizer of this model, the `number`-th of all, has stepped. Collective: on every rank."""

@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer
 from samestep.errors import StepError
 from samestep.launch.process import is_known_to_fail
 from samestep.launch.warning import warn
-from samestep.replicas.rounds import Rounds, watch_steps
+from samestep.replicas.rounds import Rounds, is_among, watch_steps
 from samestep.runtime.axes import Axis
 from samestep.runtime.world import World
 
@@ -67,8 +67,7 @@ class LocalSteps:
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has parameters of this model."""
-        own = set(map(id, self.module.parameters()))
-        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        return is_among(set(map(id, self.module.parameters())), optimizer)
 
     def note_step(self, optimizer: Optimizer, number: int) -> None:
         """An optimizer of this model, the `number`-th of all, has stepped. Collective: on every rank."""

@@ -48,6 +48,7 @@ from samestep.launch.warning import warn
 from samestep.replicas.blame import find_blame
 from samestep.replicas.local_gradients import Bad, LocalGradients, Look, examined, look_for
 from samestep.replicas.norm import SyncBatchNorm
+from samestep.replicas.rounds import is_capturing
 from samestep.replicas.virtual import SliceEngine
 from samestep.runtime.world import World
 
@@ -202,7 +203,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if not _guards or torch.compiler.is_compiling():
         return None
     watched = _watched_of(optimizer)
-    if not watched.guards or _is_scalers(optimizer, kwargs) or _is_capturing():
+    if not watched.guards or _is_scalers(optimizer, kwargs) or is_capturing():
         return None
     watched.steps += 1
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -219,11 +220,6 @@ def _is_scalers(optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
     The others it steps only where all is finite.
     """
     return getattr(optimizer, "found_inf", None) is not None or "grad_scaler" in kwargs
-
-
-def _is_capturing() -> bool:
-    """Tells whether a CUDA graph is being recorded, in which nothing can be read back."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _watched_of(optimizer: Optimizer) -> _Watched:

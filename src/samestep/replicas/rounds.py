@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +30,11 @@ from torch.optim.optimizer import (
 )
 
 __all__: list[str] = []
+
+
+def is_among(parameters: Container[int], optimizer: Optimizer) -> bool:
+    """Whether an optimizer has one of these parameters, which are given by their `id`."""
+    return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
 
 
 class Watcher(Protocol):
@@ -126,7 +132,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
-    if not _watchers or torch.compiler.is_compiling() or not _nesting.leave(optimizer) or _is_capturing():
+    if not _watchers or torch.compiler.is_compiling() or not _nesting.leave(optimizer) or is_capturing():
         return
     known = _known_of(optimizer)
     for reference in known.watchers:
@@ -134,7 +140,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: 
             watcher.note_step(optimizer, known.number)
 
 
-def _is_capturing() -> bool:
+def is_capturing() -> bool:
     """Whether a CUDA graph is being recorded, in which nothing can be read back."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["digest", "digest_of_bytes", "short_digest"]
+__all__ = ["bytes_of", "digest", "digest_of_bytes", "short_digest"]
 
 
 def digest(tensor: Tensor) -> str:
@@ -28,7 +28,7 @@ def digest(tensor: Tensor) -> str:
     """
     local = getattr(tensor, "_local_tensor", tensor).detach()
     told = xxhash.xxh3_128(f"{local.dtype}{tuple(local.shape)}".encode())
-    told.update(_bytes_of(local))
+    told.update(_data(local))
     return told.hexdigest()
 
 
@@ -46,7 +46,7 @@ def short_digest(tensor: Tensor) -> int:
     """
     local = getattr(tensor, "_local_tensor", tensor).detach()
     told = xxhash.xxh3_64_intdigest(f"{local.dtype}{tuple(local.shape)}".encode())
-    return xxhash.xxh3_64_intdigest(_bytes_of(local), seed=told)
+    return xxhash.xxh3_64_intdigest(_data(local), seed=told)
 
 
 def digest_of_bytes(data: bytes) -> str:
@@ -54,10 +54,22 @@ def digest_of_bytes(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Returns the bytes of a tensor's values, in the order of its dims, where it lies; a view where that can be.
+
+    Args:
+        tensor: dense, of any shape and device; strides do not matter. Of a DTensor, this rank's part.
+
+    Returns:
+        Shape [bytes], uint8.
+    """
+    local = getattr(tensor, "_local_tensor", tensor).detach().resolve_conj().resolve_neg()
+    return local.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _data(tensor: Tensor) -> memoryview:
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_quantized:
         tensor = tensor.int_repr()
-    host = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return host.view(torch.uint8).numpy().data
+    return bytes_of(tensor.cpu()).numpy().data

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from samestep.errors import PeerError
 from samestep.runtime.axes import Axis
+from samestep.runtime.digest import bytes_of
 
 __all__: list[str] = []
 
@@ -65,7 +66,7 @@ def gather_tensors(axis: Axis, tensor: torch.Tensor) -> list[torch.Tensor]:
     if axis.control is None:
         return [host.clone()]
     heads = gather_json(axis, {"shape": list(host.shape), "dtype": str(host.dtype).removeprefix("torch.")})
-    parts = _gather_bytes(axis, host.reshape(-1).view(torch.uint8))
+    parts = _gather_bytes(axis, bytes_of(host))
     return [
         part.view(getattr(torch, head["dtype"])).reshape(head["shape"]) for head, part in zip(heads, parts, strict=True)
     ]

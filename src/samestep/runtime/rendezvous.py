@@ -359,7 +359,12 @@ def _key(rank: int) -> str:
 
 def _taken(place: Place, other: dict[str, Any], about: dict[str, Any]) -> str:
     who = f"pid {other['pid']} on {other['host']}"
-    if place.method == "file" and (other["host"] != about["host"] or not Path(f"/proc/{other['pid']}").exists()):
+    if place.method == "file" and other["host"] != about["host"]:
+        return (
+            f"{place.address} is in use, or left over from a dead run: {who} signed in there as rank {place.rank}. "
+            f"Give every run a path of its own; where that process is gone, delete the file"
+        )
+    if place.method == "file" and not Path(f"/proc/{other['pid']}").exists():
         return (
             f"{place.address} is left over from a dead run: {who} signed in there as rank {place.rank} and is gone. "
             f"Delete the file, and give every run a path of its own"

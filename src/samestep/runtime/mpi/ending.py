@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import sys
 import time
@@ -107,15 +108,17 @@ class Ending:
         return True
 
     def _tell(self, rank: int, tag: int, what: Mapping[str, int]) -> None:
-        self._sent.append(self._communicator.isend(dict(what), rank, tag))
+        text = json.dumps(dict(what)).encode()
+        self._sent.append((self._communicator.Isend([text, self._mpi.BYTE], rank, tag), text))
 
     def _hear(self) -> None:
         """Takes in what others have said."""
         status = self._mpi.Status()
-        while (message := self._communicator.improbe(status=status)) is not None:
-            told = message.recv()
+        while (message := self._communicator.Improbe(status=status)) is not None:
+            text = bytearray(status.Get_count(self._mpi.BYTE))
+            message.Recv([text, self._mpi.BYTE])
             if status.tag == LEFT:
-                self._left[status.source] = told
+                self._left[status.source] = json.loads(text)
             else:
                 self._mourned = True
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import xxhash
 from torch import Tensor
 
-from samestep.runtime.digest import digest_of_bytes
+from samestep.runtime.digest import bytes_of, digest_of_bytes
 from samestep.verification.journal import place_of
 from samestep.verification.recording.optimizers import digests
 from samestep.verification.recording.rows import leaves
@@ -63,5 +62,5 @@ def rows(value: Any, size: int, places: Sequence[int]) -> list[str] | None:
 def _row(tensors: Sequence[Tensor]) -> str:
     told = xxhash.xxh3_64()
     for tensor in tensors:
-        told.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        told.update(bytes_of(tensor).numpy().data)
     return told.hexdigest()

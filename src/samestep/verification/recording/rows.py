@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import xxhash
 from torch import Tensor
+
+from samestep.runtime.digest import bytes_of
 
 __all__: list[str] = []
 
@@ -33,7 +34,7 @@ def row_digests(value: Any) -> list[str]:
     tensors = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size]
     if not size or not tensors:
         return []
-    rows = [tensor.detach().cpu().contiguous().reshape(size, -1).view(torch.uint8).numpy() for tensor in tensors]
+    rows = [bytes_of(tensor.cpu()).view(size, -1).numpy() for tensor in tensors]
     told = []
     for index in range(size):
         digest = xxhash.xxh3_64()
