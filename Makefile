@@ -27,12 +27,12 @@ help:
 
 $(VENV)/torch: scripts/install-torch constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing torch into $(VENV)"
+	@echo "installing torch into $(VENV): a minute or two, without a word"
 	@scripts/install-torch $(BIN)/python "$(TORCH)"
 	@touch $@
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml
-	@echo "installing samestep into $(VENV)"
+	@echo "installing samestep into $(VENV): less than a minute"
 	@$(PIP) install -c constraints.txt -e ".[recipes,report]"
 	@touch $@
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from samestep.cli import main
+
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 RUN = [sys.executable, "-P", "-m", "samestep", "run"]
 pytestmark = pytest.mark.skipif(
@@ -64,3 +66,11 @@ def test_mpiexec_itself_ends_when_a_rank_of_a_plain_script_raises(folder, busy):
     done = mpiexec(folder, 3, sys.executable, "train.py")
     assert done.returncode == 1
     assert "ValueError: alone" in done.stderr
+
+
+def test_mpi_without_its_package_is_said_once_and_before_mpiexec(folder, monkeypatch, capsys):
+    monkeypatch.setattr("samestep.cli.mpi.find_spec", lambda name: None)
+    assert main(["run", "--mpi", "-n", "4", str(folder.path / folder.script("join()"))]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "mpi4py, which is not installed here: pip install 'samestep[mpi]' brings it" in said

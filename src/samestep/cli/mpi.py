@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from samestep.errors import UsageError
 from samestep.launch import mpiexec
@@ -36,6 +37,8 @@ def under_mpiexec(options: argparse.Namespace, arguments: Sequence[str]) -> None
     if options.dry_run:
         print(shlex.join(words))
         raise SystemExit(0)
+    if find_spec("mpi4py") is None:
+        raise UsageError("the ranks need mpi4py, which is not installed here: pip install 'samestep[mpi]' brings it")
     set_variables({"I_MPI_PIN": variable("I_MPI_PIN") or "off"})  # Intel's would bind each rank's threads to one core
     os.execv(words[0], words)  # noqa: S606
 

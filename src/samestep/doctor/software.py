@@ -130,7 +130,7 @@ def _starters() -> Iterator[Line]:
     else:
         missing.append("Slurm")
     if missing:
-        yield fine("not here", ", ".join(missing))
+        yield fine("not here", f"{', '.join(missing)}: more ways to start ranks, of which none is needed")
 
 
 def slurm(asked: tuple[int, str], *, configured: bool) -> Line:
