@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from samestep.errors import UsageError
+from samestep.launch.busy import busy_cores
+from samestep.launch.cores import read_cores
 from samestep.launch.script import find_module
 from samestep.paths import default_run_path
 
 __all__: list[str] = []
 
 HEAD = 512  # bytes of a file that tell what it is
+BUSY = 0.25  # of the cores: what a desktop does beside is less
 SHELL = re.compile(rb"#!.*\b((?:ba|da|z|k)?sh)\b")
 
 
@@ -91,3 +95,14 @@ def run_path(asked: Path | None, program: str) -> Path:
     if _exists(asked / "run.json"):
         raise UsageError(f"{asked} holds another run already: name a new directory, or leave --run-dir out")
     return asked.absolute()
+
+
+def warn_of_others() -> None:
+    """Says, before times are measured, that other programs compute on the same cores."""
+    cores = read_cores().usable
+    busy = busy_cores(cores)
+    if busy > BUSY * len(cores):
+        sys.stderr.write(
+            f"samestep: warning: other programs keep {100 * busy / len(cores):.0f} % of the cores busy: what is "
+            "measured now is slower than on an idle machine, and less certain\n"
+        )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from samestep.bench import BENCHMARKS, benchmark, load
 from samestep.bench.harness import Comparison, Options, Report
 from samestep.bench.plot import check_plot, draw
-from samestep.cli.before import check_json
+from samestep.cli.before import check_json, warn_of_others
 from samestep.cli.options import Parser
 from samestep.errors import UsageError
 from samestep.rankenv import read_rank_variables
@@ -70,6 +70,8 @@ def main(arguments: Sequence[str]) -> int:
             f"bench {options.name} starts ranks of its own, and {started.size} of it would disturb each other: "
             f"samestep bench {options.name} -n {started.size}, without a launcher"
         )
+    if started is None:  # ranks that start together keep each other's cores busy
+        warn_of_others()
     report = load(chosen)(Options(options.ranks, chosen.repeats if options.repeats is None else options.repeats))
     if started is not None and started.rank > 0:  # the first of ranks that measure together speaks for all
         return 0

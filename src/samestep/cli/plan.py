@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli.before import check_json, check_program
+from samestep.cli.before import check_json, check_program, warn_of_others
 from samestep.cli.options import Parser
 from samestep.errors import UsageError
 
@@ -136,6 +136,8 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     from samestep.network.cluster import load
     from samestep.planning import here
 
+    if options.cluster is None or options.program:
+        warn_of_others()
     if options.cluster is None:
         _say("measuring the links of this machine")
     found = here.cluster() if options.cluster is None else load(options.cluster)
