@@ -134,11 +134,11 @@ def of(layers, *, memory=math.inf, plan=one_f_one_b, micro_batches=8):
         (lambda: Link(bandwidth=0), "a link of 0.0 s and 0 bytes a second"),
         (
             lambda: of([Layer("a", 1, 1, saved=2**20), Layer("b", 1, 1)], memory=2**22, plan=fill_drain),
-            "layer a takes 8.0 MiB, and the largest device has 4.0 MiB",
+            "layer a takes 8.39 MB, and the largest device has 4.19 MB",
         ),
         (
             lambda: of([Layer(name, 1, 1, parameters=2**20) for name in "abc"], memory=2**22),
-            "no cut into 2 stages fits: the largest device has 4.0 MiB; take smaller micro-batches",
+            "no cut into 2 stages fits: the largest device has 4.19 MB; take smaller micro-batches",
         ),
     ],
 )

@@ -155,6 +155,17 @@ def test_what_cannot_be_planned_is_refused(chain, options, said):
         plan_pipeline(chain(4), BATCH, F.mse_loss, repeats=1, **options)
 
 
+def test_a_layer_that_is_larger_than_a_device_is_named_with_what_it_takes():
+    """Its weights and their gradients: 64 000 bytes each; one stage may hold what the other cannot."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2000), nn.Linear(2000, 8))
+    sample = torch.ones(8, 8), torch.ones(8, 8)
+    options = {"micro_batches": 2, "repeats": 1}
+    with pytest.raises(UsageError, match=r"layer 1 takes [\d.]+ kB, and the largest device has 100 kB: make several"):
+        plan_pipeline(model, sample, F.mse_loss, devices=[Device(memory=1e5)] * 2, **options)
+    found = plan_pipeline(model, sample, F.mse_loss, devices=[Device(memory=1e5), Device(memory=1e6)], **options)
+    assert found.ends == (1, 3)
+
+
 @pytest.mark.parametrize("sample", [torch.ones(96, 5), (torch.ones(96, 5),), "ab"])
 def test_a_sample_that_is_no_batch_is_refused(chain, sample):
     with pytest.raises(UsageError, match="not inputs and targets of a batch: give them in a tuple or list"):

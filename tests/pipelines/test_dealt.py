@@ -89,7 +89,7 @@ def test_a_rank_has_the_memory_for_all_of_its_stages():
     with pytest.raises(UsageError, match="no cut into 4 stages fits"):
         Problem(layers, [Device(memory=7)] * 2, plan).best()
     large = [Layer("a", 1, 1), Layer("b", 1, 1, parameters=2**21), Layer("c", 1, 1), Layer("d", 1, 1)]
-    with pytest.raises(UsageError, match="layer b takes 8.0 MiB, and the largest device has 4.0 MiB"):
+    with pytest.raises(UsageError, match="layer b takes 8.39 MB, and the largest device has 4.19 MB"):
         Problem(large, [Device(memory=2**22)] * 2, plan).best()
 
 

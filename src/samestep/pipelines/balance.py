@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from samestep.errors import UsageError
+from samestep.network.links import bytes_text
 from samestep.pipelines.bounds import Chain
 from samestep.pipelines.dealt import Dealt
 from samestep.pipelines.layers import Device, Layer, Link, check_chain
@@ -180,7 +181,10 @@ class Problem:
         for number, layer in enumerate(self.layers):
             least = min(float(self.chain.memory(stage)[number, number + 1]) for stage in stages)
             if least > largest:
-                return f"layer {layer.name} takes {_size(least)}, and the largest device has {_size(largest)}"
+                return (
+                    f"layer {layer.name} takes {bytes_text(least)}, and the largest device has {bytes_text(largest)}: "
+                    "make several layers of it, or take smaller micro-batches"
+                )
         begun = np.arange(self.chain.length + 1) == 0
         for _ in stages:
             begun = (self.chain.whole & begun[:, None]).any(axis=0)
@@ -188,13 +192,9 @@ class Problem:
             tied = "; ".join(", ".join(self.layers[one].name for one in sorted(group)) for group in self.together)
             return f"no {len(stages)} stages can be cut without parting layers that share a weight: {tied}"
         return (
-            f"no cut into {len(stages)} stages fits: the largest device has {_size(largest)}; take smaller "
+            f"no cut into {len(stages)} stages fits: the largest device has {bytes_text(largest)}; take smaller "
             "micro-batches, more stages, or a schedule that holds fewer micro-batches"
         )
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**20:,.1f} MiB"
 
 
 class _Beginning(NamedTuple):
