@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from samestep.compress.codec import Codec
 from samestep.data.batches import sliced, tensors_of
 from samestep.errors import DataError
 from samestep.pipelines.chain import Whole, chain_of, stages_of, unpacked
@@ -34,7 +35,7 @@ from samestep.pipelines.draws import Draws
 from samestep.pipelines.interpreter import Interpreter
 from samestep.pipelines.messages import Messages
 from samestep.pipelines.outputs import gathered, on_host, told
-from samestep.pipelines.reduction import Reduction
+from samestep.pipelines.reduction import Reduction, compression_of
 from samestep.pipelines.report import Foreseen, PipelineReport, reported
 from samestep.pipelines.stage import Lose, Stage, Tensors
 from samestep.pipelines.stopwatch import Stopwatch
@@ -73,6 +74,7 @@ class Pipeline(nn.Module):
             loop over :func:`samestep.shards` its `weight` counts, and this is not asked.
         foreseen: what the plan was made with, for the report.
         recipe: how a model that is no nn.Sequential is cut into layers.
+        codec: by which gradients travel between replicas; None as they are.
         devices: by stage, that this process computes on; one stage on the world's device if None. Or how many of its
             own this process has.
 
@@ -81,6 +83,7 @@ class Pipeline(nn.Module):
         devices: of these stages, by number.
         whole: the names and shapes of the whole model.
         draws: the random numbers of its layers.
+        compression: of the gradients; None without a codec, or for one replica.
         aliases: name of a copy -> name of the weight that it is a copy of, on all stages.
 
     Raises:
@@ -102,6 +105,7 @@ class Pipeline(nn.Module):
         recipe: Recipe | None = None,
         split_size: int | None = None,
         devices: Asked = None,
+        codec: Codec | None = None,
     ) -> None:
         super().__init__()
         axis, here = world.pipeline, devices_of(devices, world)
@@ -137,7 +141,8 @@ class Pipeline(nn.Module):
         holders = [self._holder(stage) for stage, (begin, end) in enumerate(cuts) for _ in range(begin, end)]
         copies = Copies(ties, holders, dict(self.named_parameters()), axis)
         self.aliases = copies.aliases
-        self._reduction = Reduction(self, world, copies)
+        self.compression = compression_of(self, world, codec, self.devices.values())
+        self._reduction = Reduction(self, world, copies, self.compression)
         self._watch, self._foreseen = Stopwatch(self.devices), foreseen
         world.hold(self)
 
@@ -195,8 +200,7 @@ class Pipeline(nn.Module):
         Raises:
             DataError: the tensors have not as many samples, or the batch has none and no loop over shards gave it.
         """
-        inputs, targets = _split(batch)
-        mean = self.world.step.mean
+        (inputs, targets), mean = _split(batch), self.world.step.mean
         samples = samples_of(batch)
         cuts = self._cut(samples, nothing=mean is not None)
         weigh = self._weigh if mean is None else mean.weigh
@@ -309,7 +313,7 @@ class Pipeline(nn.Module):
         equalise_buffers(self, self.world.data)
 
     def release(self) -> None:
-        """Lets go of the memory that is shared with other ranks; the world calls it when it closes."""
+        """Lets go of the memory and groups that are shared with other ranks; the world calls it when it closes."""
         self._reduction.release()
 
     def gradient_norms(self, norm_type: float = 2.0) -> list[Tensor]:

@@ -6,12 +6,14 @@ from dataclasses import asdict
 
 from torch import nn
 
+from samestep.compress.codec import Codec
 from samestep.errors import UsageError
 from samestep.pipelines.choose import PipelinePlan
 from samestep.pipelines.cutting import Recipe
 from samestep.pipelines.devices import Asked
 from samestep.pipelines.pipeline import Pipeline
 from samestep.pipelines.report import Foreseen
+from samestep.replicas import asked
 from samestep.runtime.exchange import tell_json
 from samestep.runtime.world import World
 from samestep.schedule.simulate import Costs
@@ -27,6 +29,7 @@ def pipeline(
     devices: Asked = None,
     micro_batches: int | None = None,
     split_size: int | None = None,
+    compress: str | Codec | None = None,
 ) -> Pipeline:
     """Returns this rank's stages of a model that is cut as planned: on all ranks as rank 0 has planned it.
 
@@ -44,6 +47,9 @@ def pipeline(
         micro_batches: that a batch is cut into, instead of the plan's.
         split_size: samples of a micro-batch, at most: a batch of n is cut evenly into ceil(n / split_size). Instead of
             `micro_batches`.
+        compress: for slow links between replicas: their gradients travel in fewer bytes, as in
+            :func:`samestep.replicate`, "int8" say. Another training, which converges where the codec suits it; what the
+            ranks still owe each other is saved by :func:`samestep.checkpoint`.
 
     Returns:
         A module whose parameters are those of this rank's stages, to be given to an optimizer; its `step` takes the
@@ -52,7 +58,8 @@ def pipeline(
     Raises:
         ModelError: the model is not the one that was planned for, or cannot be cut so.
         UsageError: the plan is for another number of stages than `world.pipeline` has ranks, or than there are devices;
-            a device is not there, or another process has it; `micro_batches` and `split_size` contradict each other.
+            a device is not there, or another process has it; `micro_batches` and `split_size` contradict each other;
+            there is no such codec, or it does not fit a parameter's dtype, or the process has several devices.
 
     Example:
         >>> import samestep, torch
@@ -87,6 +94,7 @@ def pipeline(
                     optimizer.zero_grad()
                     state.commit()
     """
+    codec = asked.codec(compress, world, None, None)
     told = None if plan.recipe is None else plan.recipe.told()
     count = _micro_batches(plan, micro_batches, split_size)
     own = [plan.ends, plan.chunks, plan.schedule, plan.samples, plan.micro_batches, asdict(plan.costs), told]
@@ -114,20 +122,21 @@ def pipeline(
         recipe=None if told is None else Recipe.heard(told),
         split_size=split_size,
         devices=devices,
+        codec=codec,
     )
 
 
-def _micro_batches(plan: PipelinePlan, asked: int | None, split_size: int | None) -> int:
+def _micro_batches(plan: PipelinePlan, given: int | None, split_size: int | None) -> int:
     """Returns how many micro-batches the plan's batch is cut into."""
-    for name, number in (("micro_batches", asked), ("split_size", split_size)):
+    for name, number in (("micro_batches", given), ("split_size", split_size)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise UsageError(f"{name}={number!r}: give a whole number, 1 or more")
     if split_size is None:
-        return plan.micro_batches if asked is None else asked
+        return plan.micro_batches if given is None else given
     count = -(-plan.samples // split_size)
-    if asked not in {None, count}:
+    if given not in {None, count}:
         raise UsageError(
-            f"micro_batches={asked} and split_size={split_size} contradict each other: {plan.samples} samples, "
+            f"micro_batches={given} and split_size={split_size} contradict each other: {plan.samples} samples, "
             f"{split_size} in each, are {count} micro-batches: give one of the two"
         )
     return count

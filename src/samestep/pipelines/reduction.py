@@ -7,6 +7,9 @@
 Ranks on CPUs of one host add up in shared memory, others over the backend. Copies of one weight in several stages (see
 :mod:`samestep.pipelines.ties`) are added up after that.
 
+With a codec the same runs through it (:mod:`samestep.replicas.compression`): it makes means, and N times the mean of N
+replicas' gradients is their sum. Which gradients travel together never changes, so neither do the bits.
+
 Between the micro-batches of a step gradients are each replica's own. What earlier steps have left is of all replicas
 already: it is set aside, or it would be added up once more. Losses were divided by the weight of the whole step, so
 the sum is the gradient, and nothing is scaled.
@@ -15,7 +18,7 @@ the sum is the gradient, and nothing is scaled.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +27,13 @@ from torch import Tensor, nn
 
 from samestep.collectives.board import is_ordered
 from samestep.collectives.shared_memory import Region, SharedMemory
+from samestep.compress.codec import Codec
+from samestep.errors import UsageError
 from samestep.pipelines.ties import Copies
+from samestep.replicas.compression import Compression
 from samestep.runtime.neighbours import open_board
 from samestep.runtime.world import World
+from samestep.seeding import derive_seed
 
 __all__: list[str] = []
 
@@ -40,15 +47,17 @@ class Reduction:
         module: whose parameters' gradients are meant.
         world: on whose data axis the replicas stand.
         copies: of weights that several stages share.
+        compression: of what the replicas send each other; None without.
     """
 
-    def __init__(self, module: nn.Module, world: World, copies: Copies) -> None:
+    def __init__(self, module: nn.Module, world: World, copies: Copies, compression: Compression | None = None) -> None:
         self._copies = copies
+        self._compression = compression
         self._parameters = copies.parameters if world.data.size == 1 else list(module.parameters())
         self._world = world
         self._aside: dict[nn.Parameter, Tensor | None] | None = None
         self._step = -1  # in which that was set aside
-        self._shared = _in_shared_memory(world, module)
+        self._shared = None if compression is not None else _in_shared_memory(world, module)
         self._buckets: list[_Bucket] = []
 
     @property
@@ -57,8 +66,10 @@ class Reduction:
         return self._shared is not None
 
     def release(self) -> None:
-        """Tells the ranks of this host that this one adds up no more."""
+        """Tells the ranks of this host that this one adds up no more, and lets go of the groups."""
         self._buckets.clear()
+        if self._compression is not None:
+            self._compression.release()
         if self._shared is not None:
             self._shared.board.leave()
 
@@ -81,11 +92,30 @@ class Reduction:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if self._world.data.size > 1:
-            self._add_up(aside)
+            if self._compression is None:
+                self._add_up(aside)
+            else:
+                self._send(aside, self._compression)
         self._copies.add_up()
         for parameter, earlier in aside.items():
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+    def _send(self, parameters: Iterable[nn.Parameter], compression: Compression) -> None:
+        """Adds up in compressed messages."""
+        axis = self._world.data
+        owners = {id(each.grad): each for each in parameters if each.grad is not None}
+        found = list(buckets(each.grad for each in owners.values() if each.grad is not None))
+        sent = []
+        for number, alike in enumerate(found, 1):
+            flat = torch.cat([each.flatten() for each in alike]).mul_(axis.size)
+            parts = flat.split_with_sizes([each.numel() for each in alike])
+            gradients = [part.view_as(each) for part, each in zip(parts, alike, strict=True)]
+            given = _Given([owners[id(each)] for each in alike], gradients, flat, ends=number == len(found))
+            sent.append((compression.take(axis, given), gradients))
+        for (future, gradients), alike in zip(sent, found, strict=True):
+            future.wait()
+            torch._foreach_copy_(alike, gradients)
 
     def _add_up(self, parameters: Iterable[nn.Parameter]) -> None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -111,6 +141,27 @@ class Reduction:
                 each.copy_(sum_.view_as(each))
 
 
+def compression_of(
+    module: nn.Module, world: World, codec: Codec | None, devices: Collection[torch.device]
+) -> Compression | None:
+    """Returns what compresses gradients on their way to the replicas. Collective over them.
+
+    Raises:
+        UsageError: this process computes on several devices, or the codec does not fit a parameter's dtype.
+    """
+    if codec is None or world.data.size == 1:
+        return None
+    if len(set(devices)) > 1:
+        raise UsageError(
+            f"compress={codec.name} is for gradients of one device, and this process computes on several: leave either "
+            "it or devices= out"
+        )
+    seed = derive_seed(world.seed or 0, "compression", world.pipeline.rank)
+    compression = Compression(module, codec, seed)
+    compression.connect(world.data)
+    return compression
+
+
 @dataclass
 class _Bucket:
     """Gradients that travel together: what they are copied to, how long each is, and where that lies for all."""
@@ -118,6 +169,25 @@ class _Bucket:
     flat: Tensor
     lengths: list[int]
     region: Region | None
+
+
+class _Given:
+    """Gradients that are handed to a codec together, as DistributedDataParallel hands over its buckets."""
+
+    def __init__(self, owners: list[Tensor], gradients: list[Tensor], flat: Tensor, *, ends: bool) -> None:
+        self._owners, self._gradients, self._flat, self._ends = owners, gradients, flat, ends
+
+    def parameters(self) -> list[Tensor]:
+        return self._owners
+
+    def gradients(self) -> list[Tensor]:
+        return self._gradients
+
+    def buffer(self) -> Tensor:
+        return self._flat
+
+    def is_last(self) -> bool:
+        return self._ends
 
 
 def _in_shared_memory(world: World, module: nn.Module) -> SharedMemory | None:

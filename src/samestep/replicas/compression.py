@@ -12,14 +12,13 @@ resumes bit for bit.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch.optim.optimizer import Optimizer
 
 from samestep.compress.chunks import MOST, Chunk, Piece, Shares, chunks_of, pieces_of
@@ -36,7 +35,25 @@ from samestep.runtime.axes import Axis
 __all__: list[str] = []
 
 Future = torch.futures.Future[Tensor]
-Watch = Callable[[Axis, GradBucket], None]
+
+
+class Bucket(Protocol):
+    """Gradients that are handed over together, as DistributedDataParallel's GradBucket has them."""
+
+    def parameters(self) -> list[Tensor]:
+        """Whose they are."""
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer, in the same order."""
+
+    def buffer(self) -> Tensor:
+        """All of them, one after another; means take their place."""
+
+    def is_last(self) -> bool:
+        """Whether no other follows in this step."""
+
+
+Watch = Callable[[Axis, Bucket], None]
 
 
 @dataclass
@@ -89,7 +106,7 @@ class Compression:
             most = MOST if codec.cuts or not taken else None
             self._pieces[name] = pieces_of(name, parameter.shape, first, most=most)
             first += len(self._pieces[name])
-        self.memory = Memory(next(module.parameters()).device)
+        self.memory = Memory(next((each.device for each in module.parameters()), "cpu"))
         self._line: Line | None = None
         self._loads: dict[tuple[int, ...], list[_Load]] = {}
         self._sent_before = 0
@@ -124,7 +141,7 @@ class Compression:
                 "twice: leave one of them at 0"
             )
 
-    def take(self, axis: Axis, bucket: GradBucket) -> Future:
+    def take(self, axis: Axis, bucket: Bucket) -> Future:
         """Takes a bucket; the future is done when its gradients are averaged."""
         assert self._line is not None
         if self.watch is not None:
@@ -163,11 +180,12 @@ class Compression:
         return {"declared": self.codec.declared(), "steps": self.steps, "owed": self.memory.state()}
 
     def own(self, states: Sequence[State], axis: Axis) -> State:
-        """Returns which of the saved states is this rank's; of another number of ranks, its part of all."""
-        if len(states) == axis.size:
-            return states[axis.rank]
+        """Returns which of the saved states is this rank's, of its parameters; of another number of ranks, its part."""
         numbers = {piece.name: piece.number for pieces in self._pieces.values() for piece in pieces}
-        return folded(states, numbers, self.codec.block if isinstance(self.codec, RowCodec) else 1)
+        own = [_only(state, numbers) for state in states]
+        if len(own) == axis.size:
+            return own[axis.rank]
+        return folded(own, numbers, self.codec.block if isinstance(self.codec, RowCodec) else 1)
 
     def load(self, steps: int, owed: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Goes on from there."""
@@ -187,6 +205,10 @@ def _averaged(load: _Load, part: Part, gradients: list[Tensor]) -> Scheme:
     """The mean of a chunk; its gradients are read when it begins."""
     torch._foreach_copy_(load.chunk.views(load.staging), gradients)
     return (yield from mean(load.codec, part, load.staging, load.shares))
+
+
+def _only(state: State, names: Container[str]) -> State:
+    return {kind: {name: part for name, part in pieces.items() if name in names} for kind, pieces in state.items()}
 
 
 def _flat(gradient: Tensor) -> Tensor:

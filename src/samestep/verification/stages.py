@@ -116,10 +116,13 @@ def _judge_replicas(runner: Runner, told: Event, steps: int, report: Report) -> 
     for name in ("gradients", "parameters", "initial_state", "parameter_order", "data"):
         report.cover(name, AGREES)
     report.cover("pipeline", AGREES)
+    without = f"dropout and {told['codec']}" if told["codec"] else "dropout"
     report.margins["pipeline"] = (
-        f"{what} and one process with whole batches, in float64, without dropout: gradients within {worst:.1e} of a "
+        f"{what} and one process with whole batches, in float64, without {without}: gradients within {worst:.1e} of a "
         f"tensor's norm at {plural(compared, 'step')}; replicas have the same bits in all parameters"
     )
+    if told["codec"]:
+        report.cover("gradients", unchecked(f"before {told['codec']} they agree; what it makes of them is not seen"))
 
 
 def unlike_replicas(ranks: Sequence[Sequence[Event]]) -> Iterator[tuple[int, str, tuple[int, int]]]:

@@ -5,6 +5,8 @@ rank's own, so a save gathers it:
 
     compression    model -> declared, steps, and for each rank [elements] with the places of its pieces
 
+Of a model in stages it is a replica's, of all its stages together, so that it fits another cut.
+
 On as many ranks each takes its own; on another number it is shared out (:mod:`samestep.compress.folding`).
 """
 
@@ -18,6 +20,7 @@ import torch
 from samestep.compress.memory import State
 from samestep.errors import CheckpointError
 from samestep.launch.warning import warn
+from samestep.pipelines.pipeline import Pipeline
 from samestep.replicas.compression import Compression
 from samestep.replicas.replicate import Replica
 from samestep.runtime.exchange import gather_json, gather_tensors
@@ -28,15 +31,18 @@ __all__: list[str] = []
 
 def gather(world: World, named: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what belongs into a checkpoint; nothing without compression. Collective: every rank must call it."""
-    found = {name: _gathered(world, compression) for name, compression in _compressions(named).items()}
+    found = {name: _gathered(world, named[name], one) for name, one in _compressions(named).items()}
     return {"compression": found} if found else {}
 
 
-def _gathered(world: World, compression: Compression) -> dict[str, Any]:
+def _gathered(world: World, model: Replica | Pipeline, compression: Compression) -> dict[str, Any]:
     state = compression.state()
     parts = [(kind, name, part) for kind, pieces in state["owed"].items() for name, part in pieces.items()]
     flat = torch.cat([part for _, _, part in parts]) if parts else torch.zeros(0)
     places = [[kind, name, part.numel()] for kind, name, part in parts]
+    if isinstance(model, Pipeline):  # of all stages of a replica together, whatever its next cut is
+        places = [place for stage in gather_json(world.pipeline, places) for place in stage]
+        flat = torch.cat(gather_tensors(world.pipeline, flat))
     return {
         "declared": state["declared"],
         "steps": state["steps"],
@@ -99,7 +105,9 @@ def _spelled(declared: Mapping[str, Any]) -> str:
 
 def _compressions(named: Mapping[str, Any]) -> dict[str, Compression]:
     """Returns those at work: one rank owes nobody."""
-    replicas = {
-        name: thing for name, thing in named.items() if isinstance(thing, Replica) and thing.world.data.size > 1
+    models = {
+        name: thing
+        for name, thing in named.items()
+        if isinstance(thing, Replica | Pipeline) and thing.world.data.size > 1
     }
-    return {name: one.compression for name, one in replicas.items() if one.compression is not None}
+    return {name: one.compression for name, one in models.items() if one.compression is not None}

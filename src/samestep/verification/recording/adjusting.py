@@ -6,7 +6,7 @@ replicate      in float64, likewise; virtual ranks have statistics of BatchNorm 
                in rank order where a run that was stopped shall have the bits of one that was not; codecs always do.
                In float64 and on virtual ranks nothing is compressed
 pipeline       with as many micro-batches as another run had: a plan is made of times, which differ from run to run;
-               in float64
+               in float64, where nothing is compressed
 shards         in float64; one process takes the micro-batches of all ranks together, as BatchNorm does
 """
 
@@ -61,6 +61,8 @@ def _planned(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any
         Pipeline.forward = _doubling(Pipeline.forward)  # type: ignore[method-assign]
     plan = kwargs["plan"] if "plan" in kwargs else args[2]
     plan = replace(plan, micro_batches=order["micro_batches"])
+    if order.get("double"):
+        kwargs = {name: value for name, value in kwargs.items() if name != "compress"}
     return args[:2], {name: value for name, value in kwargs.items() if name != "plan"} | {"plan": plan}
 
 

@@ -54,7 +54,11 @@ def _watch_compression(listener: Listener, module: Any) -> None:
 
     @functools.wraps(original)
     def __init__(self: Any, model: Any, codec: Any, seed: int) -> None:  # noqa: N807
+        from samestep.pipelines.pipeline import Pipeline
+
         original(self, model, codec, seed)
+        if isinstance(model, Pipeline):  # which tells of itself
+            return
         where = site(sys._getframe(1))  # noqa: SLF001
         listener.told("compresses", compression=self, model=model, seed=seed, where=where)
 
@@ -88,6 +92,7 @@ def _watch_pipelines(listener: Listener, module: Any) -> None:
             stages=self.world.pipeline.size,
             replicas=self.world.data.size,
             micro_batches=self.micro_batches,
+            codec=None if self.compression is None else self.compression.codec.name,
             where=site(sys._getframe(1)),  # noqa: SLF001
         )
 
