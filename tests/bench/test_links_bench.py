@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from samestep.bench.harness import Options
 from samestep.bench.links import Found, cluster_text, run
+from samestep.cli import bench
 from samestep.cli.bench import main
 from samestep.errors import UsageError
 from samestep.network.cluster import parse
@@ -42,3 +45,11 @@ def test_links_need_two_ranks():
 def test_other_benchmarks_have_no_file(tmp_path):
     with pytest.raises(UsageError, match="--write keeps the cluster file of `samestep bench links`, and this is step"):
         main(["step", "--write", str(tmp_path / "x.toml")])
+
+
+def test_the_next_command_is_one_that_can_be_pasted(tmp_path, capsys) -> None:
+    """Options stand before the script, which would get them otherwise."""
+    file = tmp_path / "my cluster.toml"
+    bench._write(file, "[nodes]\n")
+    command = capsys.readouterr().out.split(" is written: ")[1].strip()
+    assert shlex.split(command) == ["samestep", "plan", "--cluster", str(file), "train.py"]

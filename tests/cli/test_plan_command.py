@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from samestep.cli import main as run_command
 from samestep.cli.plan import main
 from samestep.errors import UsageError
 from samestep.launch.cores import Cores
@@ -155,6 +156,16 @@ def test_a_mistake_is_one_line(files, monkeypatch, tmp_path, arguments, said) ->
         plan(*given)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_options_behind_the_script_are_its_own_and_that_is_said(tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "train.py").write_text("import sys; sys.exit(3)")
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["plan", "train.py", "--cluster=mine.toml"]) == 2
+    said = capsys.readouterr().err
+    assert "note: --cluster=mine.toml stands behind train.py, so train.py gets it" in said
+    assert run_command(["plan", "train.py", "--lr", "0.1"]) == 2
+    assert "stands behind" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--save-profile", "--apply", "--picture", "--json"])

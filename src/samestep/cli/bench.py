@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -89,7 +90,7 @@ def _write(file: Path, text: str) -> None:
     from samestep.reporting.draft import write_whole
 
     write_whole(file, [text])
-    print(f"{file} is written: samestep plan train.py --cluster {file}")
+    print(f"{file} is written: samestep plan --cluster {shlex.quote(str(file))} train.py")
 
 
 def _parser() -> Parser:

@@ -40,6 +40,9 @@ EXAMPLES = """examples:
 exit code: 0, whatever the plan says; 1 where nothing fits; 2 for a usage error."""
 
 
+FILES = ("--cluster", "--save-profile", "--apply", "--picture")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options = _parser().parse(arguments)
@@ -123,6 +126,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError(f"--profile {options.profile} and {options.program[0]} are both given: leave one of them out")
     if options.program:
         check_program(options.program[0], is_module=options.module)
+        _tell_misplaced(options.program)
     for name in ("save_profile", "apply", "picture", "json"):
         if (path := getattr(options, name)) is not None:
             check_json(path, f"--{name.replace('_', '-')}")
@@ -130,6 +134,18 @@ def _check(options: argparse.Namespace) -> None:
         from samestep.reporting.page import check_library
 
         check_library()
+
+
+def _tell_misplaced(program: Sequence[str]) -> None:
+    """Says of options that only `plan` is likely to have that they went to the script: they stand behind it."""
+    script, *arguments = program
+    misplaced = [word for word in arguments if word.partition("=")[0] in FILES]
+    if misplaced:
+        print(
+            f"samestep: note: {misplaced[0]} stands behind {script}, so {script} gets it; options of plan come first: "
+            f"samestep plan {misplaced[0]} … {script}",
+            file=sys.stderr,
+        )
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:
