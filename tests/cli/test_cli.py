@@ -31,6 +31,15 @@ def test_help_has_examples_and_takes_no_torch(arguments):
     assert "samestep run -n 2 train.py" in done.stdout
 
 
+@pytest.mark.parametrize("words", [["run", "--help"], ["report", "--help"], ["plan", "--help"]])
+def test_a_locale_without_our_characters_is_no_reason_to_fail(words):
+    command = [sys.executable, "-m", "samestep", *words]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+
+
 def test_python_m_samestep_is_the_same_program():
     done = subprocess.run([sys.executable, "-m", "samestep", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("samestep ")

@@ -116,6 +116,10 @@ def test_a_message_to_a_neighbour_takes_the_latency_of_the_file_and_a_hop_more_f
             "nodes.count is 17, and torus 4x4 holds 16 hosts: give fewer, or a larger network",
         ),
         ("[nodes", "is no TOML: expected"),
+        (
+            "nodes.count = 16\n" + BETWEEN + '[network]\nkind = "dragonfly"\np = 9999999999\na = 4\nh = 2\ng = 9',
+            "links: give 100000000 at most",
+        ),
         ("nodes.count = 100000000000\n" + BETWEEN, "are 100000000000 ranks: give 10000000 at most"),
         (BETWEEN + "[network]\nseed = -1", "network.seed is -1: give a whole number, 0 or more"),
         (BETWEEN + "[network]\nparts = 4", "network.parts is of valiant routing, and routing is minimal: leave it out"),

@@ -83,7 +83,7 @@ def test_what_json_itself_cannot_read_is_no_profile(tmp_path: Path, text: str) -
         (given(backwards=1), "has a field 'backwards'"),
         (given(bach=64), "'bach': did you mean 'batch'?"),
         (given(batch=0), "of 0 samples: both must be 1 or more"),
-        (given(steps=-1), "steps is -1: a profile has numbers of 0 or more"),
+        (given(steps=-1), "steps is -1: a profile has numbers of 0 to 1e+30"),
         (given(batch=6.5), "batch is 6.5, and should be a whole number"),
         (given(batch=True), "batch is True, and should be a whole number"),
         (given(data_s="1 ms"), "data_s is '1 ms', and should be a number"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import signal
 import sys
@@ -64,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from samestep.launch.process import open_missing_streams
 
         open_missing_streams()
+    for stream in (sys.stdout, sys.stderr):  # "…" and "µs" are no reason to fail where the locale has none of them
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)

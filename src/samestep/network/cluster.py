@@ -178,6 +178,8 @@ def _cluster(given: Mapping[str, Any], text: str) -> Cluster:
         raise UsageError(f"{count} hosts of {devices} devices are {count * devices} ranks: give {_MOST} at most")
     ways = _links(links, count, devices)
     topology = kinds.topology(network, count, devices, ways)
+    if topology.links > _MOST_LINKS:
+        raise UsageError(f"{topology.name} has {topology.links} links: give {_MOST_LINKS} at most")
     if count > topology.hosts:
         raise UsageError(
             f"nodes.count is {count}, and {topology.name} holds {topology.hosts} hosts: give fewer, or a larger network"
@@ -227,6 +229,7 @@ def _link(given: Any, where: str) -> Link:
 
 
 _PLACEMENTS = ("linear", "random", "snake", "circuit")
+_MOST_LINKS = 100_000_000  # a few arrays of one number for each fit, of 0.8 GB
 _MOST = 10_000_000  # ranks: what is a few numbers for each still fits a machine's memory
 
 

@@ -10,7 +10,6 @@ again. Its version is that of the layout: a later samestep reads earlier ones, a
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from difflib import get_close_matches
@@ -243,8 +242,11 @@ def _samples(text: str) -> int:
     return int(text)
 
 
+_LARGEST = 1e30  # bytes, operations or seconds: sums and products of a few such are finite
+
+
 def _check_numbers(one: Any, where: str) -> None:
     for each in fields(one):
         value = getattr(one, each.name)
-        if isinstance(value, (int, float)) and not 0 <= value <= sys.float_info.max:
-            raise UsageError(f"{where}{each.name} is {value!r:.40}: a profile has numbers of 0 or more")
+        if isinstance(value, (int, float)) and not 0 <= value <= _LARGEST:
+            raise UsageError(f"{where}{each.name} is {value!r:.40}: a profile has numbers of 0 to {_LARGEST:.0e}")
