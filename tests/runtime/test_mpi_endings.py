@@ -29,6 +29,7 @@ def until_left(other):
     while other not in ending._left:
         ending._hear()
 """
+KILLED = 9  # mpiexec.hydra's own, for ranks that it has killed itself
 LIBRARIES = ["mpich", pytest.param("openmpi", marks=pytest.mark.prove), *MORE]
 
 
@@ -49,7 +50,10 @@ ENDS = {
 @pytest.mark.parametrize("library", ["mpich", "openmpi", *MORE])
 def test_a_failing_rank_ends_the_job_with_its_own_code(library, end, tmp_path):
     act, code, said = ENDS[end]
-    done = job(tmp_path, library, f"if rank == 1:\n    {act}\ndist.barrier()")
+    text = f"if rank == 1:\n    {act}\ndist.barrier()"
+    done = job(tmp_path, library, text)
+    if library == "mpich" and done.returncode == KILLED:  # once in some thousand jobs on a busy machine: docs/mpi.md
+        done = job(tmp_path, library, text)
     assert done.returncode == code, done.stderr
     assert said in done.stderr
 
