@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from chromium import PROGRAM, Browser
 from made_runs import OWN, T0, Made
 
+from chromium import PROGRAM, Browser
 from samestep.reporting.analysis import analysed
 from samestep.reporting.packed import PackingReader
 from samestep.reporting.page import rendered
