@@ -23,7 +23,7 @@ def drawn(chance, name):
     count = chance.randint(2, 9)
     stages = chance.randint(1, min(4, count))
     devices = [Device(chance.choice([1, 1, 0.5, 2]), chance.choice([math.inf, 30])) for _ in range(stages)]
-    link = Link(0.2 * chance.random(), chance.choice([math.inf, 2, 10]), beside=chance.random() < 0.7)
+    link = Link(0.2 * chance.random(), chance.choice([math.inf, 2, 10]), chance.random() < 0.7, chance.choice([0, 0.3]))
     tied = [frozenset(chance.sample(range(count), 2))] if chance.random() < 0.3 else []
     return Problem(chain(chance, count), devices, named(name, stages, chance.randint(1, 12)), link, together=tied)
 
@@ -63,7 +63,8 @@ def test_no_step_is_shorter_than_its_bound(name):
 def test_the_bound_of_fill_and_drain_is_what_it_takes():
     chance = random.Random(2)
     for _ in range(60):
-        problem = Problem(chain(chance, 7), [Device(), Device(2), Device()], fill_drain(3, 6), Link(0.1, 4))
+        link = Link(0.1, 4, handling=chance.choice([0.0, 0.2]))
+        problem = Problem(chain(chance, 7), [Device(), Device(2), Device()], fill_drain(3, 6), link)
         for ends in every_cut(7, 3):
             assert problem.chain.at_least(ends) == pytest.approx(problem.seconds(ends))
 
@@ -131,7 +132,7 @@ def of(layers, *, memory=math.inf, plan=one_f_one_b, micro_batches=8):
         (lambda: Layer("a", -1, 1), "layer a: forward=-1 is negative, or no number"),
         (lambda: Layer("a", 1, float("nan")), "layer a: inputs=nan"),
         (lambda: Device(speed=0), "a device of speed 0"),
-        (lambda: Link(bandwidth=0), "a link of 0.0 s and 0 bytes a second"),
+        (lambda: Link(bandwidth=0), "a link of 0.0 s, 0 bytes a second and 0.0 s of handling"),
         (
             lambda: of([Layer("a", 1, 1, saved=2**20), Layer("b", 1, 1)], memory=2**22, plan=fill_drain),
             "layer a takes 8.39 MB, and the largest device has 4.19 MB",

@@ -22,7 +22,7 @@ def drawn(chance):
     ranks, chunks = chance.randint(1, 3), chance.randint(2, 3)
     count = chance.randint(ranks * chunks, 10)
     devices = [Device(chance.choice([1, 1, 0.5, 2]), chance.choice([math.inf, 40])) for _ in range(ranks)]
-    link = Link(0.2 * chance.random(), chance.choice([math.inf, 2, 10]), beside=chance.random() < 0.7)
+    link = Link(0.2 * chance.random(), chance.choice([math.inf, 2, 10]), chance.random() < 0.7, chance.choice([0, 0.3]))
     tied = [frozenset(chance.sample(range(count), 2))] if chance.random() < 0.2 else []
     plan = interleaved(ranks, chance.randint(1, 9), chunks=chunks)
     return Problem(chain(chance, count), devices, plan, link, together=tied)

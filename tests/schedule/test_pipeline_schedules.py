@@ -106,14 +106,15 @@ def test_a_copy_beside_the_work_hides_and_one_in_its_place_does_not():
     assert sum(span.target is not None for span in instead.spans) == 2 * m
 
 
+def told(spans, rank, target=None):
+    mine = [span for span in spans if (span.rank, span.target) == (rank, target)]
+    return [(str(span.action), span.begin, span.end) for span in mine]
+
+
 def test_two_stages_and_four_micro_batches_by_hand():
     """Forwards of 1 second, backwards of 2, copies of a half: begins and ends of all, worked out on paper."""
     costs = {"forward": 1, "backward": 2, "message": 0.5}
     one, two = (simulate(fill_drain(2, 4), Costs.even(2, **costs, beside=beside)).spans for beside in (False, True))
-
-    def told(spans, rank, target=None):
-        mine = [span for span in spans if (span.rank, span.target) == (rank, target)]
-        return [(str(span.action), span.begin, span.end) for span in mine]
 
     assert told(one, 0) == [
         *(("F0.0", 0, 1), ("F0.1", 1.5, 2.5), ("F0.2", 3, 4), ("F0.3", 4.5, 5.5)),
@@ -130,6 +131,15 @@ def test_two_stages_and_four_micro_batches_by_hand():
     ]
     assert told(two, 1, 0) == [("B1.0", 7.5, 8), ("B1.1", 9.5, 10), ("B1.2", 11.5, 12), ("B1.3", 13.5, 14)]
     assert simulate(one_f_one_b(2, 4), Costs.even(2, **costs)).seconds == 17  # B0.0 waits for B1.0's, F1.2 for F0.2's
+
+
+def test_who_sends_a_message_and_who_takes_it_are_kept_by_it():
+    """By hand: sent a quarter behind a forward, there 1 later, and taken a quarter after that."""
+    costs = Costs([1, 1], [1, 1], [1, 1], ahead=[1], back=[1], handling=0.25)
+    spans = simulate(one_f_one_b(2, 2), costs).spans
+    assert told(spans, 0) == [("F0.0", 0, 1), ("F0.1", 1.25, 2.25), ("B0.0", 7, 9), ("B0.1", 10.5, 12.5)]
+    assert told(spans, 1) == [("F1.0", 2.5, 3.5), ("B1.0", 3.5, 5.5), ("F1.1", 6, 7), ("B1.1", 7, 9)]
+    assert told(spans, 1, 0) == [("B1.0", 5.75, 6.75), ("B1.1", 9.25, 10.25)]
 
 
 def test_a_link_carries_one_message_at_a_time():

@@ -141,7 +141,7 @@ class Problem:
             [float(works[kind][pair]) / device.speed for pair, device in pairs] for kind in ("F", "I", "W")
         )
         hops = [float(self.chain.hops[end]) for end in ends[:-1]]
-        return Costs(forward, inputs, weights, hops, hops, beside=self.link.beside)
+        return Costs(forward, inputs, weights, hops, hops, beside=self.link.beside, handling=self.link.handling)
 
     def seconds(self, ends: Sequence[int]) -> float:
         """Returns what a step takes, cut so; inf where a device has too little memory."""

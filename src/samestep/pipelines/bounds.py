@@ -8,7 +8,8 @@ Follow micro-batch 0 through all stages and back, and wait at one stage on the w
 
 No step is shorter than  Σ(f + b) + Σ messages  +  (a - 1) max f  +  max G,  whichever stage one waits at, where a is
 how many forwards the last stage does before its first backward. For fill and drain (a = m, G = (m - 1) b) that is what
-a step takes; for 1F1B (a = 1, G = (m - p + s) f + (m - 1) b) it is 0 to 5 % less, on random chains.
+a step takes; for 1F1B (a = 1, G = (m - p + s) f + (m - 1) b) it is 0 to 5 % less, on random chains. A message counts
+with what both ranks take to handle it, f and G with what the stage's own rank takes for its messages.
 
 Where backwards are in two parts, b is that of the inputs, and a second G, to the end of the stage's last work, counts
 that of the weights, without the way back.
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from samestep.pipelines.layers import Device, Layer, Link
-from samestep.schedule.plan import BACKWARDS, Plan
+from samestep.schedule.plan import BACKWARDS, Action, Plan
 
 __all__: list[str] = []
 
@@ -67,6 +68,17 @@ class Chain:
         return np.array([0.0, *inner, 0.0])
 
     @cached_property
+    def crossings(self) -> Any:
+        """The same with what it takes to send it and to take it."""
+        return self.hops + self._inner * 2 * self.link.handling
+
+    @cached_property
+    def _inner(self) -> Any:
+        """Whether a cut stands between two layers, by the layer behind it."""
+        place = np.arange(self.length + 1)
+        return (place > 0) & (place < self.length)
+
+    @cached_property
     def works(self) -> dict[str, Any]:
         """By kind of action, the seconds on a device of speed 1."""
         works = {"F": self.span("forward"), "I": self.span("inputs"), "W": self.span("weights")}
@@ -104,7 +116,7 @@ class Chain:
     def sums(self) -> list[Any]:
         """By stage, what [begin, end) adds to the way of one micro-batch, there and back."""
         way = self.works["F"] + (self.works[self.backward] if self.plan.trains else 0.0)
-        messages = self.hops * (2 if self.plan.trains else 1)
+        messages = self.crossings * (2 if self.plan.trains else 1)
         return [way / device.speed + messages[None, :] for device in self.devices]
 
     @cached_property
@@ -115,7 +127,10 @@ class Chain:
     @cached_property
     def forwards(self) -> list[Any]:
         """By stage, the seconds that each of them holds everybody up."""
-        return [np.maximum(self.works["F"] / device.speed, self._message) for device in self.devices]
+        return [
+            np.maximum(self.works["F"] / device.speed + self._handled([Action("F", stage, 0)]), self._message)
+            for stage, device in enumerate(self.devices)
+        ]
 
     @cached_property
     def rest(self) -> list[Any]:
@@ -130,13 +145,19 @@ class Chain:
         last = max(number for number, action in enumerate(order) if action.kind in BACKWARDS)
         between = order[self._begun(stage) + 1 : last + 1]
         messages = (self.plan.micro_batches - 1) * self._message
-        found = np.maximum(sum((self.works[action.kind] for action in between), none) / speed, messages)
+        busy = sum((self.works[action.kind] for action in between), none) / speed + self._handled(between)
+        found = np.maximum(busy, messages)
         if last + 1 == len(order):
             return found
         slowest = min(device.speed for device in self.devices)
-        way_back = self.works[self.backward][0, :] / slowest + np.cumsum(self.hops)  # at most, of all stages before
-        whole = sum((self.works[action.kind] for action in order[self._begun(stage) + 1 :]), none) / speed
+        way_back = self.works[self.backward][0, :] / slowest + np.cumsum(self.crossings)  # at most, of all before
+        behind = order[self._begun(stage) + 1 :]
+        whole = sum((self.works[action.kind] for action in behind), none) / speed + self._handled(behind)
         return np.maximum(found, whole - way_back[:, None])
+
+    def _handled(self, actions: Sequence[Action]) -> float:
+        """Seconds that a rank takes for the messages of some of its actions."""
+        return self.link.handling * sum(self.plan.taken(one) + self.plan.given(one) for one in actions)
 
     def _begun(self, stage: int) -> int:
         """How many actions of a stage come before its first backward."""

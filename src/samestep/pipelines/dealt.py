@@ -31,7 +31,7 @@ __all__: list[str] = []
 
 FEW, MANY = 32, 4000  # beginnings of as many stages that are followed: at first; at last
 _LARGEST = (1.0001, 1.1, 1.3, math.inf)  # stages that are looked at first: times the smallest that the largest can be
-_KINDS = ("F", "B", "hop", "state", "saved")
+_KINDS = ("F", "B", "hop", "hand", "state", "saved")
 
 Ends = tuple[int, ...]
 
@@ -133,7 +133,7 @@ class Dealt:
     def _as_weights(self, row: Row) -> Any:
         found = np.zeros((len(self._chain.devices), len(_KINDS)))
         for (kind, stage), count in row.items():
-            found[stage, _KINDS.index(kind)] = count / (1.0 if kind == "hop" else self._chain.devices[stage].speed)
+            found[stage, _KINDS.index(kind)] = count / (self._chain.devices[stage].speed if kind in "FB" else 1.0)
         return found
 
     def _memories(self) -> list[tuple[Any, float]]:
@@ -144,7 +144,7 @@ class Dealt:
             for times in held(plan, rank) if memory < math.inf else []:
                 weights = np.zeros((plan.stages, len(_KINDS)))
                 for stage, count in times.items():
-                    weights[stage, 3:] = 1.0, count
+                    weights[stage, _KINDS.index("state") :] = 1.0, count
                 found.append((weights, memory))
         return found
 
@@ -154,7 +154,8 @@ class Dealt:
         chain = self._chain
         hops = np.broadcast_to(chain.hops[:, None], (chain.length + 1,) * 2)
         state = chain.span("parameters") * chain.state
-        return np.stack([chain.works["F"], chain.works["B"], hops, state, chain.span("saved")])
+        hands = np.full_like(state, chain.link.handling)
+        return np.stack([chain.works["F"], chain.works["B"], hops, hands, state, chain.span("saved")])
 
     def _added(self, stage: int, begin: Any, end: Any) -> Any:
         """Returns what a stage adds to the sums; of several beginnings, [beginnings, sums]."""

@@ -71,16 +71,19 @@ class Link:
         latency: seconds that the smallest message takes.
         bandwidth: bytes a second.
         beside: whether messages travel beside the work of the ranks.
+        handling: seconds of its own that a rank takes to send a message, and to take one that has come.
     """
 
     latency: float = 0.0
     bandwidth: float = math.inf
     beside: bool = True
+    handling: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.latency >= 0 or not self.bandwidth > 0:
+        if not self.latency >= 0 or not self.bandwidth > 0 or not self.handling >= 0:
             raise UsageError(
-                f"a link of {self.latency} s and {self.bandwidth} bytes a second: give 0 or more, and more"
+                f"a link of {self.latency} s, {self.bandwidth} bytes a second and {self.handling} s of handling: give "
+                "0 or more, and more than 0 bytes"
             )
 
     def seconds(self, size: float) -> float:

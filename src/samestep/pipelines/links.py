@@ -1,8 +1,10 @@
 """What lies between a rank of a pipeline and the next, measured: how long messages take, small ones and large ones.
 
-    rank 0   ──▶ small ──▶   rank 1        half of a round trip: latency
+    rank 0   ──▶ small ──▶   rank 1        half of a round trip: handling twice, and latency
     rank 0   ◀── small ◀──   rank 1
     rank 0   ◀─▶ large ◀─▶   rank 1        what is left of it, by its bytes: bandwidth
+    rank 0   send · send · send            how long the caller is kept: handling
+    rank 1        · recv · recv · recv     likewise, of what has come before
 
 Between the rounds both pause, since ranks of a pipeline compute between their messages, and whoever waits for one has
 to be woken.
@@ -10,8 +12,10 @@ to be woken.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections.abc import Callable
 from statistics import median
 
 import torch
@@ -19,8 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.pipelines.layers import Link
+from samestep.pipelines.messages import Messages
 from samestep.runtime.exchange import gather_json
 from samestep.runtime.world import World
+from samestep.schedule.forward_only import forward_only
+from samestep.schedule.plan import Action
 
 __all__: list[str] = []
 
@@ -38,10 +45,10 @@ def measure_link(world: World) -> Link:
         >>> import samestep
         >>> with samestep.world(pipeline=1) as world:
         ...     measure_link(world)
-        Link(latency=0.0, bandwidth=inf, beside=True)
+        Link(latency=0.0, bandwidth=inf, beside=True, handling=0.0)
     """
     axis = world.pipeline
-    mine = [[0.0, 0.0]]
+    mine, handling = [[0.0, 0.0]], _handling(world)
     for place in range(axis.size - 1):
         if axis.rank in {place, place + 1}:
             other = axis.ranks[place + 1 if axis.rank == place else place]
@@ -56,8 +63,38 @@ def measure_link(world: World) -> Link:
             )
             mine.append([small, max(0.0, large - small)])
     told = [pair for pairs in gather_json(world.everyone, mine) for pair in pairs]
-    latency, more = max(pair[0] for pair in told), max(pair[1] for pair in told)
-    return Link(latency, LARGE / more) if more else Link(latency)
+    trip, more = max(pair[0] for pair in told), max(pair[1] for pair in told)
+    bandwidth = LARGE / more if more else math.inf
+    return Link(max(0.0, trip - 2 * handling), bandwidth, handling=handling)
+
+
+def _handling(world: World) -> float:
+    """Returns the seconds that a rank is kept by a message, the mean of sending and taking. Collective."""
+    axis, rounds = world.pipeline, WARM_UP + ROUNDS
+    if axis.size == 1:
+        return 0.0
+    messages, stage = Messages(forward_only(axis.size, rounds), axis, world.device), axis.rank
+    messages.begin([None] * rounds)
+    sent, taken = [0.0], [0.0]
+    tensors = [torch.zeros(4, device=world.device)]
+    world.barrier()
+    threading.Event().wait(_PAUSE * stage)  # one round behind the rank before, whose messages have come
+    for number in range(rounds):
+        threading.Event().wait(_PAUSE)
+        if stage:
+            taken.append(_seconds(lambda: messages.receive(Action("F", stage - 1, number))))  # noqa: B023
+        if stage + 1 < axis.size:
+            sent.append(_seconds(lambda: messages.send(Action("F", stage, number), tensors)))  # noqa: B023
+    messages.end()
+    mine = [median(each[1 + WARM_UP :] or [0.0]) for each in (sent, taken)]
+    sending, taking = (max(each) for each in zip(*gather_json(world.everyone, mine), strict=True))
+    return float(sending + taking) / 2
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    act()
+    return time.perf_counter() - begin
 
 
 def _trip(tensor: Tensor, other: int, *, leads: bool, world: World) -> float:

@@ -22,7 +22,10 @@ from samestep.schedule.plan import ADDS, Action, Order, Plan
 
 __all__: list[str] = []
 
-Row = Counter[tuple[str, int]]  # (kind of action, stage) -> how often; "hop": the message between it and the one before
+Row = Counter[
+    tuple[str, int]
+]  # (kind of action, stage) -> how often; "hop": the message between it and the one before,
+# "hand": a message that it sends or takes
 
 
 def rows(plan: Plan, *, beside: bool) -> dict[int, list[Row]]:
@@ -52,6 +55,7 @@ def _of(plan: Plan, rank: int, order: Order, *, beside: bool) -> Iterator[Row]:
                 last = order[-1]
             between = order[place[first] : place[last] + 1]
             work = Row((action.kind, action.stage) for action in between)
+            work += _handled(plan, between)
             if not beside:
                 work += Row(hop for action in between[:-1] if (hop := _sent(plan, action)))
             yield _way(plan, first) + work + _back(plan, last.stage)
@@ -59,7 +63,18 @@ def _of(plan: Plan, rank: int, order: Order, *, beside: bool) -> Iterator[Row]:
 
 def _hops(plan: Plan, stages: Sequence[int]) -> Row:
     """Messages along a line of stages."""
-    return Row(("hop", max(pair)) for pair in pairwise(stages) if plan.placement[pair[0]] != plan.placement[pair[1]])
+    pairs = [pair for pair in pairwise(stages) if plan.placement[pair[0]] != plan.placement[pair[1]]]
+    return Row(("hop", max(pair)) for pair in pairs) + Row(("hand", stage) for pair in pairs for stage in pair)
+
+
+def _handled(plan: Plan, between: Sequence[Action]) -> Row:
+    """Messages that a rank takes and sends while one waits there, without those that lead to it and away from it."""
+    found = Row()
+    for place, action in enumerate(between):
+        taken = plan.taken(action) if place else 0
+        given = plan.given(action) if place + 1 < len(between) else 0
+        found["hand", action.stage] += taken + given
+    return found
 
 
 def _way(plan: Plan, action: Action) -> Row:

@@ -128,6 +128,15 @@ class Plan:
         stage = action.stage + {"F": 1, "B": -1, "I": -1, "W": self.stages}[action.kind]
         return self.placement[stage] if 0 <= stage < self.stages else None
 
+    def taken(self, action: Action) -> int:
+        """Returns how many messages of other ranks an action needs."""
+        own = self.placement[action.stage]
+        return sum(self.placement[one.stage] != own for one in self.needs(action))
+
+    def given(self, action: Action) -> int:
+        """Returns how many messages it makes for other ranks."""
+        return int(self.taker(action) not in {None, self.placement[action.stage]})
+
     def _backward(self, stage: int, micro_batch: int) -> Kind:
         return "I" if (stage, micro_batch) in self.splits else "B"
 

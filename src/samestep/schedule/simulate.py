@@ -9,6 +9,9 @@ A rank does its actions one after another, each as soon as what it needs has com
     (one stream)            copies of a round behind what all ranks do in it, as one process would
                             rank 0   F0 ·0 F1 ·1 F2                                 rank 1      ·0 F0 ·1 F1
 
+Either way a message keeps the rank that sends it, and the one that takes it, from its work for a moment: what LogP
+calls the overhead o (D. Culler et al., "LogP: Towards a Realistic Model of Parallel Computation", PPoPP 1993).
+
 torch's simulator of its schedules knows no durations (`_simulate_comms_compute`, torch 2.13).
 """
 
@@ -36,6 +39,7 @@ class Costs:
         ahead: by stage but the last, for its activations to the next one on another rank; none where left out.
         back: by stage but the last, for their gradients to come back.
         beside: whether messages travel beside the work.
+        handling: of its own that a rank takes to send a message, and to take one that has come.
 
     Raises:
         UsageError: the numbers of stages differ, or a time is negative.
@@ -51,6 +55,7 @@ class Costs:
     ahead: Sequence[float] = ()
     back: Sequence[float] = ()
     beside: bool = True
+    handling: float = 0.0
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -61,7 +66,7 @@ class Costs:
             )
         if any(messages and len(messages) != stages - 1 for messages in (self.ahead, self.back)):
             raise UsageError(f"{stages} stages send {stages - 1} messages: give a time for each, or none")
-        times = (self.forward, self.inputs, self.weights, self.ahead, self.back)
+        times = (self.forward, self.inputs, self.weights, self.ahead, self.back, (self.handling,))
         if any(not seconds >= 0 for each in times for seconds in each):
             raise UsageError("a time is negative, or no number")
 
@@ -185,11 +190,15 @@ class _Play:
             for span in done:
                 target = self.plan.taker(span.action)
                 if target is not None and target != span.rank:
-                    yield self._message(span.rank, target, span.action, span.end)
+                    yield self._message(span.rank, target, span.action, span.end + self.costs.handling)
 
     def _done(self, rank: int, action: Action) -> Span:
         begin = max([self.free[rank], *(self.come[one, rank] for one in self.plan.needs(action))])
+        if self.costs.handling:
+            begin += self.costs.handling * self.plan.taken(action)
         end = self.free[rank] = self.come[action, rank] = begin + self.costs.of(action)
+        if self.costs.handling:
+            self.free[rank] += self.costs.handling * self.plan.given(action)
         return Span(rank, action, begin, end)
 
     def _message(self, rank: int, target: int, action: Action, ready: float) -> Span:
