@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import samestep
+from samestep.data.batches import Mover
 from samestep.errors import DataError, RankFailure, SamestepError
 from samestep.running.results import encode
 from samestep.testing import assert_same_bits
@@ -61,6 +62,36 @@ def evaluate_all_sizes(batch_size, workers):
 @pytest.fixture(scope="module")
 def alone():
     return evaluate_all_sizes(7, 0)
+
+
+def test_on_a_gpu_the_next_batch_is_copied_while_one_is_computed(monkeypatch):
+    """Without a GPU: the order in which copies are begun and batches computed, by a mover that has a stream."""
+    said = []
+
+    class Told(Mover):
+        def __init__(self, device):
+            super().__init__(device)
+            self.stream = object()
+
+        def send(self, batch):
+            said.append(f"copies {batch[1][:, 1].tolist()}")
+            return batch
+
+        def receive(self, batch):
+            return batch
+
+    monkeypatch.setattr("samestep.running.evaluation.Mover", Told)
+
+    def computes(batch):
+        said.append(f"computes {batch[1][:, 1].tolist()}")
+        return batch[0], batch[1]
+
+    with samestep.world() as world:
+        samestep.evaluate(computes, make_data(5), world, batch_size=2, metrics={})
+    assert said == [
+        *("copies [0, 1]", "copies [2, 3]", "computes [0, 1]"),
+        *("copies [4]", "computes [2, 3]", "computes [4]"),
+    ]
 
 
 def assert_same_evaluation(everywhere, alone):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from samestep.data.batches import moved
+from samestep.data.batches import Mover
 from samestep.data.loader import Loader, Loading
 from samestep.data.order import Order, Step
 from samestep.data.streams import SampleStreams
@@ -112,8 +112,8 @@ def evaluate(
     problem, rows = None, (torch.empty(0), torch.empty(0))
     try:
         with torch.no_grad(), _eval_mode(world.replicas):
-            loader = _loader(dataset, length, mine, world, workers, collate_fn)
-            rows = _run(fn, loader, world.device, rows)
+            loaded = _loaded(dataset, length, mine, world, workers, collate_fn)
+            rows = _run(fn, Mover(world.device).stream_through(loaded), [stop - start for start, stop in mine], rows)
     except Exception as error:  # noqa: BLE001  (agree raises it, here and on every other rank)
         problem = error
     exchange.agree(world.data, problem)
@@ -167,14 +167,15 @@ def _batches(length: int, batch_size: int, world: World) -> list[tuple[int, int]
     ]
 
 
-def _loader(
+def _loaded(
     dataset: MapDataset,
     length: int,
     batches: list[tuple[int, int]],
     world: World,
     workers: int,
     collate_fn: Callable[[list[Any]], Any] | None,
-) -> Iterator[tuple[int, Any]]:
+) -> Iterator[Any]:
+    """Yields this rank's batches, on the host."""
     how = Loading(
         workers=workers,
         collate_fn=collate_fn,
@@ -183,8 +184,7 @@ def _loader(
         streams=SampleStreams(derive_seed(world.seed or 0, "evaluation")),
     )
     step = Step(0, length, tuple(batches))
-    loaded = Loader(dataset, how, skip=False).read(Order(length, shuffle=False), [step])
-    return zip((stop - start for start, stop in batches), (part.batch for part in loaded), strict=True)
+    return (part.batch for part in Loader(dataset, how, skip=False).read(Order(length, shuffle=False), [step]))
 
 
 def _equalise_buffers(world: World) -> None:
@@ -215,11 +215,12 @@ def _eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
 
 def _run(
     fn: Callable[[Any], tuple[Tensor, Tensor]],
-    batches: Iterator[tuple[int, Any]],
-    device: torch.device,
+    batches: Iterator[Any],
+    sizes: Sequence[int],
     nothing: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    rows = [_checked(fn(moved(batch, device)), samples) for samples, batch in batches]
+    """Returns outputs and targets of all batches; on a GPU the next one is copied there while `fn` computes."""
+    rows = [_checked(fn(batch), samples) for batch, samples in zip(batches, sizes, strict=True)]
     if not rows:
         return nothing
     outputs, targets = zip(*rows, strict=True)
