@@ -28,6 +28,23 @@ def test_stages_that_wait_take_what_their_schedule_allows_or_longer(two_ranks):
         assert figures["predicted_ratio"] == pytest.approx(18.375 / 19.5)
 
 
+def measured_and_taken():
+    with samestep.world(pipeline=2) as world:
+        batch = torch.randn(pipeline.SAMPLES, pipeline.WIDTH), torch.randn(pipeline.SAMPLES, pipeline.WIDTH)
+        model = pipeline.blocks()
+        loss = torch.nn.functional.mse_loss
+        plan = samestep.plan_pipeline(model, batch, loss, micro_batches=4, schedule="1f1b", repeats=1)
+        return pipeline.in_pairs(world, model, plan, batch, 2)
+
+
+def test_every_prediction_is_measured_beside_its_steps(two_ranks):
+    (ours, predicted), (_, same) = two_ranks(measured_and_taken, timeout=200.0)
+    assert len(ours) == len(predicted) == 2
+    assert predicted == same
+    assert len(set(predicted)) == 2
+    assert min(*ours, *predicted) > 0
+
+
 def beside():
     """Times of both, and the gradients that both have left."""
     made = {}

@@ -1,7 +1,7 @@
 """A pipeline's step beside what was predicted of it, and beside torch's own schedule of the same stages.
 
     stages that wait     of known cost, measured as a plan's: how near a step comes to what its schedule allows
-    blocks of layers     measured, cut and predicted by plan_pipeline: how true a prediction is
+    blocks of layers     cut by plan_pipeline, then measured and taken in turn: how true a prediction is
     the same blocks      ours and torch.distributed.pipelining's 1F1B in alternating pairs, in the same processes
 
 A prediction holds for the step without its tail, which is the loss told to all; what is timed has the tail.
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from samestep.bench.harness import Comparison, Options, Report, alternate
+from samestep.bench.harness import Comparison, Options, Report, alternate, in_turn
 from samestep.bench.step import align
 from samestep.errors import UsageError
 from samestep.launch.devices import visible_gpus
@@ -25,6 +26,7 @@ from samestep.topology import cut_evenly
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from samestep.pipelines.choose import PipelinePlan
     from samestep.pipelines.layers import Link
     from samestep.runtime.world import World
 
@@ -35,6 +37,7 @@ SCHEDULES = ("fill-drain", "1f1b", "eager-1f1b", "zero-bubble")
 MICRO_BATCHES = 8
 FORWARD_S, BACKWARD_S = 0.010, 0.020  # of a stage that waits
 SAMPLES, WIDTH, BLOCKS = 128, 512, 8
+PASSES = 5  # of which the median is one time, of a step or a layer
 Times = tuple[tuple[float, ...], tuple[float, ...]]
 
 
@@ -94,15 +97,9 @@ def compare(repeats: int, device: str | None) -> Found:
         x, y = (torch.randn(SAMPLES, WIDTH, generator=generator).to(world.device) for _ in range(2))
         model = blocks().to(world.device)
         plan = samestep.plan_pipeline(model, (x, y), functional.mse_loss, stages=world.pipeline.size, link=link)
-        stage = samestep.pipeline(model, world, plan)
-        step = stepper(stage, (x, y))
         name = "blocks, as planned / predicted"
-        for _ in range(3):
-            step()
-        predicted = stage.report().predicted
-        assert predicted is not None
-        times[name] = against(world, step, predicted, repeats)
-        figures[name] = {"micro_batches": float(stage.micro_batches)}
+        times[name] = in_pairs(world, model, plan, (x, y), repeats)
+        figures[name] = {"stages": float(len(plan.ends)), "micro_batches": float(plan.micro_batches)}
         times["1f1b / torch's 1F1B"] = beside_torch(world, (x, y), repeats)
         return Found(times, figures, setting(world) | {"message_ms": f"{1e3 * link.latency:.2f}"})
 
@@ -168,6 +165,37 @@ def against(world: World, step: Callable[[], object], predicted: float, repeats:
     """Returns times of steps, and as often what was predicted. Collective."""
     (ours, _) = alternate(step, lambda: None, pairs=repeats, align=lambda: align(world))
     return tuple(ours), (predicted,) * len(ours)
+
+
+def in_pairs(world: World, model: nn.Module, plan: PipelinePlan, batch: tuple[Tensor, Tensor], pairs: int) -> Times:
+    """Returns times of steps, and what layers that were measured just before or after say of each. Collective.
+
+    A machine that computes half as quick for a second moves both; beside a prediction of a minute ago it would be an
+    error of the model.
+    """
+    from torch.nn import functional
+
+    import samestep
+    from samestep.pipelines.chain import chain_of
+    from samestep.pipelines.measure import measure
+    from samestep.runtime.exchange import tell_json
+
+    step = stepper(samestep.pipeline(model, world, plan), batch)
+    size = SAMPLES // plan.micro_batches
+    x, y = (each[:size] for each in batch)
+    layers = chain_of(model, [x]).layers
+
+    def predicted() -> float:
+        align(world)
+        found = measure(layers, [x], lambda outputs: functional.mse_loss(outputs, y), PASSES)
+        seconds = replace(plan, sizes={size: found}).seconds_of(SAMPLES, plan.micro_batches)
+        return float(tell_json(world.everyone, seconds))
+
+    def taken() -> float:
+        return median(alternate(step, pairs=PASSES, warmup=1, align=lambda: align(world))[0])
+
+    ours, theirs = in_turn(taken, predicted, pairs=pairs, warmup=1)
+    return tuple(ours), tuple(theirs)
 
 
 def beside_torch(world: World, batch: tuple[Tensor, Tensor], repeats: int) -> Times:
