@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,6 +40,9 @@ def test_a_plan_says_what_a_step_takes(chain):
     assert "2 stages, fill-drain, 6 micro-batches of 16 samples" in text
     assert "stage 0   0 to 2: forward 3000.00 ms, backward 5000.00 ms, sends 0.00 MB" in text
     assert "predicted 62000.0 ms a step, 1.65 times as quick as one device; 18 % idle; no other cut is better" in text
+    assert "passes" not in text  # all took the same
+    unsteady = replace(plan, layers=tuple(replace(layer, spread=0.17) for layer in plan.layers))
+    assert "half of the passes that were measured lay within 6 % of these times" in str(unsteady)
 
 
 def test_micro_batches_and_schedule_are_chosen(chain):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -68,6 +69,28 @@ def test_what_halves_of_a_backward_take_more_is_measured(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
     layers = [("0", Whole(clock, 1)), ("1", Whole(clock, 1)), ("2", Takes(clock, 1, 1.0, 2.0, 3.0))]
     assert [layer.split for layer in measure(layers, [torch.ones(3, 5)], torch.sum, 5)] == [0.0, 5.0, 0.0]
+
+
+class Unsteady(Takes):
+    """Takes longer now and then."""
+
+    def __init__(self, clock, weight, more):
+        super().__init__(clock, weight, 10.0, 2.0, 3.0)
+        self.more = more
+
+    def forward(self, x):
+        self.clock.seconds += next(self.more)
+        return super().forward(x)
+
+
+def test_how_far_passes_lie_apart_is_told(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
+    more = itertools.chain([50, 50, 50], [0, 1, 2, 3, 40], itertools.repeat(0))  # three passes are thrown away
+    layers = [("0", Takes(clock, 1, 1.0, 2.0, 3.0)), ("1", Unsteady(clock, 2, more))]
+    steady, unsteady = measure(layers, [torch.ones(3, 5)], torch.sum, 5)
+    assert (steady.spread, unsteady.spread) == (0.0, 1.0)
+    assert (unsteady.forward, unsteady.inputs) == (12.0, 2.0)
 
 
 def test_layers_that_are_alike_share_the_median_of_all(monkeypatch):

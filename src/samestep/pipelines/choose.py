@@ -158,6 +158,9 @@ class PipelinePlan:
             f"  predicted {1e3 * self.seconds:.1f} ms a step, {self.alone / self.seconds:.2f} times as quick as one "
             f"device; {100 * self.timeline.idle:.0f} % idle; {proved}"
         )
+        if spread := sum(layer.spread for layer in self.layers):
+            part = spread * self.micro_batches / self.alone
+            lines.append(f"  half of the passes that were measured lay within {100 * part:.0f} % of these times")
         if len(self.tried) > 1:
             told = ", ".join(f"{count}: {1e3 * seconds:.1f}" for count, seconds in sorted(self.tried.items()))
             lines.append(f"  ms a step by micro-batches  {told}")

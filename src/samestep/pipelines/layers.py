@@ -29,6 +29,7 @@ class Layer:
         saved: bytes that its forward keeps for its backward.
         parameters: bytes.
         split: seconds more that a backward takes in two halves, apart.
+        spread: half of what lies between the quartiles of forward and backward together, where they were measured.
     """
 
     name: str
@@ -39,9 +40,10 @@ class Layer:
     saved: float = 0.0
     parameters: float = 0.0
     split: float = 0.0
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
-        for what in ("forward", "inputs", "weights", "activations", "saved", "parameters", "split"):
+        for what in ("forward", "inputs", "weights", "activations", "saved", "parameters", "split", "spread"):
             if not getattr(self, what) >= 0:
                 raise UsageError(f"layer {self.name}: {what}={getattr(self, what)} is negative, or no number")
 

@@ -8,8 +8,9 @@ runs it alone and waits for the device after each; DeepSpeed counts parameters. 
 on, and a cheaper backward: it is measured so too. What a backward takes for inputs alone is measured with parameters
 that want no gradient, and what both halves apart take more than a whole one by doing both, layer for layer.
 
-The median of several passes is taken, after some that are thrown away. Layers of one class, with parameters and inputs
-of the same shapes, are one and the same, and share the median of all: their times differ by noise.
+The median of several passes is taken, after some that are thrown away, and how far they lie apart is told. Layers of
+one class, with parameters and inputs of the same shapes, are one and the same, and share the median of all: their times
+differ by noise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -105,6 +106,7 @@ def measure(
         split = [chain.split() for _ in range(WARM_UP + repeats)][WARM_UP:]
         saved, sizes, alike = chain.sized()
     forward, backward = _medians([one for one, _ in whole], alike), _medians([each for _, each in whole], alike)
+    spread = _pooled([[sum(both) for both in zip(*one, strict=True)] for one in whole], alike, _spread)
     half = _medians([each for _, each in inputs], alike)
     more = _medians(split, alike)
     half[0] = 0.0  # nobody wants the gradients of a batch
@@ -118,6 +120,7 @@ def measure(
             saved=float(saved[number]),
             parameters=float(sum(each.nbytes for each in layer.parameters())),
             split=max(0.0, more[number]),
+            spread=spread[number],
         )
         for number, (name, layer) in enumerate(layers)
     ]
@@ -230,12 +233,23 @@ def _spent(back: dict[int, float], count: int) -> Iterator[float]:
 
 
 def _medians(passes: Sequence[Sequence[float]], alike: Sequence[int]) -> list[float]:
-    """Returns each layer's median over all passes, and over all layers that are like it."""
+    return _pooled(passes, alike, median)
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    lower, _, upper = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else (0.0,) * 3
+    return (upper - lower) / 2
+
+
+def _pooled(
+    passes: Sequence[Sequence[float]], alike: Sequence[int], of: Callable[[Sequence[float]], float]
+) -> list[float]:
+    """Returns for each layer a figure of all passes, and of all layers that are like it."""
     pools: defaultdict[int, list[float]] = defaultdict(list)
     for one in passes:
         for number, seconds in enumerate(one):
             pools[alike[number]].append(seconds)
-    found = {first: median(pool) for first, pool in pools.items()}
+    found = {first: of(pool) for first, pool in pools.items()}
     return [found[first] for first in alike]
 
 
