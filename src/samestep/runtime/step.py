@@ -12,6 +12,7 @@ same order everywhere, and all ranks act on its result at the end of the same st
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +56,7 @@ class StepState:
 
     agreed: frozenset[str] = frozenset()
     listens: bool = False
-    _wishes: set[str] = field(default_factory=set)
+    _wishes: deque[str] = field(default_factory=deque)  # a signal, or another thread, may wish at any moment
     averaged: bool = False
     steps: int = 0
     few: Callable[[], str] | None = None
@@ -98,13 +99,14 @@ class StepState:
         """Asks all ranks to "save" or "stop"; the wish leaves with the report of the step that ends next."""
         assert what in WISHES
         assert self.listens, "listen() comes first, on every rank"
-        self._wishes.add(what)
+        self._wishes.append(what)
 
     def take_wishes(self) -> float:
         """Returns the wishes as a number to be summed over the ranks, and forgets them."""
-        taken = float(sum(_BASE**kind for kind, wish in enumerate(WISHES) if wish in self._wishes))
-        self._wishes.clear()
-        return taken
+        taken = set()
+        while self._wishes:  # one by one: what comes meanwhile is taken too, or is left for the next step
+            taken.add(self._wishes.popleft())
+        return float(sum(_BASE**kind for kind, wish in enumerate(WISHES) if wish in taken))
 
     def settle(self, summed: float) -> None:
         """Adds what all ranks wished to what is agreed; whoever does it takes it off."""
