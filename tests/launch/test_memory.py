@@ -8,7 +8,7 @@ from samestep.errors import UsageError
 from samestep.launch import failure, team
 from samestep.launch.failure import death
 from samestep.launch.loop import Loop
-from samestep.launch.memory import check_room, counts_own_kills, out_of_memory_kills
+from samestep.launch.memory import check_room, counts_own_kills, out_of_memory_kills, read_memory
 from samestep.launch.team import Job, Team
 
 MACHINE = {"proc/vmstat": "nr_free_pages 5\noom_kill 7\n"}
@@ -68,3 +68,19 @@ def test_more_ranks_than_memory_are_refused(tmp_path):
     check_room(30, tmp_path)
     with pytest.raises(UsageError, match=r"-n 5000 needs 146.8 GB of memory or more, and 1.0 GB are free"):
         check_room(5000, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("group", "files"),
+    [
+        (LEGACY, {"limit_in_bytes": "1000000000", "usage_in_bytes": "999000000", "stat": "total_{0}active_file {1}"}),
+        (UNIFIED, {"max": "1000000000", "current": "999000000", "stat": "{0}active_file {1}"}),
+    ],
+)
+def test_a_container_full_of_files_that_were_read_has_room(tmp_path, group, files):
+    folder = "sys/fs/cgroup/memory/job" if group is LEGACY else "sys/fs/cgroup/user/job"
+    kept = "\n".join(files["stat"].format(part, 400_000_000) for part in ("", "in"))
+    told = {f"{folder}/memory.{name}": text for name, text in (files | {"stat": f"anon 5\n{kept}\n"}).items()}
+    lay(tmp_path, group | told | {"proc/meminfo": "MemTotal: 9000000 kB\nMemFree: 1 kB\nMemAvailable: 8000000 kB\n"})
+    assert read_memory(tmp_path) == (801_000_000, 1_000_000_000)
+    check_room(27, tmp_path)

@@ -40,12 +40,12 @@ def _own_kills(root: Path) -> int | None:
     return sum(counts) if counts else None
 
 
-def _count(file: Path) -> int | None:
+def _count(file: Path, name: str = "oom_kill") -> int | None:
     try:
         words = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
     except OSError:
         return None
-    return next((int(pair[1]) for pair in words if pair[0] == "oom_kill"), None)
+    return next((int(pair[1]) for pair in words if pair[0] == name), None)
 
 
 def check_room(ranks: int, root: Path = MACHINE) -> None:
@@ -65,7 +65,10 @@ def check_room(ranks: int, root: Path = MACHINE) -> None:
 
 
 def read_memory(root: Path = MACHINE) -> tuple[int, int]:
-    """Returns the bytes that can still be had here, and those that there are, within the control group's limit."""
+    """Returns the bytes that can still be had here, and those that there are, within the control group's limit.
+
+    The files that the kernel keeps in what is left can be had too.
+    """
     lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     known = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
     whole, left = known["MemTotal"], known.get("MemAvailable", known["MemFree"])
@@ -73,8 +76,17 @@ def read_memory(root: Path = MACHINE) -> tuple[int, int]:
         names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         limit, used = (_number(folder / name) for name in names)
         if limit is not None and limit < whole:
-            whole, left = limit, min(left, limit - (used or 0))
+            whole, left = limit, min(left, limit - max(0, (used or 0) - _cached(folder, version)))
     return max(0, left), whole
+
+
+def _cached(folder: Path, version: int) -> int:
+    """Returns the bytes of files that the kernel keeps for a group, and gives up before it refuses anybody memory.
+
+    They count as the group's own use, and fill it up to its limit once enough has been read.
+    """
+    prefix = "" if version == 2 else "total_"  # with those of the groups below, as the use itself
+    return sum(_count(folder / "memory.stat", f"{prefix}{kind}_file") or 0 for kind in ("active", "inactive"))
 
 
 def _number(file: Path) -> int | None:
