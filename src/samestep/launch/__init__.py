@@ -18,6 +18,7 @@ one rank
   failure     what a rank tells when it fails, and who of several is to blame
   stacks      python stacks as faulthandler leaves them
   memory      whether the kernel ended a process for want of memory
+  limits      how many files a launcher may have open, and a rank
 
 one run
   run         what `samestep run` does: plan, attempts, record

@@ -35,6 +35,7 @@ from samestep.launch.address import listen
 from samestep.launch.facts import Facts, look
 from samestep.launch.fork import import_torch
 from samestep.launch.frames import Link, Message
+from samestep.launch.limits import raise_limit
 from samestep.launch.loop import Loop
 from samestep.launch.network import Doorbell, Target, interface_named, probe, route_to
 from samestep.launch.process import adopt_orphans, follow_parent, open_missing_streams, outlive_parent
@@ -93,6 +94,7 @@ class Agent:
         may have sent it to this process alone; ignored on its own, where it gets the same signal itself.
         """
         adopt_orphans()
+        raise_limit()
         self._watch()
         if self._about is not None:
             self._beat()

@@ -39,6 +39,7 @@ from typing import NoReturn
 
 from samestep.launch.bootstrap import Assignment, live
 from samestep.launch.failure import is_users
+from samestep.launch.limits import lower_again
 from samestep.launch.process import Forked, follow_parent
 from samestep.launch.script import find_module
 from samestep.rankenv import child_environment, set_variables, variable
@@ -248,6 +249,7 @@ def _forked(
         _reset_signals()
         _take_streams(streams)
         _close_all_but(keep)
+        lower_again()
         set_variables({**dict.fromkeys(child_environment({})), **environment})
         _renew_streams(unbuffered=bool(environment.get("PYTHONUNBUFFERED")))
         work()

@@ -104,8 +104,14 @@ class Link:
         """Waits until all that was sent has left, at most so long."""
         until = time.monotonic() + seconds
         while self._outgoing and not self.closed and (left := until - time.monotonic()) > 0:
-            select.select([], [self._socket], [], left)
+            self.wait(left)
             self.flush()
+
+    def wait(self, seconds: float, *, reads: bool = False) -> None:
+        """Waits until the socket takes what is left to send or, where it `reads`, something has come."""
+        poller = select.poll()  # select(2) knows the first 1024 descriptors only
+        poller.register(self._socket, (select.POLLOUT if self._outgoing else 0) | (select.POLLIN if reads else 0))
+        poller.poll(1000 * seconds)
 
     def close(self) -> None:
         self._socket.close()

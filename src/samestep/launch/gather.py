@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shlex
 import socket
 import subprocess
@@ -291,8 +290,7 @@ def refuse(links: Sequence[Link], said: str, code: int = UsageError.exit_code) -
     until = time.monotonic() + LEAVING
     for link in links:
         while not link.closed and (left := until - time.monotonic()) > 0:
-            writing = [link] if link.wants_write() else []
-            select.select([link], writing, [], left)
+            link.wait(left, reads=True)
             link.flush()
             link.receive()
 

@@ -22,6 +22,7 @@ from samestep.launch.agent import fork_agent
 from samestep.launch.console import MOST_HELD, Console
 from samestep.launch.frames import Link, Message, pair
 from samestep.launch.hang import LEAST
+from samestep.launch.limits import raise_limit
 from samestep.launch.loop import Alarm, Loop
 from samestep.launch.process import adopt_orphans, end_orphans
 from samestep.launch.signals import PASSED_ON, Signals
@@ -129,6 +130,7 @@ class Head:
         self._paused = False  # the ranks' output is not read: whoever reads ours does not keep up
         self._is_between = False  # no ranks run, and a signal breaks off what is done meanwhile
         adopt_orphans()
+        raise_limit()
         for host in self.hosts:
             self._begin_with(host)
         self._listen_for_life()

@@ -29,6 +29,7 @@ from samestep.launch.control import Pipe
 from samestep.launch.cores import pin, read_cores
 from samestep.launch.failure import death, text_of
 from samestep.launch.fork import fork, needs_fresh_interpreter, source_of, warm
+from samestep.launch.limits import lower_again
 from samestep.launch.loop import Loop
 from samestep.launch.memory import out_of_memory_kills
 from samestep.launch.process import (
@@ -173,7 +174,7 @@ class Team:
         if self._forks:
             stdin = 0 if reads else None
             return fork(assignment, environment, stdin=stdin, stdout=sinks["out"], stderr=sinks["err"], keep=channel)
-        return start(
+        process = start(
             rank_command(*assignment.options()),
             environment,
             keep=[*assignment.descriptors(), *channel],
@@ -181,6 +182,8 @@ class Team:
             stdout=sinks["out"],
             stderr=sinks["err"],
         )
+        lower_again(process.pid)
+        return process
 
     def _open_streams(self, job: Job, rank: int) -> tuple[dict[int, str], dict[str, int]]:
         """Returns the ends that are read here, and those that the rank writes to."""
