@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 
 import samestep
 from samestep.errors import Preempted, UsageError
-from samestep.running.checkpoints import leaving
+from samestep.running.checkpoints import leaving, time_limit
 from samestep.running.checkpoints.background import Background
 from samestep.running.checkpoints.time_limit import TimeLimit, parse_time_limit, slurms_time_limit
 from samestep.testing import assert_same_bits
@@ -67,8 +68,9 @@ def test_slurm_says_when_the_job_ends(told, ends, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     if told is not None:
         monkeypatch.setenv("SLURM_JOB_END_TIME", told)
+    monkeypatch.setattr(time_limit, "time", SimpleNamespace(time=lambda: 4000.0))
     limit = slurms_time_limit(1000.0)
-    assert (limit and limit.ends) == ends
+    assert (limit and limit.ends + 3000.0) == ends
 
 
 SCONTROL = """#!/bin/sh
@@ -89,7 +91,8 @@ def test_where_it_does_not_it_is_asked(told, monkeypatch, tmp_path):
         (tmp_path / "scontrol").chmod(0o755)
     limit = slurms_time_limit(1000.0)
     if told == "EndTime=2026-11-21T11:01:06":
-        assert limit.ends == datetime(2026, 11, 21, 11, 1, 6).timestamp()  # noqa: DTZ001  (Slurm's is this host's)
+        ends = datetime(2026, 11, 21, 11, 1, 6).timestamp()  # noqa: DTZ001  (Slurm's is this host's)
+        assert limit.ends - 1000.0 == pytest.approx(ends - time.time(), abs=5.0)
     else:
         assert limit is None
 
@@ -123,7 +126,7 @@ def train(path, limits, save_takes=0.0, with_data=True, epochs=3):
     Returns the step at which it left, or None; the steps it took; the weights.
     """
     now = [1000.0]
-    leaving.time = SimpleNamespace(time=lambda: now[0])
+    leaving.time = SimpleNamespace(monotonic=lambda: now[0])
     try:
         with samestep.world(device="cpu") as world:
             model = samestep.replicate(torch.nn.Linear(1, 1, dtype=torch.float64), world)
@@ -146,8 +149,6 @@ def train(path, limits, save_takes=0.0, with_data=True, epochs=3):
                 return left.step, state.step, model.state_dict()
             return None, state.step, model.state_dict()
     finally:
-        import time
-
         leaving.time = time
 
 

@@ -35,9 +35,9 @@ class Leaving:
         self.is_possible = saves and (reports or world.size == 1)
         self._world = world
         self._reports = reports
-        self._limit = parse_time_limit(time_limit, time.time())
+        self._limit = parse_time_limit(time_limit, time.monotonic())
         if time_limit is None and self.is_possible and world.is_first:
-            self._limit = slurms_time_limit(time.time())
+            self._limit = slurms_time_limit(time.monotonic())
         self._is_late = False
         self._preemption: Preemption | None = None
         if self._limit is not None and saves and not self.is_possible:
@@ -55,7 +55,7 @@ class Leaving:
         """Lets rank 0 wish to stop when the time is nearly over; called when a step ends, before it is reported."""
         if not self.is_possible or self._limit is None or not self._world.is_first:
             return
-        now = time.time()
+        now = time.monotonic()
         self._limit.note_commit(now)
         if not self._is_late and self._limit.is_near(now, slowest_save):
             self._is_late = True

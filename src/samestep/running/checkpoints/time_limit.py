@@ -2,7 +2,8 @@
 
 A scheduler ends a job that has used up its time, seconds after a signal that may come too late for a large save. Slurm
 says when: in SLURM_JOB_END_TIME, or where it does not set that (22.05 does not), when it is asked once. Elsewhere the
-script says it. Rank 0's clock decides:
+script says it. Rank 0's clock decides, the monotonic one: a clock that is set meanwhile would move the end, or make a
+step of hours of one.
 
     ── commit k ─────────── k + 1 ────┬── save ──┬─── margin left ───┤ end
          wish "stop"          agreed, all ranks save and leave
@@ -32,7 +33,7 @@ _LATEST_STEPS = 200
 
 @dataclass
 class TimeLimit:
-    """The end of a job, and what is known of how long steps take. All times in seconds since 1970.
+    """The end of a job, and what is known of how long steps take. All times in seconds of the monotonic clock.
 
     Attributes:
         ends: when the job is ended.
@@ -81,19 +82,24 @@ def parse_time_limit(given: float | str | None, now: float) -> TimeLimit | None:
 
 
 def slurms_time_limit(now: float) -> TimeLimit | None:
-    """Returns when Slurm ends the job that this process belongs to; None where there is none, or nobody knows."""
+    """Returns when Slurm ends the job that this process belongs to; None where there is none, or nobody knows.
+
+    Args:
+        now: on the monotonic clock. Slurm says it in seconds since 1970.
+    """
     told = variable("SLURM_JOB_END_TIME", "") or ""
+    shift = now - time.time()  # from seconds since 1970
     if re.fullmatch(r"[1-9]\d{0,11}", told, re.ASCII):
-        return TimeLimit(float(told), now)
+        return TimeLimit(float(told) + shift, now)
     job = variable("SLURM_JOB_ID", "") or ""
     if not re.fullmatch(r"\d+", job, re.ASCII):
         return None
     ends = _answered(["scontrol", "--oneliner", "show", "job", job])
-    return None if ends is None else TimeLimit(ends, now)
+    return None if ends is None else TimeLimit(ends + shift, now)
 
 
 def _answered(command: list[str]) -> float | None:
-    """The EndTime in what Slurm answers, which is in this host's own time; None where there is none."""
+    """The EndTime in what Slurm answers, in this host's own time, as seconds since 1970; None where there is none."""
     try:
         environment = child_environment({"SLURM_TIME_FORMAT": "standard"})
         done = subprocess.run(
