@@ -81,6 +81,17 @@ def test_numpy_scalars_become_plain_numbers_and_arrays_stay_arrays():
     np.testing.assert_array_equal(back["table"], np.arange(6).reshape(2, 3).T)
 
 
+def test_arrays_of_another_byte_order_keep_their_numbers():
+    [array] = there_and_back([np.array([1.5, -2.0], dtype=">f8")])
+    assert array.tolist() == [1.5, -2.0]
+    assert array.dtype == np.float64
+
+
+def test_views_that_differ_in_sign_alone_are_stored_apart():
+    pairs = torch.tensor([1 + 2j, 3 - 4j])
+    assert there_and_back([pairs.imag, pairs.conj().imag])[1].tolist() == [-2.0, 4.0]
+
+
 def test_keys_with_slashes_do_not_share_a_tensor():
     back = there_and_back({"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}, "a~1b": torch.full((1,), 2.0)})
     assert [back["a/b"].item(), back["a"]["b"].item(), back["a~1b"].item()] == [0.0, 1.0, 2.0]
@@ -123,6 +134,8 @@ Point = namedtuple("Point", "x y")  # noqa: PYI024  (the untyped kind is the one
         (torch.eye(2).to_sparse(), "sparse"),
         (torch.empty(2, device="meta"), "meta"),
         (np.array(["a"]), "ndarray"),
+        (np.longdouble(1), "longdouble"),
+        (np.ones(2, dtype=np.longdouble), "ndarray"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_with_its_place_and_type(value, named):

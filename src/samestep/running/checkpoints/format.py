@@ -14,6 +14,7 @@ A dictionary whose keys are not all strings is a list of pairs, so that keys kee
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -27,6 +28,8 @@ from samestep.running.checkpoints.sharded import is_sharded, part_of
 from samestep.running.checkpoints.tree import MAPPINGS, decode
 
 __all__ = ["MANIFEST", "PAYLOAD", "SCHEMA", "Encoder", "Manifest", "decode", "from_text", "to_text"]
+
+_ARRAYS = {("b", 1), *itertools.product("iu", (1, 2, 4, 8)), *itertools.product("f", (2, 4, 8)), ("c", 8), ("c", 16)}
 
 
 class Encoder:
@@ -65,10 +68,10 @@ class Encoder:
             return items if type(value) is list else {"tuple": items}
         if isinstance(value, bytes):
             return {"bytes": value.hex()}
-        if isinstance(value, np.generic):
-            return self.encode(value.item(), where)
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-            return {"array": self._tensor(torch.from_numpy(np.array(value)), where)}
+        if isinstance(value, np.generic) and not isinstance(plain := value.item(), np.generic):
+            return self.encode(plain, where)
+        if isinstance(value, np.ndarray) and (value.dtype.kind, value.dtype.itemsize) in _ARRAYS:
+            return {"array": self._tensor(torch.from_numpy(value.astype(value.dtype.newbyteorder("="))), where)}
         raise CheckpointError(
             f"cannot save {where}: a {type(value).__module__}.{type(value).__qualname__} is neither a tensor nor "
             "plain data (None, bool, int, float, str, bytes, list, tuple, dict); no pickle is written, so let "
@@ -105,7 +108,7 @@ class Encoder:
             raise CheckpointError(f"cannot save {where}: the tensor is {kind}")
         tensor = tensor.detach()
         here = part_of(tensor) if sharded else tensor
-        place = (here.device, here.data_ptr(), here.dtype, tensor.shape, here.stride(), here.is_conj())
+        place = (here.device, here.data_ptr(), here.dtype, tensor.shape, here.stride(), here.is_conj(), here.is_neg())
         name = self._names.get(place) if here.numel() else None
         if name is None:
             name = where
