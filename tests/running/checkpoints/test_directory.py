@@ -56,6 +56,11 @@ def test_a_name_is_never_used_twice(directory):
     assert names == ["step-00000005", "step-00000005.1", "step-00000006", "step-00000005.2"]
 
 
+def test_a_longer_number_that_begins_alike_is_another_step(directory):
+    fill(directory, "step-100000000", "step-100000000.1")
+    assert directory.fresh_name(10_000_000) == "step-10000000"
+
+
 def test_pruning_leaves_the_newest_and_what_is_not_a_checkpoint(directory):
     fill(directory, "step-00000001", "step-00000002", "step-00000003", "step-00000001.bad", "mine")
     directory.prune(Keep(2))

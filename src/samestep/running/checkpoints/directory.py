@@ -113,7 +113,8 @@ class Directory:
     def fresh_name(self, step: int) -> str:
         """A name for a checkpoint of ``step`` that sorts behind all that exist of this step."""
         name = f"step-{step:08d}"
-        taken = [int(other.removeprefix(name).strip(".") or 0) for other in self.names() if other.startswith(name)]
+        found = [match for other in self.names() if (match := _COMPLETE.fullmatch(other))]
+        taken = [int(match[2] or 0) for match in found if int(match[1]) == step]
         return f"{name}.{max(taken) + 1}" if taken else name
 
     def temporary(self, name: str) -> Path:
