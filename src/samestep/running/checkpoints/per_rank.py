@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
+from torch import Tensor
 
+from samestep.errors import CheckpointError
 from samestep.running.checkpoints.format import Encoder, decode
 from samestep.running.checkpoints.named import State
 from samestep.runtime.exchange import agree, gather_json, gather_tensors
@@ -35,19 +37,26 @@ def gathered(thing: Any, state: State, world: World) -> State:
     key = getattr(thing, "per_rank", None)
     if key is None:
         return state
-    encoder, tree, problem = Encoder(), None, None
+    tree, data, problem = None, b"", None
     try:
+        encoder = Encoder()
         tree = encoder.encode(state.content[key], key)
-        encoder.plain()
+        data = to_bytes({name: _alone(tensor) for name, tensor in encoder.plain().items()})
     except Exception as error:  # noqa: BLE001  (agree raises it, here and on every other rank)
         problem = error
     agree(world.everyone, problem)
-    data = to_bytes({name: tensor.detach().cpu().clone() for name, tensor in encoder.tensors.items()})
     every = {
         "trees": gather_json(world.everyone, tree),
         "tensors": gather_tensors(world.everyone, torch.frombuffer(bytearray(data), dtype=torch.uint8)),
     }
     return State({**state.about, "per_rank": key}, {**state.content, key: every})
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Returns a copy on the CPU whose elements lie one after another, as safetensors takes it."""
+    if tensor.dtype == torch.complex128:  # which it does not have
+        raise CheckpointError("a loader's state holds a complex128 tensor: keep it as view_as_real(…) or complex64")
+    return tensor.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def own(state: State, world: World) -> State:
