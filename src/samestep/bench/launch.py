@@ -105,7 +105,7 @@ class _Sides:
             variables |= {"OMP_NUM_THREADS": "1"}
             began = time.clock_gettime(time.CLOCK_MONOTONIC)
             done = subprocess.run(
-                command, env=child_environment(variables), capture_output=True, text=True, check=False
+                command, env=child_environment(variables), capture_output=True, text=True, errors="replace", check=False
             )
             if done.returncode != 0:
                 raise SamestepError(f"{' '.join(command)} ended with code {done.returncode}: {done.stderr[-2000:]}")

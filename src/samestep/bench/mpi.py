@@ -102,6 +102,7 @@ def _job(options: Options) -> tuple[Rows, dict[str, Any]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
             check=False,
         )
         if done.returncode:

@@ -32,7 +32,9 @@ def _named_gpus(text: str) -> int:
 
 def _present_gpus(driver: Path) -> int:
     try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=20)
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, errors="replace", check=False, timeout=20
+        )
     except (OSError, subprocess.TimeoutExpired):
         return len(list(driver.iterdir())) if driver.is_dir() else 0
     lines = listing.stdout.splitlines()

@@ -363,7 +363,9 @@ def _listener(place: Sibling) -> Listener:
 
 def names_of(host: str, ssh_args: str = "") -> set[str]:
     """Returns what else ssh calls a host: the name or address that its configuration has for it."""
-    done = subprocess.run(["ssh", *shlex.split(ssh_args), "-G", host], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["ssh", *shlex.split(ssh_args), "-G", host], capture_output=True, text=True, errors="replace", check=False
+    )
     found = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
     machine = host.rpartition("@")[2]
     return {machine, machine.partition(".")[0], *found}

@@ -65,7 +65,9 @@ def options(version: str, *, is_root: bool) -> list[str]:
 
 def _version(program: str) -> str:
     try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=ANSWER_S, check=False)
+        done = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, errors="replace", timeout=ANSWER_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"{program} --version does not answer: {error}") from error
     return " ".join(done.stdout.split())

@@ -231,7 +231,9 @@ def submit(script: str, folder: Path) -> str:
 
 def _submit(file: Path) -> str:
     try:
-        done = subprocess.run(["sbatch", "--parsable", file], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["sbatch", "--parsable", file], capture_output=True, text=True, errors="replace", check=False
+        )
     except FileNotFoundError:
         raise UsageError(
             "there is no sbatch here: submit on a host of the cluster, or name the hosts with --hosts"

@@ -148,6 +148,7 @@ def _told(request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
             input=json.dumps(request) + "\n",
             capture_output=True,
             text=True,
+            errors="replace",
             check=False,
             timeout=timeout,
             env=child_environment({"OMP_NUM_THREADS": "1"}),
