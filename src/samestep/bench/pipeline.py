@@ -127,12 +127,13 @@ def waiting(world: World, schedule: str, link: Link, repeats: int) -> Times:
         schedule=schedule,
         micro_batches=MICRO_BATCHES,
     )
-    measured = measure(list(waits(stages).named_children()), [torch.ones(1, 4)], torch.sum, REPEATS)
+    x, y = torch.ones(MICRO_BATCHES, 4), torch.zeros(MICRO_BATCHES, 4)
+    layers = list(waits(stages).named_children())
+    measured = measure(layers, [x[:1]], lambda outputs: functional.mse_loss(outputs, y[:1]), REPEATS)
     plan = named(schedule, stages, MICRO_BATCHES)
     problem = Problem(halved(measured, plan), [Device()] * stages, plan, link)
     predicted = tell_json(world.everyone, simulate(plan, problem.costs(range(1, stages + 1))).seconds)
-    batch = torch.ones(MICRO_BATCHES, 4), torch.zeros(MICRO_BATCHES, 4)
-    return against(world, stepper(stage, batch), predicted, repeats)
+    return against(world, stepper(stage, (x, y)), predicted, repeats)
 
 
 def rebalanced(world: World, repeats: int) -> tuple[Times, dict[str, float]]:
