@@ -163,6 +163,10 @@ def test_equal_infinities_do_not_differ():
     assert largest_difference(endless, -endless) == float("inf")
 
 
+def test_imaginary_parts_count_in_the_largest_difference():
+    assert largest_difference(torch.tensor([1 + 3j]), torch.tensor([1 - 1j])) == 4
+
+
 def test_the_largest_difference_is_found_and_nan_is_never_small():
     assert largest_difference({"a": torch.zeros(2), "b": 1.0}, {"a": torch.tensor([0.0, -0.5]), "b": 1.25}) == 0.5
     nan = largest_difference([torch.tensor(float("nan"))], [torch.tensor(0.0)])

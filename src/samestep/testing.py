@@ -165,7 +165,8 @@ def largest_difference(actual: Any, expected: Any) -> float:
         first, second = torch.as_tensor(actual_one), torch.as_tensor(expected_one)
         assert first.shape == second.shape, f"{place}: shape {_shape(first)} is not {_shape(second)}"
         if first.numel():
-            one, other = first.detach().double(), second.detach().double()
+            wide = torch.complex128 if first.is_complex() or second.is_complex() else torch.float64
+            one, other = first.detach().to(wide), second.detach().to(wide)
             gap = float((one - other).abs().masked_fill(one == other, 0.0).max())  # infinities may be equal
             worst = gap if gap != gap or gap > worst else worst  # noqa: PLR0124  (a NaN stays)
     return worst
