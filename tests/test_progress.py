@@ -71,6 +71,7 @@ def test_a_record_in_a_file_is_read_by_its_path(tmp_path):
     try:
         progress.note_step(7)
         assert progress.read_file(tmp_path / "rank3.progress").step == 7
+        assert (tmp_path / "rank3.progress").stat().st_mode & 0o777 == 0o600  # of its user alone, as all of a run
     finally:
         progress.detach()
 

@@ -189,7 +189,7 @@ def create() -> int:
 
 def create_file(path: Path) -> int:
     """Returns a descriptor of new memory that others find by its path."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     os.ftruncate(descriptor, SIZE)
     return descriptor
 
