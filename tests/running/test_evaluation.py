@@ -326,6 +326,35 @@ def test_the_rank_that_failed_is_blamed_and_not_those_it_told(two_ranks):
     assert failure.value.rank == 1
 
 
+class Lost(Dataset):
+    """A folder that one rank cannot list."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __len__(self):
+        if self.rank == 1:
+            raise FileNotFoundError("no such folder")
+        return 4
+
+    def __getitem__(self, index):
+        return index, index
+
+
+def error_of_a_lost_dataset():
+    with samestep.world() as world:
+        try:
+            samestep.evaluate(pass_on, Lost(world.rank), world, batch_size=4, metrics={})
+        except Exception as error:  # noqa: BLE001  (what it is, is what is asked)
+            return f"{type(error).__name__}: {error}"
+
+
+def test_a_dataset_that_one_rank_cannot_measure_holds_up_no_other(two_ranks):
+    other, own = two_ranks(error_of_a_lost_dataset)
+    assert own == "FileNotFoundError: no such folder"
+    assert other == "PeerError: rank 1 failed: FileNotFoundError: no such folder"
+
+
 def raise_in_metric(outputs, targets):
     raise ZeroDivisionError("no positives")
 

@@ -129,7 +129,7 @@ def _agreed_length(dataset: MapDataset, batch_size: int, world: World) -> int:
     try:
         length = _length(dataset)
         _require_positive(batch_size)
-    except DataError as error:
+    except Exception as error:  # noqa: BLE001  (agree raises it, here and on every other rank)
         problem = error
     exchange.agree(world.data, problem)
     lengths = exchange.gather_json(world.data, length)
