@@ -1,4 +1,7 @@
-"""A file that is there whole or not at all: written under another name beside it, and then renamed."""
+"""A file that is there whole or not at all: written under another name beside it, and then renamed.
+
+What is no plain file of its own (/dev/stdout, a pipe, somebody's link) stays what it is, and is written through.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ __all__: list[str] = []
 
 
 def write_whole(path: Path, pieces: Iterable[str]) -> None:
-    """Writes a text; compressed, if the file's name ends in .gz.
+    """Writes a text; compressed, if it is a plain file whose name ends in .gz.
 
     Raises:
         UsageError: it cannot be written.
@@ -23,6 +26,9 @@ def write_whole(path: Path, pieces: Iterable[str]) -> None:
         raise UsageError(f"{path} is a directory: name a file in it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            _write(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666), pieces, compressed=False)
+            return
         descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
         try:
             _write(descriptor, pieces, compressed=path.suffix == ".gz")
