@@ -204,7 +204,7 @@ def test_a_result_that_cannot_be_written_in_the_end_does_not_hide_the_runs_own_c
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("import os\nos.mkdir('result.json')\nraise SystemExit(5)")
     assert main(["run", "-n", "1", "--json", "result.json", "train.py"]) == 5
-    assert capfd.readouterr().err.endswith("samestep: error: --json result.json cannot be written: Is a directory\n")
+    assert capfd.readouterr().err.endswith("samestep: error: --json result.json is a directory: name a file in it\n")
 
 
 def test_a_run_directory_that_only_the_attempt_shows_to_be_impossible_is_one_line(capfd, monkeypatch, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from samestep.bench.harness import Comparison, Options, Report
 from samestep.bench.plot import check_plot, draw
 from samestep.cli.before import check_json, warn_of_others
 from samestep.cli.options import Parser
+from samestep.cli.result import write_json
 from samestep.errors import UsageError
 from samestep.rankenv import read_rank_variables
 
@@ -81,9 +81,7 @@ def main(arguments: Sequence[str]) -> int:
         _write(options.write, report.file)
     if options.plot is not None:
         draw(report, options.plot)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
-    return 0
+    return write_json(options.json, report.as_json())
 
 
 def _write(file: Path, text: str) -> None:

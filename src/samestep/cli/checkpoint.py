@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.cli.before import check_json
 from samestep.cli.options import Parser
+from samestep.cli.result import write_json
 from samestep.errors import CheckpointError, UsageError
 from samestep.reporting.words import printable, size, some
 
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse(arguments)
     if options.action != "convert":
         _refuse(options, "destination", "to", "kind", "step", "epoch", "timeout")
+        if options.json is not None:
+            check_json(options.json)
         return ACTIONS[options.action](options)
     if options.destination is None:
         raise UsageError("convert needs two paths: `samestep checkpoint convert runs/digits model.pt`")
@@ -106,8 +109,8 @@ def _list(options: argparse.Namespace) -> int:
     if seen:
         console.print(table)
     _tell_aside(console, options.path, folders)
-    _write(options.json, {"path": str(options.path), "checkpoints": [_as_json(one) for one in seen]})
-    return 0 if all(one.problem is None for one in seen) else 1
+    told = {"path": str(options.path), "checkpoints": [_as_json(one) for one in seen]}
+    return write_json(options.json, told, int(any(one.problem is not None for one in seen)))
 
 
 def _numbers(manifest: Manifest | None) -> tuple[str, str, str]:
@@ -149,8 +152,8 @@ def _show(options: argparse.Namespace) -> int:
     for name, state in positions(manifest):
         console.print(f"{printable(name)}: {_position(state)}")
     _show_tensors(console, manifest, whole=options.all)
-    _write(options.json, {**_as_json(one), "objects": [vars(part) for part in parts(manifest)], **_rest(manifest)})
-    return 0 if one.problem is None else 1
+    told = {**_as_json(one), "objects": [vars(part) for part in parts(manifest)], **_rest(manifest)}
+    return write_json(options.json, told, int(one.problem is not None))
 
 
 def _ranks(manifest: Manifest) -> str:
@@ -235,9 +238,8 @@ def _verify(options: argparse.Namespace) -> int:
     wrong = [one for one in seen if not one.is_right]
     count = some(len(seen), "checkpoint")
     console.print(f"{count}: all as saved" if seen and not wrong else f"{count}: {len(wrong)} not right")
-    rows = [_as_json(one) for one in seen]
-    _write(options.json, {"path": str(options.path), "ok": bool(seen) and not wrong, "checkpoints": rows})
-    return 0 if seen and not wrong else 1
+    ok, rows = bool(seen) and not wrong, [_as_json(one) for one in seen]
+    return write_json(options.json, {"path": str(options.path), "ok": ok, "checkpoints": rows}, int(not ok))
 
 
 def _tell(console: Console, one: Seen) -> None:
@@ -315,15 +317,6 @@ def _as_json(one: Seen) -> dict[str, Any]:
         "tensors": [] if problem is None else list(problem.tensors),
         "ledgers": {name: vars(ledger) for name, ledger in one.ledgers.items()},
     }
-
-
-def _write(path: Path | None, told: dict[str, Any]) -> None:
-    if path is None:
-        return
-    try:
-        path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error
 
 
 def _clock(seconds: float) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from samestep.cli.before import check_json
 from samestep.cli.options import Parser
+from samestep.cli.result import write_json
 from samestep.doctor.line import Line, worst
 from samestep.errors import RankVariablesError, UsageError
 from samestep.rankenv import RankVariables, read_rank_variables
@@ -50,9 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.json is not None and str(options.json) != STANDARD:
         check_json(options.json)
     lines, shows = _look(options)
-    if shows:
-        _tell(lines, options)
-    return int(worst(lines) == "error")
+    code = int(worst(lines) == "error")
+    return _tell(lines, options, code) if shows else code
 
 
 def _parser() -> Parser:
@@ -124,18 +124,17 @@ def _progress(left: str) -> None:
         sys.stderr.flush()
 
 
-def _tell(lines: Sequence[Line], options: argparse.Namespace) -> None:
-    if options.json is not None:
-        verdict = "fails" if worst(lines) == "error" else "works"
-        text = json.dumps({"v": FORMAT, "verdict": verdict, "lines": [line.as_json() for line in lines]})
-        if str(options.json) == STANDARD:
-            print(text)
-            return
-        options.json.write_text(text + "\n", encoding="utf-8")
+def _tell(lines: Sequence[Line], options: argparse.Namespace, code: int) -> int:
+    """Shows what was found and writes it; returns the exit code."""
+    told = {"v": FORMAT, "verdict": "fails" if code else "works", "lines": [line.as_json() for line in lines]}
+    if str(options.json) == STANDARD:
+        print(json.dumps(told))
+        return code
     here = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if here else None
     for line in shown(lines, wrong=options.wrong, coloured=here, width=width):
         print(line)
+    return write_json(options.json, told, code)
 
 
 def shown(lines: Sequence[Line], *, wrong: bool, coloured: bool, width: int | None = None) -> list[str]:

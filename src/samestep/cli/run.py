@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import json
 import secrets
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from samestep.cli.before import check_json, check_program, check_run_path, run_path
 from samestep.cli.hosts import add_options, check_effect, listed, opened, own_ranks, place, seconds, taken_along
 from samestep.cli.mpi import under_mpiexec
 from samestep.cli.options import Parser
+from samestep.cli.result import write_json
 from samestep.errors import UsageError
 from samestep.launch.cluster import Part
 from samestep.launch.console import say
@@ -111,9 +110,7 @@ def main(arguments: Sequence[str]) -> int:
         checked = outcome(plan.directory.path, plan.size)
         told |= checked
         code = code or int(checked["verdict"] == "different")
-    if options.json is not None:
-        return _write_json(options.json, told | {"exit": code})
-    return code
+    return write_json(options.json, told | {"exit": code}, code)
 
 
 def _set(options: argparse.Namespace) -> None:
@@ -138,16 +135,6 @@ def _ended(verdict: Verdict) -> str:
     """Returns what a person at another host is told of a run's end."""
     cause = next((line for line in explain(verdict, None) if line.startswith("samestep: ")), "")
     return f"the run is over, exit code {verdict.exit_code}{cause.replace('samestep:', ':', 1)}"
-
-
-def _write_json(file: Path, told: dict[str, Any]) -> int:
-    try:
-        file.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        say(f"error: --json {file} cannot be written: {error.strerror}")
-        return told["exit"] or 1
-    code: int = told["exit"]
-    return code
 
 
 def _queue(options: argparse.Namespace) -> int:

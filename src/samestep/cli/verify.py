@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import signal
-import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +13,12 @@ from typing import NoReturn
 
 from samestep.cli.before import check_json, check_program
 from samestep.cli.options import Parser
+from samestep.cli.result import write_json
 from samestep.errors import UsageError
 from samestep.launch import mpiexec
 from samestep.launch.memory import check_room
 from samestep.verification.findings import EXIT_CODES
 from samestep.verification.pages import PAGES
-from samestep.verification.report import Report
 from samestep.verification.runs import STILL_S, Script
 
 __all__ = ["main"]
@@ -94,16 +92,7 @@ def _verify(options: argparse.Namespace, script: Script) -> int:
         check_room(options.ranks)
         report = examine(script, options.ranks, steps=options.steps, still_s=options.timeout, say=progress.say)
     print(shown(report), end="")
-    if options.json is not None:
-        _write(options.json, report)
-    return EXIT_CODES[report.verdict]
-
-
-def _write(file: Path, report: Report) -> None:
-    try:
-        file.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        print(f"samestep: error: --json {file} cannot be written: {error.strerror}", file=sys.stderr)
+    return write_json(options.json, report.as_json(), EXIT_CODES[report.verdict])
 
 
 def _explain(code: str) -> int:

@@ -1,0 +1,30 @@
+"""What a command has found, for programs: the file that `--json` names, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UsageError
+
+__all__: list[str] = []
+
+
+def write_json(file: Path | None, told: Any, code: int = 0) -> int:
+    """Writes it, if there is a file to write it to; returns the exit code, `code`.
+
+    Where it cannot be written after all, that is said, and a code of 0 becomes another: nobody shall take what an
+    earlier command has left there for this one's.
+    """
+    if file is None:
+        return code
+    from samestep.reporting.draft import write_whole
+
+    try:
+        write_whole(file, [json.dumps(told, indent=2), "\n"])
+    except UsageError as error:
+        print(f"samestep: error: --json {error}", file=sys.stderr)
+        return code or error.exit_code
+    return code
