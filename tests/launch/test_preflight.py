@@ -62,6 +62,16 @@ def test_a_pair_that_cannot_connect_comes_before_everything_else():
     assert told.startswith("host a cannot reach host b (no answer in 3 s): open all ports between them")
 
 
+def test_all_pairs_that_cannot_connect_are_named():
+    reached = {"a": {"b": None, "c": "refuses"}, "b": {"c": "no answer in 3 s"}, "c": {"a": None, "b": "refuses"}}
+    told = judged({}, {}, {}, reached=reached)
+    assert told.startswith("host a cannot reach host c (refuses); nor do these reach each other: b - c: open all ports")
+    many = {name: {"a": "refuses"} for name in "bcdefghijkl"}
+    assert "d - a" not in judged({}, {}, reached=many)
+    assert judged({}, {}, reached=many).count(" - ") == 8
+    assert ", and 2 more: open" in judged({}, {}, reached=many)
+
+
 def test_too_many_ranks_for_a_host():
     assert "host b has 2 slots and 3 ranks are asked for" in judged({}, {}, slots={"a": (3, 4), "b": (3, 2)})
 

@@ -15,6 +15,8 @@ from samestep.launch.facts import Facts
 
 __all__: list[str] = []
 
+MOST_PAIRS = 8  # that are named beside the first
+
 Reached = Mapping[str, Mapping[str, str | None]]  # from whom, to whom: why not, or None
 
 
@@ -46,6 +48,7 @@ def _unreached(reached: Reached, facts: Sequence[Facts], interface: str | None) 
             if reason is not None:
                 back = reached.get(target, {}).get(source)
                 both = "; nor the other way round" if back is not None else ""
+                both += _others(reached, source, target)
                 if interface is not None:
                     address = next((fact.address_on(interface) for fact in facts if fact.name == target), None)
                     return (
@@ -57,6 +60,15 @@ def _unreached(reached: Reached, facts: Sequence[Facts], interface: str | None) 
                     "the network that joins them with --interface"
                 )
     return None
+
+
+def _others(reached: Reached, source: str, target: str) -> str:
+    """Returns the other pairs that do not reach each other: one cable, or one host's firewall, is then plain to see."""
+    pairs = {tuple(sorted((one, other))) for one, row in reached.items() for other, why in row.items() if why}
+    rest = sorted(pairs - {tuple(sorted((source, target)))})
+    more = f", and {len(rest) - MOST_PAIRS} more" if len(rest) > MOST_PAIRS else ""
+    named = ", ".join(" - ".join(pair) for pair in rest[:MOST_PAIRS])
+    return f"; nor do these reach each other: {named}{more}" if rest else ""
 
 
 def _versions(facts: Sequence[Facts]) -> str | None:
