@@ -193,6 +193,11 @@ def variable(name: str, default: str | None = None) -> str | None:
     return os.environ.get(name, default)
 
 
+def variable_names() -> list[str]:
+    """Returns the names of all environment variables of this process."""
+    return sorted(os.environ)
+
+
 def set_variables(values: Mapping[str, str | None]) -> None:
     """Sets environment variables of this process; None removes one."""
     for name, value in values.items():

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import socket
-import stat
-import subprocess
+import json
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
 from samestep.cli import doctor as command
-from samestep.doctor import disk, gpus, machine, names, software, trial, variables
-from samestep.doctor.judge import judge
+from samestep.doctor import gpus, software, trial, variables
 from samestep.doctor.line import Line, fine, kept, worst
-from samestep.launch.network import Interface
-
-ETHERNET = Interface("eth0", "10.0.0.5", "255.255.255.0")
-LOOPBACK = Interface("lo", "127.0.0.1", "255.0.0.0")
 
 
 def levels(lines):
@@ -80,7 +73,7 @@ def test_long_lines_are_broken_where_the_terminal_ends():
     ],
 )
 def test_torch_must_be_there_new_enough_and_for_the_gpus(installed, gpus_here, level):
-    line = software.torch(installed, gpus_here)
+    line = software.torch(installed, gpus_here, (12, 8) if installed and "cu" in installed else (0,))
     assert line.level == level
     assert bool(line.mend) == (level != "fine")
 
@@ -89,140 +82,23 @@ def test_packages_that_contradict_each_other_are_named():
     said = "torchvision 0.27.0 has requirement torch==2.12.0, but you have torch 2.13.0.\nblack 1 requires click."
     (line,) = software.quarrels((1, said))
     assert (line.level, line.text) == ("warning", said.splitlines()[0])
+    assert line.mend == f"{shlex.quote(sys.executable)} -m pip install --upgrade torchvision torch==2.13.0"
     assert [line.level for line in software.quarrels((0, "No broken requirements found."))] == ["fine"]
-    assert list(software.quarrels((1, "/usr/bin/python: No module named pip"))) == []
+    assert [line.level for line in software.quarrels((1, "black 1 requires click."))] == ["fine"]
+
+
+@pytest.mark.parametrize("answer", [(1, "/usr/bin/python: No module named pip"), (-1, "timed out")])
+def test_an_environment_without_pip_is_not_called_sound(answer):
+    (line,) = software.quarrels(answer)
+    assert (line.level, line.mend) == ("note", f"{shlex.quote(sys.executable)} -m ensurepip")
 
 
 def test_slurm_is_judged_by_its_nodes():
-    assert software.slurm((0, "4 idle\n1 down*"), configured=True).text == "nodes: 4 idle, 1 down*"
+    line = software.slurm((0, "4 idle\n1 down*"), configured=True, release="slurm 23.11.4")
+    assert line.text == "slurm 23.11.4, nodes: 4 idle, 1 down*"
     assert software.slurm((0, "2 drained\n1 down*"), configured=True).level == "warning"
     assert software.slurm((1, "sinfo: error: no controller"), configured=True).level == "warning"
     assert software.slurm((1, "no configuration"), configured=False).level == "fine"
-
-
-# --- machine -----------------------------------------------------------------------------------
-
-
-def test_shared_memory_must_be_there_and_large(tmp_path):
-    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    assert machine.shared_memory(tmp_path).level == ("fine" if free >= machine.LEAST_SHM else "warning")
-    missing = machine.shared_memory(tmp_path / "no")
-    assert (missing.level, missing.text) == ("warning", "cannot be used: No such file or directory")
-
-
-def test_shared_memory_of_a_container_is_too_small(tmp_path, monkeypatch):
-    of_docker = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 0, 0, 0, 0, 255))  # 64 MiB
-    monkeypatch.setattr(os, "statvfs", lambda _: of_docker)
-    line = machine.shared_memory(tmp_path)
-    assert (line.level, line.text) == ("warning", "67.1 MB free of 67.1 MB")
-    assert "--shm-size" in line.mend
-
-
-def test_open_files_are_counted():
-    assert machine.open_files(1024).level == "note"
-    assert machine.open_files(65536).level == machine.open_files(resource.RLIM_INFINITY).level == "fine"
-
-
-def test_memory_is_that_of_the_control_group(tmp_path):
-    for name, text in {
-        "proc/meminfo": "MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 900 kB\n",
-        "proc/self/cgroup": "0::/job\n",
-        "proc/self/mountinfo": "1 0 0:1 / /sys/fs/cgroup rw - cgroup2 none rw\n",
-        "sys/fs/cgroup/job/memory.max": "409600\n",
-        "sys/fs/cgroup/job/memory.current": "102400\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert machine.read_memory(tmp_path) == (307_200, 409_600)
-    (tmp_path / "sys/fs/cgroup/job/memory.max").write_text("max\n")
-    assert machine.read_memory(tmp_path) == (900 << 10, 1000 << 10)
-
-
-# --- disk --------------------------------------------------------------------------------------
-
-
-def test_a_disk_is_measured_and_left_as_it_was(tmp_path):
-    found = levels(disk.look(tmp_path))
-    assert [about for about, _ in found] == ["disk", "disk speed", "file locks"]
-    assert ("file locks", "fine") in found
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_may_not_be_written_is_an_error(tmp_path):
-    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    assert levels(disk.look(tmp_path)) == [("disk", "error")]
-
-
-def test_a_folder_that_cannot_be_written_is_an_error():
-    ((line),) = disk.look(Path("/proc"))
-    assert (line.about, line.level) == ("disk", "error")
-    assert "--run-dir" in line.mend
-
-
-# --- names -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("address", "level", "said"),
-    [
-        ("10.0.0.5", "fine", ""),
-        ("127.0.1.1", "note", "connect to themselves"),
-        ("10.9.9.9", "warning", "not this host"),
-        (None, "warning", "leads nowhere"),
-    ],
-)
-def test_the_hosts_own_name_must_lead_to_it(address, level, said, monkeypatch, tmp_path):
-    def look_up(*_):
-        if address is None:
-            raise socket.gaierror(-2, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    line = names.own_name("node7", [ETHERNET, LOOPBACK])
-    assert line.level == level
-    assert said in line.text + line.effect
-    if level == "fine":
-        return
-    hosts = tmp_path / "hosts"
-    hosts.write_text("127.0.1.1 node7\n" if address else "")
-    mended = line.mend.replace("/etc/hosts", str(hosts)).replace("/tmp/hosts", str(tmp_path / "draft"))
-    subprocess.run(["sh", "-c", mended], check=True)
-    assert hosts.read_text().splitlines() == ["10.0.0.5 node7", *(["127.0.1.1 node7"] if address else [])]
-
-
-def test_a_port_that_is_taken_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        number = taken.getsockname()[1]
-        line = list(names.ports(number))[-1]
-    assert (line.level, line.text) == ("note", f"{number} is taken")
-    assert list(names.ports(number))[-1].level == "fine"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "is_there"),
-    [
-        ("GLOO_SOCKET_IFNAME", "eth0", True),
-        ("GLOO_SOCKET_IFNAME", "eth", False),
-        ("NCCL_SOCKET_IFNAME", "eth", True),
-        ("NCCL_SOCKET_IFNAME", "=eth", False),
-        ("NCCL_SOCKET_IFNAME", "^docker", True),
-        ("NCCL_SOCKET_IFNAME", "ib0,eth0:1", True),
-        ("NCCL_SOCKET_IFNAME", "ib", False),
-    ],
-)
-def test_variables_must_name_interfaces_that_are_there(name, value, is_there, monkeypatch):
-    monkeypatch.setenv(name, value)
-    assert levels(names.chosen([ETHERNET, LOOPBACK])) == ([] if is_there else [(name, "error")])
-
-
-def test_adapters_that_are_down_are_named(tmp_path):
-    for number, state in (("1", "4: ACTIVE"), ("2", "1: DOWN")):
-        port = tmp_path / "mlx5_0/ports" / number
-        port.mkdir(parents=True)
-        (port / "state").write_text(state + "\n")
-        (port / "rate").write_text("200 Gb/sec (4X HDR)\n")
-    assert levels(names.adapters(tmp_path)) == [("InfiniBand mlx5_0", "fine"), ("InfiniBand mlx5_0", "warning")]
 
 
 # --- variables ---------------------------------------------------------------------------------
@@ -244,27 +120,50 @@ def test_adapters_that_are_down_are_named(tmp_path):
         ("OMP_PROC_BIND", "false", None),
         ("OMP_PROC_BIND", "close", "warning"),
         ("CUDA_VISIBLE_DEVICES", "", "note"),
+        ("OMP_WAIT_POLICY", "ACTIVE", "warning"),
+        ("KMP_BLOCKTIME", "200", None),
+        ("KMP_BLOCKTIME", "infinite", "warning"),
+        ("GLOO_DEVICE_TRANSPORT", "TCP_TLS", "warning"),
+        ("GLOO_DEVICE_TRANSPORT", "TCP", None),
+        ("MASTER_ADDR", "127.0.0.1", "note"),
+        ("MASTER_ADDR", "no-such-host.invalid", "warning"),
     ],
 )
 def test_a_variable_that_surprises_is_named(name, value, level, monkeypatch):
     monkeypatch.setattr(variables, "visible_gpus", lambda: 0)
-    found = [(line.about, line.level) for line in variables.look({name: value}.get)]
+    found = [(line.about, line.level) for line in variables.look({name: value}.get, [name])]
     assert found == ([("variables", "fine")] if level is None else [(name, level)])
+
+
+def test_whatever_else_is_set_for_a_library_is_told_together():
+    made = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL", "OMP_PLACES": "cores", "NCCL_DEBUG": "WARN", "HOME": "/root"}
+    lines = list(variables.look(made.get, made))
+    assert levels(lines) == [("NCCL_*", "note"), ("OMP_*", "note")]
+    assert lines[0].text == "NCCL_ALGO=Ring, NCCL_PROTO=LL"
+    assert lines[0].mend == "unset NCCL_ALGO NCCL_PROTO"
+
+
+def test_libraries_that_stand_before_torchs_own_are_named(tmp_path):
+    (tmp_path / "libnccl.so.2").touch()
+    (tmp_path / "libpng.so").touch()
+    (line,) = variables.look({"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"}.get, [])
+    assert line.text == f"{tmp_path} holds libnccl.so.2"
+    assert line.mend == "export LD_LIBRARY_PATH=/nowhere"
 
 
 @pytest.mark.parametrize(("visible", "level"), [(2, "note"), (1, "warning"), (0, "note")])
 def test_gpus_that_a_variable_hides_are_counted(visible, level, monkeypatch):
     monkeypatch.setattr(variables, "visible_gpus", lambda: visible)
-    (line,) = variables.look({"CUDA_VISIBLE_DEVICES": "0,1"}.get)
+    (line,) = variables.look({"CUDA_VISIBLE_DEVICES": "0,1"}.get, [])
     assert line.level == level
 
 
 # --- GPUs: as nvidia-smi prints them; no GPU was to be had -----------------------------------------
 
 CARDS = """\
-0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54.15, Default
-1, NVIDIA H100 80GB HBM3, 81559, 70123, 550.54.15, Default
-2, NVIDIA A100-SXM4-40GB, 40960, 4, 550.54.15, Prohibited
+0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54.15, Default, GPU-a0, 9.0
+1, NVIDIA H100 80GB HBM3, 81559, 70123, 550.54.15, Default, GPU-b1, 9.0
+2, NVIDIA A100-SXM4-40GB, 40960, 4, 550.54.15, Prohibited, GPU-c2, 8.0
 """
 JOINED = """\
 \tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity
@@ -275,11 +174,16 @@ NIC0\tPXB\tSYS\t X
 
 
 def test_gpus_in_use_closed_or_unlike_are_named():
-    lines = list(gpus.judge(gpus.read_cards(CARDS), ["4242, python, 70000 MiB"]))
-    assert levels(lines) == [("GPUs", "note"), ("GPUs", "warning"), ("GPUs", "error")]
+    users = gpus.read_users("GPU-b1, 4242, python, 70000 MiB\nGPU-c2, 77, /bin/a, b, 12 MiB\nNo running processes")
+    lines = list(gpus.judge(gpus.read_cards(CARDS), users))
+    assert [level for _, level in levels(lines)] == ["note", "warning", "fine", "error"]
     assert lines[0].text == "1 x NVIDIA A100-SXM4-40GB, 2 x NVIDIA H100 80GB HBM3, driver 550.54.15"
-    assert lines[1].text == "GPU 1 holds 73.5 GB already; 4242, python, 70000 MiB"
+    assert lines[0].mend == "export CUDA_VISIBLE_DEVICES=0,1"
+    assert lines[1].text == "GPU 1 holds 73.5 GB already; 4242 python (70000 MiB)"
     assert lines[1].mend == "export CUDA_VISIBLE_DEVICES=0,2"
+    assert lines[2].text == "GPU 2: 77 /bin/a, b (12 MiB)"
+    (_, alone) = gpus.judge(gpus.read_cards(CARDS.splitlines()[1]), users)
+    assert alone.mend == "kill 4242  # if they are yours, and no longer wanted"
     alike = list(gpus.judge(gpus.read_cards(CARDS.splitlines()[0]), []))
     assert levels(alike) == [("GPUs", "fine")]
 
@@ -293,22 +197,43 @@ def test_how_gpus_are_joined_is_told():
 
 # --- the trial ---------------------------------------------------------------------------------
 
-RIGHT = {"right": True, "seconds": 0.002, "ranks": 2, "cuda": None, "nccl": None}
+BUILD = {"torch": "2.13.0", "cuda": None, "nccl": None, "mpi": False, "openmp": "OpenMP 4.5", "threads": 1}
+RIGHT = {"right": True, "seconds": 0.002, "ranks": 2, **BUILD}
 
 
 def test_backends_without_a_step_are_errors():
     steps = [{"backend": "gloo", **RIGHT}]
-    lines = list(trial.judge(["gloo", "samestep", "nccl"], steps, "rank 1: RuntimeError: no"))
+    failures = {"samestep": "rank 1: RuntimeError: no", "nccl": "ended by SIGBUS"}
+    lines = list(trial.judge(["gloo", "samestep", "nccl"], steps, failures))
     assert [line.level for line in lines] == ["fine", "error", "error"]
-    assert [line.text for line in lines] == [
-        "2 ranks, right, 2.00 ms",
-        "rank 1: RuntimeError: no",
-        "not reached, because of samestep",
-    ]
+    assert [line.text for line in lines] == ["2 ranks, right, 2.00 ms", "rank 1: RuntimeError: no", "ended by SIGBUS"]
+    assert lines[2].mend.endswith(" run -n 2 -m samestep.doctor.step /dev/null nccl  # its whole traceback")
+
+
+def test_what_stands_behind_a_backend_that_fails_is_taken_all_the_same(tmp_path, monkeypatch):
+    def run(words, _):
+        place, *backends = words[words.index(trial.PROGRAM) + 1 :]
+        taken = [name for name in backends if name != "samestep"] if backends[0] != "samestep" else []
+        Path(place).write_text("".join(json.dumps({"backend": name, **RIGHT}) + "\n" for name in taken[:1]))
+        return "samestep cannot"
+
+    monkeypatch.setattr(trial, "_said", run)
+    lines = list(trial._run(tmp_path, ["gloo", "samestep", "nccl"], 2))
+    assert [line.level for line in lines] == ["fine", "error", "fine", "fine"]
+    assert lines[1].text == "samestep cannot"
+    assert (
+        lines[3].text == "gloo of 2.13.0, no NCCL, no MPI of its own: mpi4py carries it; OpenMP 4.5; 1 threads a rank"
+    )
+
+
+def test_processes_that_do_not_find_each_other_are_an_error():
+    (line,) = trial.judge(["mpi"], [{"backend": "mpi", **RIGHT, "ranks": 1}] * 2, {})
+    assert line.text == "2 processes were started, and each finds itself in a world of 1"
+    assert "install --force-reinstall mpi4py mpich" in line.mend
 
 
 def test_a_wrong_gradient_is_an_error():
-    (line,) = trial.judge(["gloo"], [{"backend": "gloo", **RIGHT, "right": False}], "")
+    (line,) = trial.judge(["gloo"], [{"backend": "gloo", **RIGHT, "right": False}], {})
     assert (line.level, line.effect) == ("error", "replicas part, and nothing says so")
 
 
@@ -316,39 +241,3 @@ def test_what_a_trial_wrote_is_read_up_to_a_torn_line(tmp_path):
     (tmp_path / "steps").write_text('{"backend": "gloo"}\n{"backe')
     assert trial.read_steps(tmp_path / "steps") == [{"backend": "gloo"}]
     assert trial.read_steps(tmp_path / "none") == []
-
-
-# --- between hosts -------------------------------------------------------------------------------
-
-
-def found(**changes):
-    """Three hosts, alike, with a folder that all see."""
-    pairs = [(0, 1), (0, 2), (1, 2)]
-    usual = {"latency_s": 1e-4, "bytes_per_s": 1e9, "ahead_s": 0.001}
-    known = [{"first": a, "second": b, **usual} for a, b in pairs]
-    shared = {"see": [0, 1, 2], "get": []}
-    return {"hosts": ["a", "b", "c"], "pairs": known, "shared": shared, "folder": "/work"} | changes
-
-
-def test_hosts_alike_are_fine():
-    lines = list(judge(found()))
-    assert levels(lines) == [(about, "fine") for about in ("links", "from a", "from b", "clocks", "shared folder")]
-    assert [line.text for line in lines][1:3] == ["b 0.10 ms, 1.0 GB/s; c 0.10 ms, 1.0 GB/s", "c 0.10 ms, 1.0 GB/s"]
-
-
-def test_a_slow_link_a_wrong_clock_and_a_folder_of_ones_own_are_named():
-    odd = found(shared={"see": [0, 1], "get": []})
-    odd["pairs"][1] |= {"bytes_per_s": 1e8, "ahead_s": -30.0}
-    odd["pairs"][2] |= {"latency_s": 0.02}
-    lines = {line.about: line for line in judge(odd)}
-    texts = [line.text for line in judge(odd) if line.about == "link"]
-    assert texts == ["a - c: 0.10 ms, 100.0 MB/s", "b - c: 20.0 ms, 1.0 GB/s"]
-    assert lines["clock"].text == "that of c is 30.0 s behind that of a"
-    assert (lines["shared folder"].level, lines["shared folder"].text) == ("warning", "/work is not seen by c")
-
-
-def test_locks_that_do_not_hold_are_named():
-    (line,) = [one for one in judge(found(shared={"see": [0, 1, 2], "get": [2]})) if one.about == "shared folder"]
-    assert line.text == "locks in /work do not keep out c"
-    (line,) = [one for one in judge(found(shared={"see": [0], "get": []})) if one.about == "shared folder"]
-    assert (line.level, line.text) == ("note", "/work is each host's own")

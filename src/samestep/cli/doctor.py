@@ -16,6 +16,7 @@ from samestep.cli.result import write_json
 from samestep.doctor.line import Line, worst
 from samestep.errors import RankVariablesError, UsageError
 from samestep.rankenv import RankVariables, read_rank_variables
+from samestep.reporting.words import printable
 
 __all__ = ["main"]
 
@@ -160,12 +161,12 @@ def _where(named: Sequence[str], everybody: int) -> str:
 
 def _lines(line: Line, where: str, *, coloured: bool, width: int | None) -> list[str]:
     word = f"{WORDS[line.level]:<8}"
-    head = f"{word} {line.about:<{ABOUT}} "
-    rows = _wrapped(f"{head}{where}{line.text}", len(head), width)
+    head = f"{word} {printable(line.about):<{ABOUT}} "
+    rows = _wrapped(f"{head}{printable(where)}{printable(line.text)}", len(head), width)
     if line.level != "fine":
         for name, text in (("causes", line.effect), ("mend", line.mend)):
             label = f"{'':<{INDENT}}{name + ':':<8}"
-            rows += _wrapped(label + text, len(label), width) if text else []
+            rows += _wrapped(label + printable(text), len(label), width) if text else []
     if coloured:
         rows[0] = f"\x1b[{COLOURS[line.level]}m{word}\x1b[0m{rows[0][len(word) :]}"
     return rows

@@ -13,11 +13,13 @@ Ranks exchange over gloo: so this is what a training on CPUs would have.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -28,6 +30,7 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 import samestep
+from samestep.launch.network import addresses
 from samestep.runtime.exchange import gather_json
 
 __all__: list[str] = []
@@ -35,6 +38,7 @@ __all__: list[str] = []
 MARK = "samestep-doctor-between:"  # before the line in which rank 0 says what was found
 MESSAGES, LARGE, LARGES = 20, 4 << 20, 3
 PATIENCE = 5.0  # seconds for a file that one host has made to be seen by others
+LOOKED_UP = 3.0  # seconds for all names
 GIVEN_UP = 60.0  # seconds for all to come
 
 
@@ -60,14 +64,42 @@ def main() -> None:
 def measure(world: Any, folder: Path) -> dict[str, Any]:
     """Returns, on all ranks, their hosts, every pair, and whether they share a folder. Collective."""
     hosts = gather_json(world.everyone, own_name())
+    outer = [each.address for each in addresses() if not each.is_loopback]
+    known_as = gather_json(world.everyone, outer[0] if outer else "127.0.0.1")
+    unknown = gather_json(world.everyone, unknown_names(hosts, own_name()))
     mine = [_pair(world.rank, *pair) for pairs in rounds(world.size) for pair in pairs if world.rank in pair]
     known = [pair for pairs in gather_json(world.everyone, [asdict(one) for one in mine if one]) for pair in pairs]
-    return {"hosts": hosts, "pairs": known, "shared": _shared(world, folder), "folder": str(folder)}
+    return {
+        "hosts": hosts,
+        "addresses": known_as,
+        "unknown": unknown,
+        "pairs": known,
+        "shared": _shared(world, folder),
+        "folder": str(folder),
+    }
 
 
 def own_name() -> str:
     """Returns what this host calls itself."""
     return socket.gethostname()
+
+
+def unknown_names(hosts: Sequence[str], own: str) -> list[int]:
+    """Returns the places of those that this host cannot look up; one that takes too long counts as unknown."""
+    missing = [place for place, host in enumerate(hosts) if host != own]
+
+    def ask(place: int) -> None:
+        with contextlib.suppress(OSError):
+            socket.getaddrinfo(hosts[place], None, socket.AF_INET)
+            missing.remove(place)
+
+    asked = [threading.Thread(target=ask, args=(place,), daemon=True) for place in list(missing)]
+    for thread in asked:
+        thread.start()
+    until = time.monotonic() + LOOKED_UP
+    for thread in asked:
+        thread.join(max(0.0, until - time.monotonic()))
+    return list(missing)
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:

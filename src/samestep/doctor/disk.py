@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ def look(folder: Path) -> Iterator[Line]:
             yield _speed(Path(name))
             yield locks(Path(name))
     except OSError as error:
-        mend = "cd to a folder of your own; or name one with --run-dir"
+        mend = "mkdir -p ~/runs && cd ~/runs  # or name a folder by --run-dir"
         text = f"{folder} cannot be written: {error.strerror}"
         yield Line(about, "error", text, "a run cannot keep its logs and checkpoints", mend)
 
@@ -44,7 +45,9 @@ def _room(folder: Path) -> Line:
     text = f"{size(free)} free in {folder} ({kind_of(folder)})"
     if free < LEAST:
         effect = "checkpoints are refused for want of room"
-        return Line("disk", "warning", text, effect, "du -xh --max-depth=2 | sort -h | tail")
+        return Line(
+            "disk", "warning", text, effect, f"du -xh --max-depth=2 {shlex.quote(str(folder))} | sort -h | tail"
+        )
     return fine("disk", text)
 
 
@@ -71,7 +74,7 @@ def _speed(folder: Path) -> Line:
     text = f"{size(rate)}/s written and safe; a small write safe after {seconds(safe)}"
     if rate < SLOW or safe > LONG:
         effect = "checkpoints take long; they are written beside the training, but a preempted run must wait"
-        return Line("disk speed", "warning", text, effect, "write checkpoints to a local disk")
+        return Line("disk speed", "warning", text, effect, "df -hT  # give checkpoints a folder on a local disk")
     return fine("disk speed", text)
 
 
@@ -98,4 +101,5 @@ def locks(folder: Path) -> Line:
     else:
         text = "keep nobody out"
     effect = "samestep.once may download twice, and two runs may write one checkpoint"
-    return Line("file locks", "warning", text, effect, "mount NFS with locks (not -o nolock), or use a local folder")
+    mend = "findmnt -T . -o TARGET,FSTYPE,OPTIONS  # NFS: mount it without nolock; or use a local folder"
+    return Line("file locks", "warning", text, effect, mend)

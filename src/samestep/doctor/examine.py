@@ -6,20 +6,21 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from samestep.doctor import disk, gpus, machine, names, software, trial, variables
+from samestep.doctor import disk, gpus, machine, names, pairs, routes, software, trial, variables
 from samestep.doctor.line import Line, kept
 
 __all__: list[str] = []
 
 
-def looks(folder: Path) -> dict[str, Callable[[], Iterable[Line]]]:
-    """Returns what is looked at, in the order in which it is shown."""
+def looks(folder: Path, busy: float = 0.0) -> dict[str, Callable[[], Iterable[Line]]]:
+    """Returns what is looked at, in the order in which it is shown; `busy` is how many cores others kept so before."""
     return {
         "software": software.look,
+        "versions": pairs.look,
         "GPUs": gpus.look,
-        "cores and memory": machine.look,
+        "cores and memory": lambda: machine.look(busy=busy),
         "disk": lambda: disk.look(folder),
-        "network": names.look,
+        "network": lambda: (*names.look(), *routes.look()),
         "variables": variables.look,
         "a step of two ranks": trial.look,
     }
@@ -33,7 +34,8 @@ def examine(folder: Path, tell: Callable[[str], None] = lambda _: None, *, steps
         tell: is told what is still looked at.
         steps: whether ranks take steps.
     """
-    chosen = {about: look for about, look in looks(folder).items() if steps or look is not trial.look}
+    all_of_them = looks(folder, machine.busy_before())
+    chosen = {about: look for about, look in all_of_them.items() if steps or look is not trial.look}
     with ThreadPoolExecutor(len(chosen)) as pool:
         under_way = {pool.submit(_listed, about, look): about for about, look in chosen.items()}
         tell(_left(under_way.values(), ()))

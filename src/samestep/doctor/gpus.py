@@ -8,16 +8,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from samestep.doctor.line import Line, fine
+from samestep.doctor.line import Level, Line, fine
+from samestep.doctor.mend import as_root
+from samestep.doctor.pairs import cuda_of_torch, with_driver
 from samestep.doctor.software import said_by
 from samestep.launch.devices import DRIVER
 from samestep.reporting.words import size
 
 __all__: list[str] = []
 
-FIELDS = "index,name,memory.total,memory.used,driver_version,compute_mode"
+FIELDS = "index,name,memory.total,memory.used,driver_version,compute_mode,uuid"
+CAPABILITY = ",compute_cap"  # which a driver that is older than torch needs does not know
+USERS = "gpu_uuid,pid,process_name,used_memory"
 USED = 0.1  # of a GPU's memory
 MIB = 1 << 20
+CLOSED: dict[str, tuple[Level, str, str]] = {
+    "Prohibited": ("error", "is closed", "no process can use it"),
+    "Exclusive_Process": ("note", "is open to one process alone", "a second one on it ends with 'busy'"),
+}
 
 
 @dataclass(frozen=True)
@@ -30,26 +38,49 @@ class Card:
     used: int
     driver: str
     mode: str
+    uuid: str = ""
+    capability: str = ""
+
+
+@dataclass(frozen=True)
+class User:
+    """A process on a GPU."""
+
+    uuid: str
+    pid: int
+    name: str
+    memory: str
+
+    def __str__(self) -> str:
+        return f"{self.pid} {self.name} ({self.memory})"
 
 
 def look() -> Iterator[Line]:
     """Yields what there is."""
-    code, said = said_by(["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits"])
+    code, said = _asked(FIELDS + CAPABILITY)
+    if code > 0 and "compute_cap" in said:
+        code, said = _asked(FIELDS)
     if code != 0:
         yield _none(said)
         return
     cards = read_cards(said)
-    users = said_by(["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"])[1]
-    yield from judge(cards, users.splitlines())
+    users = read_users(said_by(["nvidia-smi", f"--query-compute-apps={USERS}", "--format=csv,noheader"])[1])
+    yield from judge(cards, users)
+    yield from with_driver(cuda_of_torch(), cards[0].driver, {card.name: card.capability for card in cards})
     if len(cards) > 1:
         yield from topology(said_by(["nvidia-smi", "topo", "-m"])[1], len(cards))
+
+
+def _asked(fields: str) -> tuple[int, str]:
+    return said_by(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
 
 
 def _none(said: str) -> Line:
     if DRIVER.is_dir() and any(DRIVER.iterdir()):
         effect = "torch finds no GPU, or fails at the first call"
         text = f"the driver knows some, and nvidia-smi fails: {said.splitlines()[0] if said else 'no answer'}"
-        return Line("GPUs", "error", text, effect, "reboot after a driver's update; docker run --gpus all")
+        mend = as_root("modprobe nvidia && nvidia-smi") + "  # after a driver's update: reboot; docker run --gpus all"
+        return Line("GPUs", "error", text, effect, mend)
     return fine("GPUs", "none; training on the CPU")
 
 
@@ -61,33 +92,63 @@ def read_cards(text: str) -> list[Card]:
     """
     cards = []
     for line in text.splitlines():
-        index, name, total, used, driver, mode = (word.strip() for word in line.split(","))
+        index, name, total, used, *more = (word.strip() for word in line.split(","))
         numbers = [int(word) * MIB if word.isdecimal() else 0 for word in (total, used)]
-        cards.append(Card(int(index), name, numbers[0], numbers[1], driver, mode))
+        cards.append(Card(int(index), name, numbers[0], numbers[1], *more))
     return cards
 
 
-def judge(cards: list[Card], users: list[str]) -> Iterator[Line]:
-    """Yields a line for each kind of GPU, and one for each that is in use, or open to one process alone."""
+def read_users(text: str) -> list[User]:
+    """Reads who uses them; what is in another form says that nobody does, or that it is not told.
+
+    >>> read_users("GPU-1f, 4242, python, 70000 MiB")
+    [User(uuid='GPU-1f', pid=4242, name='python', memory='70000 MiB')]
+    """
+    users = []
+    for line in text.splitlines():
+        uuid, _, rest = line.partition(", ")
+        pid, _, rest = rest.partition(", ")
+        name, _, memory = rest.rpartition(", ")
+        if pid.isdecimal():
+            users.append(User(uuid, int(pid), name, memory))
+    return users
+
+
+def judge(cards: list[Card], users: list[User]) -> Iterator[Line]:
+    """Yields a line for each kind of GPU, who uses them, and one for each in use, or open to one process alone."""
     names = sorted({card.name for card in cards})
     driver = cards[0].driver if cards else "?"
     kinds = ", ".join(f"{sum(card.name == name for card in cards)} x {name}" for name in names)
     if len(names) > 1:
         effect = "the slowest sets the pace of every step"
-        yield Line("GPUs", "note", f"{kinds}, driver {driver}", effect, "choose those alike: CUDA_VISIBLE_DEVICES")
+        most = max(names, key=lambda name: sum(card.name == name for card in cards))
+        alike = ",".join(str(card.index) for card in cards if card.name == most)
+        yield Line("GPUs", "note", f"{kinds}, driver {driver}", effect, f"export CUDA_VISIBLE_DEVICES={alike}")
     else:
         memory = size(cards[0].total) if cards else "?"
         yield fine("GPUs", f"{kinds} of {memory}, driver {driver}")
     for card in cards:
+        theirs = [user for user in users if user.uuid == card.uuid]
         if card.total and card.used > USED * card.total:
-            by = f"; {'; '.join(users)}" if users else ""
-            others = ",".join(str(other.index) for other in cards if other.used <= USED * other.total)
-            effect = "less memory, and slower: out of memory in mid-training"
-            text = f"GPU {card.index} holds {size(card.used)} already{by}"
-            yield Line("GPUs", "warning", text, effect, f"export CUDA_VISIBLE_DEVICES={others}" if others else "")
-        if card.mode == "Prohibited":
-            effect = "no process can use it"
-            yield Line("GPUs", "error", f"GPU {card.index} is closed", effect, f"nvidia-smi -i {card.index} -c 0")
+            yield _in_use(card, theirs, cards)
+        elif theirs:
+            yield fine("GPU users", f"GPU {card.index}: {'; '.join(map(str, theirs))}")
+        if card.mode in CLOSED:
+            level, text, effect = CLOSED[card.mode]
+            yield Line("GPUs", level, f"GPU {card.index} {text}", effect, as_root(f"nvidia-smi -i {card.index} -c 0"))
+
+
+def _in_use(card: Card, users: list[User], cards: list[Card]) -> Line:
+    by = f"; {'; '.join(map(str, users))}" if users else "; by whom is not told here"
+    others = ",".join(str(other.index) for other in cards if other.used <= USED * other.total)
+    effect = "less memory, and slower: out of memory in mid-training"
+    if others:
+        mend = f"export CUDA_VISIBLE_DEVICES={others}"
+    elif users:
+        mend = f"kill {' '.join(str(user.pid) for user in users)}  # if they are yours, and no longer wanted"
+    else:
+        mend = "nvidia-smi  # who holds it; in a container ask outside it"
+    return Line("GPUs", "warning", f"GPU {card.index} holds {size(card.used)} already{by}", effect, mend)
 
 
 def topology(text: str, cards: int) -> Iterator[Line]:

@@ -9,7 +9,9 @@ said in the launcher's own line.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,7 +23,8 @@ from typing import Any
 
 from samestep.doctor.between import MARK
 from samestep.doctor.judge import judge
-from samestep.doctor.line import Line
+from samestep.doctor.line import Line, told_by
+from samestep.doctor.mend import samestep
 from samestep.doctor.trial import read_failure
 from samestep.launch.transport import Started, explain, plan, start
 from samestep.rankenv import fresh_environment
@@ -59,7 +62,10 @@ def examine(named: Named) -> list[Line]:
     unreached = {line.host for line in lines if line.about == "host"}
     if unreached:
         text = f"not measured, for want of {', '.join(sorted(unreached))}"
-        return [*lines, Line("between hosts", "error", text, "a run on these hosts does not start", "see above")]
+        rest = ",".join(host for host in named.hosts if host not in unreached)
+        mend = f"{samestep()} doctor {shlex.join(['--hosts', rest, *_reached_by(named)])}  # the others" if rest else ""
+        effect = "a run on these hosts does not start"
+        return [*lines, Line("between hosts", "error", text, effect, mend or "mend what is said of each host")]
     return [*lines, *_between(named)]
 
 
@@ -75,9 +81,10 @@ def _each(named: Named) -> Iterator[Line]:
         found = _told(answer.out)
         if found is None:
             text = explain(host, named.via, answer.code, "\n".join(answer.err), named.python)
-            yield Line("host", "error", text, "no rank can be started there", f"ssh {host} true", host)
+            mend = f"ssh {named.ssh_args} {shlex.quote(host)} true".replace("  ", " ")
+            yield Line("host", "error", text, "no rank can be started there", mend, host)
         else:
-            yield from (Line(**(line | {"host": host})) for line in found["lines"])
+            yield from told_by(host, found)
 
 
 def _hear(one: Started, answers: dict[str, _Answer]) -> None:
@@ -102,8 +109,9 @@ def _told(out: Sequence[str]) -> dict[str, Any] | None:
     """Returns what a doctor has said, whatever the account's shell has said before it."""
     for line in reversed(out):
         if line.startswith('{"v": '):
-            known: dict[str, Any] = json.loads(line)
-            return known
+            with contextlib.suppress(ValueError, RecursionError):
+                known: dict[str, Any] = json.loads(line)
+                return known
     return None
 
 
@@ -119,14 +127,14 @@ def _between(named: Named) -> Iterator[Line]:
                 words, capture_output=True, text=True, timeout=MEASURING, check=False, env=fresh_environment()
             )
         except subprocess.TimeoutExpired:
-            yield _failed(f"did not end within {MEASURING:.0f} s")
+            yield _failed(named, f"did not end within {MEASURING:.0f} s")
             return
         found = [line.partition(MARK)[2] for line in done.stdout.splitlines() if MARK in line]
         if found:
             yield from judge(json.loads(found[0]))
         else:
             errors = [line for line in done.stderr.splitlines() if line.strip()]
-            yield _failed(read_failure(file) or (errors[-1] if errors else f"ended with code {done.returncode}"))
+            yield _failed(named, read_failure(file) or (errors[-1] if errors else f"ended with code {done.returncode}"))
 
 
 def _optional(named: Named) -> list[str]:
@@ -134,6 +142,13 @@ def _optional(named: Named) -> list[str]:
     return [word for option, value in given.items() if value is not None for word in (option, value)]
 
 
-def _failed(why: str) -> Line:
-    mend = "mend what the line says; samestep run --hosts … --dry-run shows what would be started"
+def _reached_by(named: Named) -> list[str]:
+    """Returns the options with which the hosts are reached, as the user gave them."""
+    via = [] if named.via == "ssh" else ["--via", named.via]
+    return [*via, *([f"--ssh-args={named.ssh_args}"] if named.ssh_args else []), *_optional(named)]
+
+
+def _failed(named: Named, why: str) -> Line:
+    words = ["--hosts", ",".join(named.hosts), *_reached_by(named), "-n", "1", "-m", "samestep.doctor.between"]
+    mend = f"{samestep()} run {shlex.join(words)}  # the same alone, with all that it says"
     return Line("between hosts", "error", why.removeprefix("samestep: error: "), "a run on these hosts fails", mend)

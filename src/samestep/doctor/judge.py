@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
 from samestep.doctor.line import Line, fine
+from samestep.doctor.mend import as_root, hosts_entry, samestep
 from samestep.reporting.words import seconds, size
 
 __all__: list[str] = []
@@ -15,6 +17,7 @@ SLOW = 0.5  # of the median bandwidth
 LATE = 3.0  # times the median latency
 NARROW = 125e6  # bytes a second: 1 Gbit/s
 SKEW = 1.0  # seconds
+SHARED = "findmnt -t nfs,nfs4,lustre,beegfs,ceph,gpfs,fuse.glusterfs  # cd to a folder that all mount"
 
 
 def judge(found: dict[str, Any]) -> Iterator[Line]:
@@ -22,6 +25,7 @@ def judge(found: dict[str, Any]) -> Iterator[Line]:
     hosts, pairs = found["hosts"], found["pairs"]
     yield from _links(hosts, pairs)
     yield from _matrix(hosts, pairs)
+    yield from _names(hosts, found["unknown"], found["addresses"])
     yield from _clocks(hosts, pairs)
     yield _folder(hosts, found["shared"], found["folder"])
 
@@ -37,16 +41,18 @@ def _links(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Li
         if len(pairs) > 1 and pair["bytes_per_s"] < SLOW * bandwidth:
             odd = True
             effect = f"every all-reduce waits for it: the others have {size(bandwidth)}/s"
-            mend = "ethtool and cables of both; another network: --interface NAME"
+            mend = "ip -s link  # errors and drops, on both; another network: --interface NAME"
             yield Line("link", "warning", text, effect, mend)
         elif len(pairs) > 1 and pair["latency_s"] > LATE * latency:
             odd = True
             effect = f"small messages wait for it: the others take {seconds(latency)}"
-            yield Line("link", "warning", text, effect, "see the route: tracepath; another network: --interface NAME")
+            yield Line(
+                "link", "warning", text, effect, f"tracepath {shlex.quote(hosts[pair['second']])}  # on the other"
+            )
     text = f"{'1 pair' if len(pairs) == 1 else f'{len(pairs)} pairs'}, median {seconds(latency)}, {size(bandwidth)}/s"
     if bandwidth < NARROW and not odd:
         effect = "a gradient of 100 MB takes more than a second"
-        mend = "samestep.replicate(…, compress='int8'); samestep bench compress tells whether it pays"
+        mend = f"{samestep()} bench compress  # whether samestep.replicate(…, compress='int8') pays"
         yield Line("links", "note", text, effect, mend)
     else:
         yield fine("links", text)
@@ -58,6 +64,18 @@ def _matrix(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[L
         row = [pair for pair in pairs if pair["first"] == rank]
         told = (f"{hosts[pair['second']]} {_figures(pair)}" for pair in sorted(row, key=lambda pair: pair["second"]))
         yield fine(f"from {host}", "; ".join(told))
+
+
+def _names(hosts: Sequence[str], unknown: Sequence[Sequence[int]], addresses: Sequence[str]) -> Iterator[Line]:
+    """Whether every host knows the others by their names: `unknown` are the ranks that a rank cannot look up."""
+    for rank, others in enumerate(unknown):
+        if others:
+            text = f"{', '.join(hosts[other] for other in others)}: not known on {hosts[rank]}"
+            effect = "torchrun, and scripts that are given the name, fail there; samestep run goes by addresses"
+            entries = [hosts_entry(f"{addresses[other]} {hosts[other]}", first=False) for other in others]
+            yield Line("names", "note", text, effect, f"{' && '.join(entries)}  # on {hosts[rank]}")
+    if not any(unknown):
+        yield fine("names", "each host knows the others")
 
 
 def _figures(pair: dict[str, Any]) -> str:
@@ -78,7 +96,7 @@ def _clocks(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[L
         way = "ahead of" if skew > 0 else "behind"
         text = f"that of {hosts[rank]} is {seconds(abs(skew))} {way} that of {hosts[0]}"
         effect = "times in logs, events and file names do not fit together; make and caches go wrong"
-        yield Line("clock", "warning", text, effect, "timedatectl set-ntp true; chronyc makestep")
+        yield Line("clock", "warning", text, effect, as_root("timedatectl set-ntp true") + f"  # on {hosts[rank]}")
     if ahead and not far:
         yield fine("clocks", f"at most {seconds(max(map(abs, ahead.values())))} apart")
 
@@ -87,15 +105,13 @@ def _folder(hosts: Sequence[str], shared: dict[str, list[int]], folder: str) -> 
     missing = [hosts[rank] for rank in range(len(hosts)) if rank not in shared["see"]]
     if missing and len(missing) >= len(hosts) - 1:
         effect = "checkpoints must lie on a shared folder for runs over several hosts; logs stay on each host"
-        return Line("shared folder", "note", f"{folder} is each host's own", effect, "cd to a folder that all mount")
+        return Line("shared folder", "note", f"{folder} is each host's own", effect, SHARED)
     if missing:
         effect = "a run cannot be resumed there"
-        return Line(
-            "shared folder", "warning", f"{folder} is not seen by {', '.join(missing)}", effect, "mount it there"
-        )
+        return Line("shared folder", "warning", f"{folder} is not seen by {', '.join(missing)}", effect, SHARED)
     if shared["get"]:
         names = ", ".join(hosts[rank] for rank in shared["get"])
         effect = "samestep.once downloads once a host, and two runs may write one checkpoint"
-        mend = "mount NFS with locks (not -o nolock)"
+        mend = f"findmnt -T {shlex.quote(folder)} -o TARGET,FSTYPE,OPTIONS  # NFS: mount it without nolock"
         return Line("shared folder", "warning", f"locks in {folder} do not keep out {names}", effect, mend)
     return fine("shared folder", f"{folder}, seen by all; locks hold")

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from samestep.reporting.words import printable
+
 __all__: list[str] = []
 
 Level = Literal["fine", "note", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("fine", "note", "warning", "error")
+FIELDS = ("about", "level", "text", "effect", "mend")  # of a line, in its order
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Line:
             something may surprise.
         text: what is so.
         effect: what it will cause; "" where it is fine.
-        mend: a command, or what to do.
+        mend: a command that works when pasted; behind `#` stands a remark.
         host: where; "" for all.
     """
 
@@ -45,6 +48,15 @@ def fine(about: str, text: str) -> Line:
 def worst(lines: Iterable[Line]) -> Level:
     """Returns the level of the worst line."""
     return max((line.level for line in lines), key=LEVELS.index, default="fine")
+
+
+def told_by(host: str, found: dict[str, Any]) -> Iterator[Line]:
+    """Yields the lines that another host's doctor has told; what is in no form that is known here is passed over."""
+    lines = found.get("lines")
+    for line in lines if isinstance(lines, list) else ():
+        if isinstance(line, dict) and line.get("level") in LEVELS:
+            words = {name: printable(line.get(name, "")) for name in FIELDS if name != "level"}
+            yield Line(level=line["level"], host=host, **words)
 
 
 def kept(about: str, look: Callable[[], Iterable[Line]]) -> Iterator[Line]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from samestep.doctor.line import Line, fine
-from samestep.launch.cores import MACHINE, Cores, read_cores
+from samestep.doctor.line import Level, Line, fine
+from samestep.doctor.mend import as_root, raised
+from samestep.launch.busy import busy_cores
+from samestep.launch.cores import MACHINE, Cores, groups, read_cores
 from samestep.launch.memory import read_memory
 from samestep.reporting.words import size
 
@@ -17,72 +21,133 @@ __all__: list[str] = []
 SHM = Path("/dev/shm")  # noqa: S108  (the kernel's, not a file of ours)
 LEAST_SHM = 1 << 30  # bytes: two ranks' gradients of a model of 100 million parameters, and some batches
 LEAST_FILES = 4096  # ranks, workers and their pipes; 1,024 is what most distributions give
+WANTED_FILES = 65536
+FEWEST_FILES = 1024  # with fewer, a few ranks are enough
+FEWEST_PROCESSES = 512  # threads count: every rank has some tens
 LEAST_MEMORY = 1 << 30  # bytes
+LARGEST_FILE = 1 << 40  # bytes
+BUSY = 0.5  # of the cores
+UNLIMITED = resource.RLIM_INFINITY
 
 
-def look(root: Path = MACHINE) -> Iterator[Line]:
-    """Yields a line for each."""
-    cores = read_cores(root)
-    yield _cores(cores)
-    yield from _numa(root, len(cores.usable))
+def look(root: Path = MACHINE, busy: float = 0.0) -> Iterator[Line]:
+    """Yields a line for each; `busy` is how many of the cores others kept busy before the doctor began."""
+    yield judge_cores(read_cores(root), busy)
+    yield numa(root)
     yield _memory(*read_memory(root))
     yield shared_memory(SHM)
-    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield processes(root, *resource.getrlimit(resource.RLIMIT_NPROC))
+    yield from largest_file(*resource.getrlimit(resource.RLIMIT_FSIZE))
     yield from _locked(root)
 
 
-def _cores(cores: Cores) -> Line:
-    busy = f", load {os.getloadavg()[0]:.1f}"
+def busy_before() -> float:
+    """Returns how many of the cores that this process may use are busy: to be asked before the doctor keeps them so."""
+    return busy_cores(read_cores().usable)
+
+
+def judge_cores(cores: Cores, busy: float) -> Line:
+    """Judges what there is to compute with, and what others leave of it."""
+    text = f"{cores.limit}, {busy:.1f} of them busy"
     if cores.reason == "affinity" and len(cores.usable) == 1 < cores.machine:
         effect = "all ranks share one core"
-        mend = "taskset -p ffffffff $$; srun --cpu-bind=none; mpiexec --bind-to none"
-        return Line("cores", "warning", cores.limit + busy, effect, mend)
+        mend = f"taskset -cp 0-{cores.machine - 1} $$  # this shell; or srun --cpu-bind=none, mpiexec --bind-to none"
+        return Line("cores", "warning", text, effect, mend)
     if cores.amount < 1:
         effect = "every step is stopped for a part of each tenth of a second"
-        return Line("cores", "warning", cores.limit, effect, "raise docker --cpus or the pod's cpu limit")
-    if cores.machine > 1 and os.getloadavg()[0] > 1.5 * cores.amount:
+        mend = f"docker update --cpus={min(2, cores.machine)} {socket.gethostname()}"
+        mend += "  # on the machine that holds this container; of a pod: resources.limits.cpu"
+        return Line("cores", "warning", text, effect, mend)
+    if busy > BUSY * len(cores.usable):
         effect = "ranks wait for cores, and for each other"
-        return Line("cores", "warning", cores.limit + busy, effect, "see who computes: top")
-    return fine("cores", cores.limit + busy)
+        return Line("cores", "warning", text, effect, "top -o %CPU  # who computes")
+    return fine("cores", text)
 
 
-def _numa(root: Path, cpus: int) -> Iterator[Line]:
+def numa(root: Path) -> Line:
+    """Tells how many parts of memory there are, each near to some of the cores."""
     nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
     if nodes > 1:
-        text = f"{nodes} nodes for {cpus} cores: `samestep run --pin` keeps each rank's memory beside its cores"
-        yield fine("NUMA", text)
+        text = f"{nodes} nodes: `samestep run --pin` keeps each rank's memory beside its cores"
+        return fine("NUMA", text)
+    return fine("NUMA", "1 node: all memory is as near to every core")
 
 
 def _memory(left: int, whole: int) -> Line:
     text = f"{size(left)} free of {size(whole)}"
     if left < LEAST_MEMORY:
         effect = "the kernel ends ranks without a word (exit code 137)"
-        return Line("memory", "warning", text, effect, "see who holds it: ps aux --sort=-rss | head")
+        return Line("memory", "warning", text, effect, "ps aux --sort=-rss | head  # who holds it")
     return fine("memory", text)
 
 
 def shared_memory(folder: Path) -> Line:
     """Judges the folder in which DataLoader workers and ranks of one host share memory."""
-    about, effect = str(folder), "DataLoader workers end with a bus error; gradients of ranks on CPUs go over gloo"
-    mend = f"mount -o remount,size=8G {folder}; docker run --shm-size=8g, or --ipc=host"
+    about, effect = str(folder), "DataLoader workers and MPI's ranks crash; gradients of ranks on CPUs go over gloo"
+    mend = as_root(f"mount -o remount,size=8G {folder}") + "  # or start the container by docker run --shm-size=8g"
     try:
         room = os.statvfs(folder)
     except OSError as error:
-        return Line(about, "warning", f"cannot be used: {error.strerror}", effect, f"mount -t tmpfs shm {folder}")
+        return Line(
+            about, "warning", f"cannot be used: {error.strerror}", effect, as_root(f"mount -t tmpfs shm {folder}")
+        )
     free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
     text = f"{size(free)} free of {size(whole)}"
     if not os.access(folder, os.W_OK | os.X_OK):
-        return Line(about, "warning", f"{text}, and not writable", effect, f"chmod 1777 {folder}")
+        return Line(about, "warning", f"{text}, and not writable", effect, as_root(f"chmod 1777 {folder}"))
     return Line(about, "warning", text, effect, mend) if free < LEAST_SHM else fine(about, text)
 
 
-def open_files(soft: int) -> Line:
+def open_files(soft: int, hard: int) -> Line:
     """Judges how many files a process may have open."""
-    told = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
-    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
+    text = f"{_told(soft)} a process"
+    if soft != UNLIMITED and soft < LEAST_FILES:
         effect = "ranks with DataLoader workers end with 'Too many open files'"
-        return Line("open files", "note", f"{told} a process", effect, "ulimit -n 65536")
-    return fine("open files", f"{told} a process")
+        wanted = hard if LEAST_FILES <= hard < WANTED_FILES else WANTED_FILES
+        level: Level = "warning" if soft < FEWEST_FILES else "note"
+        return Line("open files", level, text, effect, raised("n", "nofile", wanted, hard))
+    return fine("open files", text)
+
+
+def processes(root: Path, soft: int, hard: int) -> Line:
+    """Judges how many processes and threads there may be: the user's limit, which binds root not, and the group's."""
+    own = math.inf if soft == UNLIMITED or os.geteuid() == 0 else soft
+    group, held, folder = _group_processes(root)
+    if group - held < min(own, FEWEST_PROCESSES):
+        mend = as_root(f"sh -c 'echo max > {folder / 'pids.max'}'") + "  # or docker run --pids-limit=-1"
+        text = f"{group - held:,.0f} more in this control group, of {group:,.0f}"
+    elif own < FEWEST_PROCESSES:
+        text, mend = f"{own:,.0f} of this user", raised("u", "nproc", 65536, hard)
+    else:
+        return fine("processes", "unlimited" if min(own, group) == math.inf else f"{min(own, group):,.0f} with threads")
+    return Line("processes", "warning", text, "ranks, workers and threads end with 'cannot allocate'", mend)
+
+
+def _group_processes(root: Path) -> tuple[float, float, Path]:
+    """Returns the tightest limit of the control groups, how many there are in that one, and where it is set."""
+    found = [(math.inf, 0.0, Path())]
+    for _, folder in groups(root, "pids"):
+        try:
+            limit, held = ((folder / f"pids.{name}").read_text(encoding="ascii").strip() for name in ("max", "current"))
+        except OSError:
+            continue
+        if limit != "max":
+            found.append((float(limit), float(held), folder))
+    return min(found, key=lambda one: one[0] - one[1])
+
+
+def largest_file(soft: int, hard: int) -> Iterator[Line]:
+    """Yields how large a file may grow, where there is a limit that checkpoints can reach."""
+    if soft != UNLIMITED and soft < LARGEST_FILE:
+        effect = "checkpoints and logs that are larger fail: 'File too large'"
+        whole = as_root("prlimit --pid $$ --fsize=unlimited:unlimited") + "  # this shell; docker run --ulimit fsize=-1"
+        mend = "ulimit -f unlimited" if hard == UNLIMITED else whole
+        yield Line("file size", "warning", f"at most {size(soft)}", effect, mend)
+
+
+def _told(limit: int) -> str:
+    return "unlimited" if limit == UNLIMITED else f"{limit:,}"
 
 
 def _locked(root: Path) -> Iterator[Line]:
@@ -91,4 +156,7 @@ def _locked(root: Path) -> Iterator[Line]:
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if adapters.is_dir() and any(adapters.iterdir()) and soft != resource.RLIM_INFINITY:
         effect = "InfiniBand cannot register memory: NCCL and MPI fail, or fall back to TCP"
-        yield Line("locked memory", "warning", size(soft), effect, "ulimit -l unlimited (limits.conf: memlock)")
+        mend = (
+            as_root("prlimit --pid $$ --memlock=unlimited:unlimited") + "  # this shell; docker run --ulimit memlock=-1"
+        )
+        yield Line("locked memory", "warning", size(soft), effect, mend)

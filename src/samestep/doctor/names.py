@@ -6,6 +6,8 @@ other hosts connect to themselves: the commonest way in which a first run over t
 
 from __future__ import annotations
 
+import errno
+import shlex
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 
 from samestep.doctor.line import Line, fine
+from samestep.doctor.mend import as_root, hosts_entry
 from samestep.launch.network import Interface, addresses
 from samestep.rankenv import variable
 
@@ -23,6 +26,8 @@ LONG = 1.0  # seconds to look up a name
 CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # variables that name an interface
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 ADAPTERS = Path("/sys/class/infiniband")
+NET = Path("/sys/class/net")
+WIDER = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
 FEWEST = 1000  # ports
 
 
@@ -30,8 +35,9 @@ def look() -> Iterator[Line]:
     """Yields a line for each."""
     found = addresses()
     yield own_name(socket.gethostname(), found)
-    yield _interfaces(found)
-    yield loopback()
+    yield from localhost()
+    yield interfaces(found)
+    yield from loopback()
     yield from ports()
     yield from chosen(found)
     yield from adapters(ADAPTERS)
@@ -40,21 +46,21 @@ def look() -> Iterator[Line]:
 def own_name(name: str, found: Sequence[Interface]) -> Line:
     """Judges where the host's own name leads."""
     outer = next((interface.address for interface in found if not interface.is_loopback), None)
-    entry = f"echo '{outer or '127.0.0.1'} {name}'"
-    mend = f"{{ {entry}; cat /etc/hosts; }} > /tmp/hosts && cp /tmp/hosts /etc/hosts"  # its first line counts
+    entry = f"{outer or '127.0.0.1'} {name}"
+    mend = hosts_entry(entry, first=True)
     begun = time.monotonic()
     try:
         led = sorted({entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)})
     except OSError as error:
         effect = "torchrun, gloo and NCCL on several hosts fail, or wait: they look it up"
-        return Line("own name", "warning", f"{name} leads nowhere: {error}", effect, f"{entry} >> /etc/hosts")
+        return Line("own name", "warning", f"{name} leads nowhere: {error}", effect, hosts_entry(entry, first=False))
     took = time.monotonic() - begun
     text = f"{name} is {', '.join(map(str, led))}"
     known = {interface.address for interface in found}
     if outer is not None and all(str(address).startswith("127.") for address in led):
         effect = "torchrun's ranks on other hosts that are told it connect to themselves; samestep run does not use it"
         return Line("own name", "note", text, effect, mend)
-    if not known.intersection(map(str, led)):
+    if not any(str(address) in known or str(address).startswith("127.") for address in led):
         effect = "ranks on other hosts that are told it reach somebody else"
         return Line("own name", "warning", f"{text}, which is not this host", effect, mend)
     if took > LONG:
@@ -63,43 +69,87 @@ def own_name(name: str, found: Sequence[Interface]) -> Line:
     return fine("own name", text)
 
 
-def _interfaces(found: Sequence[Interface]) -> Line:
-    text = ", ".join(f"{interface.name} {interface.address}" for interface in found)
+def localhost() -> Iterator[Line]:
+    """Yields whether the name that scripts give as MASTER_ADDR leads to this host."""
+    try:
+        led = {entry[4][0] for entry in socket.getaddrinfo("localhost", None, socket.AF_INET, socket.SOCK_STREAM)}
+    except OSError as error:
+        said = f"leads nowhere: {error}"
+    else:
+        if all(str(address).startswith("127.") for address in led):
+            return
+        said = f"is {', '.join(sorted(map(str, led)))}"
+    effect = "scripts with MASTER_ADDR=localhost do not start"
+    yield Line("localhost", "warning", said, effect, hosts_entry("127.0.0.1 localhost", first=True))
+
+
+def interfaces(found: Sequence[Interface], net: Path = NET) -> Line:
+    """Tells which there are, how fast, and how large their packets are."""
+    text = ", ".join(f"{interface.name} {interface.address}{_link(net / interface.name)}" for interface in found)
     if all(interface.is_loopback for interface in found):
-        effect = "runs over several hosts are not possible; on this one they are"
-        return Line("interfaces", "note", text or "none", effect, "ip link; ip addr")
+        effect = "runs over several hosts are not possible"
+        down = sorted(name for _, name in socket.if_nameindex() if name != "lo")
+        first = (
+            as_root(f"ip link set {shlex.quote(down[0])} up  # then: ip addr add ADDRESS") if down else "ip -br link"
+        )
+        return Line("interfaces", "note", text or "none", effect, first)
     return fine("interfaces", text)
 
 
-def loopback() -> Line:
+def _link(folder: Path) -> str:
+    """Returns an interface's speed, where it has one, and its largest packet."""
+    told = []
+    for name, word in (("speed", "{} Mbit/s"), ("mtu", "MTU {}")):
+        try:
+            value = int((folder / name).read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            continue
+        told += [word.format(value)] if value > 0 else []
+    return f" ({', '.join(told)})" if told else ""
+
+
+def loopback() -> Iterator[Line]:
     """Sees whether two processes of this host could talk."""
     try:
         with (
             closing(socket.create_server(("127.0.0.1", 0))) as server,
             closing(socket.create_connection(server.getsockname(), timeout=2)),
         ):
-            return fine("loopback", "answers")
+            yield fine("loopback", "answers")
     except OSError as error:
+        if error.errno in {errno.EADDRINUSE, errno.EADDRNOTAVAIL}:
+            first, last = port_range()
+            effect = "no rank finds a port to be reached at"
+            mend = as_root(WIDER) + "  # who has them: ss -tan"
+            yield Line("ports", "error", f"all of {first} to {last} are taken", effect, mend)
+            return
         effect = "ranks of one host do not find each other"
-        return Line("loopback", "error", f"127.0.0.1 does not answer: {error}", effect, "ip link set lo up")
+        text = f"127.0.0.1 does not answer: {error}"
+        yield Line("loopback", "error", text, effect, as_root("ip link set lo up"))
+
+
+def port_range() -> tuple[int, int]:
+    """Returns the first and the last of the ports that the kernel gives to who asks for any."""
+    try:
+        first, last = map(int, RANGE.read_text(encoding="ascii").split())
+    except (OSError, ValueError):
+        return 32768, 60999
+    return first, last
 
 
 def ports(named: int = TORCHRUNS_PORT) -> Iterator[Line]:
     """Yields whether there are ports, and whether the one is free that scripts like to name."""
-    try:
-        first, last = map(int, RANGE.read_text(encoding="ascii").split())
-    except (OSError, ValueError):
-        first, last = 32768, 60999
+    first, last = port_range()
     if last - first < FEWEST:
         effect = "many ranks on one host find no port"
-        mend = f"sysctl -w net.ipv4.ip_local_port_range='32768 60999' (now {first} to {last})"
-        yield Line("ports", "warning", f"{last - first + 1} to choose from", effect, mend)
+        text = f"{last - first + 1} to choose from, {first} to {last}"
+        yield Line("ports", "warning", text, effect, as_root(WIDER))
     try:
         with closing(socket.create_server(("0.0.0.0", named))):  # noqa: S104  (closed at once)
             yield fine("ports", f"{first} to {last}; {named} is free")
     except OSError:
         effect = "torchrun, and scripts with a fixed MASTER_PORT, fail: 'address already in use'"
-        mend = f"ss -ltnp sport = :{named} (samestep run takes a free port by itself)"
+        mend = f"ss -ltnp 'sport = :{named}'  # who has it; samestep run takes a free one, torchrun with --master-port"
         yield Line("ports", "note", f"{named} is taken", effect, mend)
 
 
@@ -126,4 +176,4 @@ def adapters(folder: Path) -> Iterator[Line]:
             yield fine(about, text)
         else:
             effect = "NCCL and MPI use the ports that are left, or TCP"
-            yield Line(about, "warning", text, effect, "ibstat; see cable and subnet manager")
+            yield Line(about, "warning", text, effect, "ibstat  # then see to the cable, and the subnet manager")

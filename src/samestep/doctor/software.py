@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from samestep._version import __version__
 from samestep.doctor.line import Line, fine
+from samestep.doctor.mend import as_root, pip, python
+from samestep.doctor.pairs import cuda_of_torch, installed
 from samestep.errors import SamestepError
-from samestep.launch import mpiexec
-from samestep.launch.devices import visible_gpus
-from samestep.launch.transport import program_named
+from samestep.launch import devices, mpiexec
+from samestep.launch.transport import PACKAGES, program_named
 from samestep.rankenv import variable
 
 __all__: list[str] = []
@@ -29,44 +30,51 @@ STARTERS = {"ssh": "-V", "pdsh": "-V", "clush": "--version"}
 SLURM = Path("/etc/slurm/slurm.conf")
 SLOWEST = 8.0  # seconds for another program to answer
 
+visible_gpus = functools.cache(devices.visible_gpus)  # asks nvidia-smi, which may take a second
+
 
 def look() -> Iterator[Line]:
     """Yields a line for each of them."""
     yield _python()
-    yield torch(_installed("torch"), visible_gpus())
+    yield fine(
+        "system", f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}"
+    )
+    yield torch(installed("torch"), visible_gpus())
     yield fine("samestep", __version__)
     yield from quarrels(said_by([sys.executable, "-m", "pip", "check", "--disable-pip-version-check"]))
     yield from _mpi()
     yield from _starters()
 
 
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def _python() -> Line:
-    text = f"{platform.python_version()}, {sys.executable}"
+    text = f"{platform.python_version()} ({platform.python_compiler()}), {sys.executable}"
     if sys.version_info[:2] < OLDEST_PYTHON:
-        return Line("python", "error", text, "samestep does not start", "install Python 3.11 or newer")
+        mend = f"{pip('uv')} && {python()} -m uv venv --python 3.12"
+        return Line("python", "error", text, "samestep does not start", mend)
     return fine("python", text)
 
 
-def torch(installed: str | None, gpus: int) -> Line:
-    """Judges torch's version beside what the machine has."""
-    if installed is None:
-        return Line("torch", "error", "is not installed", "nothing trains", "pip install torch")
-    numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
+def torch(told: str | None, gpus: int, cuda: tuple[int, ...] | None = None) -> Line:
+    """Judges torch's version beside what the machine has.
+
+    Args:
+        told: its version; None where there is none.
+        gpus: how many there are.
+        cuda: that it was built for; as its own file says by default.
+    """
+    if told is None:
+        return Line("torch", "error", "is not installed", "nothing trains", pip("torch"))
+    numbers = tuple(int(part) for part in re.findall(r"\d+", told)[:2])
     if numbers < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         effect = "samestep needs gradient hooks and process-group calls that it lacks"
-        return Line("torch", "error", installed, effect, f"pip install 'torch>={oldest}'")
-    if gpus and "+cpu" in installed:
-        mend = "pip install --force-reinstall torch (a build with CUDA)"
-        return Line("torch", "warning", f"{installed}, a CPU build", f"the {gpus} GPUs here stay idle", mend)
-    return fine("torch", installed)
+        return Line("torch", "error", told, effect, pip("--upgrade", f"torch>={oldest}"))
+    cuda = cuda_of_torch() if cuda is None else cuda
+    if gpus and ("+cpu" in told or cuda == (0,)):
+        mend = pip("--force-reinstall", "torch") + "  # PyPI's build for Linux has CUDA"
+        effect = "the GPU here stays idle" if gpus == 1 else f"the {gpus} GPUs here stay idle"
+        return Line("torch", "warning", f"{told}, a CPU build", effect, mend)
+    return fine("torch", f"{told}, {'for CUDA ' + '.'.join(map(str, cuda)) if cuda[0] else 'without CUDA'}")
 
 
 def said_by(command: Sequence[str]) -> tuple[int, str]:
@@ -80,29 +88,49 @@ def said_by(command: Sequence[str]) -> tuple[int, str]:
 
 def quarrels(checked: tuple[int, str]) -> Iterator[Line]:
     """Reads what `pip check` says of packages that torch and samestep stand on."""
+    if checked[0] < 0 or "No module named pip" in checked[1]:
+        effect = "packages that contradict each other are not found"
+        mend = f"{python()} -m ensurepip"
+        yield Line("packages", "note", "not checked: pip check does not answer here", effect, mend)
+        return
     found = [text for text in checked[1].splitlines() if OURS.search(text)] if checked[0] > 0 else []
     for text in found:
-        if "No module named pip" not in text:
-            effect = "imports fail, or calls crash in native code"
-            yield Line("packages", "warning", text, effect, "install the versions that it names, in a new environment")
-    if checked[0] == 0:
+        effect = "imports fail, or calls crash in native code"
+        yield Line("packages", "warning", text, effect, agreeing(text))
+    if not found:
         yield fine("packages", "those that torch and samestep stand on agree")
+
+
+def agreeing(text: str) -> str:
+    """Returns the command after which two packages agree: the one that asks is changed, and the one asked for stays.
+
+    >>> agreeing("torchvision 0.27.0 has requirement torch==2.12.0, but you have torch 2.13.0.").partition(" pip ")[2]
+    'install --upgrade torchvision torch==2.13.0'
+    >>> agreeing("samestep 0.1.0 requires numpy>=2, which is not installed.").partition(" pip ")[2]
+    "install 'numpy>=2'"
+    """
+    asks = text.partition(" ")[0]
+    if missing := re.search(r" requires (.+), which is not installed", text):
+        return pip(missing[1])
+    if have := re.search(r", but you have (\S+) (\S+?)\.?$", text):
+        return pip("--upgrade", asks, f"{have[1]}=={have[2].partition('+')[0]}")
+    return pip("--force-reinstall", asks)
 
 
 def _mpi() -> Iterator[Line]:
     if find_spec("mpi4py") is None:
         return
-    text = f"mpi4py {_installed('mpi4py')}"
+    text = f"mpi4py {installed('mpi4py')}"
     try:
         program = mpiexec.mpiexec()
-    except SamestepError as error:
-        yield Line("MPI", "note", f"{text}, without mpiexec", "samestep run --mpi does not start", str(error))
+    except SamestepError:
+        yield Line("MPI", "note", f"{text}, without mpiexec", "samestep run --mpi does not start", pip("mpich"))
         return
     code, said = said_by([program, "--version"])
     named = next((line.strip() for line in said.splitlines() if line.strip()), "")
     if code != 0:
         effect = "samestep run --mpi does not start"
-        yield Line("MPI", "warning", f"{program} --version fails: {named}", effect, "pip install 'samestep[mpi]'")
+        yield Line("MPI", "warning", f"{program} --version fails: {named}", effect, pip("--force-reinstall", "mpich"))
         return
     release = re.search(r"(?:Version:|Open MPI\)|Intel.*Version)\s*(\S+)", said)
     family = "Open MPI" if "Open MPI" in said or "OpenRTE" in said else "MPICH or Intel MPI"
@@ -121,30 +149,45 @@ def _starters() -> Iterator[Line]:
         first = said.splitlines()[0].strip() if said else "?"
         if code != 0:
             effect = "hosts cannot be reached with it"
-            yield Line(name, "warning", f"{name} {option} fails: {first}", effect, f"reinstall {name}")
+            yield Line(
+                name,
+                "warning",
+                f"{name} {option} fails: {first}",
+                effect,
+                as_root(f"apt-get install --reinstall {PACKAGES[name]}"),
+            )
         else:
             yield fine(name, first)
     if shutil.which("sinfo"):
         configured = SLURM.exists() or variable("SLURM_CONF") is not None
-        yield slurm(said_by(["sinfo", "--noheader", "--format=%D %T"]), configured=configured)
+        code, said = said_by(["sinfo", "--version"])  # which reads the configuration first
+        release = said.partition("\n")[0] if code == 0 else "installed"
+        yield slurm(said_by(["sinfo", "--noheader", "--format=%D %T"]), configured=configured, release=release)
     else:
         missing.append("Slurm")
     if missing:
         yield fine("not here", f"{', '.join(missing)}: more ways to start ranks, of which none is needed")
 
 
-def slurm(asked: tuple[int, str], *, configured: bool) -> Line:
-    """Judges what sinfo says of the nodes."""
+def slurm(asked: tuple[int, str], *, configured: bool, release: str = "installed") -> Line:
+    """Judges what sinfo says of the nodes, and of its own release."""
     code, said = asked
     if code != 0 and not configured:
-        return fine("Slurm", f"installed, and not configured: there is no {SLURM}")
+        return fine("Slurm", f"{release}, not configured: there is no {SLURM}")
     if code != 0:
         first = said.splitlines()[0] if said else "no answer"
         effect = "jobs cannot be queued"
-        return Line("Slurm", "warning", f"sinfo fails: {first}", effect, "scontrol ping; systemctl status slurmctld")
+        return Line(
+            "Slurm",
+            "warning",
+            f"sinfo fails: {first}",
+            effect,
+            "scontrol ping  # who answers; there: systemctl restart slurmctld",
+        )
     states = [text.split() for text in said.splitlines() if text]
     usable = sum(int(count) for count, state in states if not re.search(r"down|drain|fail|unk", state))
     text = ", ".join(f"{count} {state}" for count, state in states) or "no nodes"
     if usable == 0:
-        return Line("Slurm", "warning", f"nodes: {text}", "jobs wait for ever", "scontrol show node; scontrol update")
-    return fine("Slurm", f"nodes: {text}")
+        mend = "sinfo -R  # why; then: scontrol update NodeName=NAME State=RESUME"
+        return Line("Slurm", "warning", f"{release}, nodes: {text}", "jobs wait for ever", mend)
+    return fine("Slurm", f"{release}, nodes: {text}")

@@ -8,6 +8,7 @@ Rank 0 appends one JSON line for each backend to FILE, as soon as it knows it: w
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -54,8 +55,16 @@ def step(rank: int, size: int, device: torch.device) -> dict[str, Any]:
 
 def _torch() -> dict[str, Any]:
     library: Any = torch.cuda.nccl
-    nccl = ".".join(map(str, library.version())) if torch.cuda.is_available() else None
-    return {"cuda": torch.version.cuda, "nccl": nccl, "threads": torch.get_num_threads()}
+    nccl = ".".join(map(str, library.version())) if dist.is_nccl_available() else None
+    openmp = re.search(r"OpenMP \d+ \(a\.k\.a\. (OpenMP [\d.]+)\)", torch.__config__.show())
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": nccl,
+        "mpi": dist.is_mpi_available(),
+        "openmp": openmp[1] if openmp else "no OpenMP",
+        "threads": torch.get_num_threads(),
+    }
 
 
 if __name__ == "__main__":

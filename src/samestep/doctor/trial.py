@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import json
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from samestep.doctor.line import Line, fine
+from samestep.doctor.mend import pip, python, samestep
+from samestep.doctor.software import visible_gpus
 from samestep.errors import SamestepError
 from samestep.launch import mpiexec
-from samestep.launch.devices import visible_gpus
 from samestep.rankenv import fresh_environment, variable
-from samestep.reporting.words import seconds
+from samestep.reporting.words import seconds, some
 
 __all__: list[str] = []
 
 PROGRAM = "samestep.doctor.step"
+BUILT = "torch's backends"
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL, signal.SIGILL, signal.SIGFPE)
+SIGNALS = {int(number): number.name for number in CRASHES}
+REASONS = {int(signal.SIGBUS): ": /dev/shm is full", int(signal.SIGKILL): ": out of memory, or by hand"}
 PATIENCE = 60.0  # seconds for torch to be imported on a busy machine, and some steps
 HANGS = "20"  # seconds after which it is told where a rank stands
+PATIENCE_OF_MPI = 40.0  # seconds; nobody there tells of a hang
 
 
 def look() -> Iterator[Line]:
@@ -33,19 +41,31 @@ def look() -> Iterator[Line]:
     with tempfile.TemporaryDirectory(prefix="samestep-doctor-") as name, ThreadPoolExecutor(2) as pool:
         folder = Path(name)
         over_mpi = pool.submit(lambda: list(_mpi(folder)))
-        yield from _run(folder, ours, 1 if gpus == 1 else 2)
+        steps = list(_run(folder, ours, 1 if gpus == 1 else 2))
+        yield from (line for line in steps if line.about != BUILT)
         yield from over_mpi.result()
+        yield from (line for line in steps if line.about == BUILT)
 
 
 def _run(folder: Path, backends: Sequence[str], ranks: int) -> Iterator[Line]:
-    """Has `samestep run` start the ranks: one on a machine with one GPU, which two would not share."""
-    json_file, found = folder / "run.json", folder / "steps"
-    options = ["-n", str(ranks), "--run-dir", str(folder / "run"), "--json", str(json_file), "--no-events"]
-    options += ["--hang-after", HANGS, "--on-hang", "stop"]
-    words = [sys.executable, "-P", "-m", "samestep", "run", *options, "-m", PROGRAM, str(found), *backends]
-    said = _said(words)
-    failure = read_failure(json_file) or said
-    yield from judge(backends, read_steps(found), failure)
+    """Has `samestep run` start the ranks: one on a machine with one GPU, which two would not share.
+
+    What comes behind a backend that fails is taken in another run, so that each is known.
+    """
+    steps: list[dict[str, Any]] = []
+    failures: dict[str, str] = {}
+    while left := [name for name in backends if name not in failures and not any(s["backend"] == name for s in steps)]:
+        place = folder / str(len(failures))
+        options = ["-n", str(ranks), "--run-dir", f"{place}.run", "--json", f"{place}.json", "--no-events"]
+        options += ["--hang-after", HANGS, "--on-hang", "stop"]
+        words = [sys.executable, "-P", "-m", "samestep", "run", *options, "-m", PROGRAM, f"{place}.steps", *left]
+        said = _said(words, PATIENCE)
+        taken = read_steps(Path(f"{place}.steps"))
+        steps += taken
+        if len(taken) < len(left):
+            failures[left[len(taken)]] = read_failure(Path(f"{place}.json")) or said
+    yield from judge(backends, steps, failures, ranks)
+    yield from built(steps)
 
 
 def _mpi(folder: Path) -> Iterator[Line]:
@@ -59,30 +79,42 @@ def _mpi(folder: Path) -> Iterator[Line]:
         command = mpiexec.command(2, [sys.executable, "-P", "-m", PROGRAM, str(found), "mpi"])
     except SamestepError:
         return  # said of the software already
-    said = _said(command)
-    for line in judge(["mpi"], read_steps(found), said):
+    said = _said(command, PATIENCE_OF_MPI)
+    for line in judge(["mpi"], read_steps(found), {"mpi": said}):
         effect = "training over MPI fails; over gloo it does not"
         yield line if line.level == "fine" else Line(line.about, "warning", line.text, effect, line.mend)
 
 
-def _said(words: Sequence[str]) -> str:
+def _said(words: Sequence[str], patience: float) -> str:
     """Runs a command; returns its last line of an error, or why there is none."""
     try:
         done = subprocess.run(
             words,
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=patience,
             check=False,
             errors="replace",
             env=fresh_environment(),
         )
     except subprocess.TimeoutExpired:
-        return f"did not end within {PATIENCE:.0f} s"
+        return f"did not end within {patience:.0f} s"
     except OSError as error:
         return f"cannot be started: {error}"
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return lines[-1] if done.returncode and lines else f"ended with code {done.returncode}"
+    return lines[-1] if done.returncode and lines else ended(done.returncode)
+
+
+def ended(code: int) -> str:
+    """Returns what an exit code says: mpiexec gives a signal's bare number, a shell 128 more, Python its negative.
+
+    >>> ended(3), ended(-9), ended(139)
+    ('ended with code 3', 'ended by SIGKILL: out of memory, or by hand', 'ended by SIGSEGV')
+    """
+    for one in (-code, code - 128, code):
+        if one in SIGNALS:
+            return f"ended by {SIGNALS[one]}{REASONS.get(one, '')}"
+    return f"ended with code {code}"
 
 
 def read_steps(file: Path) -> list[dict[str, Any]]:
@@ -110,29 +142,45 @@ def read_failure(file: Path) -> str:
     return f"rank {failure['rank']}: {failure['exception'] or 'failed'}: {message[0] if message else ''}".rstrip(": ")
 
 
-def judge(backends: Sequence[str], steps: Sequence[dict[str, Any]], failure: str) -> Iterator[Line]:
+def judge(
+    backends: Sequence[str], steps: Sequence[dict[str, Any]], failures: Mapping[str, str], ranks: int = 2
+) -> Iterator[Line]:
     """Yields a line for each backend: how long its step took, or why there is none."""
     done = {step["backend"]: step for step in steps}
     for backend in backends:
         about = f"step over {backend}"
         step = done.get(backend)
         if step is None:
-            before = next((other for other in backends if other not in done), backend)
-            text = failure if before == backend else f"not reached, because of {before}"
-            mend = "the same alone, with its whole traceback: " + by_hand(backend)
-            yield Line(about, "error", text, "training fails with it", mend)
+            mend = f"{by_hand(backend)}  # its whole traceback"
+            yield Line(about, "error", failures.get(backend, "no step"), "training fails with it", mend)
+        elif step["ranks"] != ranks:
+            effect = "every process trains alone, and nothing says so"
+            text = f"{ranks} processes were started, and each finds itself in a world of {step['ranks']}"
+            mend = pip("--force-reinstall", "mpi4py", "mpich") + "  # the mpiexec is of another MPI than mpi4py's"
+            yield Line(about, "error", text, effect, mend)
         elif not step["right"]:
             effect = "replicas part, and nothing says so"
             text = "the gradient is not the mean of the ranks'"
-            yield Line(about, "error", text, effect, "install another build of torch, and its libraries")
+            yield Line(about, "error", text, effect, pip("--force-reinstall", "torch"))
         else:
             versions = "".join(f", {name.upper()} {step[name]}" for name in ("cuda", "nccl") if step.get(name))
-            ranks = "1 rank" if step["ranks"] == 1 else f"{step['ranks']} ranks"
-            yield fine(about, f"{ranks}, right, {seconds(step['seconds'])}{versions if backend == 'nccl' else ''}")
+            yield fine(
+                about,
+                f"{some(ranks, 'rank')}, right, {seconds(step['seconds'])}{versions if backend == 'nccl' else ''}",
+            )
 
 
 def by_hand(backend: str) -> str:
     """Returns the command that takes the step again."""
     if backend == "mpi":
-        return f"mpiexec -n 2 python -m {PROGRAM} /dev/null mpi"
-    return f"samestep run -n 2 -m {PROGRAM} /dev/null {backend}"
+        return f"{shlex.quote(mpiexec.mpiexec())} -n 2 {python()} -m {PROGRAM} /dev/null mpi"
+    return f"{samestep()} run -n 2 -m {PROGRAM} /dev/null {backend}"
+
+
+def built(steps: Sequence[dict[str, Any]]) -> Iterator[Line]:
+    """Yields what torch's own libraries are, as the rank that took a step has found them."""
+    if steps:
+        found = steps[-1]
+        told = [f"gloo of {found['torch']}", f"NCCL {found['nccl']}" if found["nccl"] else "no NCCL"]
+        told.append("MPI" if found["mpi"] else "no MPI of its own: mpi4py carries it")
+        yield fine(BUILT, f"{', '.join(told)}; {found['openmp']}; {found['threads']} threads a rank")

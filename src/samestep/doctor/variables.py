@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import shlex
+import socket
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from samestep.doctor.line import Level, Line, fine
+from samestep.doctor.mend import as_root, samestep
+from samestep.doctor.names import CHOSEN
+from samestep.doctor.software import visible_gpus
 from samestep.errors import RankVariablesError
 from samestep.launch.cores import read_cores
-from samestep.launch.devices import visible_gpus
-from samestep.rankenv import read_rank_variables, variable
+from samestep.rankenv import read_rank_variables, variable, variable_names
 
 __all__: list[str] = []
 
@@ -49,12 +54,46 @@ TRAPS = (
     Trap("PYTHONDONTWRITEBYTECODE", ".+", "note", "every rank compiles all modules anew: a second at each start"),
     Trap("PYTHONOPTIMIZE", ".+", "note", "assert statements are not executed, yours included"),
     Trap("LD_PRELOAD", ".+", "note", "every rank loads it too; tools that replace functions can stop forked ranks"),
+    Trap("OMP_WAIT_POLICY", "(?i)active", "warning", "threads that wait keep their cores: ranks slow each other down"),
+    Trap("KMP_BLOCKTIME", "(?i)infinite|[1-9][0-9]{3,}", "warning", "threads that wait keep their cores for seconds"),
+    Trap(
+        "MKL_THREADING_LAYER",
+        "(?i)intel",
+        "note",
+        "importing numpy before torch may end with 'incompatible with libgomp'",
+    ),
+    Trap(
+        "NVIDIA_TF32_OVERRIDE", "1", "warning", "float32 products keep 10 bits of the fraction, whatever torch is told"
+    ),
+    Trap("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", SWITCHED, "note", "float32 products keep 10 bits of the fraction"),
+    Trap("TORCH_CPP_LOG_LEVEL", "(?i)info", "note", "every rank prints pages"),
+    Trap("PYTHONMALLOC", ".*debug", "note", "every allocation of Python's is checked: slow"),
+    Trap("PYTHONDEVMODE", ".+", "note", "every allocation of Python's is checked: slow"),
+    Trap("GLOO_DEVICE_TRANSPORT", "(?i)(?!tcp$).+", "warning", "torch from PyPI has gloo's TCP alone: no group forms"),
     Trap("TORCH_DISTRIBUTED_DEBUG", "(?i)info", "note", "collectives are logged, and some checked: slower"),
 )
 
 
-def look(read: Read = variable) -> Iterator[Line]:
-    """Yields those that are set to something that surprises."""
+FAMILIES = {  # of what is set and in no row above: what it changes without a word
+    "NCCL_": "NCCL does what they say instead of what it would choose",
+    "TORCH_NCCL_": "torch's NCCL groups do what they say",
+    "GLOO_": "gloo does what they say instead of what it would choose",
+    "OMP_": "threads are placed and counted as they say, in every rank alike",
+    "KMP_": "threads are placed and counted as they say, in every rank alike",
+    "MKL_": "threads are placed and counted as they say, in every rank alike",
+}
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LIBRARIES = ("libnccl.so*", "libcudart.so*", "libcudnn.so*", "libtorch.so*", "libgomp.so*", "libmpi.so*")
+NCCL_FILES = (Path("/etc/nccl.conf"), Path("~/.nccl.conf"))
+
+
+def look(read: Read = variable, names: Iterable[str] | None = None) -> Iterator[Line]:
+    """Yields those that are set to something that surprises.
+
+    Args:
+        read: returns a variable.
+        names: of all that are set.
+    """
     lines = [
         *(_sprung(trap, read) for trap in TRAPS),
         _detail(read, visible_gpus()),
@@ -63,6 +102,9 @@ def look(read: Read = variable) -> Iterator[Line]:
         *_ranks(read),
     ]
     found = [line for line in lines if line is not None]
+    told = {line.about for line in found} | {trap.name for trap in TRAPS} | {*CHOSEN, "OMP_NUM_THREADS"}
+    found += _families(sorted(variable_names() if names is None else names), told, read)
+    found += [*_libraries(read("LD_LIBRARY_PATH") or ""), *_files(NCCL_FILES)]
     yield from found or [fine("variables", "none that will surprise")]
 
 
@@ -77,7 +119,8 @@ def _detail(read: Read, gpus: int) -> Line | None:
     """DETAIL compares all collectives through another group, which DistributedDataParallel's own does not survive."""
     if (read("TORCH_DISTRIBUTED_DEBUG") or "").strip().upper() != "DETAIL":
         return None
-    about, mend = "TORCH_DISTRIBUTED_DEBUG", "unset TORCH_DISTRIBUTED_DEBUG (samestep verify compares collectives)"
+    about, mend = "TORCH_DISTRIBUTED_DEBUG", "unset TORCH_DISTRIBUTED_DEBUG"
+    mend += f"  # {samestep()} verify compares collectives"
     if gpus:
         return Line(about, "warning", "is DETAIL", "every collective is compared first: several times slower", mend)
     effect = "DistributedDataParallel on CPUs ends by a segmentation fault (torch 2.13)"
@@ -112,11 +155,55 @@ def _gpus(text: str | None, visible: int) -> Line | None:
 
 def _ranks(read: Read) -> Iterator[Line]:
     """What a launcher sets, and shells keep."""
-    mend = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+    mend = f"unset {' '.join(ENVIRONMENT)}"
     try:
         told = read_rank_variables()
     except RankVariablesError as error:
         yield Line("rank variables", "error", str(error), "scripts that join by env:// fail at once", mend)
         return
     if told is None and read("MASTER_ADDR") is not None:
-        yield Line("MASTER_ADDR", "note", f"is {read('MASTER_ADDR')}", "scripts started by hand meet there", mend)
+        yield from _master(str(read("MASTER_ADDR")), mend)
+
+
+def _master(name: str, mend: str) -> Iterator[Line]:
+    try:
+        socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        effect = "scripts that join by env:// wait for a host that there is not, and fail"
+        yield Line("MASTER_ADDR", "warning", f"is {name}, which leads nowhere: {error}", effect, mend)
+    else:
+        yield Line("MASTER_ADDR", "note", f"is {name}", "scripts started by hand meet there", mend)
+
+
+def _families(names: Sequence[str], told: Collection[str], read: Read) -> Iterator[Line]:
+    """Whatever else is set for NCCL, gloo and OpenMP: a line for each of them."""
+    for family, effect in FAMILIES.items():
+        found = [name for name in names if name.startswith(family) and name not in told and read(name)]
+        if found:
+            text = ", ".join(f"{name}={read(name)}" for name in found)
+            yield Line(f"{family}*", "note", text, effect, f"unset {' '.join(found)}")
+
+
+def _libraries(path: str) -> Iterator[Line]:
+    """Folders that are searched before torch's own, and hold a library that torch brings along."""
+    for folder in filter(None, path.split(":")):
+        found = sorted({file.name for pattern in LIBRARIES for file in Path(folder).glob(pattern)})
+        if found:
+            rest = ":".join(other for other in path.split(":") if other and other != folder)
+            effect = "they may be loaded instead of those that torch was built with: calls fail, or crash"
+            mend = f"export LD_LIBRARY_PATH={shlex.quote(rest)}"
+            yield Line("LD_LIBRARY_PATH", "note", f"{folder} holds {', '.join(found[:4])}", effect, mend)
+
+
+def _files(files: Iterable[Path]) -> Iterator[Line]:
+    """NCCL reads variables from files as well."""
+    for file in (each.expanduser() for each in files):
+        if file.is_file():
+            effect = "NCCL takes variables from it that no shell shows"
+            yield Line(
+                "NCCL's file",
+                "note",
+                f"there is {file}",
+                effect,
+                as_root(f"mv {shlex.quote(str(file))} {shlex.quote(str(file) + '.off')}"),
+            )
