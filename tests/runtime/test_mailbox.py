@@ -94,8 +94,8 @@ def test_ranks_that_went_different_ways_are_told_so():
 
 
 @given(
-    st.sampled_from(["report", "weight"]),
-    st.integers(0, 2**11 - 1),
+    st.sampled_from(["report", "weight", "batch"]),
+    st.integers(0, 2**10 - 1),
     st.integers(0, 2**10 - 1),
     st.integers(0, 2**32 - 1),
     st.integers(0, 2**10 - 1),

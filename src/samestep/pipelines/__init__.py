@@ -9,6 +9,8 @@ where it is cut
   choose        the cut, the schedule and the number of micro-batches, for a model and a batch
 
 carried out
+  batch         what a step is given
+  rollcall      that all ranks of a replica are given the same
   stage         what one stage computes, and keeps until its backward
   interpreter   one rank's part of a schedule, over any transport
   messages      the transport over torch.distributed

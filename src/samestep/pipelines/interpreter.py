@@ -7,13 +7,14 @@ devices of its own, is all ranks of the plan: it issues what they do in the orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from samestep.pipelines.batch import Kinds
 from samestep.pipelines.stage import Lose, Stage, Tensors
 from samestep.pipelines.stopwatch import Stopwatch
 from samestep.schedule.plan import BACKWARDS, Action, Plan
@@ -24,7 +25,7 @@ __all__: list[str] = []
 class Transport(Protocol):
     """What carries tensors from rank to rank."""
 
-    def begin(self, kinds: Sequence[Hashable]) -> None:
+    def begin(self, kinds: Kinds) -> None:
         """A step begins."""
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
@@ -67,7 +68,7 @@ class Interpreter:
         self,
         inputs: Callable[[int], Tensors],
         lose: Callable[[int], Lose] | None,
-        kinds: Sequence[Hashable],
+        kinds: Kinds,
     ) -> list[Tensors]:
         """Does a step; returns what the last stage gives of each micro-batch on its rank, nothing on others.
 

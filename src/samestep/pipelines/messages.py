@@ -23,6 +23,7 @@ from torch import Tensor
 from samestep import progress
 from samestep.errors import ModelError
 from samestep.launch.noting import site
+from samestep.pipelines.batch import Kinds
 from samestep.runtime.axes import Axis
 from samestep.schedule.plan import Action, Plan
 
@@ -86,12 +87,12 @@ class Messages:
                 self._sends[one] = counts[target or 0]
                 counts[target or 0] += 1
         self._known: dict[Hashable, Forms] = {}
-        self._kinds: Sequence[Hashable] = ()
+        self._kinds: Kinds = ()
         self._posted: dict[int, int] = {}
         self._coming: dict[Action, _Coming] = {}
         self._going: list[tuple[Any, Tensor]] = []
 
-    def begin(self, kinds: Sequence[Hashable]) -> None:
+    def begin(self, kinds: Kinds) -> None:
         """A step begins.
 
         Args:

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from samestep.compress.codec import Codec
-from samestep.data.batches import sliced, tensors_of
+from samestep.data.batches import sliced
 from samestep.errors import DataError
+from samestep.pipelines.batch import Cuts, samples_of, split
 from samestep.pipelines.chain import Whole, chain_of, stages_of, unpacked
 from samestep.pipelines.cutting import Call, Recipe
 from samestep.pipelines.devices import Asked, check_number, devices_of
@@ -37,9 +38,10 @@ from samestep.pipelines.messages import Messages
 from samestep.pipelines.outputs import gathered, on_host, told
 from samestep.pipelines.reduction import Reduction, compression_of
 from samestep.pipelines.report import Foreseen, PipelineReport, reported
+from samestep.pipelines.rollcall import Roll, RollCall
 from samestep.pipelines.stage import Lose, Stage, Tensors
 from samestep.pipelines.stopwatch import Stopwatch
-from samestep.pipelines.ties import Copies, split, ties_of
+from samestep.pipelines.ties import Copies, parted, ties_of
 from samestep.pipelines.transfers import Transfers
 from samestep.replicas.buffers import equalise_buffers
 from samestep.runtime.exchange import gather_json, gather_tensors, tell_json
@@ -116,7 +118,7 @@ class Pipeline(nn.Module):
         chain = chain_of(model, recipe=recipe)
         cuts = stages_of(chain.layers, ends, ranks, apart=ties_of(model, chain.layers))
         self.whole = Whole.of(model)
-        ties = split(model, chain.layers)
+        ties = parted(model, chain.layers)
         self.world = world
         self.number = world.next_number()
         self.micro_batches, self.split_size = micro_batches, split_size
@@ -142,6 +144,7 @@ class Pipeline(nn.Module):
         copies = Copies(ties, holders, dict(self.named_parameters()), axis)
         self.aliases = copies.aliases
         self.compression = compression_of(self, world, codec, self.devices.values())
+        self._roll = RollCall(axis, self.number, dict(self.named_parameters()), self.aliases)
         self._reduction = Reduction(self, world, copies, self.compression)
         self._watch, self._foreseen = Stopwatch(self.devices), foreseen
         world.hold(self)
@@ -200,9 +203,10 @@ class Pipeline(nn.Module):
         Raises:
             DataError: the tensors have not as many samples, or the batch has none and no loop over shards gave it.
         """
-        (inputs, targets), mean = _split(batch), self.world.step.mean
+        (inputs, targets), mean = split(batch), self.world.step.mean
         samples = samples_of(batch)
         cuts = self._cut(samples, nothing=mean is not None)
+        roll = self._roll.call(inputs, targets, cuts, trains=True)
         weigh = self._weigh if mean is None else mean.weigh
         weights = [weigh(sliced(batch, *cut)) for cut in cuts]
         total = self._total(sum(weights)) if mean is None else mean.total
@@ -215,7 +219,7 @@ class Pipeline(nn.Module):
         with self._watched(len(cuts), samples):
             self._reduction.begin()
             with self.draws.step():
-                losses = self._run(self._training, inputs, cuts, lose)
+                losses = self._run(self._training, inputs, cuts, roll, lose)
             self._reduction.end()
             share = self._share(losses)
             if mean is not None:
@@ -252,7 +256,8 @@ class Pipeline(nn.Module):
             DataError: the tensors have not as many samples, or none.
         """
         cuts = self._cut(samples_of(inputs), nothing=False)
-        given = self._run(self._forwards, inputs, cuts, None)
+        roll = self._roll.call(inputs, None, cuts, trains=False)
+        given = self._run(self._forwards, inputs, cuts, roll, None)
         return told(self.world.pipeline, self.last, given, self.world.device)
 
     def _cut(self, samples: int, *, nothing: bool) -> list[tuple[int, int]]:
@@ -269,17 +274,18 @@ class Pipeline(nn.Module):
         self,
         interpreters: Callable[[int], Interpreter],
         inputs: Sequence[Any],
-        cuts: Sequence[tuple[int, int]],
+        cuts: Cuts,
+        roll: Roll,
         lose: Callable[[int], Lose] | None,
     ) -> list[Tensors]:
         if not cuts:  # the replicas beside have all that is left of an epoch
+            roll.hear()
             return []
 
         def given(number: int) -> Tensors:
             return self._brought(tuple(sliced(each, *cuts[number]) for each in inputs), 0)  # type: ignore[no-any-return]
 
-        kinds = [tuple((each.dtype, each.shape[1:], end - begin) for each in inputs) for begin, end in cuts]
-        return interpreters(len(cuts)).run(given, lose, kinds)
+        return interpreters(len(cuts)).run(given, lose, roll)
 
     def _weigh(self, samples: Sequence[Any]) -> float:
         return float(samples_of(samples)) if self._weight is None else float(self._weight(samples[-1]))
@@ -378,23 +384,3 @@ class Pipeline(nn.Module):
         """Yields this rank's buffers likewise."""
         for part in self.parts.values():
             yield from part.named_buffers(*args, **kwargs)
-
-
-def _split(batch: Any) -> tuple[Sequence[Any], Any]:
-    """Returns inputs and targets."""
-    if not isinstance(batch, list | tuple) or len(batch) < 2:
-        raise DataError(
-            f"a pipeline's batch is a {type(batch).__name__}: it takes inputs and targets, in a tuple or list, the "
-            "targets last"
-        )
-    return batch[:-1], batch[-1]
-
-
-def samples_of(batch: Sequence[Any]) -> int:
-    """Returns how many samples a batch has."""
-    sizes = {len(each) for each in tensors_of(batch)}
-    if len(sizes) != 1:
-        raise DataError(
-            f"the tensors of a batch have {' and '.join(map(str, sorted(sizes)))} samples: dim 0 must agree"
-        )
-    return sizes.pop()

@@ -71,7 +71,7 @@ def ties_of(model: nn.Module, layers: Layers) -> list[Tie]:
     ]
 
 
-def split(model: nn.Module, layers: Layers) -> list[Tie]:
+def parted(model: nn.Module, layers: Layers) -> list[Tie]:
     """Gives layers copies of what they share, all but the one with the first name; returns what was, or is, shared."""
     ties = ties_of(model, layers)
     for tie, held in zip(ties, _shared(model, layers), strict=True):
@@ -131,17 +131,16 @@ class Copies:
             [(name, ranks[layer]) for name, layer in zip(tie.names, tie.layers, strict=True)] for tie in ties
         ]
         self._own = own
-        self._trained = {name for name, each in own.items() if each.requires_grad}  # on all ranks alike, also later
         self.aliases = {name: tie.name for tie in ties for name in tie.names if name != tie.name}
         names = {name for tie in ties for name in tie.names}
-        self.parameters = [each for name, each in own.items() if name in names and each.requires_grad]
+        self.parameters = [each for name, each in own.items() if name in names]
 
     def add_up(self) -> None:
         """Gives all copies of a weight the sum of their gradients. Collective over the ranks that have some."""
         tag = _TAG
         for places in self._places:
-            mine = [name for name, rank in places if rank == self._axis.rank and name in self._trained]
-            if mine:
+            mine = [name for name, rank in places if rank == self._axis.rank]
+            if mine and self._own[mine[0]].requires_grad:  # as all copies, on all ranks (see rollcall)
                 self._add_up(tag, places, mine)
             tag += len(places)
 

@@ -9,7 +9,7 @@ torch.distributed.pipeline.sync, is gone (torch 2.13).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from samestep.data.batches import tensors_of
+from samestep.pipelines.batch import Kinds
 from samestep.pipelines.streams import Crossing, Parcel
 from samestep.schedule.plan import Action
 
@@ -36,7 +37,7 @@ class Transfers:
         self._entries = cache(lambda device, stage: Crossing(device, devices[stage]))
         self._coming: dict[Action, tuple[Crossing, Parcel, list[bool]]] = {}
 
-    def begin(self, kinds: Sequence[Hashable]) -> None:  # noqa: ARG002
+    def begin(self, kinds: Kinds) -> None:  # noqa: ARG002
         """A step begins; what another has left, because it failed, is forgotten."""
         self._coming.clear()
 

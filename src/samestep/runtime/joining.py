@@ -209,6 +209,9 @@ def _make_axes(member: Membership, pipeline: int, timeout_s: float) -> None:
     if member.data.size > 1:
         member.data.neighbours = meet(member.data)
         member.data.mailbox = _open_mailbox(member.data, member.data.neighbours, timeout_s)
+    if member.pipeline.size > 1:
+        member.pipeline.timeout_s = timeout_s
+        member.pipeline.mailbox = _open_mailbox(member.pipeline, meet(member.pipeline), timeout_s)
 
 
 def _axis(name: str, position: int, lines: list[tuple[int, ...]], mine: tuple[int, ...]) -> Axis:

@@ -34,13 +34,16 @@ _SLOTS = 3  # even letters, odd letters, and whether the rank has left
 _BODY = struct.Struct("<QQdd")
 _WORDS = struct.Struct("<QQQQ")
 _SEAL = struct.Struct("<Q")
+_PURPOSES = ("report", "weight", "batch")
 _SALT = 0x9E3779B97F4A7C15  # so that untouched memory, all zero, is not a sealed letter
 _LOOK_AROUND_S = 0.1  # how often a waiting rank checks that the others live
 
 
 @dataclass(frozen=True)
 class Tag:
-    """What a letter is about: a step's "report" or "weight", of which loader, epoch and position.
+    """What a letter is about: a step's "report" or "weight", of which loader, epoch and position; or a "batch".
+
+    For a batch, `loader` is the number of the pipeline that takes it, and `position` that of its call.
 
     `cut` is a digest of what the loader cuts and how: dataset length, batch size, seed.
     """
@@ -53,14 +56,13 @@ class Tag:
 
     def pack(self) -> int:
         """Returns it as 64 bits; what does not fit is cut off, which may hide a difference but makes none."""
-        word = int(self.purpose == "weight") << 63 | (self.loader & 0x7FF) << 52
+        word = _PURPOSES.index(self.purpose) << 62 | (self.loader & 0x3FF) << 52
         return word | (self.cut & 0x3FF) << 42 | (self.epoch & 0x3FF) << 32 | self.position & 0xFFFFFFFF
 
     @staticmethod
     def unpack(word: int) -> Tag:
         """Returns what `pack` packed."""
-        purpose = "weight" if word >> 63 else "report"
-        return Tag(purpose, word >> 52 & 0x7FF, word >> 32 & 0x3FF, word & 0xFFFFFFFF, word >> 42 & 0x3FF)
+        return Tag(_PURPOSES[word >> 62], word >> 52 & 0x3FF, word >> 32 & 0x3FF, word & 0xFFFFFFFF, word >> 42 & 0x3FF)
 
     def difference(self, other: Tag, rank: int, theirs: int) -> str:
         """Returns a sentence on how rank `theirs` differs from `rank`."""
@@ -69,12 +71,15 @@ class Tag:
                 f"ranks {rank} and {theirs} cut shards {self.loader} differently: the length of the dataset, the batch "
                 "size, the seed, the micro-batch size and the costs must be the same on every rank"
             )
+        what = "call the same pipelines" if self.purpose == "batch" else "iterate the same shards"
         return (
-            f"the ranks went different ways: rank {rank} sent {self}, rank {theirs} {other}. Every rank must iterate "
-            "the same shards in the same order"
+            f"the ranks went different ways: rank {rank} sent {self}, rank {theirs} {other}. Every rank must {what} "
+            "in the same order"
         )
 
     def __str__(self) -> str:
+        if self.purpose == "batch":
+            return f"batch {self.position} of pipeline {self.loader}"
         return f"the {self.purpose} of shards {self.loader}, epoch {self.epoch}, position {self.position}"
 
 
