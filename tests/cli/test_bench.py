@@ -57,9 +57,9 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(asked
     ("arguments", "message"),
     [
         (["nothing"], "there is no benchmark 'nothing'"),
-        (["step", "-n", "two"], "'two' is not a whole number"),
-        (["step", "-n", "0"], "1 rank or more"),
-        (["step", "--repeats", "0"], "2 repeats or more"),
+        (["step", "-n", "two"], "'two' is not a number of processes; give 1 or more"),
+        (["step", "-n", "0"], "'0' is not a number of processes"),
+        (["step", "--repeats", "1"], "'1' is not a number of pairs; give 2 or more"),
         ([], "NAME"),
     ],
 )

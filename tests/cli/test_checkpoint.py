@@ -259,6 +259,9 @@ def test_help_has_examples(capsys):
         (["list", ".", "elsewhere"], "list takes no second path"),
         (["verify", ".", "--to", "pt"], "verify takes no --to"),
         (["convert", "."], "convert needs two paths"),
+        (["convert", ".", "x.pt", "--timeout", "nan"], "argument --timeout: 'nan' is not a number of seconds"),
+        (["convert", ".", "x.pt", "--timeout", "0"], "argument --timeout: '0' leaves no time"),
+        (["convert", ".", "x.pt", "--step", "-1"], "argument --step: '-1' is not a number of steps; give 0 or more"),
         (["verify", ".", "--jsn", "x"], "unknown option --jsn: did you mean --json?"),
     ],
 )

@@ -143,7 +143,10 @@ def test_a_batch_that_grows_is_said_to_be_larger(files, capsys) -> None:
         (("--cluster", "nowhere.toml", "--profile", "{profile}"), "nowhere.toml: no such file"),
         (("--cluster", "{cluster}", "--profile", "{profile}", "train.py"), "leave one of them out"),
         (("--cluster", "{cluster}", "--profile", "{profile}", "--ranks", "17"), "the cluster has 16: give 1 to that"),
-        (("--cluster", "{cluster}", "--profile", "{profile}", "--ranks", "0"), "'0' is not a whole number above 0"),
+        (
+            ("--cluster", "{cluster}", "--profile", "{profile}", "--ranks", "0"),
+            "'0' is not a number of processes; give 1 or more",
+        ),
         (("--cluster", "{cluster}", "--profile", "{profile}", "--json", "no/such/plan.json"), "make it first"),
         (("--cluster", "{cluster}", "--profile", "{cluster}"), "no JSON"),
         (("--cluster", "{profile}", "--profile", "{profile}"), "is no TOML"),

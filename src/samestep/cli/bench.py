@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from samestep.bench import BENCHMARKS, benchmark, load
 from samestep.bench.harness import Comparison, Options, Report
 from samestep.bench.plot import check_plot, draw
 from samestep.cli.before import check_json, warn_of_others
-from samestep.cli.options import Parser
+from samestep.cli.options import Parser, whole
 from samestep.cli.result import write_json
 from samestep.errors import UsageError
 from samestep.rankenv import read_rank_variables
@@ -103,18 +102,19 @@ def _parser() -> Parser:
     )
     add = parser.add_argument
     add("name", metavar="NAME", help="which benchmark; listed above")
-    add("-n", dest="ranks", metavar="N", type=_whole, default=Options.ranks, help="processes (default: %(default)s)")
-    add("--repeats", metavar="K", type=_whole, help=f"pairs of blocks (default: {defaults})")
+    add(
+        "-n",
+        dest="ranks",
+        metavar="N",
+        type=whole("number of processes", 1),
+        default=Options.ranks,
+        help="processes (default: %(default)s)",
+    )
+    add("--repeats", metavar="K", type=whole("number of pairs", 2), help=f"pairs of blocks (default: {defaults})")
     add("--json", metavar="FILE", type=Path, help="write the medians, the ratio and every time to this file")
     add("--write", metavar="FILE.toml", type=Path, help="keep what links are like as a cluster file (links)")
     add("--plot", metavar="FILE.html", type=Path, help="draw bandwidth against size (allreduce; needs plotly)")
     return parser
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
 
 
 def _show(report: Report) -> None:

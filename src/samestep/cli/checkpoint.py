@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.cli.before import check_json
-from samestep.cli.options import Parser
+from samestep.cli.options import Parser, some_seconds, whole
 from samestep.cli.result import write_json
 from samestep.errors import CheckpointError, UsageError
 from samestep.reporting.words import printable, size, some
@@ -75,9 +75,19 @@ def _parser() -> Parser:
     add("--json", metavar="FILE", type=Path, help="write what was found to this file too")
     add("--to", choices=("samestep", "pt", "dcp"), help="convert: the format to write, if DST's name does not tell")
     add("--kind", metavar="NAME=CLASS", action="append", help="convert: what a saved optimizer or schedule is")
-    add("--step", metavar="N", type=int, help="convert: steps taken before, where the file does not tell (default: 0)")
-    add("--epoch", metavar="N", type=int, help="convert: epochs finished, likewise (default: 0)")
-    add("--timeout", metavar="S", type=float, help="convert: seconds that reading a foreign file may take (600)")
+    add(
+        "--step",
+        metavar="N",
+        type=whole("number of steps", 0),
+        help="convert: steps taken before, where the file does not tell (default: 0)",
+    )
+    add(
+        "--epoch",
+        metavar="N",
+        type=whole("number of epochs", 0),
+        help="convert: epochs finished, likewise (default: 0)",
+    )
+    add("--timeout", metavar="S", type=some_seconds, help="convert: seconds that reading a foreign file may take (600)")
     return parser
 
 

@@ -83,8 +83,6 @@ def _import(options: argparse.Namespace, source: Path, destination: Path) -> Non
     from samestep.running.checkpoints.convert import from_foreign
 
     step, epoch = options.step or 0, options.epoch or 0
-    if step < 0 or epoch < 0:
-        raise UsageError("--step and --epoch count what was done: 0 or more")
     timeout = 600.0 if options.timeout is None else options.timeout
     kinds = _kinds(options.kind or [])
     left_out = from_foreign(source, destination, timeout=timeout, step=step, epoch=epoch, kinds=kinds)

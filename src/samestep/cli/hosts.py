@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import socket
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from samestep.cli.options import Parser
+from samestep.cli.options import Parser, seconds
 from samestep.errors import RankVariablesError, SamestepError, UsageError
 from samestep.launch.address import check_loopback
 from samestep.launch.cluster import Part, Wanted, examine
@@ -74,17 +73,6 @@ def add_options(parser: Parser) -> None:
         help="with --restarts, when a host is lost: continue with those left, or wait up to --join-timeout for it, or "
         "for another in its place (default: stop)",
     )
-
-
-def seconds(text: str) -> float:
-    """Reads an option's time."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; give 0 or more")
-    return value
 
 
 def check_effect(options: argparse.Namespace) -> None:

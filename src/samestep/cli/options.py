@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from samestep.errors import UsageError
@@ -53,3 +54,37 @@ class Parser(argparse.ArgumentParser):
         close = difflib.get_close_matches(name, self._option_string_actions, n=1)
         hint = f"did you mean {close[0]}?" if close else f"`{self.prog} --help` lists the options"
         return f"unknown option {name}: {hint}"
+
+
+def whole(what: str, least: int, besides: str = "") -> Callable[[str], int]:
+    """Returns a reader of an option's whole number.
+
+    >>> whole("number of steps", 1)("20")
+    20
+    """
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {what}; give {least} or more{besides}")
+        return int(text)
+
+    return read
+
+
+def seconds(text: str) -> float:
+    """Reads an option's time."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; give 0 or more")
+    return value
+
+
+def some_seconds(text: str) -> float:
+    """Reads an option's time in which something is to happen, and so more than none."""
+    value = seconds(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text!r} leaves no time; give a number of seconds above 0")
+    return value

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samestep.cli.before import check_json, check_program, warn_of_others
-from samestep.cli.options import Parser
+from samestep.cli.options import Parser, whole
 from samestep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -94,8 +94,19 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--profile", metavar="FILE", type=Path, help="of a training, instead of a script")
     add("--cluster", metavar="FILE.toml", type=Path, help="the machines to plan for (default: this one)")
-    add("--ranks", metavar="N", type=_whole, help="processes at most (default: all that the cluster has)")
-    add("--steps", metavar="K", type=_whole, default=10, help="steps of the script that are timed (default: 10)")
+    add(
+        "--ranks",
+        metavar="N",
+        type=whole("number of processes", 1),
+        help="processes at most (default: all that the cluster has)",
+    )
+    add(
+        "--steps",
+        metavar="K",
+        type=whole("number of steps", 1),
+        default=10,
+        help="steps of the script that are timed (default: 10)",
+    )
     add(
         "--scale-batch",
         dest="grows",
@@ -110,12 +121,6 @@ def _parser() -> Parser:
     add("-m", dest="module", action="store_true", help="what follows is a module's name, as with python -m")
     add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from samestep.cli.before import check_json, check_program, check_run_path, run_path
-from samestep.cli.hosts import add_options, check_effect, listed, opened, own_ranks, place, seconds, taken_along
+from samestep.cli.hosts import add_options, check_effect, listed, opened, own_ranks, place, taken_along
 from samestep.cli.mpi import under_mpiexec
-from samestep.cli.options import Parser
+from samestep.cli.options import Parser, seconds, whole
 from samestep.cli.result import write_json
 from samestep.errors import UsageError
 from samestep.launch.cluster import Part
@@ -202,7 +202,7 @@ def _parser() -> Parser:
         description=DESCRIPTION,
         epilog=EXAMPLES,
     )
-    add = parser.add_argument
+    add, restarts = parser.add_argument, whole("number of restarts", 0)
     add("-n", dest="ranks", metavar="N", type=_ranks, help="processes on each host; auto: one per GPU, else 1")
     add("-m", dest="module", action="store_true", help="what follows is a module's name, as with python -m")
     add("--run-dir", metavar="DIR", type=Path, help="keep logs here, not in runs/<script>-<time>-<hex>")
@@ -218,9 +218,13 @@ def _parser() -> Parser:
     parser.also("--pass-local_rank", "--pass_local_rank", dest="local_rank", action="store_const", const="--local_rank")
     add("--start", choices=("auto", "fork", "spawn"), default="auto", help=START)
     add(
-        "--restarts", metavar="K", type=_count, default=0, help="after a failure start all ranks again, K times at most"
+        "--restarts",
+        metavar="K",
+        type=restarts,
+        default=0,
+        help="after a failure start all ranks again, K times at most",
     )
-    parser.also("--max-restarts", "--max_restarts", dest="restarts", type=_count)
+    parser.also("--max-restarts", "--max_restarts", dest="restarts", type=restarts)
     parser.also("--nproc-per-node", "--nproc_per_node", dest="ranks", type=_ranks)
     parser.also("--standalone", dest="standalone", action="store_true")  # what run does anyway
     parser.also("--hash-seeds", dest="hash_seeds", action="store_true")  # of `samestep verify`
@@ -252,17 +256,7 @@ def _parser() -> Parser:
 
 
 def _ranks(text: str) -> int | None:
-    if text == "auto":
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes; give 1 or more, or auto")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts; give 0 or more")
-    return int(text)
+    return None if text == "auto" else whole("number of processes", 1, ", or auto")(text)
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from samestep.cli.before import check_json, check_program
-from samestep.cli.options import Parser
+from samestep.cli.options import Parser, some_seconds, whole
 from samestep.cli.result import write_json
 from samestep.errors import UsageError
 from samestep.launch import mpiexec
@@ -115,45 +115,30 @@ def _parser() -> Parser:
         epilog=EXAMPLES,
     )
     add = parser.add_argument
-    add("-n", dest="ranks", metavar="N", type=_ranks, default=2, help="ranks to compare with one process (default: 2)")
+    add(
+        "-n",
+        dest="ranks",
+        metavar="N",
+        type=whole("number of ranks to compare with one", 2),
+        default=2,
+        help="ranks to compare with one process (default: 2)",
+    )
     add("-m", dest="module", action="store_true", help="what follows is a module's name, as with python -m")
     add("--mpi", action="store_true", help="have mpiexec start the ranks, for scripts whose backend is mpi")
     add(
         "--steps",
         metavar="K",
-        type=_steps,
+        type=whole("number of steps", 1),
         help="optimizer steps to record (default: to the end of the script, or what 10 s allow, at least 20)",
     )
     add("--json", metavar="FILE", type=Path, help="write verdict, findings and coverage to this file")
     add(
         "--timeout",
         metavar="S",
-        type=_seconds,
+        type=some_seconds,
         default=STILL_S,
         help="seconds without a sign of life until a run counts as hung (default: %(default)g)",
     )
     add("--explain", metavar="CODE", help="print the page of a finding")
     add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
-
-
-def _ranks(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks to compare with one; give 2 or more")
-    return int(text)
-
-
-def _steps(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps; give 1 or more")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds; give a number above 0")
-    return value
