@@ -26,7 +26,7 @@ def visible_gpus(driver: Path = DRIVER) -> int:
 def _named_gpus(text: str) -> int:
     """Counts as CUDA does: up to the first entry that is no device."""
     entries = [entry.strip() for entry in text.split(",")] if text.strip() else []
-    valid = [entry for entry in entries if entry.isdigit() or entry.startswith(("GPU-", "MIG-"))]
+    valid = [entry for entry in entries if entry.isdecimal() or entry.startswith(("GPU-", "MIG-"))]
     return len(valid) if valid == entries else entries.index(next(e for e in entries if e not in valid))
 
 

@@ -138,7 +138,7 @@ def _whole(query: dict[str, str], name: str) -> int | None:
     text = query.get(name)
     if text is None:
         return None
-    if not text.isdigit():
+    if not text.isdecimal():
         raise RankVariablesError(f"{name} in the address must be a whole number, and is {text!r}")
     return int(text)
 
