@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from samestep.paths import RunDirectory, default_run_path
+from samestep.paths import RunDirectory, default_run_path, rank_file
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,5 @@ def test_two_runs_of_one_second_differ(tmp_path):
 
 def test_each_rank_has_files_of_its_own(tmp_path):
     run = RunDirectory(tmp_path)
-    assert run.log("host", 3, "err") == tmp_path / "0/host/rank3.err"
-    assert run.error("host", 3) == tmp_path / "0/host/rank3.error.json"
-    assert run.log("host", 3, "out", attempt=2) == tmp_path / "2/host/rank3.out"
+    assert rank_file(run.logs("host"), 3, "err") == tmp_path / "0/host/rank3.err"
+    assert rank_file(run.logs("host", attempt=2), 3, "out") == tmp_path / "2/host/rank3.out"

@@ -52,14 +52,6 @@ class RunDirectory:
         """Returns the directory that holds what the ranks of `host` wrote."""
         return self.path / str(attempt) / host
 
-    def log(self, host: str, rank: int, stream: Stream, attempt: int = 0) -> Path:
-        """Returns the file that keeps one rank's standard output or error."""
-        return self.logs(host, attempt) / f"rank{rank}.{stream}"
-
-    def error(self, host: str, rank: int, attempt: int = 0) -> Path:
-        """Returns the file in which a rank writes down why it failed."""
-        return self.logs(host, attempt) / f"rank{rank}.error.json"
-
 
 def spawned_folder(logs: Path, starter: int) -> Path:
     """Returns the folder of the ranks that the script of rank `starter` has started by itself."""
@@ -67,7 +59,7 @@ def spawned_folder(logs: Path, starter: int) -> Path:
 
 
 def rank_file(folder: Path, rank: int, kind: str) -> Path:
-    """Returns one rank's file of a kind: "progress", "stacks", "events.jsonl"."""
+    """Returns one rank's file of a kind: "out", "err", "error.json", "events.jsonl", "progress", "stacks"."""
     return folder / f"rank{rank}.{kind}"
 
 

@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from samestep.launch.folding import HOLD, Folder
 from samestep.launch.terminal import harmless, is_terminal
-from samestep.paths import Stream
+from samestep.paths import Stream, rank_file
 
 __all__: list[str] = []
 
@@ -209,7 +209,7 @@ class Console:
             folder.mkdir(parents=True, exist_ok=True)
             for stream, screen in self._screens.items():
                 folds = len(logs) > 1 and not (rank == 0 and stream in drawn)
-                log = (folder / f"rank{rank}.{stream}").open("wb", buffering=0)
+                log = rank_file(folder, rank, stream).open("wb", buffering=0)
                 self._channels[rank, stream] = Channel(rank, screen, self._folders[stream] if folds else None, log)
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
@@ -225,7 +225,7 @@ class Console:
 
     def keep_stacks(self, rank: int, stacks: bytes) -> None:
         """Adds the Python stacks of a rank to its file of them."""
-        path = self._logs[rank] / f"rank{rank}.stacks"
+        path = rank_file(self._logs[rank], rank, "stacks")
         with suppress(OSError), path.open("ab") as file:  # the disk is full, or the script has cleared the folder away
             file.write(stacks)
 

@@ -33,7 +33,7 @@ from samestep.launch.terminal import is_terminal
 from samestep.launch.variables import Group, lay_out, rank_variables, threads_per_rank
 from samestep.launch.verdict import Verdict, explain, understood
 from samestep.launch.vigil import Note, OnHang
-from samestep.paths import RunDirectory, make_private
+from samestep.paths import RunDirectory, make_private, rank_file
 from samestep.rankenv import variable
 
 __all__: list[str] = []
@@ -260,9 +260,10 @@ def _attempt(head: Head, plan: Plan, number: int) -> Verdict:
     with contextlib.suppress(OSError):  # the disk is full, or the script has cleared the folder away
         for failure in verdict.failures:
             logs = plan.logs(number)[failure.rank]
-            failure.write(logs / f"rank{failure.rank}.error.json")
+            failure.write(rank_file(logs, failure.rank, "error.json"))
             if failure.in_short:
-                with (logs / f"rank{failure.rank}.err").open("a", encoding="utf-8", errors="backslashreplace") as log:
+                said = rank_file(logs, failure.rank, "err")
+                with said.open("a", encoding="utf-8", errors="backslashreplace") as log:
                     log.write(failure.traceback)
     return verdict if verdict.blamed is None else understood(verdict, plan.logs(number)[verdict.blamed.rank])
 

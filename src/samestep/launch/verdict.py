@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from samestep.launch.failure import Failure, brief, count, culprit
+from samestep.paths import rank_file
 
 __all__: list[str] = []
 
@@ -121,7 +122,7 @@ def _cause(verdict: Verdict, logs: Path | None) -> list[str]:
     lines = failure.traceback.rstrip().splitlines() if unexplained else []  # so far it has shown one line of it
     lines.append(f"samestep: error: {_headline(failure, verdict)}")
     if failure.exception in {"SystemExit", "Exit"} and logs is not None:  # its reason is what it printed
-        lines.append(f"    its last line: {_last_line(logs / f'rank{failure.rank}.err')}")
+        lines.append(f"    its last line: {_last_line(rank_file(logs, failure.rank, 'err'))}")
     elif failure.where is not None:
         lines.append(f"    at {failure.where}  {failure.source or ''}".rstrip())
     return [*lines, f"    {_particulars(failure, verdict)}", *_standing(verdict)]
@@ -159,7 +160,9 @@ def understood(verdict: Verdict, logs: Path) -> Verdict:
     gloo ends whoever gets a message of another size than it waits for: seldom the rank that left a collective out.
     """
     failure = verdict.blamed
-    if failure is None or failure.signal != signal.SIGABRT or MISMATCH not in _end(logs / f"rank{failure.rank}.err"):
+    if failure is None or failure.signal != signal.SIGABRT:
+        return verdict
+    if MISMATCH not in _end(rank_file(logs, failure.rank, "err")):
         return verdict
     message = (
         f"{UNLIKE}, and gloo aborted this one when it got another's message: every rank has to come by every "

@@ -20,7 +20,7 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.events import APART, Reader
-from samestep.paths import RunDirectory
+from samestep.paths import RunDirectory, rank_file
 
 __all__: list[str] = []
 
@@ -90,7 +90,7 @@ class RankLog:
 
     def output(self, stream: str) -> Path:
         """Returns the file of its standard output ("out") or error ("err")."""
-        return self.folder / f"rank{self.rank}.{stream}"
+        return rank_file(self.folder, self.rank, stream)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from samestep.paths import RunDirectory
+from samestep.paths import rank_file
 from samestep.reporting import words
 from samestep.reporting.live import standing
 from samestep.reporting.live.choice import Choice, Panel, Seen
@@ -183,9 +183,8 @@ class Scene:
         stream = "err" if self.panel == "err" else "out"
         log = self.logs.get(self.rank)
         if log is None:
-            logs = RunDirectory(self.run.path / str(self.attempt)).path
-            name = f"rank{self.rank}.{stream}"
-            return next(logs.glob(f"*/{name}"), logs / name)
+            kept = rank_file(self.run.path / str(self.attempt), self.rank, stream)
+            return next(kept.parent.glob(f"*/{kept.name}"), kept)
         own = log.output(stream)
         if log.folder.suffix == ".spawned" and not own.exists():
             return log.folder.parent / f"{log.folder.stem}.{stream}"  # it prints where its starter does
