@@ -13,12 +13,13 @@ from pathlib import Path
 __all__: list[str] = []
 
 MACHINE = Path("/")
+LOOKS_FOR_S = 0.2
 
 
-def busy_cores(cores: Collection[int], seconds: float = 0.2, root: Path = MACHINE) -> float:
+def busy_cores(cores: Collection[int], root: Path = MACHINE) -> float:
     """Returns how many of some cores were busy while this process slept, on average; 0 where nobody says."""
     before = _ticks(root)
-    time.sleep(seconds)
+    time.sleep(LOOKS_FOR_S)
     after = _ticks(root)
     told = [(core, after[core][0] - whole) for core, (whole, _) in before.items() if core in cores and core in after]
     return sum(1 - (after[core][1] - before[core][1]) / passed for core, passed in told if passed > 0)

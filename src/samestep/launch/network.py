@@ -28,7 +28,7 @@ from samestep.errors import UsageError
 
 __all__: list[str] = []
 
-SIOCGIFCONF, SIOCGIFNETMASK, SIOCGIFFLAGS = 0x8912, 0x891B, 0x8913  # netdevice(7)
+SIOCGIFCONF, SIOCGIFFLAGS = 0x8912, 0x8913  # netdevice(7)
 IFREQ = 16 + 2 * struct.calcsize("L") + 8  # bytes: a name, and a union whose largest member is struct ifmap
 IFF_UP = 1
 REASONS = {
@@ -47,7 +47,6 @@ class Interface:
 
     name: str
     address: str
-    netmask: str
 
     @property
     def is_loopback(self) -> bool:
@@ -61,10 +60,9 @@ def addresses() -> list[Interface]:
         for request in _listed(ask):
             with contextlib.suppress(OSError):  # it has gone in this moment
                 (flags,) = struct.unpack_from("H", fcntl.ioctl(ask, SIOCGIFFLAGS, request), 16)
-                mask = fcntl.ioctl(ask, SIOCGIFNETMASK, request)[20:24]
                 name = request[:16].rstrip(b"\0").decode()
                 if flags & IFF_UP:
-                    found.append(Interface(name, socket.inet_ntoa(request[20:24]), socket.inet_ntoa(mask)))
+                    found.append(Interface(name, socket.inet_ntoa(request[20:24])))
     return sorted(found, key=lambda interface: interface.is_loopback)
 
 

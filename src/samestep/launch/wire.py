@@ -83,8 +83,8 @@ def _parse(line: bytes) -> dict[str, Any]:
 class SealedLink(Link):
     """One end of a connection whose every frame carries a proof of origin and place.
 
-    `peer_about` is what the other side told of itself, `address` where it is, `last_heard` when it spoke last, in
-    seconds of the monotonic clock; `fault` says why the connection was ended here, if it was.
+    `peer_about` is what the other side told of itself, `address` where it is; `fault` says why the connection
+    was ended here, if it was.
     """
 
     def __init__(self, stream: socket.socket, key: bytes, ours: str, theirs: str, about: dict[str, Any]) -> None:
@@ -92,7 +92,6 @@ class SealedLink(Link):
         self.local_address: str = stream.getsockname()[0]
         super().__init__(stream)
         self.peer_about = about
-        self.last_heard = time.monotonic()
         self.fault: str | None = None
         self._key = key
         self._ours, self._theirs = ours, theirs
@@ -129,8 +128,6 @@ class SealedLink(Link):
 
     def receive(self) -> list[Message]:
         found = super().receive()
-        if found:
-            self.last_heard = time.monotonic()
         if self.closed and self._incoming and self.fault is None:
             self._end("was cut off in the middle of a message")
         return found

@@ -41,7 +41,6 @@ def profile_script(
     is_module: bool = False,
     threads: int | None = None,
     progress: Say | None = None,
-    still_s: float = runs.STILL_S,
     nursery: Nursery | None = None,
 ) -> Profile:
     r"""Runs a script in one process for some steps, stops it, and returns what its training is.
@@ -63,7 +62,6 @@ def profile_script(
         threads: that the process may use, as many as a rank will have; all of this machine's where None, and what
             OMP_NUM_THREADS says goes before either.
         progress: is told what goes on; by default a line on the terminal says it, and without one nothing does.
-        still_s: seconds without a sign of life until it is given up.
         nursery: forks the script's process, which then need not import torch; a fresh interpreter without one.
 
     Raises:
@@ -87,7 +85,7 @@ def profile_script(
     folder = Path(tempfile.mkdtemp(prefix="samestep-plan-"))
     try:
         with Telling() as telling:
-            ended = _run(program, steps, folder / "run", progress or telling.say, threads, still_s, nursery)
+            ended = _run(program, steps, folder / "run", progress or telling.say, threads, nursery)
         return _result(program, ended)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -108,7 +106,6 @@ def _run(
     folder: Path,
     say: Say,
     threads: int | None,
-    still_s: float,
     nursery: Nursery | None,
 ) -> runs.Ended:
     said: list[str] = []
@@ -127,8 +124,8 @@ def _run(
         folder,
         OBSERVER,
         order,
-        still_s=still_s,
         threads=threads or threads_per_rank(1),
+        still_s=runs.STILL_S,
         nursery=nursery,
         progress=look,
     )

@@ -62,13 +62,13 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def some(count: int, what: str, plural: str = "") -> str:
+def some(count: int, what: str) -> str:
     """Returns how many of something.
 
     >>> some(1, "rank"), some(2000, "rank")
     ('1 rank', '2,000 ranks')
     """
-    return f"{count:,} {what if count == 1 else plural or what + 's'}"
+    return f"{count:,} {what if count == 1 else what + 's'}"
 
 
 def listed(names: Sequence[str]) -> str:
