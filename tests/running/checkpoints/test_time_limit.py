@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import datetime
 from types import SimpleNamespace
@@ -115,6 +116,25 @@ def test_a_write_is_timed_whether_it_fails_or_not():
         background.wait()
     assert len(background.took) == 2
     assert all(0 <= seconds < 10 for seconds in background.took)
+
+
+@pytest.mark.parametrize("is_running", [False, True], ids=["before it runs", "while it runs"])
+def test_an_interrupt_while_the_writing_begins_loses_no_write(is_running, monkeypatch, tmp_path):
+    begin = threading.Thread.start
+
+    def interrupted(thread):
+        if is_running:
+            begin(thread)
+        raise KeyboardInterrupt
+
+    background, written = Background(), []
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        background.start(7, lambda: written.append(7) or tmp_path)
+    outcome = background.wait()
+    assert outcome is not None
+    assert (outcome.step, outcome.folder, written) == (7, tmp_path, [7])
+    assert background.wait() is None
 
 
 # --- and then -----------------------------------------------------------------------------------

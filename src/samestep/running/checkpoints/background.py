@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,6 +51,7 @@ class Background:
         self.took: deque[float] = deque(maxlen=5)
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
+        self._begin: Callable[[], None]
         self._buffers: dict[str, Tensor] = {}
 
     def hold(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -79,8 +81,9 @@ class Background:
             self.took.append(time.monotonic() - began)
             _note(self._outcome, began, self.took[-1])
 
-        self._thread = threading.Thread(target=run, name=THREAD)
-        self._thread.start()
+        self._begin = partial(_first, deque([run]))
+        self._thread = threading.Thread(target=self._begin, name=THREAD)
+        self._thread.start()  # an interrupt may come in here, before or behind the moment from which it will run
 
     def poll(self) -> Outcome | None:
         """Returns what became of the write that has ended since the last call, if one has."""
@@ -90,9 +93,21 @@ class Background:
         """Waits for the write under way, and returns what became of it; None where there is none."""
         if self._thread is None:
             return None
-        self._thread.join()
+        if not self._thread.is_alive():  # it has ended, or an interrupt kept it from running
+            self._begin()
+        if self._thread.is_alive():
+            self._thread.join()
         self._thread, outcome, self._outcome = None, self._outcome, None
         return outcome
+
+
+def _first(unbegun: deque[Callable[[], None]]) -> None:
+    """Writes, if nobody has begun to: the thread, or else who waits for one that did not come to run."""
+    try:
+        write = unbegun.pop()
+    except IndexError:  # the other one has
+        return
+    write()
 
 
 def _note(outcome: Outcome, began: float, seconds: float) -> None:
