@@ -22,7 +22,7 @@ help:
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make bench   the benchmarks, ours and theirs in alternation"
 	@echo "make docs    the pages as a site, in build/site; it needs no network"
-	@echo "make readme  what verify says into the README, diffs and codes into their pages"
+	@echo "make readme  what verify says into the README; diffs, codes and messages into their pages"
 	@echo "make clean   remove the environment and caches; runs/ stays"
 
 $(VENV)/torch: scripts/install-torch constraints.txt
@@ -79,6 +79,7 @@ readme: $(VENV)/installed
 	@$(BIN)/python scripts/readme.py
 	@$(BIN)/python scripts/moving.py
 	@$(BIN)/python scripts/codes.py
+	@$(BIN)/python scripts/messages.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

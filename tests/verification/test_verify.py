@@ -255,7 +255,8 @@ def test_the_readme_shows_what_the_command_says() -> None:
 def test_usage_errors_say_how_to_mend_them() -> None:
     for arguments, text in (
         (["-n", "1", "x.py"], "give 2 or more"),
-        (["--explain", "nothing"], "there is no finding"),
+        (["--explain", "nothing"], "there is no finding and no error"),
+        (["--explain", "SteppError"], "did you mean StepError?"),
         (["--explain", "gradient-sale"], "did you mean gradient-scale?"),
         ([], "no script is given"),
         (["nowhere.py"], "there is no script"),

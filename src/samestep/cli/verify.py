@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import signal
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from samestep import errors
 from samestep.cli.before import check_json, check_program
 from samestep.cli.options import Parser, some_seconds, whole
 from samestep.cli.result import write_json
@@ -19,9 +21,12 @@ from samestep.launch import mpiexec
 from samestep.launch.memory import check_room
 from samestep.verification.findings import EXIT_CODES
 from samestep.verification.pages import PAGES
+from samestep.verification.raised import KINDS
 from samestep.verification.runs import STILL_S, Script
 
 __all__ = ["main"]
+
+LINK = re.compile(r"\[[^\]]+\]\(([^)]+)\)")  # of docs/codes.md
 
 DESCRIPTION = """Proves that a script trains on N processes as it does on one, or names what is different.
 
@@ -36,7 +41,7 @@ examples:
   samestep verify train.py                       two ranks against one process
   samestep verify -n 3 --steps 50 train.py --lr 0.1
   samestep verify --json report.json -m package.train
-  samestep verify --explain gradient-scale       the page of a finding
+  samestep verify --explain gradient-scale       the page of a finding, or of an error: --explain StepError
 
 exit code: 0 the same training; 1 a different one; 3 it cannot be said (the script fails alone too, the machine ended
 the ranks, or what would decide could not be compared); 2 for a usage error."""
@@ -95,16 +100,28 @@ def _verify(options: argparse.Namespace, script: Script) -> int:
     return write_json(options.json, report.as_json(), EXIT_CODES[report.verdict])
 
 
-def _explain(code: str) -> int:
-    page = PAGES.get(code)
-    if page is None:
-        close = difflib.get_close_matches(code, PAGES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(PAGES)}"
-        raise UsageError(f"there is no finding {code!r}; {hint}")
-    print(f"{code}: {page.title}\n")
-    for head, text in (("", page.why), ("mend it: ", page.fix), ("noticed by: ", page.seen)):
-        print(textwrap.fill(head + text, 100) + "\n")
+def _explain(asked: str) -> int:
+    known = {name.lower(): name for name in (*PAGES, *KINDS)}
+    code = known.get(asked.lower())
+    if code is None:
+        close = difflib.get_close_matches(asked.lower(), known, n=1)
+        hint = f"did you mean {known[close[0]]}?" if close else f"they are {', '.join((*PAGES, *KINDS))}"
+        raise UsageError(f"there is no finding and no error {asked!r}; {hint}")
+    for paragraph in _of_finding(code) if code in PAGES else _of_error(code):
+        print(textwrap.fill(paragraph, 100) + "\n")
     return 0
+
+
+def _of_finding(code: str) -> tuple[str, ...]:
+    page = PAGES[code]
+    return f"{code}: {page.title}", page.why, f"mend it: {page.fix}", f"noticed by: {page.seen}"
+
+
+def _of_error(name: str) -> tuple[str, ...]:
+    kind, error = KINDS[name], getattr(errors, name)
+    first = " ".join((error.__doc__ or "").split("\n\n")[0].split()).replace(":func:", "")
+    plain = (LINK.sub(r"docs/\1", text) for text in (f"comes about: {kind.cause}", f"mend it: {kind.remedy}"))
+    return f"{name}: {first}", *plain, f"exit code: {error.exit_code}"
 
 
 def _parser() -> Parser:
@@ -139,6 +156,6 @@ def _parser() -> Parser:
         default=STILL_S,
         help="seconds without a sign of life until a run counts as hung (default: %(default)g)",
     )
-    add("--explain", metavar="CODE", help="print the page of a finding")
+    add("--explain", metavar="CODE", help="print the page of a finding, or of an error")
     add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
