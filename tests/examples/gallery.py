@@ -42,7 +42,7 @@ def commands_of(example: Path) -> list[Command]:
 
 def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Runs a command in a folder of its own, with one thread a process, and returns it with all that it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}  # or it trains each rank alone
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             words,
