@@ -153,6 +153,14 @@ def test_a_resumed_run_ends_where_it_would_have(said):
     assert "same bits: True" in virtual
 
 
+def test_a_run_in_which_a_rank_dies_has_the_bits_of_one_in_which_nobody_does(said):
+    ends = [
+        re.findall(r"world of (\d), from step (\d+): weights ([0-9a-f]{16})\n", text) for text in said("elastic.py")
+    ]
+    assert [(size, began) for ((size, began, _),) in ends] == [("2", "20"), ("2", "20"), ("4", "0"), ("1", "0")]
+    assert len({weights for ((*_, weights),) in ends}) == 1
+
+
 def test_a_model_on_two_devices_has_one_devices_gradients(said):
     (text,) = said("model_parallel_by_hand.py")
     assert len(APART.findall(text)) == 3
