@@ -27,6 +27,7 @@ extensions = [
     "outside",
     "chinese",
     "docstrings",
+    "tables",
 ]
 exclude_patterns = ["_ext", "_static"]
 source_suffix = {".md": "markdown"}
@@ -58,6 +59,7 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
+html_show_copyright = False
 html_use_opensearch = ""
 pygments_style = "friendly"
 pygments_dark_style = "monokai"

@@ -225,3 +225,41 @@ def test_no_page_is_cut_off_at_the_right(site, browser, width):
         if found := browser.evaluate(CUT_OFF):
             cut[name] = found
     assert cut == {}
+
+
+CARDS = """
+[...document.querySelectorAll('table.cards')].map((table) => {
+  const cells = [...table.querySelectorAll('tbody td:not(:first-child)')];
+  return {
+    scrolls: table.parentElement.scrollWidth > table.parentElement.clientWidth + 1,
+    heads: [...table.querySelectorAll('th')].map((head) => head.textContent.trim()),
+    names: [...new Set(cells.map((cell) => getComputedStyle(cell, '::before').content))],
+  };
+})
+"""
+
+
+@pytest.mark.parametrize("page", ["symptoms", "zh/symptoms", "gallery"])
+def test_in_a_narrow_window_a_table_of_words_is_cards_that_name_their_cells(site, browser, page):
+    browser.resize(390, 800)
+    browser.open((site.folder / f"{page}.html").as_uri())
+    tables = browser.evaluate(CARDS)
+    assert tables
+    for table in tables:
+        assert not table["scrolls"]
+        assert {name.split('"')[1].strip() for name in table["names"]} == set(table["heads"][1:])
+
+
+def test_a_table_of_numbers_keeps_its_columns(site):
+    tables = re.findall(r'<table class="docutils[^"]*">.*?</table>', site.pages["reporting.html"].text, re.DOTALL)
+    assert tables
+    assert any('class="docutils align-default"' in table for table in tables)
+
+
+def test_a_chinese_page_has_the_chinese_pages_first_in_its_list(site, browser):
+    browser.resize(1280, 900)
+    top = "Math.min(...[...document.querySelectorAll('.sidebar-tree > p')].map((e) => e.getBoundingClientRect().top))"
+    first = f"[...document.querySelectorAll('.sidebar-tree > p')].find((e) => e.getBoundingClientRect().top === {top})"
+    for page, caption in (("start", "Begin"), ("zh/start", "中文")):
+        browser.open((site.folder / f"{page}.html").as_uri())
+        assert browser.evaluate(f"{first}.textContent") == caption
