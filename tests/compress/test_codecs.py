@@ -108,6 +108,30 @@ def test_a_basis_is_orthonormal():
     torch.testing.assert_close(basis.T @ basis, torch.eye(4), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("dependent", [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.0, 1.0, 0.0)])
+def test_columns_that_are_zero_or_alike_leave_no_gap_in_the_basis(scale, dependent):
+    matrix = torch.zeros(50, 4)
+    matrix[0, 0] = scale  # along the first unit vector, which is what a gap would be filled with
+    matrix[:, 1:] = matrix[:, :1] * torch.tensor(dependent)
+    basis = orthonormal(matrix)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(4), atol=1e-6, rtol=0)
+    assert basis[0, 0] == 1.0
+
+
+def test_a_basis_is_the_same_by_any_number_of_threads():
+    matrix, before = drawn(50_000, 2), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(orthonormal(matrix))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 @pytest.mark.parametrize(
     ("shape", "taken"), [((64,), False), ((8, 8), False), ((100, 100), True), ((64, 32, 3, 3), True), ((2, 600), False)]
 )

@@ -12,6 +12,7 @@ NeurIPS 2019.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ from samestep.compress.codec import Codec
 from samestep.errors import UsageError
 
 __all__ = ["PowerSGD"]
+
+_NOTHING = 1e-12  # of a column's length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,47 @@ def first_guess(columns: int, rank: int, seed: int) -> Tensor:
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """Returns an orthonormal basis of the columns, [n, r]; of columns that are 0, any."""
-    basis: Tensor = torch.linalg.qr(matrix).Q
-    return basis
+    """Returns an orthonormal basis of the columns, [n, r] with n > r; of columns that are 0, any.
+
+    Every rank does it by itself, and all need the same bits: Gram-Schmidt, added element by element in a fixed order.
+    LAPACK's QR of 50,000 rows gives others by one thread than by two, and hosts have as many as they have cores.
+    """
+    columns = list(matrix.double().unbind(1))  # the squares of float32's smallest numbers have a place there
+    for place, column in enumerate(columns):
+        columns[place] = _beside(column, columns[:place])
+    return torch.stack(columns, 1).to(matrix.dtype)
+
+
+def _beside(column: Tensor, basis: list[Tensor]) -> Tensor:
+    """What is left of a column without its parts along an orthonormal basis, of length 1; else of a unit vector."""
+    left, whole = _without(column, basis), _length(column)
+    if _length(left) > _NOTHING * whole:
+        return left / _length(left)
+    for place in range(len(basis) + 1):  # of k + 1 unit vectors one keeps 1 / (k + 1) of its square beside k
+        unit = torch.zeros_like(column)
+        unit[place] = 1.0
+        left = _without(unit, basis)
+        if _length(left) ** 2 > 0.5 / (len(basis) + 1):
+            break
+    return left / _length(left)
+
+
+def _without(column: Tensor, basis: list[Tensor]) -> Tensor:
+    for _ in range(2):  # what the first time leaves for want of digits
+        for one in basis:
+            column = column - one * _added(one * column)
+    return column
+
+
+def _length(column: Tensor) -> float:
+    return math.sqrt(_added(column * column))
+
+
+def _added(values: Tensor) -> float:
+    """The sum, by halves: the same bits by any number of threads and on any processor."""
+    while len(values) > 1:
+        half = -(-len(values) // 2)
+        rest = values[half:]
+        values = values[:half].clone()
+        values[: len(rest)] += rest
+    return float(values)
