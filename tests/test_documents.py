@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import types
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+
+from test_architecture import FLOOR_OF
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -46,3 +49,22 @@ def test_the_map_of_the_house_names_every_module():
     real = {str(path.relative_to(ROOT / "src" / "samestep")) for path in SOURCES if path.name != "__init__.py"}
     assert real - named == set(), "missing on the map"
     assert named - real == set(), "on the map, but gone"
+
+
+def test_the_map_of_the_house_says_of_each_module_what_it_says_of_itself_on_its_own_floor():
+    text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+    floors = re.split(r"^## Floor \d", text, flags=re.MULTILINE)[1:]
+    told = {
+        name: (floor, why)
+        for floor, rows in enumerate(floors)
+        for name, why in re.findall(r"^\| `([\w/]+\.py)` \| (.*) \|$", rows, re.MULTILINE)
+    }
+    first = {name: (ast.get_docstring(_tree(name)) or "").split("\n")[0] for name in told}
+    assert {name: why for name, (_, why) in told.items()} == first
+    assert {name: floor for name, (floor, _) in told.items()} == {
+        name: FLOOR_OF[name.partition("/")[0].removesuffix(".py")] for name in told
+    }
+
+
+def _tree(name: str) -> ast.Module:
+    return ast.parse((ROOT / "src" / "samestep" / name).read_text(encoding="utf-8"))
