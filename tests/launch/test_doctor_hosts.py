@@ -99,5 +99,5 @@ def test_tasks_of_srun_are_looked_at_together(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         lines = json.loads(file.read_text(encoding="utf-8"))["lines"]
         assert about(lines, "links")[0]["text"].startswith("1 pair, median ")
-        assert about(lines, "Slurm")[0]["text"].startswith("nodes: 2 ")
+        assert about(lines, "Slurm")[0]["text"].endswith(", nodes: 2 mixed")
         assert done.stdout.count("training would work") == 1

@@ -29,6 +29,7 @@ OURS = re.compile(r"torch|nvidia|triton|numpy|samestep|mpi4py|safetensors", re.I
 STARTERS = {"ssh": "-V", "pdsh": "-V", "clush": "--version"}
 SLURM = Path("/etc/slurm/slurm.conf")
 SLOWEST = 8.0  # seconds for another program to answer
+READING = 30.0  # seconds for pip to read what is installed: 2 on an idle machine
 
 visible_gpus = functools.cache(devices.visible_gpus)  # asks nvidia-smi, which may take a second
 
@@ -41,7 +42,7 @@ def look() -> Iterator[Line]:
     )
     yield torch(installed("torch"), visible_gpus())
     yield fine("samestep", __version__)
-    yield from quarrels(said_by([sys.executable, "-m", "pip", "check", "--disable-pip-version-check"]))
+    yield from quarrels(said_by([sys.executable, "-m", "pip", "check", "--disable-pip-version-check"], READING))
     yield from _mpi()
     yield from _starters()
 
@@ -77,10 +78,10 @@ def torch(told: str | None, gpus: int, cuda: tuple[int, ...] | None = None) -> L
     return fine("torch", f"{told}, {'for CUDA ' + '.'.join(map(str, cuda)) if cuda[0] else 'without CUDA'}")
 
 
-def said_by(command: Sequence[str]) -> tuple[int, str]:
+def said_by(command: Sequence[str], patience: float = SLOWEST) -> tuple[int, str]:
     """Returns what a program ends with and what it says; -1 where there is none, or it does not end."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SLOWEST, check=False, errors="replace")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False, errors="replace")
     except (OSError, subprocess.TimeoutExpired) as error:
         return -1, str(error)
     return done.returncode, (done.stdout + done.stderr).strip()
