@@ -14,10 +14,15 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 __all__: list[str] = []
+
+
+NAME = "samestep"  # by which /proc shows it
+MADE = re.compile(rf"(/memfd:{NAME}|/.*/torch_\d+_\d+_\d+) \(deleted\)")  # a tensor's is torch's
 
 
 class Mine:
@@ -28,7 +33,7 @@ class Mine:
     """
 
     def __init__(self, length: int) -> None:
-        self.descriptor = os.memfd_create("samestep")
+        self.descriptor = os.memfd_create(NAME)
         try:
             os.ftruncate(self.descriptor, length)
             self.map = mmap.mmap(self.descriptor, length)
@@ -47,17 +52,30 @@ class Mine:
 
 
 def opened(process: int, descriptor: int, length: int) -> mmap.mmap | None:
-    """Returns the memory behind another process's descriptor, or None where this process may not see it."""
+    """Returns the memory behind another process's descriptor, or None where this process may not see it.
+
+    Where the two numbers come from a store, a stranger may have written them, and they could lead to any file that one
+    of this user's processes has open. So nothing is touched but what torch or this module makes for sharing.
+    """
     try:
-        own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+        place = f"/proc/{int(process)}/fd/{int(descriptor)}"
+        if not _is_for_sharing(place):
+            return None
+        own = os.open(place, os.O_RDWR | os.O_CLOEXEC)
+    except (OSError, ValueError, TypeError):
         return None
     try:
-        return mmap.mmap(own, length)
+        right = _is_for_sharing(f"/proc/self/fd/{own}") and os.fstat(own).st_nlink == 0
+        return mmap.mmap(own, length) if right else None
     except (OSError, ValueError):
         return None
     finally:
         os.close(own)
+
+
+def _is_for_sharing(place: str) -> bool:
+    """Whether a descriptor is of memory that no folder has a name for, this module's or a tensor's."""
+    return MADE.fullmatch(str(Path(place).readlink())) is not None
 
 
 Tell = Callable[[tuple[int, int]], Sequence[Sequence[int]]]  # two numbers of every rank, on every rank

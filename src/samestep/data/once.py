@@ -105,9 +105,9 @@ def _is_done(target: Path) -> bool:
         marker = json.loads(_beside(target, "done").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except ValueError:
+    except (ValueError, RecursionError):
         return False  # torn by a power failure: the work is done again
-    return not marker.get("made", False) or target.exists()
+    return isinstance(marker, dict) and (not marker.get("made", False) or target.exists())
 
 
 def _mark_done(target: Path) -> None:

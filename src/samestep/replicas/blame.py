@@ -21,12 +21,17 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from samestep.replicas.local_gradients import Bad, LocalGradients
 from samestep.runtime.axes import Axis
+from samestep.runtime.entries import letter_of
 
 __all__: list[str] = []
 
 PATIENCE_S = 30.0  # for the other ranks to come to their optimizer's step, too
 _MOST_NAME = 400  # characters of a name in it
 
+FINDINGS = (
+    {"bad": None},
+    {"bad": str, "doubt": int, "place": int, "arrived": bool | None, "slices": list[int], "input": str | None},
+)
 _SINCE = {
     True: ": what its loss gave back was not finite, either",
     False: ": its loss gave back finite numbers",
@@ -143,4 +148,4 @@ def _exchange(axis: Axis, subject: str, mine: dict[str, Any]) -> list[dict[str, 
     names = [f"samestep/nonfinite/{axis.ranks[0]}/{subject}/{rank}" for rank in axis.ranks]
     store.set(names[axis.rank], json.dumps(mine))
     store.wait(names, timedelta(seconds=PATIENCE_S))
-    return [json.loads(store.get(name)) for name in names]
+    return [letter_of(store.get(name), *FINDINGS, of="what a rank found in its gradients") for name in names]

@@ -27,6 +27,7 @@ from samestep.collectives.memory import shared
 from samestep.collectives.shared_memory import SharedMemory
 from samestep.errors import PeerError, StepError
 from samestep.runtime.axes import Neighbours
+from samestep.runtime.entries import letter_of
 from samestep.runtime.neighbours import by_host, sight
 
 __all__: list[str] = []
@@ -82,13 +83,13 @@ class Place:
 
 def meet(store: Store, rank: int, size: int) -> Neighbours:
     """Returns who stands where. Collective: every rank of the group must call it."""
-    return by_host(_told(store, "sight", sight(), rank, size))
+    return by_host(_told(store, "sight", sight(), rank, size, tuple[str | None, int]))
 
 
-def _told(store: Store, what: str, value: Any, rank: int, size: int) -> list[Any]:
-    """Returns every rank's `value`, in rank order."""
+def _told(store: Store, what: str, value: Any, rank: int, size: int, form: Any) -> list[Any]:
+    """Returns every rank's `value`, in rank order; each must be of a form, since the store is open to others."""
     store.set(f"{what}/{rank}", json.dumps(value))
-    return [json.loads(store.get(f"{what}/{each}")) for each in range(size)]
+    return [letter_of(store.get(f"{what}/{each}"), form, of=f"rank {each}'s {what}") for each in range(size)]
 
 
 class GroupMemory:
@@ -118,7 +119,7 @@ class GroupMemory:
         questions = iter(("memory", "seen"))  # a key of the store for each
 
         def tell(value: tuple[int, int]) -> list[Any]:
-            return _told(store, next(questions), value, place.rank, place.size)
+            return _told(store, next(questions), value, place.rank, place.size, tuple[int, int])
 
         memory = shared(length, leader=0, leads=place.rank == 0, tell=tell)
         return None if memory is None else GroupMemory(memory, place)

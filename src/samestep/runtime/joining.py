@@ -22,6 +22,7 @@ from samestep.runtime import mailbox
 from samestep.runtime.axes import Axis, Neighbours, alone
 from samestep.runtime.backend import choose_backend, group_backend
 from samestep.runtime.device import choose_device, claim, identity, refuse_sharing
+from samestep.runtime.entries import letter_of
 from samestep.runtime.exchange import gather_json
 from samestep.runtime.mailbox import Mailbox
 from samestep.runtime.neighbours import meet, shared_memory
@@ -29,6 +30,8 @@ from samestep.runtime.rendezvous import locate, open_store, sign_in
 from samestep.topology import Grid
 
 __all__: list[str] = []
+
+Card = tuple[int, str, str | None]  # rank, machine and which GPU
 
 
 @dataclass
@@ -174,7 +177,9 @@ def _check_cards(store: Store, member: Membership) -> None:
         return
     mine = json.dumps([member.rank, machine(), identity(member.device)])
     store.set(f"samestep/card/{member.rank}", mine)
-    refuse_sharing([tuple(json.loads(store.get(f"samestep/card/{rank}"))) for rank in range(member.size)])
+    told = {rank: store.get(f"samestep/card/{rank}") for rank in range(member.size)}
+    cards = [letter_of(card, Card, of=f"rank {rank}'s GPU") for rank, card in told.items()]
+    refuse_sharing([(number, place, card) for number, place, card in cards])
 
 
 def bring_watcher(member: Membership, told: rankenv.RankVariables | None) -> None:

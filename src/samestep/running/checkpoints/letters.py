@@ -18,12 +18,27 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import _get_default_store
 
+from samestep.errors import RendezvousError
+from samestep.runtime.entries import letter_of
+
 __all__: list[str] = []
+
+FILE = {"size": int, "sha256": str}
+FORMS = ({"error": str}, {"file": FILE, "places": dict[str, list[int]]})
 
 SILENCE_S = 30.0  # without a beat; a rank that writes beats meanwhile
 _HURRIED_S = 5.0  # the same where this rank leaves because of an error, which may well be that rank's end
 _BEAT_S = 1.0
 _LOOK_S = 0.02
+
+
+def told(value: bytes, rank: int) -> dict[str, Any]:
+    """Returns a letter; what is none is the error of one."""
+    try:
+        letter: dict[str, Any] = letter_of(value, *FORMS, of=f"rank {rank}'s part of a checkpoint")
+    except RendezvousError as error:
+        return {"error": str(error)}
+    return letter
 
 
 class Letters:
@@ -76,7 +91,7 @@ class Letters:
 
     def _taken(self, number: int, rank: int) -> dict[str, Any]:
         name = self._name(number, rank)
-        letter: dict[str, Any] = json.loads(self._store.get(name))
+        letter: dict[str, Any] = told(self._store.get(name), rank)
         for key in (name, f"{name}/beat"):
             self._store.delete_key(key)
         return letter

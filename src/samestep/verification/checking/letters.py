@@ -14,6 +14,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from samestep.runtime.entries import letter_of
+
 __all__: list[str] = []
 
 EVERY = 16  # steps of an optimizer
@@ -126,15 +128,15 @@ def written(told: Letter | Detail | Farewell) -> str:
 
 def read_letter(text: str | bytes) -> Letter:
     """Returns a letter that was written."""
-    fields = json.loads(text)
+    fields = letter_of(text, Letter, of="--check's letter of a rank")
     return Letter(**{**fields, "passes": [Pass(**one) for one in fields["passes"]]})
 
 
 def read_detail(text: str | bytes) -> Detail:
     """Returns a detail that was written."""
-    return Detail(**json.loads(text))
+    return Detail(**letter_of(text, Detail, of="--check's detail of a rank"))
 
 
 def read_farewell(text: str | bytes) -> Farewell:
     """Returns a farewell that was written."""
-    return Farewell(**json.loads(text))
+    return Farewell(**letter_of(text, Farewell, of="--check's farewell of a rank"))
