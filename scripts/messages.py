@@ -29,7 +29,7 @@ BEGIN = """# Every message
 
 What samestep's errors say, by what they are about; `…` stands for what a run fills in: a name, a number, a path. The
 page's search, or the browser's, finds a message by any words of it. Each says what is wrong and what to do next; the
-sentences above a table say how such errors come about and where to read more, and the error's class has a page of its
+sentences above a table say how such errors come about and where to read more, and the error's class has an entry of its
 own: [codes and errors](codes.md#errors).
 
 What `samestep verify` finds stands in [findings](codes.md#findings), what the launcher says of hangs and slow ranks in

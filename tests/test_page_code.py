@@ -1,0 +1,260 @@
+"""The Python on the pages runs as it stands, and the commands on them have options that are there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset, TensorDataset
+
+import samestep
+from samestep.cli import COMMANDS
+from samestep.testing import run_ranks
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted(DOCS.rglob("*.md"))]
+ELSEWHERE = {  # which test has the block
+    ("start.md", 0): "tests/test_site.py",
+    ("mpi.md", 0): "tests/examples/test_examples.py, by examples/mpi_hello.py",
+    ("verify.md", 0): "tests/verification/test_verify.py",
+    ("launching.md", 0): "tests/launch/test_notebook.py",
+}
+
+
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def block(page, number=0):
+    return blocks(page)[number]
+
+
+def run(code, **names):
+    """Runs a block among the names that its page takes for granted; returns all names."""
+    known = {"samestep": samestep, "torch": torch, "nn": nn, "F": F, "dist": dist, **names}
+    exec(compile(code, "a page", "exec"), known)
+    return known
+
+
+def data(samples=40):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 4, generator=draw)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def net():
+    return nn.Linear(4, 2)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([torch.ones(4)] * 64)
+
+
+@pytest.fixture
+def world():
+    with samestep.world(device="cpu") as here:
+        yield here
+
+
+def among(page, number, names):
+    """Runs a block on every rank of a gloo world."""
+    with samestep.world(device="cpu") as world:
+        run(block(page, number), world=world, **names)
+    return world.size
+
+
+def test_every_block_of_python_is_run_somewhere():
+    text = Path(__file__).read_text(encoding="utf-8")
+    for page in sorted(page.name for page in DOCS.glob("*.md")):
+        for number in range(len(blocks(page))):
+            here = f'"{page}"' if number == 0 else f'"{page}", {number}'
+            assert here in text, f"block {number} of {page} is run by no test: here, or ELSEWHERE"
+    assert all((ROOT / where.split(",")[0]).exists() for where in ELSEWHERE.values())
+
+
+def test_all_reduce_is_proved_priced_and_simulated():
+    first, _, last = block("all-reduce.md").partition("engine.run(")
+    assert last
+    buffers = [torch.full((16,), 2**rank) for rank in range(8)]
+    priced = first.replace(".seconds", ".seconds\nfound = _", 1)
+    known = run(first, buffers=buffers)
+    assert [buffer.tolist() for buffer in buffers] == [[255] * 16] * 8
+    seconds = known["price"](known["plan"], 25e6, known["Links"](known["Link"](20e-6, 1.25e9))).seconds
+    assert f"# 2  {seconds:.4f} s" in priced
+
+
+def two_ranks_reduce():
+    code = block("all-reduce.md").replace("(8)", "(2)").replace("simulate.run(plan, buffers)", "pass")
+    with samestep.world(device="cpu") as world:
+        buffer = torch.full((16,), world.rank + 1.0)
+        run(code, buffer=buffer)
+        return buffer.tolist()
+
+
+def test_all_reduce_runs_on_ranks():
+    assert run_ranks(two_ranks_reduce, 2) == [[3.0] * 16] * 2
+
+
+def test_an_algorithm_is_chosen_from_links_that_are_measured():
+    assert run_ranks(among, 2, "all-reduce.md", 1, {}) == [2, 2]
+
+
+def test_gradients_are_compressed():
+    assert run_ranks(among, 2, "compression.md", 0, {"Net": net}) == [2, 2]
+
+
+def test_drift_is_guarded_against(world):
+    run(block("drift.md"), Net=net, world=world)
+
+
+def test_the_data_are_audited(world):
+    batches = samestep.shards(data(), world, batch_size=8)
+    for _ in batches:
+        pass
+    code = block("data.md").replace("audit(batches", "said = audit(batches")
+    assert run(code, batches=batches)["said"].startswith("every sample of 1 epoch")
+
+
+def test_samples_are_shared_out_by_cost(world):
+    run(block("data.md", 1), texts=data(600), lengths=list(range(1, 601)), world=world)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own
+def test_a_stateful_loader_is_read(world):
+    torchdata = pytest.importorskip("torchdata")
+    pytest.importorskip("torchdata.stateful_dataloader")
+    code = block("data.md", 2).replace("num_workers=2", "num_workers=0")
+    known = run(code, torchdata=torchdata, world=world, stream_of_this_rank=Stream())
+    assert sum(len(batch) for batch in known["batches"]) == 64
+
+
+def test_virtual_ranks_train():
+    prepare = """optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = samestep.shards(dataset, world, batch_size=16)
+    state = samestep.checkpoint(None, world, model=model, optimizer=optimizer, data=batches)"""
+    known = run(block("elastic.md").replace("…", prepare, 1), Net=net, dataset=data())
+    assert known["state"].step == 3
+
+
+def test_numbers_are_logged(world):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    batches = samestep.shards(data(), world, batch_size=8)
+    for x, y in batches:
+        batches.mean(F.cross_entropy(model(x), y, reduction="none")).backward()
+    run(block("events.md"), world=world, batches=batches, scheduler=scheduler)
+
+
+def test_a_pipeline_is_planned_trained_and_drawn(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("PIL", reason="an image needs Pillow")
+    monkeypatch.chdir(tmp_path)
+    code = block("pipelines.md").replace("from mine import", "# from mine import")
+    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    known = run(code, Net=lambda: model, training_set=data(256))
+    assert "bubble" in capsys.readouterr().out
+    run(block("pipelines.md", 1), **known)
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["96", "16"], ["120", "20"]]
+    run(block("pipelines.md", 2).replace("cuda:0", "cpu").replace("cuda:1", "cpu"), **known)
+    run(block("pipelines.md", 3), **known)
+    run(block("pipelines.md", 4), **known)
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_process_group_is_made(tmp_path):
+    end = "\ndist.all_reduce(torch.ones(3))\ndist.destroy_process_group()\n"
+    script = tmp_path / "train.py"
+    for number, head in (
+        (0, "import torch\n"),
+        (1, "import torch\nimport torch.distributed as dist\nimport samestep\n"),
+    ):
+        script.write_text(head + blocks("process-group.md")[number] + end, encoding="utf-8")
+        command = [sys.executable, "-P", "-m", "samestep", "run", "-n", "2", str(script)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert block("process-group.md", 1) != block("process-group.md")
+
+
+def test_networks_have_the_prices_that_stand_there(capsys):
+    code = block("topologies.md")
+    run(code)
+    assert [f"# {line}" for line in capsys.readouterr().out.splitlines()] == re.findall(r"^# .*$", code, re.MULTILINE)
+
+
+def test_the_best_offer_of_a_cluster_file_is_found(tmp_path, monkeypatch, capsys):
+    (cluster,) = re.findall(r"```toml\n(.*?)```", (DOCS / "plan.md").read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "cluster.toml").write_text(cluster, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    run(block("topologies.md", 1).replace("100_000", "128"))
+    assert capsys.readouterr().out.strip()
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def commands():
+    """Every command of samestep on a page, as (page, words): in blocks, and in the middle of a line."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        fenced = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+        lines = [line.strip().removeprefix("$ ") for each in fenced for line in each.splitlines()]
+        inline = [
+            " ".join(words.split())
+            for words in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        ]
+        for line in [*lines, *inline]:
+            if re.match(r"samestep [a-z]+ ", line) and not line.startswith("samestep ran"):
+                yield page, line
+
+
+def own_options(line):
+    """The command's name and its own options: what stands before the script."""
+    words = (
+        re.split(r"  +|#", re.sub(r'"[^"]*"', "VALUE", line))[0]
+        .replace("…", "")
+        .replace("'", "")
+        .replace("[", "")
+        .split()
+    )
+    options = []
+    for word in words[2:]:
+        if re.search(r"\.py$", word) or word in ("-m", "SCRIPT"):
+            break
+        options.append(word.split("=")[0].strip("[]|,;"))
+    return words[1], [word for word in options if re.fullmatch(r"--?[a-z][a-z-]*", word)]
+
+
+@pytest.fixture(scope="module")
+def known():
+    def options_of(name):
+        asked = [sys.executable, "-m", "samestep", name, "--help"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=True)
+        return set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", done.stdout))
+
+    return {name: options_of(name) for name in COMMANDS}
+
+
+def test_every_command_on_a_page_has_options_that_are_there(known):
+    found = list(commands())
+    assert len(found) > 150
+    wrong = []
+    for page, line in found:
+        name, options = own_options(line)
+        if name not in known or set(options) - known[name]:
+            wrong.append(f"{page.name}: {line}")
+    assert wrong == []
+
+
+def test_an_option_that_is_not_there_is_found(known):
+    name, options = own_options("samestep run -n 2 --restart 3 train.py --lr 0.1   # three times")
+    assert (name, options) == ("run", ["-n", "--restart"])
+    assert set(options) - known[name] == {"--restart"}
