@@ -42,3 +42,36 @@ def test_the_stage_that_died_is_named(folder, rank, end, code, said):
     assert f"1 other rank ({1 - rank}) merely lost it" in done.stderr
     assert f"rank {1 - rank} stood at train.py:" in done.stderr
     assert folder.result["failure"]["rank"] == rank
+
+
+IN_A_BACKWARD = """
+import samestep
+import torch
+from torch import nn
+from samestep.pipelines.pipeline import Pipeline
+
+class Layer(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        Layer.calls += 1
+        if x.requires_grad:
+            x.register_hook(self.back)
+        return super().forward(x)
+    def back(self, _):
+        if Layer.calls > 22 and rank == 3:
+            raise ValueError("broken")
+
+with samestep.world(pipeline=2) as world:
+    layers = nn.Sequential(Layer(6, 6), Layer(6, 6))
+    stage = Pipeline(layers, world, nn.functional.mse_loss, ends=[1, 2], micro_batches=4)
+    while True:
+        stage.step((torch.ones(8, 6), torch.zeros(8, 6)))
+"""
+
+
+def test_a_stage_that_dies_in_its_backward_ends_its_own_replica_and_the_others(folder):
+    done = folder.run("-n", 4, folder.script(IN_A_BACKWARD))
+    assert done.returncode == 1, done.stderr
+    assert "rank 3 of 4 failed: ValueError: broken" in done.stderr
+    assert "3 other ranks (0, 1, 2) merely lost it" in done.stderr
+    assert folder.result["failure"]["rank"] == 3

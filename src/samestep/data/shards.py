@@ -209,7 +209,9 @@ class Shards:
                 return 0.0
             return float(len(tensors_of(samples)[0]) if self._weigh is None else self._weigh(samples))
 
-        return StepMean(step.weight, weigh, lambda share: self._report.add(share, step.place))
+        return StepMean(
+            step.weight, weigh, lambda share: self._report.add(share, step.place), weighted=self._weigh is not None
+        )
 
     def _was_taken_over(self, step: OpenStep, *, over: bool) -> bool:
         """Whether another step is open, or none though this one is not over."""

@@ -1,6 +1,7 @@
 """Floor 4: a model over several devices: where it is cut, and what each stage does when.
 
 where it is cut
+  given         what may be given as a model
   chain         models as chains of layers, and a stage's part of one
   layers        what each layer of a model costs, and what devices and links can do
   measure       what it costs, measured while the whole model runs
@@ -17,6 +18,7 @@ carried out
   devices       those of a process that holds all stages
   streams       what crosses from one of them to another, while both compute
   transfers     the transport over these
+  losses        the loss of each micro-batch, as its part of the step's
   draws         random numbers of layers, the same on whatever rank
   reduction     gradients added up over the replicas
   outputs       what one rank has and all want

@@ -25,12 +25,12 @@ def check(model: nn.Module, layers: Sequence[nn.Module], sample: Sequence[Tensor
             operations (a precision, a block without gradients) is not followed.
     """
     parameters = [each for each in model.parameters() if each.requires_grad]
-    with _kept(model, *layers):
+    with left_alone(model, *layers):
         for training in (True, False):
             for one in (model, *layers):
                 one.train(training)
             right = _found(model, sample, model, parameters if training else [])
-            ours = _found(_chained(layers), sample, model, parameters if training else [])
+            ours = _found(chained(layers), sample, model, parameters if training else [])
             if len(right) != len(ours) or not all(map(_close, right, ours)):
                 what = "values or gradients in training" if training else "values in evaluation"
                 raise ModelError(
@@ -40,7 +40,9 @@ def check(model: nn.Module, layers: Sequence[nn.Module], sample: Sequence[Tensor
                 )
 
 
-def _chained(layers: Sequence[nn.Module]) -> Call:
+def chained(layers: Sequence[nn.Module]) -> Call:
+    """Returns layers as one function of a batch's inputs."""
+
     def call(*inputs: Tensor) -> Any:
         given: Any = inputs if len(inputs) > 1 else inputs[0]
         for layer in layers:
@@ -87,11 +89,15 @@ def _close(right: Tensor, ours: Tensor) -> bool:
 
 
 @contextmanager
-def _kept(*modules: nn.Module) -> Iterator[None]:
-    """Leaves their modes as they were."""
+def left_alone(*modules: nn.Module) -> Iterator[None]:
+    """Leaves modes and buffers as they were."""
     modes = [(one, one.training) for module in modules for one in module.modules()]
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     try:
         yield
     finally:
         for one, mode in modes:
             one.training = mode
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

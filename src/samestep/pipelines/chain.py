@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from samestep.errors import ModelError, UsageError
 from samestep.pipelines.cutting import Call, Recipe, Traced
+from samestep.pipelines.given import Spread
 from samestep.pipelines.ties import Tie, origin, parameters_of
 
 __all__: list[str] = []
@@ -77,7 +78,7 @@ def chain_of(model: nn.Module, sample: Sequence[Any] | None = None, recipe: Reci
     """Returns a model as a chain of layers.
 
     Args:
-        model: an nn.Sequential, or any whose forward can be followed.
+        model: an nn.Sequential, an nn.ModuleList of modules by hand, or any whose forward can be followed.
         sample: inputs of a micro-batch, to follow it with.
         recipe: of the same model, cut elsewhere; then without a sample.
 
@@ -89,9 +90,14 @@ def chain_of(model: nn.Module, sample: Sequence[Any] | None = None, recipe: Reci
         >>> [name for name, _ in chain_of(model).layers]
         ['0', '1.0', '1.1']
     """
-    if type(model) is not nn.Sequential and sample is None and recipe is None:
+    if isinstance(model, nn.ModuleList):
+        chain: Chain = Handmade(model)
+    elif type(model) is nn.Sequential:
+        chain = Listed(model)
+    elif sample is None and recipe is None:
         raise ModelError(f"{type(model).__name__} is no nn.Sequential: samestep.plan_pipeline cuts it, with a sample")
-    chain: Chain = Listed(model) if type(model) is nn.Sequential else Traced(model, sample, recipe)
+    else:
+        chain = Traced(model, sample, recipe)
     for name, layer in chain.layers:
         norm = next((inner for inner in layer.modules() if isinstance(inner, _BatchNorm)), None)
         if norm is not None:
@@ -100,6 +106,27 @@ def chain_of(model: nn.Module, sample: Sequence[Any] | None = None, recipe: Reci
                 "of the batch: use GroupNorm or LayerNorm in a pipeline"
             )
     return chain
+
+
+class Handmade:
+    """Modules that are given one by one: each is called with what the one before it gives, and not looked into."""
+
+    def __init__(self, model: nn.ModuleList) -> None:
+        self._model = model
+        self.layers: list[tuple[str, nn.Module]] = [
+            (name, Spread(name, child))
+            for name, child in model._modules.items()  # noqa: SLF001  (named_children leaves out what comes again)
+            if child is not None
+        ]
+        self.recipe: Recipe | None = None
+        self.obstacles: list[str] = []
+
+    def part(self, begin: int, end: int) -> tuple[nn.Module, list[Call]]:
+        """See :class:`Chain`."""
+        own, home = self.layers[begin:end], nn.Module()
+        for name, layer in own:
+            home.add_module(name, layer.get_submodule(name))
+        return home.train(self._model.training), [layer for _, layer in own]
 
 
 class Listed:

@@ -27,7 +27,9 @@ from samestep.pipelines.chain import chain_of, shared
 from samestep.pipelines.compared import ways
 from samestep.pipelines.curves import layers_at
 from samestep.pipelines.cutting import Recipe
+from samestep.pipelines.given import Given, opened
 from samestep.pipelines.layers import Device, Layer, Link, check_chain
+from samestep.pipelines.losses import doubt
 from samestep.pipelines.measure import PARTS, REPEATS, WARM_UP, measure
 from samestep.pipelines.picture import draw
 from samestep.pipelines.telling import Telling
@@ -65,6 +67,7 @@ class PipelinePlan:
         devices: by rank.
         link: between a stage and the next.
         chunks: stages of each rank, which are dealt in turn; more than one if the schedule is interleaved.
+        doubt: why the losses of micro-batches do not add up to that of the batch, as far as the sample shows; or None.
     """
 
     layers: tuple[Layer, ...]
@@ -83,6 +86,7 @@ class PipelinePlan:
     devices: Sequence[Device] = field(default=(), repr=False)
     link: Link = field(default_factory=Link, repr=False)
     chunks: int = 1
+    doubt: str | None = field(default=None, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -168,7 +172,7 @@ class PipelinePlan:
 
 
 def plan_pipeline(
-    model: nn.Module,
+    model: Given,
     sample: Sequence[Any],
     loss_fn: Callable[[Any, Any], Tensor],
     *,
@@ -183,8 +187,9 @@ def plan_pipeline(
     """Measures a model's layers, and returns the cut and the schedule of which none is predicted to be quicker.
 
     Args:
-        model: on the device that it is measured on: an nn.Sequential, or any whose forward torch.fx can follow; it
-            stays as it is.
+        model: on the device that it is measured on: an nn.Sequential, or any whose forward torch.fx can follow; or
+            what torch.export has made of it, with batches of any size; or a list of modules, which are not cut, and of
+            which each is called with what the one before it gives. It stays as it is.
         sample: inputs and targets of one replica's batch, there too; dim 0 of all runs over the samples.
         loss_fn: of outputs and targets: the mean loss of a micro-batch, or all of its losses.
         stages: as many as the pipeline has ranks; under "interleaved" each rank has several.
@@ -214,6 +219,7 @@ def plan_pipeline(
             f"the sample is a {type(sample).__name__}, not inputs and targets of a batch: give them in a tuple or "
             "list, the targets last"
         )
+    model = opened(model)
     inputs = [each[:_FOLLOWED] for each in sample[:-1]]
     chain = chain_of(model, inputs)
     if len(chain.layers) < stages and chain.obstacles:
@@ -237,7 +243,9 @@ def plan_pipeline(
     tried: dict[int, float] = {}
     for plan in found:
         tried[plan.micro_batches] = min(plan.seconds, tried.get(plan.micro_batches, math.inf))
-    return replace(min(found, key=lambda plan: plan.seconds), tried=tried)
+    pair = 2 * -(-len(sample[-1]) // counts[0])  # micro-batches
+    why = doubt([layer for _, layer in chain.layers], sample, loss_fn, weight, pair)
+    return replace(min(found, key=lambda plan: plan.seconds), tried=tried, doubt=why)
 
 
 def _names(asked: str, stages: int, link: Link | None) -> Sequence[str]:

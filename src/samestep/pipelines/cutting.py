@@ -96,9 +96,11 @@ class Stretch:
 class Segment(nn.Module):
     """A stretch as a layer by itself."""
 
+    named_in_full = True  # its parameters have the names that they have in the model
+
     def __init__(self, traced: Traced, stretch: Stretch) -> None:
         super().__init__()
-        self.stretch = stretch
+        self.stretch, self.likeness = stretch, stretch.likeness
         traced.furnish(self, stretch.targets)
 
     def forward(self, given: Any) -> Any:

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from samestep.errors import UsageError
 from samestep.pipelines.chain import unpacked
-from samestep.pipelines.cutting import Segment
 from samestep.pipelines.halves import Halves
 from samestep.pipelines.layers import Layer
 
@@ -193,7 +192,7 @@ class _Chain:
         given: Any = tuple(self.sample)
         for number, (_, layer) in enumerate(self.layers):
             kind = (
-                layer.stretch.likeness if isinstance(layer, Segment) else type(layer),
+                getattr(layer, "likeness", type(layer)),
                 _shapes(layer.parameters()),
                 _shapes(given),
                 number == 0,

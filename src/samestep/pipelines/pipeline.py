@@ -27,16 +27,18 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from samestep.compress.codec import Codec
 from samestep.data.batches import sliced
-from samestep.errors import DataError
+from samestep.errors import DataError, ModelError
 from samestep.pipelines.batch import Cuts, samples_of, split
 from samestep.pipelines.chain import Whole, chain_of, stages_of, unpacked
 from samestep.pipelines.cutting import Call, Recipe
 from samestep.pipelines.devices import Asked, check_number, devices_of
 from samestep.pipelines.draws import Draws
+from samestep.pipelines.given import Given, opened
 from samestep.pipelines.interpreter import Interpreter
+from samestep.pipelines.losses import Loss, Losses, Weight
 from samestep.pipelines.messages import Messages
 from samestep.pipelines.outputs import gathered, on_host, told
-from samestep.pipelines.reduction import Reduction, compression_of
+from samestep.pipelines.reduction import BY_ITSELF, Reduction, compression_of
 from samestep.pipelines.report import Foreseen, PipelineReport, reported
 from samestep.pipelines.rollcall import Roll, RollCall
 from samestep.pipelines.stage import Lose, Stage, Tensors
@@ -54,9 +56,6 @@ from samestep.topology import cut_evenly
 
 __all__ = ["Pipeline"]
 
-Loss = Callable[[Any, Any], Tensor]
-Weight = Callable[[Any], float]
-
 
 class Pipeline(nn.Module):
     """One rank's stages of a model; made by :func:`samestep.pipeline`.
@@ -64,7 +63,7 @@ class Pipeline(nn.Module):
     Collective: every rank of the world must make it, with the same model and arguments.
 
     Args:
-        model: an nn.Sequential, or any with a recipe; this rank keeps its own layers.
+        model: an nn.Sequential, a list of modules, or any with a recipe; this rank keeps its own layers.
         world: made with `pipeline=` as many ranks as hold stages; one if each process holds all.
         loss_fn: takes the model's outputs and the targets, and gives the mean loss of a micro-batch, or all losses.
         ends: by stage, the layer behind its last one.
@@ -79,6 +78,7 @@ class Pipeline(nn.Module):
         codec: by which gradients travel between replicas; None as they are.
         devices: by stage, that this process computes on; one stage on the world's device if None. Or how many of its
             own this process has.
+        doubt: why the losses of micro-batches do not add up to that of a batch; None if they do, or nobody knows.
 
     Attributes:
         parts: this rank's stages, by number, under the names that they have in the model.
@@ -95,7 +95,7 @@ class Pipeline(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Given,
         world: World,
         loss_fn: Loss,
         *,
@@ -108,8 +108,10 @@ class Pipeline(nn.Module):
         split_size: int | None = None,
         devices: Asked = None,
         codec: Codec | None = None,
+        doubt: str | None = None,
     ) -> None:
         super().__init__()
+        model = opened(model)
         axis, here = world.pipeline, devices_of(devices, world)
         self._holds_all = axis.size == 1
         if devices is not None and self._holds_all:
@@ -122,7 +124,7 @@ class Pipeline(nn.Module):
         self.world = world
         self.number = world.next_number()
         self.micro_batches, self.split_size = micro_batches, split_size
-        self._loss_fn, self._weight = loss_fn, weight
+        self._losses = Losses(loss_fn, weight, world, doubt)
         chunks = len(cuts) // ranks
         self._plans = cache(lambda count: named(schedule, ranks, count, chunks))
         self._passes = cache(lambda count: forward_only(ranks, count, chunks))
@@ -138,6 +140,7 @@ class Pipeline(nn.Module):
             self._layers[stage] = list(enumerate(calls, cuts[stage][0]))
             self.add_module(f"stage{stage}", part)
         seed = tell_json(world.everyone, torch.initial_seed())
+        self._nothing = (nn.Parameter(torch.empty(0), requires_grad=False),)
         self.draws = Draws(derive_seed(seed, "pipeline", self.number), world.data.rank, here)
         self._training, self._forwards = cache(self._trains), cache(self._evaluates)
         holders = [self._holder(stage) for stage, (begin, end) in enumerate(cuts) for _ in range(begin, end)]
@@ -178,6 +181,11 @@ class Pipeline(nn.Module):
         return call
 
     @property
+    def nothing(self) -> nn.Parameter:
+        """What an optimizer is given of stages without parameters."""
+        return self._nothing[0]
+
+    @property
     def last(self) -> int:
         """The position on the pipeline of the rank that has the last stage."""
         return self._holder(-1)
@@ -207,14 +215,12 @@ class Pipeline(nn.Module):
         samples = samples_of(batch)
         cuts = self._cut(samples, nothing=mean is not None)
         roll = self._roll.call(inputs, targets, cuts, trains=True)
-        weigh = self._weigh if mean is None else mean.weigh
-        weights = [weigh(sliced(batch, *cut)) for cut in cuts]
-        total = self._total(sum(weights)) if mean is None else mean.total
+        weights, total = self._losses.weights(batch, cuts)
         targets = self._brought(targets, len(self._placement) - 1)
 
         def lose(number: int) -> Lose:
             wanted = sliced(targets, *cuts[number])
-            return lambda outputs: self._part(outputs, wanted, weights[number], total)
+            return lambda outputs: self._losses.part(outputs, wanted, weights[number], total)
 
         with self._watched(len(cuts), samples):
             self._reduction.begin()
@@ -286,23 +292,6 @@ class Pipeline(nn.Module):
             return self._brought(tuple(sliced(each, *cuts[number]) for each in inputs), 0)  # type: ignore[no-any-return]
 
         return interpreters(len(cuts)).run(given, lose, roll)
-
-    def _weigh(self, samples: Sequence[Any]) -> float:
-        return float(samples_of(samples)) if self._weight is None else float(self._weight(samples[-1]))
-
-    def _total(self, own: float) -> float:
-        """Returns the weight of the step, of all replicas. Collective over the data axis."""
-        if self.world.data.size == 1:
-            return own
-        sum_ = torch.tensor([own], dtype=torch.float64)
-        dist.all_reduce(sum_, group=self.world.data.control)
-        return float(sum_)
-
-    def _part(self, outputs: Tensors, targets: Any, weight: float, total: float) -> Tensor:
-        if not weight:  # the mean of nothing is NaN; this is 0, and its gradients are
-            return sum(each.flatten()[:0].sum() for each in outputs if each.is_floating_point())  # type: ignore[return-value]
-        losses = self._loss_fn(outputs[0] if len(outputs) == 1 else outputs, targets)
-        return losses * (weight / total) if losses.dim() == 0 else losses.sum() / total
 
     def _share(self, losses: list[Tensors]) -> Tensor:
         """Returns the replica's share of the loss, from the rank of the last stage. Collective over the pipeline."""
@@ -379,6 +368,15 @@ class Pipeline(nn.Module):
         """Yields this rank's parameters under the names that they have in the model."""
         for part in self.parts.values():
             yield from part.named_parameters(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yields them; where these stages have none, one without a value, which an optimizer needs to be made."""
+        yield from list(super().parameters(recurse)) or [self.nothing]
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """DistributedDataParallel asks for it: it would send stage 0's parameters to the other stages."""
+        raise ModelError(BY_ITSELF)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields this rank's buffers likewise."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import accumulate
 
 from torch import nn
 
 from samestep.compress.codec import Codec
 from samestep.errors import UsageError
+from samestep.pipelines.chain import Listed
 from samestep.pipelines.choose import PipelinePlan
 from samestep.pipelines.cutting import Recipe
 from samestep.pipelines.devices import Asked
+from samestep.pipelines.given import Given, opened
+from samestep.pipelines.losses import Loss, Weight
 from samestep.pipelines.pipeline import Pipeline
 from samestep.pipelines.report import Foreseen
 from samestep.replicas import asked
@@ -22,29 +26,42 @@ __all__ = ["pipeline"]
 
 
 def pipeline(
-    model: nn.Module,
+    model: Given,
     world: World,
-    plan: PipelinePlan,
+    plan: PipelinePlan | None = None,
     *,
+    loss_fn: Loss | None = None,
+    schedule: str | None = None,
+    weight: Weight | None = None,
     devices: Asked = None,
     micro_batches: int | None = None,
     split_size: int | None = None,
     compress: str | Codec | None = None,
 ) -> Pipeline:
-    """Returns this rank's stages of a model that is cut as planned: on all ranks as rank 0 has planned it.
+    """Returns this rank's stages of a model that is cut as planned, on all ranks as rank 0 has planned it; or by hand.
 
     Collective: every rank of the world must call it. Times that were measured differ between ranks, and so may plans.
 
+    Stages by hand need no plan: a list of modules, or an nn.Sequential of as many as there are stages. They run as they
+    are, one stage each. Of a list each module is called with what the one before it gives, a tuple of tensors as
+    several arguments; an nn.Sequential hands a tuple on as one. Their parameters have the names of an nn.ModuleList, or
+    of the nn.Sequential: "1.weight".
+
     Args:
-        model: that was planned for; its layers are moved to the devices of their stages.
+        model: that was planned for, or stages by hand; its layers are moved to the devices of their stages.
         world: made with `pipeline=` the number of stages; the ranks that remain are replicas of the whole. A world of
             one takes the same micro-batches one after another, and comes to the same bits.
-        plan: made by :func:`samestep.plan_pipeline`.
+        plan: made by :func:`samestep.plan_pipeline`; None for stages by hand.
+        loss_fn: without a plan: of outputs and targets, the mean loss of a micro-batch, or all of its losses.
+        schedule: without a plan: "fill-drain", "1f1b" (if None), "eager-1f1b" or "zero-bubble"; with several stages a
+            rank "interleaved".
+        weight: without a plan: of targets, how many items their mean loss is of; their samples if None. Within a loop
+            over :func:`samestep.shards` its `weight` counts.
         devices: on which each process computes all stages, one for each: ["cuda:0", "cuda:1"]; one may come several
             times. Or how many of its own each process has: with 2, process 3 of a host has cuda:6 and cuda:7, and both
             are the CPU where there is no GPU. Then `world.pipeline` is 1, and every process is a replica. Under
             "interleaved" one for each of the ranks that were planned for.
-        micro_batches: that a batch is cut into, instead of the plan's.
+        micro_batches: that a batch is cut into, instead of the plan's; without a plan 4 for each stage.
         split_size: samples of a micro-batch, at most: a batch of n is cut evenly into ceil(n / split_size). Instead of
             `micro_batches`.
         compress: for slow links between replicas: their gradients travel in fewer bytes, as in
@@ -79,6 +96,11 @@ def pipeline(
         with samestep.world() as world:
             stage = samestep.pipeline(model, world, plan, devices=["cuda:0", "cuda:1"], split_size=20)
 
+    Stages by hand, which hand a second tensor on around the middle one::
+
+        with samestep.world(pipeline=3) as world:  # encoder(x) -> h, skip; middle(h, skip) -> h, skip; decoder(h, skip)
+            stage = samestep.pipeline([encoder, middle, decoder], world, loss_fn=F.mse_loss, micro_batches=8)
+
     On two ranks, with data, clipping and a checkpoint::
 
         with samestep.world(pipeline=2) as world:
@@ -95,11 +117,25 @@ def pipeline(
                     state.commit()
     """
     codec = asked.codec(compress, world, None, None)
+    if plan is None:
+        told = tell_json(world.everyone, [schedule or "1f1b", micro_batches, split_size])
+        return _by_hand(opened(model), world, loss_fn, *told, weight=weight, devices=devices, codec=codec)
+    if loss_fn is not None or schedule is not None or weight is not None:
+        raise UsageError("loss_fn, schedule and weight are the plan's: give them to plan_pipeline, or no plan")
     told = None if plan.recipe is None else plan.recipe.told()
     count = _micro_batches(plan, micro_batches, split_size)
-    own = [plan.ends, plan.chunks, plan.schedule, plan.samples, plan.micro_batches, asdict(plan.costs), told]
+    own = [
+        plan.ends,
+        plan.chunks,
+        plan.schedule,
+        plan.samples,
+        plan.micro_batches,
+        asdict(plan.costs),
+        told,
+        plan.doubt,
+    ]
     heard = tell_json(world.everyone, [*own, count, split_size])
-    ends, chunks, schedule, samples, planned, costs, told, count, split_size = heard
+    ends, chunks, schedule, samples, planned, costs, told, doubt, count, split_size = heard
     ranks, size = len(ends) // chunks, world.pipeline.size
     foreseen = Foreseen(samples, planned, Costs(**costs)) if devices is not None or ranks == size else None
     if size == 1 and devices is None:  # alone it holds all stages, which then are one
@@ -123,14 +159,63 @@ def pipeline(
         split_size=split_size,
         devices=devices,
         codec=codec,
+        doubt=doubt,
     )
+
+
+def _by_hand(
+    model: nn.Module,
+    world: World,
+    loss_fn: Loss | None,
+    schedule: str,
+    micro_batches: int | None,
+    split_size: int | None,
+    *,
+    weight: Weight | None,
+    devices: Asked,
+    codec: Codec | None,
+) -> Pipeline:
+    """Returns stages that nobody has planned, as they are."""
+    if loss_fn is None:
+        raise UsageError(
+            "neither a plan nor a loss: samestep.pipeline(stages, world, loss_fn=…), or plan_pipeline first"
+        )
+    ends = _ends_by_hand(model)
+    _check_sizes(micro_batches, split_size)
+    if micro_batches is not None and split_size is not None:
+        raise UsageError(f"micro_batches={micro_batches} and split_size={split_size}: give one of the two")
+    stages = len(ends)
+    if world.pipeline.size == 1 and devices is None:  # alone it holds all stages, which then are one
+        ends, schedule = ends[-1:], "1f1b"
+    return Pipeline(
+        model,
+        world,
+        loss_fn,
+        ends=ends,
+        schedule=schedule,
+        micro_batches=micro_batches or 4 * stages,
+        weight=weight,
+        split_size=split_size,
+        devices=devices,
+        codec=codec,
+    )
+
+
+def _ends_by_hand(model: nn.Module) -> list[int]:
+    """Returns, by stage, the layer behind its last."""
+    if not isinstance(model, nn.ModuleList) and type(model) is not nn.Sequential:
+        raise UsageError(
+            f"where is {type(model).__name__} to be cut? Plan it: samestep.plan_pipeline(model, sample, loss_fn), or "
+            "give its stages, a list of modules"
+        )
+    if isinstance(model, nn.ModuleList):
+        return list(range(1, len(model) + 1))
+    return list(accumulate(len(Listed(nn.Sequential(child)).layers) for child in model))
 
 
 def _micro_batches(plan: PipelinePlan, given: int | None, split_size: int | None) -> int:
     """Returns how many micro-batches the plan's batch is cut into."""
-    for name, number in (("micro_batches", given), ("split_size", split_size)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise UsageError(f"{name}={number!r}: give a whole number, 1 or more")
+    _check_sizes(given, split_size)
     if split_size is None:
         return plan.micro_batches if given is None else given
     count = -(-plan.samples // split_size)
@@ -140,3 +225,9 @@ def _micro_batches(plan: PipelinePlan, given: int | None, split_size: int | None
             f"{split_size} in each, are {count} micro-batches: give one of the two"
         )
     return count
+
+
+def _check_sizes(given: int | None, split_size: int | None) -> None:
+    for name, number in (("micro_batches", given), ("split_size", split_size)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise UsageError(f"{name}={number!r}: give a whole number, 1 or more")

@@ -37,6 +37,10 @@ from samestep.seeding import derive_seed
 
 __all__: list[str] = []
 
+BY_ITSELF = (
+    "a pipeline adds up its gradients over the replicas by itself: leave samestep.replicate and "
+    "DistributedDataParallel out, and make the world with more ranks than stages"
+)
 BUCKET = 25 << 20  # bytes that travel together, as in DistributedDataParallel
 
 

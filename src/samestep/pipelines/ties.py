@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.pipelines.cutting import Segment
 from samestep.runtime.axes import Axis
 
 __all__: list[str] = []
@@ -107,7 +106,7 @@ def _shared(model: nn.Module, layers: Layers) -> list[list[Held]]:
 def parameters_of(layers: Layers) -> Iterator[tuple[Held, nn.Parameter]]:
     """Yields the parameters of layers, and where each of them has it, under the model's names."""
     for number, (name, layer) in enumerate(layers):
-        prefix = "" if isinstance(layer, Segment) else f"{name}."
+        prefix = "" if getattr(layer, "named_in_full", False) else f"{name}."
         for path, module in layer.named_modules(prefix=prefix, remove_duplicate=False):
             for attribute, parameter in module._parameters.items():  # noqa: SLF001
                 if parameter is not None:

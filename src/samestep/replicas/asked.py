@@ -82,6 +82,7 @@ def check_model(model: nn.Module, world: World, *wrappers: type[nn.Module]) -> N
             "nn.DataParallel drives many GPUs from one process, slowly and with other BatchNorm statistics. Instead: "
             "model = samestep.replicate(model.module.to(world.device), world), started with `samestep run -n auto`"
         )
+    _ = getattr(model, "_ddp_params_and_buffers_to_ignore", None)  # a pipeline's refuses
     if isinstance(model, (DistributedDataParallel, *wrappers)):
         raise ModelError(f"the model is wrapped in {type(model).__name__} already: replicate(model.module, world)")
     trainable = [(name, tensor) for name, tensor in model.named_parameters() if tensor.requires_grad]

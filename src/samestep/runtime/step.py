@@ -33,11 +33,13 @@ class StepMean:
         total: the weight of the step, over all ranks and micro-batches.
         weigh: returns the weight of some samples of the micro-batch handed out last.
         add: takes this replica's share of the mean.
+        weighted: the user said how; or else samples count.
     """
 
     total: float
     weigh: Callable[[Any], float]
     add: Callable[[Tensor], None]
+    weighted: bool = False
 
 
 @dataclass

@@ -104,7 +104,7 @@ def restore(random: Mapping[str, Any] | None, named: Mapping[str, Any]) -> None:
 
 
 def _laid_out(name: str, optimizer: Optimizer, pipeline: Pipeline) -> _Steered:
-    names = {id(each): key for key, each in pipeline.named_parameters()}
+    names = {id(each): key for key, each in pipeline.named_parameters()} | {id(pipeline.nothing): "(nothing)"}
     own = [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
     told = gather_json(pipeline.world.pipeline, own)
     if len({len(groups) for groups in told}) > 1:
@@ -173,7 +173,7 @@ def _cut(state: State, steered: _Steered) -> State:
     ]
     mine = {}
     for key, number in own.items():
-        entry = entries[aliases.get(key, key)]
+        entry = entries.get(aliases.get(key, key))
         if entry is not None:  # one of its own for each copy: optimizers change them in place
             mine[number] = {name: each.clone() if isinstance(each, Tensor) else each for name, each in entry.items()}
     return replace(state, content={**state.content, "state": mine, "param_groups": groups})
