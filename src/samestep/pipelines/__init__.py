@@ -15,6 +15,7 @@ carried out
   stage         what one stage computes, and keeps until its backward
   interpreter   one rank's part of a schedule, over any transport
   messages      the transport over torch.distributed
+  forms         what is known of a tensor before it comes
   devices       those of a process that holds all stages
   streams       what crosses from one of them to another, while both compute
   transfers     the transport over these

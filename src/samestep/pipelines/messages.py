@@ -24,33 +24,14 @@ from samestep import progress
 from samestep.errors import ModelError
 from samestep.launch.noting import site
 from samestep.pipelines.batch import Kinds
+from samestep.pipelines.forms import LENGTH, MOST_TENSORS, Form, Forms, header, read, told
 from samestep.runtime.axes import Axis
 from samestep.schedule.plan import Action, Plan
 
 __all__: list[str] = []
 
 AHEAD = 2  # messages of a neighbour that are waited for before they are needed
-MOST_TENSORS, MOST_DIMS = 8, 8  # of a message
 _TAGS = MOST_TENSORS + 1  # of a message: its header, then its tensors
-_TYPES = (
-    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Form:
-    """What is known of a tensor before it comes."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    wants_gradient: bool = False
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
-
-
-Forms = tuple[Form, ...]
 
 
 @dataclass
@@ -108,18 +89,20 @@ class Messages:
             ModelError: it is not what micro-batches of this kind were before, or too much to tell.
         """
         target, tag = self._target(action), self._sends[action] * _TAGS
-        forms = tuple(Form(each.dtype, tuple(each.shape), each.requires_grad) for each in tensors)
+        forms = tuple(map(Form.of, tensors))
         known = self._known.get(self._key(action))
         if known is None:
+            known = forms
             self._remember(action, forms)
-            self._go(_header(action, forms).to(self._device), target, tag)  # where it is waited for: a backend a device
-        elif known != forms:
+            words = header(action.stage, forms)
+            self._go(words.to(self._device), target, tag)  # where it is waited for: a backend a device
+        elif len(known) != len(forms) or not all(map(Form.is_like, known, forms)):
             raise ModelError(
-                f"stage {action.stage} gives {_told(forms)} for a micro-batch of a shape for which it gave "
-                f"{_told(known)} before: what it gives may depend on shapes alone"
+                f"stage {action.stage} gives {told(forms)} for a micro-batch of a shape for which it gave "
+                f"{told(known)} before: what it gives may depend on shapes alone"
             )
-        for place, tensor in enumerate(tensors, 1):
-            self._go(tensor.detach().contiguous(), target, tag + place)
+        for place, (form, tensor) in enumerate(zip(known, tensors, strict=True), 1):
+            self._go(form.packed(tensor), target, tag + place)
 
     def receive(self, action: Action) -> tuple[list[Tensor], list[bool]]:
         """Returns what an action of another rank gives, and for which of it gradients are wanted."""
@@ -133,7 +116,8 @@ class Messages:
                 work.wait()
         finally:
             progress.leave()
-        return coming.tensors, [form.wants_gradient for form in coming.forms]
+        tensors = [form.unpacked(sent) for form, sent in zip(coming.forms, coming.tensors, strict=True)]
+        return tensors, [form.wants_gradient for form in coming.forms]
 
     def end(self) -> None:
         """Waits until all that was sent has gone."""
@@ -153,15 +137,15 @@ class Messages:
             if forms is None:
                 forms = self._hear(source, tag)
                 self._remember(action, forms)
-            tensors = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms]
+            tensors = [form.blank(self._device) for form in forms]
             works = [self._come(tensor, source, tag + place) for place, tensor in enumerate(tensors, 1)]
             self._coming[action] = _Coming(forms, tensors, works)
             self._posted[source] += 1
 
     def _hear(self, source: int, tag: int) -> Forms:
-        header = torch.empty(_length(), dtype=torch.int64, device=self._device)
-        self._come(header, source, tag).wait()
-        return _read(header.tolist())
+        words = torch.empty(LENGTH, dtype=torch.int64, device=self._device)
+        self._come(words, source, tag).wait()
+        return read(words.tolist())
 
     def _key(self, action: Action) -> Hashable:
         return action.kind == "F", action.stage, self._kinds[action.micro_batch]
@@ -180,33 +164,3 @@ class Messages:
 
     def _come(self, tensor: Tensor, source: int, tag: int) -> Any:
         return dist.irecv(tensor, self._axis.ranks[source], group=self._axis.group, tag=tag)
-
-
-def _told(forms: Forms) -> str:
-    return ", ".join(map(str, forms))
-
-
-def _length() -> int:
-    return 1 + MOST_TENSORS * (3 + MOST_DIMS)
-
-
-def _header(action: Action, forms: Forms) -> Tensor:
-    """What tells forms, in int64 of one length: how many, then type, flag, dims and sizes of each."""
-    if len(forms) > MOST_TENSORS or any(len(form.shape) > MOST_DIMS for form in forms):
-        raise ModelError(
-            f"stage {action.stage} gives {len(forms)} tensors, of up to {max(len(form.shape) for form in forms)} dims: "
-            f"{MOST_TENSORS} of {MOST_DIMS} can be sent"
-        )
-    words = [len(forms)]
-    for form in forms:
-        if form.dtype not in _TYPES:
-            raise ModelError(f"stage {action.stage} gives a tensor of {form.dtype}, which cannot be sent")
-        padding = [0] * (MOST_DIMS - len(form.shape))
-        words += [_TYPES.index(form.dtype), int(form.wants_gradient), len(form.shape), *form.shape, *padding]
-    return torch.tensor(words + [0] * (_length() - len(words)))
-
-
-def _read(words: list[int]) -> Forms:
-    each = 3 + MOST_DIMS
-    parts = [words[1 + each * number : 1 + each * (number + 1)] for number in range(words[0])]
-    return tuple(Form(_TYPES[kind], tuple(sizes[:dims]), bool(wants)) for kind, wants, dims, *sizes in parts)
