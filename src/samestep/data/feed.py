@@ -54,10 +54,12 @@ class Feed:
         self._batch_size = batch_size
         self._weigh = weigh
         self._tagged = tagged
-        self._mover = Mover(world.device)
+        self._mover = Mover(world.lands_on)
 
     def steps(self, order: Positions, steps: Sequence[Step]) -> Iterator[tuple[OpenStep, Iterator[Any]]]:
         """Yields every step with an iterator over its micro-batches, on the device; each is used up before the next."""
+        if self._mover.device != self._world.lands_on:  # a pipeline with devices of its own was made since
+            self._mover = Mover(self._world.lands_on)
         host = self._loader.load(order, steps)
         run = self._counted if self._weigh is None and self.skips is None else self._weighted
         return run(order.epoch, steps, host)

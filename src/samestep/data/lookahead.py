@@ -64,7 +64,7 @@ class LookAhead:
         self._weigh = weigh
         self._tagged = tagged
         self._own = own
-        self._mover = Mover(world.device)
+        self._mover = Mover(world.lands_on)
         self.empty: Any = None  # a host batch without samples, once there was one with
 
     def learn(self, share: Share) -> None:
@@ -79,6 +79,8 @@ class LookAhead:
             DataError: the ranks do not read the same stream; or one whose stream is empty has nothing to cut an empty
                 batch from.
         """
+        if self._mover.device != self._world.lands_on:  # a pipeline with devices of its own was made since
+            self._mover = Mover(self._world.lands_on)
         ahead = self._weighed(next(shares, None), start)
         while True:
             part = ahead

@@ -43,7 +43,7 @@ class StepReport:
 
     def add(self, value: torch.Tensor, place: int = 0) -> None:
         """Adds one micro-batch's share of the loss, a scalar, to that of the slice at `place` among those held here."""
-        part = value.item() if self._device.type == "cpu" else value.detach().double()
+        part = value.item() if self._device.type == "cpu" else value.detach().to(self._device, torch.float64)
         self._shares[place] = self._shares[place] + part if place in self._shares else part
 
     def discard(self) -> None:

@@ -132,6 +132,8 @@ class Pipeline(nn.Module):
         own = [stage for stage, rank in enumerate(self._placement) if self._holds_all or rank == axis.rank]
         self.devices = {stage: here[self._placement[stage] if self._holds_all else 0] for stage in own}
         self._transfers = Transfers(self.devices)
+        if self._holds_all and devices is not None:
+            world.lands_on = self.devices[0]
         self.parts: dict[int, nn.Module] = {}
         self._layers: dict[int, list[tuple[int, Call]]] = {}
         for stage in own:

@@ -48,7 +48,8 @@ class World:
         local_rank: this process among those of its host.
         local_size: the processes of its host.
         host_index: its host among the hosts, in order of their lowest rank.
-        device: the device that this rank owns; tensors from `shards` arrive there.
+        device: the device that this rank owns.
+        lands_on: where tensors from `shards` arrive: the same; for a pipeline with devices of its own, its first one.
         backend: what carries the gradients ("gloo", "nccl", …); None in a world of one.
         everyone: the axis of all ranks.
         data: the axis of ranks that hold the same parameters and average their gradients.
@@ -73,7 +74,7 @@ class World:
         self.local_rank = membership.local_rank
         self.local_size = membership.local_size
         self.host_index = membership.host_index
-        self.device = membership.device
+        self.device = self.lands_on = membership.device
         self.backend = membership.backend
         self.everyone = membership.everyone
         self.data = membership.data
