@@ -127,3 +127,62 @@ def test_replicas_of_a_pipeline_are_compared_with_whole_batches_in_float64(
     else:
         assert [finding.code for finding in report.errors] == ["pipeline-inexact"]
         assert said in report.errors[0].cause
+
+
+DEVICES = """
+import samestep, torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(40, 6), torch.randint(0, 3, (40,)))
+with samestep.world() as world:
+    first = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout({p}))
+    stages = [first, nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))]
+    stage = samestep.pipeline(stages, world, loss_fn=F.cross_entropy, micro_batches=2, devices=["cpu", "cpu"])
+    optimizer = torch.optim.AdamW(stage.parameters())
+    for batch in samestep.shards(data, world, batch_size=8):
+        stage.step(batch)
+        {between}
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("p", "between", "codes"),
+    [
+        (0.3, "samestep.clip_grad_norm_(stage, 0.1)", []),
+        # on each device by the norm of the gradients there
+        (
+            0.0,
+            "[nn.utils.clip_grad_norm_(part.parameters(), 0.01) for part in stage.parts.values()]",
+            ["pipeline-inexact"],
+        ),
+    ],
+)
+def test_stages_that_one_process_holds_are_compared_with_one_device(
+    tmp_path: Path, p: float, between: str, codes: list[str]
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(DEVICES.format(p=p, between=between), encoding="utf-8")
+    report = samestep.verify(path)
+    assert [finding.code for finding in report.errors] == codes, report
+    assert report.verdict == ("different" if codes else "same"), report
+    if not codes:
+        assert report.coverage["pipeline"] == "proved"
+        assert "2 stages of a process, each on its device, and one stage on one device" in report.margins["pipeline"]
+
+
+def test_stages_by_hand_are_judged_like_planned_ones(tmp_path: Path) -> None:
+    text = (
+        DEVICES.format(p=0.3, between="")
+        .replace("world()", "world(pipeline=2)")
+        .replace(', devices=["cpu", "cpu"]', "")
+    )
+    path = tmp_path / "train.py"
+    path.write_text(text, encoding="utf-8")
+    report = samestep.verify(path)
+    assert report.verdict == "same", report
+    assert report.coverage["pipeline"] == "proved"

@@ -20,7 +20,7 @@ from samestep.verification.equality import MOST_STEPS, failed
 from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
-from samestep.verification.judging.states import scheduled, staged
+from samestep.verification.judging.states import scheduled, several, staged
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner
@@ -67,6 +67,43 @@ def judge(runner: Runner, record: Record, report: Report) -> None:
     step, tensor, why = found
     cause = f"{plural(told['stages'], 'stage')} and one process with the same micro-batches {why} at step {step}"
     report.add([_inexact(told, step, tensor, cause)])
+
+
+def judge_devices(runner: Runner, record: Record, report: Report) -> None:
+    """Judges processes that hold all stages each: as replicas, and beside the same with one stage, on one device."""
+    told = several(record)
+    if told is None or report.errors:
+        return
+    if told["replicas"] > 1:
+        _judge_replicas(runner, {**told, "stages": told["held"]}, min(record.steps, MOST_STEPS), report)
+        if report.errors:
+            return
+    order: dict[str, Any] = {
+        "steps": min(record.steps, MOST_STEPS),
+        "micro_batches": told["micro_batches"],
+        "chance": True,
+    }
+    what = f"{plural(told['held'], 'stage')} of a process"
+    many = runner.recorded(f"{what} with their dropout", runner.ranks, **order)
+    one = runner.recorded("one stage a process with the same micro-batches", runner.ranks, one=True, **order)
+    if reason := failed(many) or failed(one):
+        report.cover("pipeline", unchecked(f"not compared with one device: {reason}"))
+        return
+    steps = min(many.record.steps, one.record.steps)
+    if not steps:
+        report.cover("pipeline", unchecked("on one device the script took no step"))
+        return
+    for ours, theirs in zip(many.record.ranks, one.record.ranks, strict=True):
+        for step, tensor, why in differences([ours.steps], theirs.steps):
+            cause = f"{what} and the same on one device, as one stage, {why} at step {step} on rank {ours.number}"
+            report.add([replace(_inexact(told, step, tensor, cause), rank=ours.number)])
+            return
+    for name in ("pipeline", "random"):
+        report.cover(name, PROVED)
+    report.margins["pipeline"] = (
+        f"{what}, each on its device, and one stage on one device have the same bits in all gradients and parameters "
+        f"({plural(steps, 'step')} of {plural(told['micro_batches'], 'micro-batch')}, with the script's own dropout)"
+    )
 
 
 def _inexact(told: Event, step: int, tensor: str, cause: str) -> Finding:

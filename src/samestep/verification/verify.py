@@ -121,6 +121,10 @@ def _verified(runner: Runner, steps: int | None) -> Report:
         stages.judge(runner, record, report)
         report.remarks += _remarks(ended, report)
         return report
+    if states.several(record) is not None and ended.code == 0 and not ended.hung:
+        stages.judge_devices(runner, record, report)
+        report.remarks += _remarks(ended, report)
+        return report
     if states.scheduled(record) and ended.code == 0 and not ended.hung:
         control.judge(record, report)
         stages.judge_scheduled(record, report)

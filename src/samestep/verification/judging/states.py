@@ -90,6 +90,12 @@ def staged(record: Record) -> Event | None:
     return next((event for event in told if event["stages"] > 1), None)
 
 
+def several(record: Record) -> Event | None:
+    """Returns what the first rank told of a pipeline all of whose stages each process holds, on devices of its own."""
+    told = record.ranks[0].of("staged") if record.ranks else []
+    return next((event for event in told if event["stages"] == 1 and event["held"] > 1), None)
+
+
 def scheduled(record: Record) -> list[tuple[int, Event]]:
     """Returns what ranks told of steps of torch.distributed.pipelining, each with its rank."""
     return [(rank.number, event) for rank in record.ranks for event in rank.of("scheduled")]

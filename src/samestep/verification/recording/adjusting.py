@@ -6,7 +6,7 @@ replicate      in float64, likewise; virtual ranks have statistics of BatchNorm 
                in rank order where a run that was stopped shall have the bits of one that was not; codecs always do.
                In float64 and on virtual ranks nothing is compressed
 pipeline       with as many micro-batches as another run had: a plan is made of times, which differ from run to run;
-               in float64, where nothing is compressed
+               in float64, where nothing is compressed; with all stages of a process on one device
 shards         in float64; one process takes the micro-batches of all ranks together, as BatchNorm does
 """
 
@@ -56,14 +56,16 @@ def _planned(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if order.get("double"):
         from samestep.pipelines.pipeline import Pipeline
 
-        (kwargs["model"] if "model" in kwargs else args[0]).double()
+        model = kwargs["model"] if "model" in kwargs else args[0]
+        for each in model if isinstance(model, list | tuple) else [model]:
+            each.double()
         Pipeline.step = _doubling(Pipeline.step)  # type: ignore[method-assign]
         Pipeline.forward = _doubling(Pipeline.forward)  # type: ignore[method-assign]
-    plan = kwargs["plan"] if "plan" in kwargs else args[2]
-    plan = replace(plan, micro_batches=order["micro_batches"])
-    if order.get("double"):
-        kwargs = {name: value for name, value in kwargs.items() if name != "compress"}
-    return args[:2], {name: value for name, value in kwargs.items() if name != "plan"} | {"plan": plan}
+    without = {"plan"} | ({"compress"} if order.get("double") else set()) | ({"devices"} if order.get("one") else set())
+    plan = kwargs["plan"] if "plan" in kwargs else args[2] if len(args) > 2 else None
+    if plan is not None:  # stages by hand have as many in every run
+        plan = replace(plan, micro_batches=order["micro_batches"])
+    return args[:2], {name: value for name, value in kwargs.items() if name not in without} | {"plan": plan}
 
 
 def _sharded(order: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:

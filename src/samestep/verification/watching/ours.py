@@ -90,6 +90,7 @@ def _watch_pipelines(listener: Listener, module: Any) -> None:
         listener.told(
             "staged",
             stages=self.world.pipeline.size,
+            held=len(self.parts),
             replicas=self.world.data.size,
             micro_batches=self.micro_batches,
             codec=None if self.compression is None else self.compression.codec.name,
