@@ -170,6 +170,33 @@ def test_a_pipeline_is_planned_trained_and_drawn(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+class Way(nn.Module):
+    """A stage that hands a tensor on, and another around the next one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, h, skip=None):
+        return self.linear(h), h if skip is None else skip
+
+
+class End(nn.Module):
+    """The stage that takes both."""
+
+    def forward(self, h, skip):
+        return h + skip
+
+
+def by_hand():
+    known = run(block("pipelines.md", 5), encoder=Way(), middle=Way(), decoder=End())
+    return list(known["stage"].parts), known["stage"].micro_batches
+
+
+def test_stages_by_hand_are_one_for_each_rank():
+    assert run_ranks(by_hand, 3) == [([0], 8), ([1], 8), ([2], 8)]
+
+
 def test_the_process_group_is_made(tmp_path):
     end = "\ndist.all_reduce(torch.ones(3))\ndist.destroy_process_group()\n"
     script = tmp_path / "train.py"
