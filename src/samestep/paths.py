@@ -19,11 +19,12 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Any, Literal
 
 from samestep.errors import RankVariablesError
 
@@ -82,16 +83,45 @@ def make_private(path: Path) -> None:
     path.mkdir(mode=0o700, exist_ok=True)
 
 
+def open_private(path: Path, mode: str, **more: Any) -> IO[Any]:
+    """Opens a file; one that is made here nobody but its user can read, whatever the umask and the folder."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o600)
+
+    return open(path, mode, opener=opener, **more)  # the caller closes it
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes a text into such a file."""
+    with open_private(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def own_folder() -> Path:
+    """Returns a folder of this user alone on this host, made if need be.
+
+    Raises:
+        PermissionError: somebody else has made one of that name.
+    """
+    folder = Path(tempfile.gettempdir()) / f"samestep-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    known = folder.lstat()
+    if known.st_uid != os.getuid() or not stat.S_ISDIR(known.st_mode):
+        raise PermissionError(f"{folder} belongs to somebody else")
+    return folder
+
+
 def meeting_file(job: str | None) -> Path:
     """Returns the file through which the ranks that one mpiexec or srun started on this host find each other.
 
     It lies in a folder of this user alone and bears the job's name, or else that of the process that started the
     ranks: its number and the time it was started, which no other process shares.
     """
-    folder = Path(tempfile.gettempdir()) / f"samestep-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid() or folder.is_symlink():
-        raise RankVariablesError(f"{folder} belongs to somebody else: set MASTER_ADDR and MASTER_PORT instead")
+    try:
+        folder = own_folder()
+    except PermissionError as error:
+        raise RankVariablesError(f"{error}: set MASTER_ADDR and MASTER_PORT instead") from None
     return folder / (re.sub(r"[^\w.-]+", "-", job) if job else _parent_name())
 
 

@@ -4,15 +4,20 @@ tests/launch/test_wire.py, tests/launch/test_transport.py and tests/running/chec
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import pty
+import re
 import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from samestep.launch import console
+from samestep.launch.console import Screen
 from samestep.launch.terminal import harmless
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +116,8 @@ def test_nobody_else_can_read_what_a_run_leaves_behind(tmp_path):
     assert steps
     private = [run, tmp_path / "kept", *steps]
     assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o700}
-    files = [path for folder in steps for path in folder.iterdir()]
+    files = [path for folder in (run, *steps) for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 8
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
 
 
@@ -139,24 +145,123 @@ def test_what_would_move_a_terminal_is_taken_out_of_a_line(line, shown):
     assert harmless(line) == shown
 
 
+def on_a_terminal(folder, *words):
+    """Runs samestep at a terminal; returns its exit code and what it has written there."""
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-P", "-m", "samestep", *words]
+    process = subprocess.Popen(command, cwd=folder, stdout=follower, stderr=follower, stdin=subprocess.DEVNULL)
+    os.close(follower)
+    said = b""
+    with contextlib.suppress(OSError):  # so a terminal ends
+        while piece := os.read(leader, 65536):
+            said += piece
+    os.close(leader)
+    return process.wait(timeout=100), said
+
+
 def test_a_rank_cannot_rename_or_clear_the_terminal(tmp_path):
     text = r"import sys; print('\x1b]0;owned\x07\x1b[2Jhello'); sys.exit('\x1b[2Jbad\x1b]0;owned\x07 end')"
     (tmp_path / "train.py").write_text(text, encoding="utf-8")
-    leader, follower = pty.openpty()
-    command = [sys.executable, "-P", "-m", "samestep", "run", "-n", "3", "train.py"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=follower, stderr=follower, stdin=subprocess.DEVNULL)
-    os.close(follower)
-    said = b""
-    while True:
-        try:
-            piece = os.read(leader, 65536)
-        except OSError:
-            break
-        if not piece:
-            break
-        said += piece
-    os.close(leader)
-    assert process.wait(timeout=100) == 1
+    code, said = on_a_terminal(tmp_path, "run", "-n", "3", "train.py")
+    assert code == 1
     others = [line for line in said.splitlines() if b"rank" in line and not line.startswith(b"\x1b]0;owned")]
     assert b"bad end" in said
     assert not any(b"\x1b]0;" in line or b"\x1b[2J" in line for line in others if b"[rank 0]" not in line)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["run", "--settings", "given", "train.py"], '"a\\u001b[2Jb" = 1'),
+        (["plan", "--cluster", "given", "train.py"], '"a\\u001b[2Jb" = 1'),
+        (["plan", "--profile", "given"], '{"v": "a\\u001b[2Jb"}'),
+    ],
+)
+def test_a_file_that_is_refused_cannot_clear_the_terminal_by_its_words(tmp_path, words, text):
+    (tmp_path / "given").write_text(text, encoding="utf-8")
+    (tmp_path / "train.py").touch()
+    code, said = on_a_terminal(tmp_path, *words)
+    assert code == 2
+    assert b"samestep: error: " in said
+    assert b"ab" in said
+    assert b"\x1b" not in said
+
+
+def test_what_the_launcher_says_of_a_script_cannot_clear_the_terminal(tmp_path, monkeypatch):
+    leader, follower = pty.openpty()
+    monkeypatch.setattr(console, "open_screens", lambda: {"out": Screen(follower), "err": Screen(follower)})
+    shown = console.Console([tmp_path], drawn=())
+    shown.tell("group evil\x1b[2J\x1b]0;owned\x07: rank 0 waits\n    in \x1b[3Aline 7")
+    shown.close()
+    said = os.read(leader, 65536)
+    os.close(leader)
+    os.close(follower)
+    assert said == b"samestep: group evil: rank 0 waits\r\n    in line 7\r\n"
+
+
+# --- what there is not ---------------------------------------------------------------------------
+
+SERVERS = {"http", "socketserver", "wsgiref", "xmlrpc", "aiohttp", "flask", "fastapi", "uvicorn", "tornado"}
+DOWNLOADS = {"urllib.request", "requests", "httpx", "urllib3", "ftplib", "http.client", "huggingface_hub", "torch.hub"}
+OTHER_FORMATS = {"yaml", "shelve", "dill", "joblib", "configparser", "cPickle", "xml"}
+IN_MEMORY = {"reporting/packed.py"}  # what it has itself packed, and never a file
+BY_NAME = {  # a table's, a function's own or the user's word on the command line, and never what a file says
+    *("__init__.py", "bench/__init__.py", "cli/__init__.py", "recipes/architectures.py", "runtime/mpi/library.py"),
+    *("launch/calls.py", "launch/fork.py", "launch/nursery.py", "launch/observers.py", "launch/status.py"),
+}
+
+
+def imports(path):
+    """The modules that a file imports, wherever it does."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+@pytest.mark.parametrize("unwanted", [SERVERS, DOWNLOADS, OTHER_FORMATS], ids=["servers", "downloads", "formats"])
+def test_nothing_serves_pages_downloads_or_reads_formats_that_run_code(unwanted):
+    found = [
+        f"{place(path)} {name}"
+        for path in SOURCES
+        for name in imports(path)
+        if any(name == one or name.startswith(f"{one}.") for one in unwanted)
+    ]
+    assert found == []
+
+
+def test_what_is_marshalled_is_ones_own():
+    assert {place(path) for path in SOURCES if "marshal" in imports(path)} == IN_MEMORY
+
+
+def test_no_module_is_imported_because_a_file_says_so():
+    users = {place(path) for path in SOURCES for name, _ in calls(path) if name in {"import_module", "__import__"}}
+    assert users <= BY_NAME
+
+
+def test_what_is_installed_along_is_what_is_needed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = {re.split(r"[^\w-]", requirement)[0].lower() for requirement in project["dependencies"]}
+    assert needed == {"torch", "numpy", "safetensors", "filelock", "rich", "jinja2", "cloudpickle", "xxhash"}
+
+
+def test_the_policy_says_where_its_limits_are():
+    policy = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    beyond = policy.partition("## Out of scope")[2]
+    assert "a rank of the run itself that was taken over" in beyond.lower()
+    assert "the store, gloo, NCCL" in beyond
+    assert "## Supported versions" in policy
+
+
+def test_no_name_in_the_shared_temporary_directory_can_be_guessed():
+    named = [
+        f"{place(path)}:{node.lineno} {node.value!r}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and str(node.value).startswith(("/tmp", "/var/tmp"))
+    ]
+    assert named == []
+    users = {place(path) for path in SOURCES for name, _ in calls(path) if name in {"gettempdir", "mktemp"}}
+    assert users == {"paths.py"}  # in a folder of the user's own, which is looked at first

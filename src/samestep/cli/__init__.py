@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except SamestepError as error:
-        print(f"samestep: error: {error}", file=sys.stderr)
+        from samestep.launch.console import say
+
+        say(f"error: {error}")  # which may quote a file that somebody else has written
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -20,6 +20,7 @@ from samestep.launch.doors import Calling, Inviting
 from samestep.launch.gather import Call, by_invitation, by_transport, dismiss, farewell, streams_of
 from samestep.launch.head import Head, open_here
 from samestep.launch.hostlist import HostSlots, parse_hostfile, parse_hosts
+from samestep.launch.meeting import own_secret
 from samestep.launch.memory import check_room
 from samestep.launch.network import addresses, interface_named
 from samestep.launch.replacement import Replacement
@@ -279,5 +280,7 @@ def _by_hand(options: argparse.Namespace) -> Sibling:
         )
     # a host's own name may lead to 127.0.1.1 on that host alone; without a secret that is as far as it goes
     kept = loopback and (len(token) < SHORTEST_TOKEN or host in {address, "localhost"})
+    if len(token) < SHORTEST_TOKEN:
+        token = own_secret()  # of the host's users, only this one comes in
     bind = address if kept else EVERYWHERE
     return Sibling(**known, address=address, port=int(port), token=token, named=options.rendezvous, bind=bind)

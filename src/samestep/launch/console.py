@@ -21,11 +21,11 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from samestep.launch.folding import HOLD, Folder
 from samestep.launch.terminal import harmless, is_terminal
-from samestep.paths import Stream, rank_file
+from samestep.paths import Stream, open_private, rank_file
 
 __all__: list[str] = []
 
@@ -138,7 +138,7 @@ class Channel:
     rank: int
     screen: Screen
     folder: Folder | None
-    log: BinaryIO
+    log: IO[bytes]
     held: bytearray = field(default_factory=bytearray)
 
     full: bool = False  # the file takes nothing any more
@@ -209,7 +209,7 @@ class Console:
             folder.mkdir(parents=True, exist_ok=True)
             for stream, screen in self._screens.items():
                 folds = len(logs) > 1 and not (rank == 0 and stream in drawn)
-                log = rank_file(folder, rank, stream).open("wb", buffering=0)
+                log = open_private(rank_file(folder, rank, stream), "wb", buffering=0)
                 self._channels[rank, stream] = Channel(rank, screen, self._folders[stream] if folds else None, log)
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
@@ -221,12 +221,14 @@ class Console:
 
     def tell(self, text: str) -> None:
         """Shows lines of the launcher's own, whatever the ranks have left on the screen."""
-        self._screens["err"].show_line(f"samestep: {text}".encode(errors="backslashreplace"))
+        screen = self._screens["err"]
+        lines = f"samestep: {text}".encode(errors="backslashreplace").split(b"\n")
+        screen.show_line(b"\n".join(map(screen.fit, lines)))  # it may hold a name, or a message, of the script's
 
     def keep_stacks(self, rank: int, stacks: bytes) -> None:
         """Adds the Python stacks of a rank to its file of them."""
         path = rank_file(self._logs[rank], rank, "stacks")
-        with suppress(OSError), path.open("ab") as file:  # the disk is full, or the script has cleared the folder away
+        with suppress(OSError), open_private(path, "ab") as file:  # the disk is full, or the folder was cleared away
             file.write(stacks)
 
     @property

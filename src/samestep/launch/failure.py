@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 from samestep.errors import RendezvousError, SamestepError, UsageError
 from samestep.launch.memory import KERNEL_KILLED, counts_own_kills
+from samestep.paths import write_private
 
 __all__: list[str] = []
 
@@ -82,7 +83,7 @@ class Failure:
     def write(self, path: Path) -> None:
         """Writes the record beside the rank's logs; it is there whole or not at all."""
         draft = path.with_suffix(".tmp")
-        draft.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        write_private(draft, json.dumps(asdict(self), indent=2) + "\n")
         draft.replace(path)
 
 

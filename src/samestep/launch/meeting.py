@@ -27,12 +27,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import RendezvousError
-from samestep.paths import meeting_file
+from samestep.errors import RendezvousError, UsageError
+from samestep.launch.wire import new_token
+from samestep.paths import meeting_file, own_folder
 from samestep.rankenv import RankVariables, variable
 
 __all__: list[str] = []
 
+KEPT = "secret"  # the name of the file
 SOONEST, LATEST = 0.01, 0.5  # seconds between two looks
 STALE = 600.0  # seconds; tasks of one step start within this
 MARKS = (  # all tasks of a step have them alike; the port is that of the srun that has started them
@@ -83,6 +85,29 @@ def publish(path: Path, facts: dict[str, Any]) -> None:
             f"task 0 cannot say where it is, in {path}: {error.strerror}; start in a directory that you may write and "
             "all hosts share"
         ) from error
+
+
+def own_secret() -> str:
+    """Returns a secret that this user's processes on this host share, made by the first that asks for it.
+
+    For what listens on the loopback address, where the other users of the host can connect too. It lies in a file that
+    they cannot read.
+
+    Raises:
+        UsageError: somebody else has made that folder.
+    """
+    try:
+        file = own_folder() / KEPT
+        if not file.exists():
+            descriptor, draft = tempfile.mkstemp(dir=file.parent)  # mode 0600
+            with os.fdopen(descriptor, "w", encoding="ascii") as fresh:
+                fresh.write(new_token())
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, file)  # whole or not at all, and never over another's
+            Path(draft).unlink()
+        return file.read_text(encoding="ascii")
+    except OSError as error:
+        raise UsageError(f"no secret can be kept on this host ({error}): set SAMESTEP_TOKEN") from error
 
 
 def await_published(path: Path, seconds: float) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from samestep.launch.terminal import is_terminal
 from samestep.launch.variables import Group, lay_out, rank_variables, threads_per_rank
 from samestep.launch.verdict import Verdict, explain, understood
 from samestep.launch.vigil import Note, OnHang
-from samestep.paths import RunDirectory, make_private, rank_file
+from samestep.paths import RunDirectory, make_private, open_private, rank_file, write_private
 from samestep.rankenv import variable
 
 __all__: list[str] = []
@@ -263,7 +263,7 @@ def _attempt(head: Head, plan: Plan, number: int) -> Verdict:
             failure.write(rank_file(logs, failure.rank, "error.json"))
             if failure.in_short:
                 said = rank_file(logs, failure.rank, "err")
-                with said.open("a", encoding="utf-8", errors="backslashreplace") as log:
+                with open_private(said, "a", encoding="utf-8", errors="backslashreplace") as log:
                     log.write(failure.traceback)
     return verdict if verdict.blamed is None else understood(verdict, plan.logs(number)[verdict.blamed.rank])
 
@@ -292,7 +292,7 @@ def _write_record(plan: Plan, began: float, verdict: Verdict | None, restarts: i
         "failure": None if verdict is None else summary(plan, verdict)["failure"],
     }
     draft = plan.directory.record.with_suffix(".tmp")
-    draft.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_private(draft, json.dumps(record, indent=2) + "\n")
     draft.replace(plan.directory.record)
 
 

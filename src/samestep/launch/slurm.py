@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.errors import UsageError
+from samestep.paths import write_private
 
 __all__: list[str] = []
 
@@ -215,8 +216,8 @@ def submit(script: str, folder: Path) -> str:
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     file = folder / SCRIPT
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(script, encoding="utf-8")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(file, script)
         return _submit(file)
     except BaseException as error:
         with contextlib.suppress(OSError):

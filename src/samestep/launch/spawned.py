@@ -20,7 +20,7 @@ from pathlib import Path
 from samestep import progress
 from samestep.launch.failure import Failure, cut, describe, own_line, signal_name, text_in, tried
 from samestep.launch.stacks import STACKS_SIGNAL, place_in
-from samestep.paths import rank_file, spawned_folder
+from samestep.paths import open_private, rank_file, spawned_folder
 from samestep.rankenv import variable
 
 __all__: list[str] = []
@@ -39,7 +39,7 @@ def recognise(logs: Path, starter: int, rank: int) -> Path:
     folder = spawned_folder(logs, starter)
     folder.mkdir(parents=True, exist_ok=True)
     progress.attach(progress.create_file(rank_file(folder, rank, "progress")))
-    stacks = rank_file(folder, rank, "stacks").open("wb")  # faulthandler keeps it open
+    stacks = open_private(rank_file(folder, rank, "stacks"), "wb")  # faulthandler keeps it open
     faulthandler.enable(file=stacks, all_threads=True)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     return folder

@@ -36,7 +36,7 @@ class Journal:
         self._kept = 0
         self._count = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._file = os.open(folder / f"rank{rank}.jsonl", flags, 0o644)
+        self._file = os.open(folder / f"rank{rank}.jsonl", flags, 0o600)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Appends one event."""

@@ -17,6 +17,7 @@ import os
 import secrets
 from pathlib import Path
 
+from samestep.paths import open_private
 from samestep.running.checkpoints.manifest import RUN_NAME
 
 __all__: list[str] = []
@@ -45,7 +46,7 @@ def write(directory: Path, name: str) -> None:
     """Makes `directory` belong to the run called `name`; whoever reads meanwhile finds the old name or the new one."""
     fresh = directory / f"{FILE}.tmp"
     fresh.unlink(missing_ok=True)  # of a run that was killed here
-    with fresh.open("x", encoding="ascii") as file:
+    with open_private(fresh, "x", encoding="ascii") as file:
         file.write(f"{name} {_digest(name)}\n")
         file.flush()
         os.fsync(file.fileno())

@@ -16,6 +16,7 @@ from samestep.launch.imports import when_imported
 from samestep.launch.noting import site
 from samestep.launch.observers import Observer, Seat
 from samestep.launch.telling import write
+from samestep.paths import open_private, write_private
 from samestep.rankenv import variable
 from samestep.verification.checking.calls import Calls
 from samestep.verification.checking.judge import Judge
@@ -185,7 +186,7 @@ class Checker(Observer, Listener):
             self._told += 1
             write("\n".join(["samestep: --check: found while it trains", *finding_lines(finding), ""]))
             if (folder := variable("SAMESTEP_RUN_DIR")) is not None:
-                with (Path(folder) / FINDINGS).open("a", encoding="utf-8") as file:
+                with open_private(Path(folder) / FINDINGS, "a", encoding="utf-8") as file:
                     file.write(json.dumps(finding.as_json()) + "\n")
 
     @_safely
@@ -208,7 +209,7 @@ class Checker(Observer, Listener):
             self._tell(self._judge.farewells(ends))
         if (folder := variable("SAMESTEP_RUN_DIR")) is not None:
             told = json.dumps({"ranks": self._size, "steps": max(steps, default=0)})
-            (Path(folder) / CHECKED).write_text(told + "\n", encoding="utf-8")
+            write_private(Path(folder) / CHECKED, told + "\n")
         found = "nothing found" if not self._told else plural(self._told, "finding")
         write(
             f"samestep: --check: {found} in {plural(max(steps, default=0), 'step')} of {plural(self._size, 'rank')}\n"
