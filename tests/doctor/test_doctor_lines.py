@@ -226,6 +226,17 @@ def test_what_stands_behind_a_backend_that_fails_is_taken_all_the_same(tmp_path,
     )
 
 
+@pytest.mark.parametrize(("gpus", "cuda", "taken"), [(0, (12, 8), False), (2, (12, 8), True), (2, (0,), False)])
+def test_a_step_over_nccl_is_taken_where_torch_could(gpus, cuda, taken, monkeypatch):
+    asked = []
+    monkeypatch.setattr(trial, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(trial, "cuda_of_torch", lambda: cuda)
+    monkeypatch.setattr(trial, "_mpi", lambda _: [])
+    monkeypatch.setattr(trial, "_run", lambda _, backends, __: asked.extend(backends) or [])
+    assert list(trial.look()) == []
+    assert ("nccl" in asked) is taken
+
+
 def test_processes_that_do_not_find_each_other_are_an_error():
     (line,) = trial.judge(["mpi"], [{"backend": "mpi", **RIGHT, "ranks": 1}] * 2, {})
     assert line.text == "2 processes were started, and each finds itself in a world of 1"

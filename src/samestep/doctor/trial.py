@@ -16,6 +16,7 @@ from typing import Any
 
 from samestep.doctor.line import Line, fine
 from samestep.doctor.mend import pip, python, samestep
+from samestep.doctor.pairs import cuda_of_torch
 from samestep.doctor.software import visible_gpus
 from samestep.errors import SamestepError
 from samestep.launch import mpiexec
@@ -37,7 +38,7 @@ PATIENCE_OF_MPI = 40.0  # seconds; nobody there tells of a hang
 def look() -> Iterator[Line]:
     """Yields a line for each backend."""
     gpus = visible_gpus()
-    ours = ["gloo", "samestep", *(["nccl"] if gpus else [])]
+    ours = ["gloo", "samestep", *(["nccl"] if gpus and cuda_of_torch() != (0,) else [])]  # else torch's line says so
     with tempfile.TemporaryDirectory(prefix="samestep-doctor-") as name, ThreadPoolExecutor(2) as pool:
         folder = Path(name)
         over_mpi = pool.submit(lambda: list(_mpi(folder)))
