@@ -202,6 +202,12 @@ def test_a_pipeline_learns_on_one_process_and_on_several(said):
         assert float(right) > 30
 
 
+def test_imagenets_recipe_comes_to_the_same_figures_on_two_ranks(said):
+    told = r"loss (\d\.\d{4}).*\n.*(top-1 .* of 70 validation images)"
+    (two,), (alone,) = (re.findall(told, text) for text in said("imagenet.py"))
+    assert two == alone
+
+
 def test_commands_for_two_machines_work_where_a_file_is_their_meeting_point(tmp_path):
     """The four commands by hand, two and two, as on machines that share a folder."""
     (example,) = [each for each in EXAMPLES if each.name == "two_machines.py"]
