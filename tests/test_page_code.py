@@ -128,11 +128,24 @@ def test_samples_are_shared_out_by_cost(world):
     run(block("data.md", 1), texts=data(600), lengths=list(range(1, 601)), world=world)
 
 
+def test_data_are_downloaded_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = []
+
+    def download(folder):
+        made.append(folder)
+        Path(folder).mkdir()
+
+    for _ in range(2):
+        run(block("data.md", 2), download=download)
+    assert made == ["data/pictures"]
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own
 def test_a_stateful_loader_is_read(world):
     torchdata = pytest.importorskip("torchdata")
     pytest.importorskip("torchdata.stateful_dataloader")
-    code = block("data.md", 2).replace("num_workers=2", "num_workers=0")
+    code = block("data.md", 3).replace("num_workers=2", "num_workers=0")
     known = run(code, torchdata=torchdata, world=world, stream_of_this_rank=Stream())
     assert sum(len(batch) for batch in known["batches"]) == 64
 
@@ -195,6 +208,27 @@ def by_hand():
 
 def test_stages_by_hand_are_one_for_each_rank():
     assert run_ranks(by_hand, 3) == [([0], 8), ([1], 8), ([2], 8)]
+
+
+class Branches(nn.Module):
+    """A stage by hand that passes a second tensor on."""
+
+    def __init__(self, first=False, last=False):
+        super().__init__()
+        self.body, self.first, self.last = nn.Linear(4, 4), first, last
+
+    def forward(self, h, skip=None):
+        skip = h if self.first else skip
+        return self.body(h) + skip if self.last else (self.body(h), skip)
+
+
+def test_stages_made_by_hand_take_a_step():
+    encoder, middle, decoder = Branches(first=True), Branches(), Branches(last=True)
+    code = block("pipelines.md", 5) + "\n    loss = stage.step((x, y))\n"
+    x, y = torch.randn(16, 4), torch.randn(16, 4)
+    known = run(code, encoder=encoder, middle=middle, decoder=decoder, x=x, y=y)
+    expected = F.mse_loss(decoder(*middle(*encoder(x))), y)
+    torch.testing.assert_close(known["loss"], expected, check_dtype=False)
 
 
 def test_the_process_group_is_made(tmp_path):
