@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -172,14 +173,19 @@ def _costs(cost: Any, bucket: int | None, cut: Cut) -> tuple[Costs | None, Bucke
 
 
 def _check_sizes(batch_size: int, micro_batch_size: int | None, workers: int, world: World) -> None:
-    if batch_size < 1 or (micro_batch_size is not None and micro_batch_size < 1) or workers < 0:
-        raise DataError(
-            f"batch_size {batch_size} and micro_batch_size {micro_batch_size} must be at least 1, and workers "
-            f"{workers} at least 0"
-        )
+    _check_count("batch_size", batch_size, 1)
+    _check_count("micro_batch_size", 1 if micro_batch_size is None else micro_batch_size, 1)
+    _check_count("workers", workers, 0)
     if batch_size < world.slices:
         kind, fewer = ("ranks", "start fewer ranks") if world.virtual is None else ("virtual ranks", "have fewer")
         raise DataError(
             f"batch_size {batch_size} is smaller than the {world.slices} {kind} that share it: batch_size is global, "
             f"so give at least {world.slices}, or {fewer}"
         )
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise DataError(f"{name} {value!r} is no whole number: give {least} or more")
+    if value < least:
+        raise DataError(f"{name} {value} is too few: give {least} or more")
