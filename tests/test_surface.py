@@ -6,6 +6,8 @@ import importlib
 import inspect
 import pkgutil
 
+import pytest
+
 import samestep
 from samestep import errors
 
@@ -77,6 +79,15 @@ EXIT_CODES = {
 def test_the_public_names_are_these():
     assert sorted(samestep.__all__) == sorted(PUBLIC)
     assert all(hasattr(samestep, name) for name in PUBLIC)
+
+
+def test_a_misspelt_name_is_answered_with_the_one_that_is_meant():
+    with pytest.raises(
+        AttributeError, match=r"^module 'samestep' has no attribute 'shard': did you mean samestep.shards"
+    ):
+        _ = samestep.shard
+    with pytest.raises(AttributeError, match=r"^module 'samestep' has no attribute '_repr_html_'$"):
+        _ = samestep._repr_html_
 
 
 def spelled(function) -> str:

@@ -86,7 +86,11 @@ when_imported("torch.distributed", lambda module: import_module("samestep.runtim
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        message = f"module 'samestep' has no attribute {name!r}"
+        import difflib  # here, since this seldom happens
+
+        close = difflib.get_close_matches(name, _HOMES, n=1)
+        hint = f": did you mean samestep.{close[0]}?" if close else ""
+        message = f"module 'samestep' has no attribute {name!r}{hint}"
         raise AttributeError(message)
     value = import_module(f"samestep.{name}") if home == "samestep" else getattr(import_module(home), name)
     globals()[name] = value
