@@ -1,12 +1,14 @@
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 import samestep  # noqa: F401  (registers a backend)
 from samestep.errors import BackendError
-from samestep.runtime.backend import RULES, choose_backend, group_backend, interconnect, rule_for
+from samestep.runtime.backend import RULES, choose_backend, group_backend, interconnect, number_collectives, rule_for
 from samestep.runtime.mpi import library
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -70,3 +72,11 @@ def test_the_backend_of_our_own_is_for_host_tensors():
 def test_host_tensors_keep_a_backend_beside_nccl():
     assert group_backend("nccl", GPU) == "cpu:gloo,cuda:nccl"
     assert group_backend("gloo", CPU) == "gloo"
+
+
+@pytest.mark.parametrize(("release", "is_called"), [("2.11.0+cu130", True), ("2.13.0", True), ("2.14.1+cpu", False)])
+def test_collectives_are_numbered_by_a_call_that_later_releases_warn_of(monkeypatch, release, is_called):
+    calls = []
+    monkeypatch.setattr(torch, "__version__", TorchVersion(release))
+    number_collectives(SimpleNamespace(_set_sequence_number_for_group=lambda: calls.append(release)))
+    assert bool(calls) == is_called

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,3 +121,9 @@ def spelled(name: str) -> str:
     nor lets some ranks make a group by themselves.
     """
     return f"cpu:{name},cuda:{name}"
+
+
+def number_collectives(backend: Any) -> None:
+    """Has a new group of gloo's or NCCL's count its collectives, as torch.distributed does; from 2.14 on all do."""
+    if torch.__version__ < "2.14":  # a TorchVersion, which compares as one; later ones only warn of the call
+        backend._set_sequence_number_for_group()  # noqa: SLF001

@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from samestep.collectives.plan import Operation
 from samestep.errors import UsageError
+from samestep.runtime.backend import number_collectives
 from samestep.runtime.carrier import Carrier
 from samestep.runtime.group_memory import SERVED, Place, meet
 from samestep.runtime.group_messages import operations
@@ -82,7 +83,7 @@ class SamestepGroup(dist.ProcessGroup):
         backend: Any = dist.ProcessGroupGloo(
             PrefixStore("gloo", told.store), told.group_rank, told.group_size, told.timeout
         )
-        backend._set_sequence_number_for_group()  # noqa: SLF001  (as torch.distributed does for gloo)
+        number_collectives(backend)
         plain = dist.ProcessGroup(told.store, told.group_rank, told.group_size)
         kind = dist.ProcessGroup.BackendType.CUSTOM
         for group in (plain, self):

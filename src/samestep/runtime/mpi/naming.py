@@ -152,6 +152,8 @@ def _plain(device: str, name: str, asked: _Asked) -> Any:
     import torch
     import torch.distributed as dist
 
+    from samestep.runtime.backend import number_collectives
+
     makers = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
     maker = getattr(dist, makers.get(name, ""), None)
     if maker is None:
@@ -161,7 +163,7 @@ def _plain(device: str, name: str, asked: _Asked) -> Any:
     group = dist.ProcessGroup(store, asked.rank, asked.size)
     kind = getattr(dist.ProcessGroup.BackendType, name.upper())
     backend = maker(store, asked.rank, asked.size, timeout)
-    backend._set_sequence_number_for_group()  # noqa: SLF001  (as torch.distributed does)
+    number_collectives(backend)
     group._register_backend(torch.device(device), kind, backend)  # noqa: SLF001
     group._set_default_backend(kind)  # noqa: SLF001
     return group
