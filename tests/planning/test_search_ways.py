@@ -132,3 +132,12 @@ def test_the_table_has_a_line_for_each_point_and_the_details_add_up() -> None:
     step = planner.step(Way(4))
     shown = [line.split("%")[0].split()[-1] for line in told.detail(step, planner)[1:] if "%  " in line]
     assert sum(map(int, shown)) == pytest.approx(100, abs=len(shown))
+
+
+def test_small_buckets_and_small_shares_are_told_in_their_own_units() -> None:
+    planner = Planner(training(), SLOW)
+    step = planner.step(Way(4))
+    parts = replace(step.parts, imbalance=-0.003 * step.seconds)
+    lines = told.detail(replace(step, parts=parts, buckets=(24_000, 2_500_000)), planner)
+    assert [line for line in lines if "buckets of 24 kB, 2.5 MB" in line]
+    assert "-0 %" not in "\n".join(lines)

@@ -45,13 +45,13 @@ def detail(step: Step, planner: Planner) -> list[str]:
     order = sorted(shares, key=lambda name: -shares[name])
     lines = [f"{step.way}: {seconds_text(step.seconds)} a step ({_between(step)}), {step.rate:,.0f} samples a second"]
     lines += [
-        f"  {seconds_text(shares[name]):>9}  {100 * shares[name] / step.seconds:3.0f} %  {WORDS[name]}"
+        f"  {seconds_text(shares[name]):>9}  {_percent(shares[name] / step.seconds):>3} %  {WORDS[name]}"
         for name in order
     ]
     if step.algorithm:
-        buckets = ", ".join(f"{one / 2**20:.1f}" for one in step.buckets)
+        buckets = ", ".join(map(bytes_text, step.buckets))
         hidden = f", {100 * step.hidden:.0f} % of it beside the backward" if step.way.stages == 1 else ""
-        lines.append(f"  all-reduce: {step.algorithm}, buckets of {buckets} MiB{hidden}")
+        lines.append(f"  all-reduce: {step.algorithm}, buckets of {buckets}{hidden}")
     if step.ends:
         lines.append(f"  stages of layers up to {', '.join(map(str, step.ends))}")
     room = f" of {bytes_text(planner.memory)}" if planner.memory < float("inf") else ""
@@ -89,6 +89,11 @@ def _row(planner: Planner, point: Point) -> tuple[str, ...]:
 
 def _cell(row: Sequence[str], column: int, width: int) -> str:
     return row[column].ljust(width) if column in (4, 7) else row[column].rjust(width)
+
+
+def _percent(share: float) -> str:
+    """Returns a share in whole percents; of nothing, none that is below 0."""
+    return f"{round(100 * share)}"
 
 
 def _time(one: Step | Unfit | None) -> str:
