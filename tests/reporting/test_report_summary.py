@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -195,6 +196,18 @@ def test_saves_and_evaluations_are_no_training(tmp_path):
     assert found.account.training == pytest.approx(20 * 0.018)
     assert found.account.apart == {"save": pytest.approx(0.18)}
     assert advised(made)["save"].gain == pytest.approx(0.18 / 0.54 / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("saves", [1, 2])
+def test_of_a_single_save_none_can_be_left_out(tmp_path, saves):
+    made = Made(tmp_path, steps=20, apart=lambda rank, step: {"save": 0.09} if step == 20 else {})
+    made.write()
+    with made.file(0).open("a") as file:
+        for step in range(saves):
+            line = {"v": 1, "t": T0, "rank": 0, "attempt": 0, "kind": "checkpoint", "step": step, "seconds": 0.1}
+            file.write(json.dumps(line | {"path": "kept", "bytes": 9, "reason": None}) + "\n")
+    found = {piece.code for piece in summary(analysed(opened(tmp_path)), T0).advice}
+    assert ("save" in found) == (saves == 2)
 
 
 def test_the_first_step_is_told_apart(tmp_path):

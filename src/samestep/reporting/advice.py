@@ -159,8 +159,12 @@ def _calls(analysis: Analysis) -> Iterator[Advice]:
 def _saves(analysis: Analysis) -> Iterator[Advice]:
     spent = analysis.account.apart.get("save", 0.0)
     part = analysis.account.of_run(spent)
-    text = f"Saving stops the training for {seconds(spent)}, {share(part)} of the run. Save half as often (`every=`)"
-    if part >= LEAST:
+    text = (
+        f"Saving stops the training for {seconds(spent)}, {share(part)} of the run. Save half as often (`every=`; the "
+        'end of each epoch is saved too, unless it is `every="2 epochs"`, say)'
+    )
+    written = max((len(log.checkpoints) for log in analysis.logs), default=0)
+    if part >= LEAST and written != 1:  # the last state is saved in any case
         yield Advice("save", text, "half of the time that saves take", part / 2, "run")
 
 
