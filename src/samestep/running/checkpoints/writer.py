@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from samestep.errors import CheckpointError
+from samestep.network.links import bytes_text
 from samestep.running.checkpoints.directory import Directory, reason, sync_folder
 from samestep.running.checkpoints.format import MANIFEST, PAYLOAD, Manifest, to_text
 from samestep.running.checkpoints.grid import file_of
@@ -180,12 +181,8 @@ def _why(error: Exception, path: Path, needed: int) -> str:
     # safetensors passes the system's words on, not its number.
     if getattr(error, "errno", None) in _FULL or any(f"os error {code}" in str(error) for code in _FULL):
         free = shutil.disk_usage(path).free
-        return f"disk full at {path}: needs {_megabytes(needed)}, free {_megabytes(free)}"
+        return f"disk full at {path}: needs {bytes_text(needed)}, free {bytes_text(free)}"
     if isinstance(error, OSError):
         return reason(error)
     known = isinstance(error, SafetensorError | CheckpointError)
     return str(error) if known else f"{type(error).__name__}: {str(error)[:200]}"
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"
