@@ -78,6 +78,8 @@ def test_a_shell_script_that_goes_on_in_python_is_run(tmp_path, capfd):
         (["run", "-n", "-1", "x.py"], "argument -n"),
         (["run", "-n", "abc", "x.py"], "'abc' is not a number of processes"),
         (["run", "-n"], "argument -n: expected one argument"),
+        (["run", "-np", "2", "x.py"], "argument -n: -np is mpiexec's; here it is -n N"),
+        (["run", "--check=16", "x.py"], "argument --check: it takes no value; `samestep run --help`"),
         (["run", "--dry", "x.py"], "unknown option --dry: did you mean --dry-run?"),
         (["run", "-n", "2", "--run-dri=x", "x.py"], "unknown option --run-dri: did you mean --run-dir?"),
     ],
@@ -91,6 +93,16 @@ def test_a_usage_error_is_one_line_and_code_2(capsys, monkeypatch, tmp_path, arg
     assert message in shown.err
     assert not shown.out
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["run", "verify", "plan", "watch", "report", "doctor"])
+def test_a_directory_that_was_deleted_is_named_as_the_cause(capsys, monkeypatch, tmp_path, command):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main([command, *(["train.py"] if command in {"run", "verify", "plan"} else [])]) == 2
+    shown = "samestep: error: the current directory was deleted: go to one that is there, with cd\n"
+    assert capsys.readouterr().err == shown
 
 
 def test_a_run_directory_is_not_used_twice(capsys, monkeypatch, tmp_path):

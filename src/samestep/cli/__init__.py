@@ -95,6 +95,7 @@ def _dispatch(arguments: list[str]) -> int:
     command = COMMANDS.get(arguments[0])
     if command is None:
         raise UsageError(f"there is no command {arguments[0]!r}: {_advice(arguments)}")
+    _check_place()
     if arguments[0] == "run":
         ahead.begin(arguments[1:])
     try:
@@ -102,6 +103,14 @@ def _dispatch(arguments: list[str]) -> int:
     finally:
         ahead.drop()
     return code
+
+
+def _check_place() -> None:
+    """Sees whether the current directory is there: relative paths, and those of a run's files, begin with it."""
+    try:
+        os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        raise UsageError("the current directory was deleted: go to one that is there, with cd") from None
 
 
 def _advice(arguments: list[str]) -> str:

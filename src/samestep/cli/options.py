@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -47,6 +48,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(*spellings, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options)
 
     def error(self, message: str) -> NoReturn:
+        message = re.sub(r"ignored explicit argument .*", "it takes no value", message, flags=re.DOTALL)
         raise UsageError(f"{message}; `{self.prog} --help` lists the options")
 
     def _unknown(self, option: str) -> str:

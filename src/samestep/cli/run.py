@@ -192,7 +192,7 @@ def _announce(plan: Plan) -> None:
     if len(plan.parts) == 1 and warning is not None:
         say(f"note: {warning}")
     if plan.size == 1 and {"-n", "--nproc-per-node", "--nproc_per_node"} & set(plan.arguments):
-        say("note: options behind the script are its own; this is 1 process")
+        say("note: options behind the script are its own, and this is 1 process: `samestep run -n N train.py` starts N")
 
 
 def _parser() -> Parser:
@@ -256,6 +256,8 @@ def _parser() -> Parser:
 
 
 def _ranks(text: str) -> int | None:
+    if text == "p":
+        raise argparse.ArgumentTypeError("-np is mpiexec's; here it is -n N")
     return None if text == "auto" else whole("number of processes", 1, ", or auto")(text)
 
 
