@@ -39,6 +39,14 @@ def test_an_exit_code_that_is_zero_for_whoever_waits_is_no_failure(folder):
     assert folder.result["failure"] is None
 
 
+def test_an_exit_of_the_scripts_own_is_shown_with_its_line_and_what_it_wrote_last(folder):
+    done = folder.run("-n", 2, folder.script("def leave():\n    sys.exit(3)\nif rank == 1:\n    leave()"))
+    assert done.returncode == 3
+    assert "rank 1 of 2 failed: exit code 3\n    at train.py:13  sys.exit(3)\n    rank 1, host" in done.stderr
+    done = folder.run("-n", 2, folder.script("if rank == 1:\n    sys.exit('no licence')"))
+    assert "exit code 1\n    its last line: no licence\n    at train.py:13  sys.exit('no licence')\n" in done.stderr
+
+
 def test_files_that_the_script_left_open_are_written_out(folder):
     script = folder.script("""
         import gzip

@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from samestep.launch.failure import Failure
-from samestep.launch.verdict import explain, judge
+from samestep.launch.verdict import MUTUAL, explain, judge
 
 
 def failed(rank, **options):
@@ -54,6 +56,19 @@ def test_a_rank_that_waited_in_vain_is_not_called_the_culprit():
     assert shown[:2] == ["Traceback …", "RuntimeError: …"]
     assert shown[2].startswith("samestep: error: rank 0 of 2 lost its peers, and no rank said why: Timed out waiting")
     assert "1 other rank (1) had not failed when stopped: look there first" in shown[-2]
+
+
+@pytest.mark.parametrize(
+    ("why", "others"),
+    [
+        ("rank 0 sleeps, and the other waits for it", "1 other rank (1) waited for it"),
+        (f"{MUTUAL}; every rank has to come by every collective", "1 other rank (1) waited too"),
+    ],
+    ids=["for the culprit", "each for the others"],
+)
+def test_of_ranks_that_wait_for_each_other_none_is_said_to_be_waited_for(why, others):
+    hung = failed(0, exception="Hang", message=f"nothing has moved for 9 s: {why}", exit_code=124)
+    assert lines(judge({0: -9, 1: -9}, [hung], {}, None))[-2].endswith(others)
 
 
 def test_an_interrupted_run_blames_nobody():

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from samestep.launch.pulse import BACKWARD, Pulse
-from samestep.launch.verdict import spans
+from samestep.launch.verdict import MUTUAL, spans
 
 __all__: list[str] = []
 
@@ -174,9 +174,7 @@ def _headline(hang: Hang, pulses: Mapping[int, Pulse]) -> str:
         "busy": f"{who} {'compute' if several else 'computes'} without finishing a step{wait}",
         "disk": f"{who} {'wait' if several else 'waits'} for a disk{wait}",
         "asleep": f"{who} {'sleep' if several else 'sleeps'}{wait}",
-        "mismatch": f"the ranks wait in different collectives, each for the others; {who} came less far; {EACH}"
-        if rest
-        else f"the ranks wait in different collectives, each for the others; {EACH}",
+        "mismatch": f"{MUTUAL}; {who} came less far; {EACH}" if rest else f"{MUTUAL}; {EACH}",
         "lost": "all ranks wait in the same collective, and no message arrives: is the network gone?",
     }[hang.kind]
 

@@ -46,6 +46,7 @@ class Verdict:
     failures: tuple[Failure, ...] = ()
 
 
+MUTUAL = "the ranks wait in different collectives, each for the others"  # so none is known to be the culprit
 PREEMPTED = 75  # EX_TEMPFAIL: start the same command again
 
 
@@ -122,8 +123,8 @@ def _cause(verdict: Verdict, logs: Path | None) -> list[str]:
     lines = failure.traceback.rstrip().splitlines() if unexplained else []  # so far it has shown one line of it
     lines.append(f"samestep: error: {_headline(failure, verdict)}")
     if failure.exception in {"SystemExit", "Exit"} and logs is not None:  # its reason is what it printed
-        lines.append(f"    its last line: {_last_line(rank_file(logs, failure.rank, 'err'))}")
-    elif failure.where is not None:
+        lines += [f"    its last line: {said}" for said in _last_line(rank_file(logs, failure.rank, "err"))]
+    if failure.where is not None:
         lines.append(f"    at {failure.where}  {failure.source or ''}".rstrip())
     return [*lines, f"    {_particulars(failure, verdict)}", *_standing(verdict)]
 
@@ -171,10 +172,9 @@ def understood(verdict: Verdict, logs: Path) -> Verdict:
     return replace(verdict, blamed=replace(failure, message=message))
 
 
-def _last_line(log: Path) -> str:
-    """Returns the last line of a log that says something."""
-    lines = _end(log).split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "none on standard error")
+def _last_line(log: Path) -> list[str]:
+    """Returns the last line of a log that says something, if one does."""
+    return [line.strip() for line in _end(log).split("\n") if line.strip()][-1:]
 
 
 def _end(log: Path) -> str:
@@ -220,6 +220,7 @@ def _particulars(failure: Failure, verdict: Verdict) -> str:
         text += f"; {count(others)} failed alike"
     if verdict.waiting:
         did = "waited for it" if failure.exception == "Hang" else "merely lost it"
+        did = "waited too" if MUTUAL in failure.message else did
         text += f"; {count(list(verdict.waiting))} {did}"
     if failure.lost_peer and verdict.silent:
         text += f"; {count(list(verdict.silent))} had not failed when stopped: look there first"
