@@ -61,6 +61,27 @@ def test_a_rank_that_lost_the_culprit_stood_where_it_was_told_and_not_at_its_exi
     assert "all_reduce" in line
 
 
+TRAINS = """
+import torch
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2, 2).requires_grad_())], lr=0.1)
+for _ in range(3):
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "body", "is_told"),
+    [(2, TRAINS, True), (2, "join()\n" + TRAINS, False), (1, TRAINS, False), (2, "pass", False)],
+    ids=["each by itself", "together", "alone", "no training"],
+)
+def test_ranks_that_train_and_never_meet_are_told_so(folder, ranks, body, is_told):
+    done = folder.run("-n", ranks, folder.script(body))
+    assert done.returncode == 0, done.stderr
+    told = "samestep: note: the 2 ranks took 3 steps and joined no process group: each has trained a model of its own"
+    assert (told in done.stderr) == is_told
+    assert done.stderr.count("joined no process group") == is_told
+
+
 def test_an_error_inside_a_library_is_placed_at_the_users_line(folder):
     script = folder.script("import json\njson.loads('{')")
     folder.run(script)

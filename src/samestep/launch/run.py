@@ -189,6 +189,11 @@ def launch(plan: Plan, head: Head, replacement: Replacement | None = None) -> Ve
     if restarts.reason is not None:
         say(restarts.reason)
     say("\n".join(_cause(plan, verdict, restarts.done)), plain=True)
+    if verdict.exit_code == 0 and verdict.apart:
+        say(
+            f"note: the {plan.size} ranks took {verdict.step} steps and joined no process group: each has trained a "
+            "model of its own; with samestep.world() and samestep.replicate(…) they train one"
+        )
     if verdict.exit_code == 0 and plan.events and time.time() - began > WORTH_A_LOOK:
         say(f"where the time went: samestep report {_shown(plan.directory.path)}")
     head.tell_exit(verdict.exit_code)

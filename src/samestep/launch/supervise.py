@@ -71,6 +71,7 @@ class Supervisor:
         self._finished: dict[int, int] = {}  # rank and process that exited with code 0 before anybody failed by itself
         self._standing: dict[int, str] = {}  # where a rank stood when it was told to leave
         self._steps: dict[int, int] = {}
+        self._calls: dict[int, int] = {}  # collectives that a rank has entered, the making of its group among them
         self._saved: tuple[int, str] | None = None  # step and path, when preempted
         self._signals: dict[str, int] = {}  # who passed on which signal
         self._saving = False  # ranks were asked to save, and none has said that it cannot
@@ -148,9 +149,15 @@ class Supervisor:
             overdue=self._grace if self._overdue else None,
             step=max(self._steps.values(), default=0),
             after=0 if found.blamed is None else self._steps.get(found.blamed.rank, 0),
+            apart=self._trained_apart(),
             lost=tuple(self._lost),
             failures=tuple(self._failures.values()),
         )
+
+    def _trained_apart(self) -> bool:
+        """Whether several ranks have all trained, and none has ever met another."""
+        everybody = len(self._steps) == self._size > 1
+        return everybody and all(self._steps.values()) and not any(self._calls.values())
 
     def _interrupted(self) -> int | None:
         return next(iter(self._signals.values()), None)
@@ -159,6 +166,7 @@ class Supervisor:
         rank, code = body["rank"], body["code"]
         self._codes[rank] = code
         self._steps[rank] = body["step"]
+        self._calls[rank] = body["calls"]
         if code == 0 and not self._stopping and all(failure.lost_peer for failure in self._failures.values()):
             self._finished[rank] = body["pid"]  # a victim may be heard before its culprit has quite gone
         elif code not in {0, PREEMPTED} and rank not in self._failures and not self._stopping and not self._signals:

@@ -264,7 +264,8 @@ class Team:
         if code < 0 and place[0] is None and record.in_collective:
             place = record.site, text_of(record.site)
         died = death(member.rank, member.process.pid, code, place, of_memory=self._of_memory(code))
-        self._tell("ended", rank=member.rank, pid=member.process.pid, code=code, death=asdict(died), step=record.step)
+        who: dict[str, Any] = {"rank": member.rank, "pid": member.process.pid}
+        self._tell("ended", **who, code=code, death=asdict(died), step=record.step, calls=record.entered)
 
     def _of_memory(self, code: int) -> bool:
         return code == -signal.SIGKILL and out_of_memory_kills() > self._killed

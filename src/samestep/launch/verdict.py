@@ -27,7 +27,8 @@ class Verdict:
     them; `interrupted` is the signal that ended the run from outside, `saved` the step and path of the checkpoint
     that it was preempted with, or `overdue` the seconds in which it did not manage to; `standing` says where ranks
     stood when they were stopped, `step` how many steps the furthest had finished and `after` how many the blamed,
-    `lost` which hosts are gone, `failures` all that were heard of.
+    `apart` that each rank has trained without ever meeting another, `lost` which hosts are gone, `failures` all that
+    were heard of.
     """
 
     exit_code: int
@@ -42,6 +43,7 @@ class Verdict:
     standing: Mapping[int, str] = field(default_factory=dict)
     step: int = 0
     after: int = 0
+    apart: bool = False
     lost: tuple[str, ...] = ()
     failures: tuple[Failure, ...] = ()
 
