@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from reporting.made_runs import OWN, Made
+from samestep.cli import main
 
 
 def report(*arguments, cwd=None, **options):
@@ -40,6 +41,21 @@ def test_the_page_lies_in_the_run_directory_and_the_summary_on_the_terminal(tmp_
     assert "  Nothing was checked: `samestep verify -n 4 train.py --lr 0.1` says whether N ranks train as one." in said
     assert any("Rank 2 on node0 holds the others up" in line and "up to 18 % less time" in line for line in said)
     assert (tmp_path / "run" / "report.html").read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_a_terminal_is_shown_whole_words_and_no_line_beyond_its_width(tmp_path, capsys, monkeypatch, columns):
+    path = Made(tmp_path, ranks=4, own=lambda rank, step: OWN | {"backward": 12_000 if rank == 2 else 8_000}).write()
+    assert main(["report", str(path), "-o", str(tmp_path / "page.html")]) == 0
+    plain = capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["report", str(path), "-o", str(tmp_path / "page.html")]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, plain.splitlines())) > columns
+    assert max(map(len, shown.splitlines()[:-1])) <= columns
+    assert shown.split() == plain.split()
+    assert any(line.startswith("    ") for line in shown.splitlines())
 
 
 def test_the_newest_run_is_reported_where_none_is_named(tmp_path):

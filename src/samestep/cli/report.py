@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,11 +61,20 @@ def _report(options: argparse.Namespace) -> int:
     analysis, told = _read(options)
     _write(options, page, analysis, told)
     for line in [*lines(told), *(f"note: {printable(problem)}" for problem in analysis.run.problems)]:
-        print(line)
+        print(_wrapped(line))
     for path in (page, options.trace, options.json):
         if path is not None:
             print(printable(path))
     return 0
+
+
+def _wrapped(line: str) -> str:
+    """Returns a line as a terminal shows it without cutting words; a file has a sentence a line."""
+    if not sys.stdout.isatty():
+        return line
+    further = " " * (len(line) - len(line.lstrip()) + 2)
+    width = max(40, shutil.get_terminal_size().columns)
+    return textwrap.fill(line, width, subsequent_indent=further, break_long_words=False, break_on_hyphens=False)
 
 
 def _parser() -> Parser:
