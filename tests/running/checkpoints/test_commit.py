@@ -669,3 +669,13 @@ def test_without_a_path_nothing_is_saved_and_all_else_stays(tmp_path, monkeypatc
                 state.commit()
         assert (state.step, state.epoch, state.resumed, state.save()) == (4, 2, False, None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_run_goes_on_from_is_counted_in_words_that_fit(tmp_path, capfd):
+    for epochs in (1, 3, 4):
+        with samestep.world(device="cpu") as world:
+            state = samestep.checkpoint(tmp_path / "run", world, every=None, model=nn.Linear(2, 1))
+            for _ in state.epochs(epochs):
+                state.commit()
+    said = [line.rpartition(": ")[2] for line in capfd.readouterr().err.splitlines() if "goes on from" in line]
+    assert said == ["1 step, 1 epoch finished", "3 steps, 3 epochs finished"]

@@ -352,7 +352,9 @@ class Checkpoint:
             store.together(lambda: virtual.restore(random, self._named))
         if of_virtual_ranks or manifest.world_size == self._world.size:
             store.together(lambda: streams.restore(random, self._world))
-        self._say(f"goes on from {self.path}/{name}: {self.step} steps, {self.epoch} epochs finished")
+        counts = ((self.step, "step"), (self.epoch, "epoch"))
+        done = ", ".join(f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts)
+        self._say(f"goes on from {self.path}/{name}: {done} finished")
         return True
 
     def _load(self, saved: dict[str, State]) -> None:
