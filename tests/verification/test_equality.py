@@ -10,6 +10,7 @@ from journals import ended, record, step, stepped
 from lazily import Lazily
 
 from samestep import Report
+from samestep.replicas import virtual
 from samestep.verification import equality
 from samestep.verification.judging.single import Run
 from samestep.verification.runner import Runner
@@ -144,3 +145,13 @@ def test_an_optimizer_that_is_not_saved_is_found_by_the_resume(reports: Lazily[R
     (found,) = reports["resumed"].errors
     assert found.code == "checkpoint-inexact"
     assert "other bits" in found.cause
+
+
+@pytest.mark.parametrize("length", [len(virtual._CHANGED), 3000])
+def test_a_reason_is_told_to_its_end_or_shows_that_it_goes_on(tmp_path, length):
+    message = virtual._CHANGED.ljust(length, "-")
+    failure = {"exception": "StepError", "message": message}
+    reason = equality.failed(Run(Ended(code=1, hung=False, failure=failure, folder=tmp_path), record([ended()])))
+    assert "which stands under `if batches.step_ends:`" in reason
+    assert reason.endswith("…") == (length == 3000)
+    assert len(reason) < 600

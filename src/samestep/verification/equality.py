@@ -24,6 +24,7 @@ from samestep.verification.runner import Runner
 __all__: list[str] = []
 
 MOST_STEPS = 20  # of the runs that are made here
+MOST_TEXT = 500  # characters of a message
 
 
 def judge(runner: Runner, record: Record, report: Report) -> None:
@@ -79,7 +80,8 @@ def failed(run: Run) -> str | None:
         return "nothing moved any more"
     failure = run.ended.failure
     if failure is not None:
-        return f"{failure['exception']}: {failure['message'][:200]}"
+        message = failure["message"]  # its end says what to do, mostly
+        return f"{failure['exception']}: {message if len(message) <= MOST_TEXT else f'{message[:MOST_TEXT]}…'}"
     return None if run.record.ranks and run.record.steps else "no step was seen"
 
 
