@@ -31,6 +31,26 @@ def test_a_rank_whose_worker_computes_has_not_hung(tmp_path: Path) -> None:
                 subprocess.run(["kill", "-9", str(process)], check=True)
 
 
+def test_only_processes_of_the_run_are_asked_for_their_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal ends a process that does not expect it: one that has got the number of a rank that has ended."""
+    monkeypatch.setattr(runs, "_STACKS_S", 0.0)
+    waits = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    starts = [sys.executable, "-c", f"import subprocess; subprocess.run({waits!r})"]
+    with (
+        subprocess.Popen(waits, stdin=subprocess.PIPE) as stranger,
+        subprocess.Popen(starts, stdin=subprocess.PIPE) as launcher,
+    ):
+        while not (ranks := children(launcher.pid)):
+            pass
+        for rank, pid in enumerate((*ranks, stranger.pid)):
+            Journal(tmp_path / "journals", rank).write("begin", rank=rank, pid=pid)
+        runs._ask_for_stacks(launcher.pid, tmp_path)
+        assert launcher.wait(30) == 0  # the rank was asked, and ended by it
+        assert stranger.poll() is None
+        stranger.communicate()
+    assert stranger.returncode == 0
+
+
 def test_what_a_waiting_rank_computes_is_no_sign_of_life() -> None:
     before = runs._Signs(100, 7.0)
     assert not runs._Signs(100, 7.9).moved_since(before, 20.0)  # three threads that look about them

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,7 @@ def _wait(
         if signs.moved_since(seen, still):
             moved, seen = time.monotonic(), signs
         elif still > still_s:
-            _ask_for_stacks(folder)
+            _ask_for_stacks(process.pid, folder)
             _end(process)
             return True
         else:
@@ -207,11 +207,18 @@ def pids(folder: Path) -> list[int]:
     return [int(event["pid"]) for event in first if event is not None and event["kind"] == "begin"]
 
 
-def _ask_for_stacks(folder: Path) -> None:
-    for pid in pids(folder):
+def _ask_for_stacks(launcher: int, folder: Path) -> None:
+    run = set(_descended(launcher))
+    for pid in run.intersection(pids(folder)):  # a rank may have ended, and its number be another's
         with contextlib.suppress(OSError):
             os.kill(pid, STACKS_SIGNAL)
     time.sleep(_STACKS_S)  # they tell nobody when they have written
+
+
+def _descended(pid: int) -> Iterator[int]:
+    for child in children(pid):
+        yield child
+        yield from _descended(child)
 
 
 def standing(folder: Path) -> dict[int, str]:
