@@ -212,6 +212,24 @@ def test_a_mean_is_rounded_once_and_of_equal_floats_is_that_float(three_ranks, d
         assert torch.equal(mine[1], brought[1]) or dtype == torch.float64  # 3 · 0.1 is rounded there
 
 
+def averaged_complex():
+    with samestep.world() as world:
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.full((3,), 1 + 2j) * (world.rank + 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        replica = samestep.replicate(model, world, average_every=2)  # sends all the first rank's
+        model.weight.grad = torch.full((3,), (world.rank + 1) * (4 - 2j))
+        optimizer.step()
+        replica.average()
+        return model.weight.detach(), optimizer.state[model.weight]["momentum_buffer"]
+
+
+def test_complex_parameters_and_their_momentum_have_a_mean(three_ranks):
+    for weight, momentum in three_ranks(averaged_complex):
+        assert torch.equal(momentum, torch.full((3,), 8 - 4j))
+        assert torch.equal(weight, torch.full((3,), 1 + 2j - 0.5 * (8 - 4j)))
+
+
 def skipping():
     torch.set_num_threads(1)
     with samestep.world() as world:

@@ -102,7 +102,7 @@ class LocalSteps:
             for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
                 kept = optimizer.state.get(parameter, {})
                 for name in sorted(kept):
-                    if isinstance(kept[name], Tensor) and kept[name].is_floating_point() and kept[name].dim():
+                    if isinstance(kept[name], Tensor) and kept[name].dim() and _has_mean(kept[name]):
                         yield kept[name]
 
     def release(self) -> None:
@@ -112,6 +112,10 @@ class LocalSteps:
                 f"the world closes {self.since} steps after the last average, and every rank keeps parameters of its "
                 "own: call model.average() before, as samestep.evaluate and a save do"
             )
+
+
+def _has_mean(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 @torch.no_grad()
@@ -129,7 +133,8 @@ def average(tensors: Sequence[Tensor], axis: Axis) -> None:
         padded = torch.nn.functional.pad(flat, (0, each * axis.size - flat.numel()))
         shares = torch.empty_like(padded)
         dist.all_to_all_single(shares, padded, group=axis.group)
-        total = torch.zeros(each, dtype=torch.float64, device=flat.device)
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        total = torch.zeros(each, dtype=wide, device=flat.device)
         for share in shares.view(axis.size, each):
             total += share
         mine = total.div_(axis.size).to(dtype)
