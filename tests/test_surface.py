@@ -44,7 +44,7 @@ SIGNATURES = {
     "clip_grad_norm_": "(model, max_norm, norm_type, error_if_nonfinite)",
     "evaluate": "(fn, dataset, world, *, batch_size, metrics, workers, collate_fn)",
     "once": "(path, *, timeout)",
-    "pipeline": "(model, world, plan, *, devices, micro_batches, split_size, compress)",
+    "pipeline": "(model, world, plan, *, loss_fn, schedule, weight, devices, micro_batches, split_size, compress)",
     "plan_pipeline": "(model, sample, loss_fn, *, stages, micro_batches, schedule, devices, link, weight, repeats)",
     "replicate": "(model, world, *, buckets, reduce, batchnorm, find_unused_parameters, nonfinite, compress, "
     "average_every, guard)",
