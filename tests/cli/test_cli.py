@@ -275,3 +275,9 @@ def test_grace_and_variables_go_into_the_batch_script(capsys, monkeypatch, tmp_p
     assert "#SBATCH --export=ALL,MINE\n" in script
     assert " --grace 120 " in script
     assert "a secret" not in script
+
+
+def test_the_help_begins_with_what_a_newcomer_does_first(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out.partition("commands:\n")[2].splitlines()[:8]
+    assert [line.split()[0] for line in shown[:4]] == ["run", "verify", "watch", "report"]

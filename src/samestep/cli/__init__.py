@@ -26,12 +26,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "plan": Command("samestep.cli.plan", "predict a training on other machines, before renting them"),
     "run": Command("samestep.cli.run", "start a script on N processes, here or on several hosts"),
     "verify": Command("samestep.cli.verify", "prove that N processes train as one, or name what is different"),
     "watch": Command("samestep.cli.watch", "look at a run while it goes on, or afterwards"),
-    "checkpoint": Command("samestep.cli.checkpoint", "list, show, verify and convert what a run has saved"),
     "report": Command("samestep.cli.report", "make a page of a run: the same training? where does its time go?"),
+    "checkpoint": Command("samestep.cli.checkpoint", "list, show, verify and convert what a run has saved"),
+    "plan": Command("samestep.cli.plan", "predict a training on other machines, before renting them"),
     "doctor": Command("samestep.cli.doctor", "would training work here, and what would be slow?"),
     "bench": Command("samestep.cli.bench", "time samestep beside the code it stands in for"),
 }
