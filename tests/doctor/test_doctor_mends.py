@@ -71,7 +71,7 @@ def lines(folder):
     yield from machine.largest_file(1, 1)
     yield from trial.judge(["gloo", "mpi"], [], {})
     yield from disk.look(Path("/proc"))
-    yield from (names.own_name(name, [Interface("eth0", "10.0.0.5", "")]) for name in ("no-such.invalid", "localhost"))
+    yield from (names.own_name(name, [Interface("eth0", "10.0.0.5")]) for name in ("no-such.invalid", "localhost"))
     yield hosts._failed(NAMED, "no")
 
 

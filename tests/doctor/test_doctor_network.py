@@ -12,8 +12,8 @@ from samestep.doctor import between, names, routes
 from samestep.doctor.judge import judge
 from samestep.launch.network import Interface
 
-ETHERNET = Interface("eth0", "10.0.0.5", "255.255.255.0")
-LOOPBACK = Interface("lo", "127.0.0.1", "255.0.0.0")
+ETHERNET = Interface("eth0", "10.0.0.5")
+LOOPBACK = Interface("lo", "127.0.0.1")
 
 
 def levels(lines):
