@@ -113,9 +113,9 @@ class Watch:
     def _over(self, one: _Rank, code: int, death: dict[str, Any]) -> None:
         """Tells that a rank has ended, or is about to."""
         one.told = True
-        step = progress.read(one.record).step
-        body = {"rank": one.rank, "pid": one.process, "code": code, "death": death, "step": step}
-        self.supervisor.hear(self, "ended", body)
+        record = progress.read(one.record)
+        body = {"rank": one.rank, "pid": one.process, "code": code, "death": death}
+        self.supervisor.hear(self, "ended", {**body, "step": record.step, "calls": record.entered})
 
     def _place(self, one: _Rank) -> tuple[str | None, str | None]:
         """Shows the stacks that a rank died with; returns the user's own line in them, or in its record."""
