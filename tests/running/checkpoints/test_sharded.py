@@ -238,7 +238,8 @@ def fill_the_disk(disk):
 def test_a_disk_too_full_for_one_ranks_share_costs_that_save_alone(two_ranks, tmp_path, small_disk_of_five):
     told = two_ranks(fill_the_disk, small_disk_of_five)
     _, said, left = told[0]
-    pattern = rf"cannot save {small_disk_of_five}/run/step-.*: rank 1: disk full at .*: needs 2\.1 MB, free [\d.]+ [kM]B"
+    where = rf"cannot save {small_disk_of_five}/run/step-.*"
+    pattern = rf"{where}: rank 1: disk full at .*: needs 2\.1 MB, free [\d.]+ [kM]B"
     for line in said:
         assert re.search(pattern, line), line
     assert left == ["step-00000000"]
