@@ -9,6 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from generated import written
+
 from samestep import errors
 from samestep.verification.pages import PAGES
 from samestep.verification.raised import KINDS
@@ -66,14 +68,7 @@ EXITS = """## Exit codes
 
 def main() -> int:
     """Returns 0 where the page is what it should be, or is by now."""
-    text = page()
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    if "--check" in sys.argv[1:]:
-        print(f"{PAGE.name} is not what scripts/codes.py writes; `make readme` brings it up to date")
-        return 1
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    return written(PAGE, page(), "scripts/codes.py")
 
 
 def page() -> str:

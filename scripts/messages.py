@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from generated import written
+
 from samestep import errors
 
 ROOT = Path(__file__).parent.parent
@@ -147,14 +149,7 @@ AREAS = (
 
 def main() -> int:
     """Returns 0 where the page is what it should be, or is by now."""
-    text = page()
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    if "--check" in sys.argv[1:]:
-        print(f"{PAGE.name} is not what scripts/messages.py writes; `make readme` brings it up to date")
-        return 1
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    return written(PAGE, page(), "scripts/messages.py")
 
 
 def page() -> str:

@@ -24,8 +24,10 @@ def script():
     found = importlib.util.spec_from_file_location("messages", ROOT / "scripts" / "messages.py")
     module = importlib.util.module_from_spec(found)
     sys.modules["messages"] = module
+    sys.path.insert(0, str(ROOT / "scripts"))  # as python does for a script
     found.loader.exec_module(module)
     yield module
+    sys.path.remove(str(ROOT / "scripts"))
     del sys.modules["messages"]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 
@@ -86,6 +88,9 @@ def test_a_misspelt_name_is_answered_with_the_one_that_is_meant():
         AttributeError, match=r"^module 'samestep' has no attribute 'shard': did you mean samestep.shards"
     ):
         _ = samestep.shard
+    command = [sys.executable, "-c", "import samestep; samestep.shard"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    assert said.lower().count("did you mean") == 1
     with pytest.raises(AttributeError, match=r"^module 'samestep' has no attribute '_repr_html_'$"):
         _ = samestep._repr_html_
 

@@ -91,7 +91,7 @@ def __getattr__(name: str) -> Any:
         close = difflib.get_close_matches(name, _HOMES, n=1)
         hint = f": did you mean samestep.{close[0]}?" if close else ""
         message = f"module 'samestep' has no attribute {name!r}{hint}"
-        raise AttributeError(message)
+        raise AttributeError(message, name=name, obj=None)  # of a module python would say it once more, on a terminal
     value = import_module(f"samestep.{name}") if home == "samestep" else getattr(import_module(home), name)
     globals()[name] = value
     return value

@@ -72,9 +72,9 @@ RAISED = {"few open files", "no large files at all"}  # above what the user may 
 def test_a_fault_is_found_and_gone_when_its_mend_is_pasted(fault, tmp_path):
     provoked, module, about = FAULTS[fault]
     if "core" in fault and len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("one core is all there is")
+        pytest.skip("one core is all there is here, and the fault is to have one of several")
     if fault in RAISED and not may_raise_limits():
-        pytest.skip("root may not raise limits here")
+        pytest.skip("this root lacks CAP_SYS_RESOURCE, with which the mend raises a hard limit")
     (tmp_path / "look.py").write_text(LOOK.format(module=module, about=set(about)), encoding="utf-8")
     shutil.copy("/etc/hosts", tmp_path / "hosts")
     look = f"{sys.executable} look.py"

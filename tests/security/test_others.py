@@ -142,7 +142,7 @@ def test_a_folder_that_somebody_else_has_made_is_refused(tmp_path, monkeypatch):
         own_folder()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user as well")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process as another user")
 def test_another_user_is_not_taken_for_a_rank(tmp_path):
     """Abstract sockets have names that everybody can read in /proc/net/unix, and no permissions."""
     started = subprocess.Popen(

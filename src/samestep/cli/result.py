@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,12 @@ def write_json(file: Path | None, told: Any, code: int = 0) -> int:
     """
     if file is None:
         return code
+    from samestep.launch.console import say
     from samestep.reporting.draft import write_whole
 
     try:
         write_whole(file, [json.dumps(told, indent=2), "\n"])
     except UsageError as error:
-        print(f"samestep: error: --json {error}", file=sys.stderr)
+        say(f"error: --json {error}")
         return code or error.exit_code
     return code

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from samestep.launch.failure import Failure, lost_host
 from samestep.launch.loop import Alarm, Loop
 from samestep.launch.verdict import PREEMPTED, Verdict, judge
+from samestep.progress import Progress
 
 __all__: list[str] = []
 
@@ -38,6 +39,20 @@ ANSWER = 0.1  # seconds for faulthandler to write the stacks of a rank that does
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 SAVING = 30.0  # seconds to save in after SIGTERM; what Slurm and Kubernetes give by default
 GENTLE = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler's: save first
+
+
+def ended(rank: int, pid: int, code: int, death: dict[str, Any], record: Progress) -> dict[str, Any]:
+    """Returns what is told of a rank that has ended, by whoever looks after it, a team or a watcher.
+
+    Args:
+        rank: which.
+        pid: its process.
+        code: its exit code; of a signal, the negative number.
+        death: a Failure as a dict: what is known from outside.
+        record: its progress record.
+    """
+    told = {"rank": rank, "pid": pid, "code": code, "death": death}
+    return {**told, "step": record.step, "calls": record.entered}
 
 
 class Crew(Protocol):

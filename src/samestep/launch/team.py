@@ -45,6 +45,7 @@ from samestep.launch.process import (
     start,
 )
 from samestep.launch.stacks import STACKS_SIGNAL, place_in
+from samestep.launch.supervise import ended
 from samestep.launch.terminal import copy_size, open_terminal
 from samestep.rankenv import child_environment, set_variables, variable
 
@@ -264,8 +265,7 @@ class Team:
         if code < 0 and place[0] is None and record.in_collective:
             place = record.site, text_of(record.site)
         died = death(member.rank, member.process.pid, code, place, of_memory=self._of_memory(code))
-        who: dict[str, Any] = {"rank": member.rank, "pid": member.process.pid}
-        self._tell("ended", **who, code=code, death=asdict(died), step=record.step, calls=record.entered)
+        self._tell("ended", **ended(member.rank, member.process.pid, code, asdict(died), record))
 
     def _of_memory(self, code: int) -> bool:
         return code == -signal.SIGKILL and out_of_memory_kills() > self._killed

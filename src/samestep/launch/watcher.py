@@ -37,7 +37,7 @@ from samestep.launch.control import Pipe
 from samestep.launch.failure import death, text_of
 from samestep.launch.loop import Loop
 from samestep.launch.stacks import STACKS_SIGNAL, place_in
-from samestep.launch.supervise import GRACE, Supervisor
+from samestep.launch.supervise import GRACE, Supervisor, ended
 from samestep.launch.verdict import Verdict, explain, spans
 
 __all__: list[str] = []
@@ -113,9 +113,7 @@ class Watch:
     def _over(self, one: _Rank, code: int, death: dict[str, Any]) -> None:
         """Tells that a rank has ended, or is about to."""
         one.told = True
-        record = progress.read(one.record)
-        body = {"rank": one.rank, "pid": one.process, "code": code, "death": death}
-        self.supervisor.hear(self, "ended", {**body, "step": record.step, "calls": record.entered})
+        self.supervisor.hear(self, "ended", ended(one.rank, one.process, code, death, progress.read(one.record)))
 
     def _place(self, one: _Rank) -> tuple[str | None, str | None]:
         """Shows the stacks that a rank died with; returns the user's own line in them, or in its record."""

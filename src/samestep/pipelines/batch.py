@@ -10,6 +10,7 @@ from torch import Tensor
 
 from samestep.data.batches import tensors_of
 from samestep.errors import DataError
+from samestep.pipelines.forms import Form
 
 __all__: list[str] = []
 
@@ -75,12 +76,8 @@ def shown(batch: Any, cuts: Cuts) -> str:
     >>> shown((torch.ones(3, 2), torch.zeros(3)), [(0, 2), (2, 3)])
     '3 samples in 2 micro-batches (float32 [3, 2], float32 [3])'
     """
-    told = ", ".join(_form(each) for each in tensors_of(batch))
+    told = ", ".join(str(Form.of(each)) for each in tensors_of(batch))
     return f"{samples_of(batch)} samples in {len(cuts)} micro-batches ({told})"
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def glimpse(targets: Any) -> Iterator[bytes]:

@@ -43,9 +43,7 @@ __all__ = ["PipelinePlan", "plan_pipeline"]
 _FOLLOWED = 2  # samples with which a forward is followed
 AT_MOST = 8  # micro-batches for each stage, where they are chosen
 CHUNKS = (2, 3, 4)  # stages of each rank, where schedules are interleaved
-SLACK = (
-    2.0  # times as long as the link says: gloo's messages took 0.7 ms between ranks that compute, 0.35 between others
-)
+SLACK = 2.0  # times as long as the link says: gloo's messages between ranks that compute, of 0.35 ms, took 0.7
 
 
 @dataclass(frozen=True)

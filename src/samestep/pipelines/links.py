@@ -16,6 +16,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -82,9 +83,9 @@ def _handling(world: World) -> float:
     for number in range(rounds):
         threading.Event().wait(_PAUSE)
         if stage:
-            taken.append(_seconds(lambda: messages.receive(Action("F", stage - 1, number))))  # noqa: B023
+            taken.append(_seconds(partial(messages.receive, Action("F", stage - 1, number))))
         if stage + 1 < axis.size:
-            sent.append(_seconds(lambda: messages.send(Action("F", stage, number), tensors)))  # noqa: B023
+            sent.append(_seconds(partial(messages.send, Action("F", stage, number), tensors)))
     messages.end()
     mine = [median(each[1 + WARM_UP :] or [0.0]) for each in (sent, taken)]
     sending, taking = (max(each) for each in zip(*gather_json(world.everyone, mine), strict=True))

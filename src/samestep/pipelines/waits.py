@@ -22,10 +22,8 @@ from samestep.schedule.plan import ADDS, Action, Order, Plan
 
 __all__: list[str] = []
 
-Row = Counter[
-    tuple[str, int]
-]  # (kind of action, stage) -> how often; "hop": the message between it and the one before,
-# "hand": a message that it sends or takes
+# (kind of action, stage) -> how often; "hop": the message between it and the one before, "hand": one that it handles
+Row = Counter[tuple[str, int]]
 
 
 def rows(plan: Plan, *, beside: bool) -> dict[int, list[Row]]:

@@ -23,10 +23,7 @@ def entry_of(value: bytes, rank: int) -> dict[str, Any]:
     Raises:
         RendezvousError: it is nothing that a rank writes.
     """
-    try:
-        entry = json.loads(value) if len(value) <= LONGEST else None
-    except (ValueError, RecursionError):
-        entry = None
+    entry = _read(value, LONGEST)
     known = {"host": str, "pid": int, "size": int}
     if not isinstance(entry, dict) or any(type(entry.get(name)) is not kind for name, kind in known.items()):
         raise RendezvousError(
@@ -47,16 +44,21 @@ def letter_of(value: bytes | str, *forms: Any, of: str) -> Any:
     Raises:
         RendezvousError: it is nothing that a rank writes.
     """
-    try:
-        told = json.loads(value) if len(value) <= LONGEST_LETTER else _NOTHING
-    except (ValueError, RecursionError):
-        told = _NOTHING
+    told = _read(value, LONGEST_LETTER)
     if not any(fits(told, form) for form in forms):
         raise RendezvousError(
             f"what stands in the store for {of} is not what a rank writes there ({len(value)} bytes): somebody else "
             "writes there, or its samestep is of another version"
         )
     return told
+
+
+def _read(value: bytes | str, longest: int) -> Any:
+    """Returns what JSON says; where it is none, or too long to be looked at, what fits no form."""
+    try:
+        return json.loads(value) if len(value) <= longest else _NOTHING
+    except (ValueError, RecursionError):
+        return _NOTHING
 
 
 def fits(value: Any, form: Any) -> bool:
