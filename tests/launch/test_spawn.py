@@ -129,7 +129,8 @@ def test_a_function_of_a_module_run_by_its_name_is_sent_by_that_name(tmp_path):
 
 
 def test_in_a_script_the_ranks_write_straight_to_where_it_writes():
-    done = python("-c", "import samestep; samestep.spawn(print, 2, 'a', 'b')")
+    whole_lines = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = python("-c", "import samestep; samestep.spawn(print, 2, 'a', 'b')", env=whole_lines)
     assert done.stdout == "a b\n" * 2, done.stderr
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import pickle
 import socket
 import sys
@@ -20,7 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
+from operator import methodcaller
 from pathlib import Path
+from types import CodeType
 from typing import Any, cast
 
 from samestep.errors import UsageError
@@ -29,6 +32,9 @@ from samestep.launch.failure import Failure, describe
 from samestep.rankenv import child_environment, set_variables
 
 __all__: list[str] = []
+
+_NO_FILE = "<dynamic-code>"
+"""What cloudpickle 3.1.3 makes of the file of every code it sends; tracebacks need the file."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,15 @@ def dump(value: Any) -> bytes:
     """Pickles a value; functions of a script or notebook, lambdas and closures go by value."""
     import cloudpickle  # type: ignore[import-untyped]  # not before it is needed: help answers at once
 
-    return bytes(cloudpickle.dumps(value))
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: object) -> Any:
+            if isinstance(obj, CodeType) and obj.co_filename != _NO_FILE:
+                return methodcaller("replace", co_filename=obj.co_filename), (obj.replace(co_filename=_NO_FILE),)
+            return super().reducer_override(obj)
+
+    payload = io.BytesIO()
+    Pickler(payload).dump(value)
+    return payload.getvalue()
 
 
 def send_job(connection: Connection, job: Job, listener: socket.socket) -> None:
