@@ -67,16 +67,25 @@ class Board:
         names: what the ranks are called in errors, in the order of their places.
         processes: their process numbers.
         timeout_s: the longest wait.
+        together: what they do, in errors.
     """
 
     def __init__(
-        self, memory: mmap.mmap, rank: int, names: Sequence[int], processes: Sequence[int], timeout_s: float
+        self,
+        memory: mmap.mmap,
+        rank: int,
+        names: Sequence[int],
+        processes: Sequence[int],
+        timeout_s: float,
+        *,
+        together: str = "add gradients with",
     ) -> None:
         self.rank = rank
         self.size = len(names)
         self.names = names
         self.processes = processes
         self.timeout_s = timeout_s
+        self._together = together
         self._looks = _LOOKS if self.size <= len(os.sched_getaffinity(0)) else _FEW_LOOKS
         self._memory = memory
         self._words = memoryview(memory).cast("I")
@@ -142,8 +151,8 @@ class Board:
     def _complaint(self, place: int, waited_s: float, *, gone: bool) -> str:
         mine, theirs = self.names[self.rank], f"rank {self.names[place]} (process {self.processes[place]})"
         if gone:
-            return f"{theirs} has left, and rank {mine} waited to add gradients with it"
-        return f"rank {mine} waited {waited_s:.0f} s to add gradients with {theirs}"
+            return f"{theirs} has left, and rank {mine} waited to {self._together} it"
+        return f"rank {mine} waited {waited_s:.0f} s to {self._together} {theirs}"
 
 
 def _is_past(found: int, value: int) -> bool:

@@ -14,7 +14,8 @@ carried out
   rollcall      that all ranks of a replica are given the same
   stage         what one stage computes, and keeps until its backward
   interpreter   one rank's part of a schedule, over any transport
-  messages      the transport over torch.distributed
+  messages      the transport between ranks
+  shelves       memory in which ranks of one host lay messages down for each other
   forms         what is known of a tensor before it comes
   devices       those of a process that holds all stages
   streams       what crosses from one of them to another, while both compute

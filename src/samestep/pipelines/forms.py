@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -56,36 +57,63 @@ class Form:
     @classmethod
     def of(cls, tensor: Tensor) -> Form:
         """Returns that of a tensor."""
-        return cls(tensor.dtype, tuple(tensor.shape), _strides(tensor), tensor.requires_grad)
+        return _form(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
     def is_like(self, other: Form) -> bool:
         """Whether the one can be sent where the other is waited for."""
-        return (self.dtype, self.shape, self.wants_gradient) == (other.dtype, other.shape, other.wants_gradient)
+        same = (self.dtype, self.shape, self.wants_gradient) == (other.dtype, other.shape, other.wants_gradient)
+        return self is other or same
 
     def packed(self, tensor: Tensor) -> Tensor:
         """Returns what is sent of a tensor: its elements in the order in which they shall lie."""
-        return tensor.detach().permute(_order(self.strides)).contiguous()
+        return self.ordered(tensor).contiguous()
+
+    def ordered(self, tensor: Tensor) -> Tensor:
+        """Returns a view of a tensor, its dims in the order in which a copy shall lie."""
+        return tensor.detach().permute(self._order)
 
     def blank(self, device: torch.device) -> Tensor:
         """Returns memory for what is sent."""
-        sizes = [self.shape[dim] for dim in _order(self.strides)]
-        return torch.empty(sizes, dtype=self.dtype, device=device)
+        return torch.empty(self.sizes, dtype=self.dtype, device=device)
 
     def unpacked(self, sent: Tensor) -> Tensor:
         """Returns what has come as it lay."""
-        order = _order(self.strides)
-        tensor = sent.permute([order.index(dim) for dim in range(len(order))])
+        if self._is_straight:
+            return sent
+        tensor = sent.permute([self._order.index(dim) for dim in range(len(self._order))])
         if all(
             has == wants for has, wants, size in zip(tensor.stride(), self.strides, self.shape, strict=True) if size > 1
         ):
             return tensor
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=sent.device).copy_(tensor)
 
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Of what is sent, whose elements lie close."""
+        return tuple(self.shape[dim] for dim in self._order)
+
+    @cached_property
+    def _order(self) -> list[int]:
+        return _order(self.strides)
+
+    @cached_property
+    def _is_straight(self) -> bool:
+        """Whether what is sent is the tensor as it lies."""
+        close = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        sizes = zip(self.strides, close, self.shape, strict=True)
+        return self.sizes == self.shape and all(has == wants for has, wants, size in sizes if size > 1)
+
 
 Forms = tuple[Form, ...]
+
+
+@lru_cache
+def _form(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], wants_gradient: bool) -> Form:
+    """Returns that of tensors; asked for with each message, and of few kinds."""
+    return Form(dtype, shape, _strides(shape, strides), wants_gradient)
 
 
 def _order(strides: Sequence[int]) -> list[int]:
@@ -93,9 +121,8 @@ def _order(strides: Sequence[int]) -> list[int]:
     return sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim))
 
 
-def _strides(tensor: Tensor) -> tuple[int, ...]:
+def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Returns a tensor's own, or where these would not do the same order of dims lying close."""
-    shape, strides = tensor.shape, tensor.stride()
     order = _order(strides)
     reach, close, each = 0, dict.fromkeys(order, 1), 1  # reach: of the dims inside, in elements
     overlaps = False
@@ -105,7 +132,7 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
         if shape[dim] > 1:
             overlaps |= strides[dim] <= reach
             reach += (shape[dim] - 1) * strides[dim]
-    if overlaps or not tensor.numel() or reach + 1 > MOST_SPREAD * math.prod(shape):
+    if overlaps or 0 in shape or reach + 1 > MOST_SPREAD * math.prod(shape):
         return tuple(close[dim] for dim in range(len(shape)))
     return tuple(close[dim] if shape[dim] == 1 else strides[dim] for dim in range(len(shape)))
 

@@ -2,12 +2,12 @@
 
     rank 0   ──▶ small ──▶   rank 1        half of a round trip: handling twice, and latency
     rank 0   ◀── small ◀──   rank 1
-    rank 0   ◀─▶ large ◀─▶   rank 1        what is left of it, by its bytes: bandwidth
+    rank 0   ◀─▶ large ◀─▶   rank 1        what it takes more, by its bytes, the quickest of each: bandwidth
     rank 0   send · send · send            how long the caller is kept: handling
     rank 1        · recv · recv · recv     likewise, of what has come before
 
-Between the rounds both pause, since ranks of a pipeline compute between their messages, and whoever waits for one has
-to be woken.
+Between the rounds both compute, as ranks of a pipeline do between their messages: whoever waits for one has to be
+woken, and what a message needs, code and memory, is no longer in the caches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 
@@ -25,6 +25,8 @@ from torch import Tensor
 
 from samestep.pipelines.layers import Link
 from samestep.pipelines.messages import Messages
+from samestep.pipelines.shelves import Shelf, shelves
+from samestep.runtime.axes import Axis
 from samestep.runtime.exchange import gather_json
 from samestep.runtime.world import World
 from samestep.schedule.forward_only import forward_only
@@ -49,39 +51,40 @@ def measure_link(world: World) -> Link:
         Link(latency=0.0, bandwidth=inf, beside=True, handling=0.0)
     """
     axis = world.pipeline
-    mine, handling = [[0.0, 0.0]], _handling(world)
+    between = shelves(axis, world.device)
+    mine, handling = [[0.0, 0.0]], _handling(world, between)
+    for shelf in between.values():
+        shelf.begin(2 * (WARM_UP + ROUNDS), 2 * (WARM_UP + ROUNDS))
     for place in range(axis.size - 1):
         if axis.rank in {place, place + 1}:
-            other = axis.ranks[place + 1 if axis.rank == place else place]
-            small, large = (
-                _trip(
-                    torch.zeros(size, dtype=torch.uint8, device=world.device),
-                    other,
-                    leads=axis.rank == place,
-                    world=world,
-                )
-                for size in (4, LARGE)
-            )
-            mine.append([small, max(0.0, large - small)])
+            leads = axis.rank == place
+            other = place + 1 if leads else place
+            tensors = (torch.zeros(size, dtype=torch.uint8, device=world.device) for size in (4, LARGE))
+            small, large = (_trip(each, world, other, between.get(other), leads=leads) for each in tensors)
+            if leads:
+                mine.append([median(small), max(0.0, min(large) - min(small))])
     told = [pair for pairs in gather_json(world.everyone, mine) for pair in pairs]
+    for shelf in between.values():
+        shelf.leave()
     trip, more = max(pair[0] for pair in told), max(pair[1] for pair in told)
     bandwidth = LARGE / more if more else math.inf
     return Link(max(0.0, trip - 2 * handling), bandwidth, handling=handling)
 
 
-def _handling(world: World) -> float:
+def _handling(world: World, between: Mapping[int, Shelf]) -> float:
     """Returns the seconds that a rank is kept by a message, the mean of sending and taking. Collective."""
     axis, rounds = world.pipeline, WARM_UP + ROUNDS
     if axis.size == 1:
         return 0.0
-    messages, stage = Messages(forward_only(axis.size, rounds), axis, world.device), axis.rank
+    messages, stage = Messages(forward_only(axis.size, rounds), axis, world.device, between), axis.rank
     messages.begin([None] * rounds)
     sent, taken = [0.0], [0.0]
     tensors = [torch.zeros(4, device=world.device)]
     world.barrier()
-    threading.Event().wait(_PAUSE * stage)  # one round behind the rank before, whose messages have come
+    for _ in range(stage):  # one round behind the rank before, whose messages have come
+        _compute(world.device)
     for number in range(rounds):
-        threading.Event().wait(_PAUSE)
+        _compute(world.device)
         if stage:
             taken.append(_seconds(partial(messages.receive, Action("F", stage - 1, number))))
         if stage + 1 < axis.size:
@@ -92,24 +95,50 @@ def _handling(world: World) -> float:
     return float(sending + taking) / 2
 
 
+def _compute(device: torch.device) -> None:
+    """Works for a while on what fills the caches; beside a GPU the host waits."""
+    if device.type != "cpu":
+        threading.Event().wait(_PAUSE)
+        return
+    until = time.perf_counter() + _PAUSE
+    one = torch.ones(512, 512)  # 1 MiB
+    while time.perf_counter() < until:
+        one = torch.mm(one, one).clamp_(0, 1)
+
+
 def _seconds(act: Callable[[], object]) -> float:
     begin = time.perf_counter()
     act()
     return time.perf_counter() - begin
 
 
-def _trip(tensor: Tensor, other: int, *, leads: bool, world: World) -> float:
-    """Returns the median seconds of one way of a round trip."""
-    group, seconds = world.pipeline.group, []
+def _trip(tensor: Tensor, world: World, other: int, shelf: Shelf | None, *, leads: bool) -> list[float]:
+    """Returns the seconds of one way of each round trip."""
+    send, receive = _over(tensor, world.pipeline, other) if shelf is None else _through(tensor, shelf)
+    seconds = []
     for _ in range(WARM_UP + ROUNDS):
-        threading.Event().wait(_PAUSE)
+        _compute(tensor.device)
         begin = time.perf_counter()
         if leads:
-            dist.send(tensor, other, group=group)
-        dist.recv(tensor, other, group=group)
+            send()
+        receive()
         if not leads:
-            dist.send(tensor, other, group=group)
+            send()
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)
         seconds.append((time.perf_counter() - begin) / 2)
-    return median(seconds[WARM_UP:]) if leads else 0.0
+    return seconds[WARM_UP:]
+
+
+def _over(tensor: Tensor, axis: Axis, other: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    rank, group = axis.ranks[other], axis.group
+    return partial(dist.send, tensor, rank, group=group), partial(dist.recv, tensor, rank, group=group)
+
+
+def _through(tensor: Tensor, shelf: Shelf) -> tuple[Callable[[], object], Callable[[], object]]:
+    def receive() -> None:
+        message = shelf.take()
+        message.read(tensor.dtype, tensor.shape)
+        message.done()
+
+    return partial(shelf.lay, [tensor]), receive

@@ -1,7 +1,8 @@
-"""Activations ahead and gradients back, between the ranks of a pipeline, over torch.distributed.
+"""Activations ahead and gradients back, between the ranks of a pipeline: through memory, or over torch.distributed.
 
-Nobody waits to send. Who receives has said so before: the buffers of the next few messages of each neighbour wait for
-them, in the order in which he sends, which the plan knows. So a message travels while both compute.
+Nobody waits to send. CPUs of one host lay messages down for each other (:mod:`samestep.pipelines.shelves`). Elsewhere
+who receives has said so before: the buffers of the next few messages of each neighbour wait for them, in the order in
+which he sends, which the plan knows. So a message travels while both compute.
 
 The shapes are found out once for each shape of micro-batch: the first message of a kind is preceded by a header, and
 both sides remember it. torch.distributed.pipelining finds them out by running every stage once more, in training, on
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from samestep.errors import ModelError
 from samestep.launch.noting import site
 from samestep.pipelines.batch import Kinds
 from samestep.pipelines.forms import LENGTH, MOST_TENSORS, Form, Forms, header, read, told
+from samestep.pipelines.shelves import Shelf
 from samestep.runtime.axes import Axis
 from samestep.schedule.plan import Action, Plan
 
@@ -50,9 +52,13 @@ class Messages:
         plan: of every step.
         axis: the ranks of the pipeline, in the order of the plan's.
         device: that tensors are wanted on.
+        shelves: to ranks that share memory with this one, by their positions.
     """
 
-    def __init__(self, plan: Plan, axis: Axis, device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, axis: Axis, device: torch.device, shelves: Mapping[int, Shelf] | None = None
+    ) -> None:
+        self._shelves = shelves or {}
         self._plan = plan
         self._axis = axis
         self._device = device
@@ -67,6 +73,7 @@ class Messages:
             if (target := plan.taker(one)) not in {None, axis.rank}:
                 self._sends[one] = counts[target or 0]
                 counts[target or 0] += 1
+        self._counts = counts
         self._known: dict[Hashable, Forms] = {}
         self._kinds: Kinds = ()
         self._posted: dict[int, int] = {}
@@ -81,6 +88,8 @@ class Messages:
         """
         self._kinds = kinds
         self._posted = dict.fromkeys(self._from, 0)
+        for other, shelf in self._shelves.items():
+            shelf.begin(self._counts[other], len(self._from[other]))
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
         """Sends what an action gives to the rank that needs it; does not wait.
@@ -91,16 +100,22 @@ class Messages:
         target, tag = self._target(action), self._sends[action] * _TAGS
         forms = tuple(map(Form.of, tensors))
         known = self._known.get(self._key(action))
+        words: list[Tensor] = []
         if known is None:
             known = forms
             self._remember(action, forms)
-            words = header(action.stage, forms)
-            self._go(words.to(self._device), target, tag)  # where it is waited for: a backend a device
+            words = [header(action.stage, forms)]
         elif len(known) != len(forms) or not all(map(Form.is_like, known, forms)):
             raise ModelError(
                 f"stage {action.stage} gives {told(forms)} for a micro-batch of a shape for which it gave "
                 f"{told(known)} before: what it gives may depend on shapes alone"
             )
+        if target in self._shelves:
+            laid = [form.ordered(tensor) for form, tensor in zip(known, tensors, strict=True)]
+            self._shelves[target].lay([*words, *laid])
+            return
+        for each in words:
+            self._go(each.to(self._device), target, tag)  # where it is waited for: a backend a device
         for place, (form, tensor) in enumerate(zip(known, tensors, strict=True), 1):
             self._go(form.packed(tensor), target, tag + place)
 
@@ -109,8 +124,11 @@ class Messages:
         source = self._plan.placement[action.stage]
         progress.enter(f"recv from stage {action.stage}", site(sys._getframe()))  # noqa: SLF001
         try:
-            self._post(source, self._places[action] + 1, heard=True)
-            self._post(source, self._places[action] + 1 + AHEAD, heard=False)
+            if source in self._shelves:
+                self._take(source, self._places[action] + 1)
+            else:
+                self._post(source, self._places[action] + 1, heard=True)
+                self._post(source, self._places[action] + 1 + AHEAD, heard=False)
             coming = self._coming.pop(action)
             for work in coming.works:
                 work.wait()
@@ -124,6 +142,19 @@ class Messages:
         for work, _ in self._going:
             work.wait()
         self._going.clear()
+
+    def _take(self, source: int, end: int) -> None:
+        """Takes a rank's messages up to `end`, as they have been laid down."""
+        for action in self._from[source][self._posted[source] : end]:
+            forms = self._known.get(self._key(action))
+            message = self._shelves[source].take()
+            if forms is None:
+                forms = read(message.read(torch.int64, [LENGTH]).tolist())
+                self._remember(action, forms)
+            tensors = [message.read(form.dtype, form.sizes) for form in forms]
+            message.done()
+            self._coming[action] = _Coming(forms, tensors, [])
+            self._posted[source] += 1
 
     def _post(self, source: int, end: int, *, heard: bool) -> None:
         """Posts the buffers of a rank's messages up to `end`; of those of unknown forms only once that is `heard`."""

@@ -41,6 +41,7 @@ from samestep.pipelines.outputs import gathered, on_host, told
 from samestep.pipelines.reduction import BY_ITSELF, Reduction, compression_of
 from samestep.pipelines.report import Foreseen, PipelineReport, reported
 from samestep.pipelines.rollcall import Roll, RollCall
+from samestep.pipelines.shelves import shelves
 from samestep.pipelines.stage import Lose, Stage, Tensors
 from samestep.pipelines.stopwatch import Stopwatch
 from samestep.pipelines.ties import Copies, parted, ties_of
@@ -151,6 +152,7 @@ class Pipeline(nn.Module):
         self.compression = compression_of(self, world, codec, self.devices.values())
         self._roll = RollCall(axis, self.number, dict(self.named_parameters()), self.aliases)
         self._reduction = Reduction(self, world, copies, self.compression)
+        self._shelves = shelves(axis, here[0])
         self._watch, self._foreseen = Stopwatch(self.devices), foreseen
         world.hold(self)
 
@@ -167,7 +169,7 @@ class Pipeline(nn.Module):
         if self._holds_all:
             return Interpreter(plan, None, stages, self._transfers, watch)
         axis, (device, *_) = self.world.pipeline, self.devices.values()
-        return Interpreter(plan, axis.rank, stages, Messages(plan, axis, device), watch)
+        return Interpreter(plan, axis.rank, stages, Messages(plan, axis, device, self._shelves), watch)
 
     def _call(self, stage: int) -> Callable[[int, Tensors], Any]:
         """Returns what calls one layer after another, each with random numbers of its own."""
@@ -312,6 +314,8 @@ class Pipeline(nn.Module):
     def release(self) -> None:
         """Lets go of the memory and groups that are shared with other ranks; the world calls it when it closes."""
         self._reduction.release()
+        for shelf in self._shelves.values():
+            shelf.leave()
 
     def gradient_norms(self, norm_type: float = 2.0) -> list[Tensor]:
         """Returns the norm of each gradient of the whole model, in its order. Collective over the pipeline."""

@@ -1,0 +1,220 @@
+"""Messages between two ranks of one host arrive as they were laid down, in order, and nobody waits to lay one down."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from samestep.errors import PeerError, StepError
+from samestep.pipelines import shelves as room
+from samestep.pipelines.pipeline import Pipeline
+from samestep.pipelines.shelves import LEAST, LINES, Shelf, shelves
+
+DESCRIPTORS = Path("/proc/self/fd")
+
+
+def pair(timeout_s=10.0):
+    """Both ends, in this process."""
+    memory = mmap.mmap(-1, Shelf.length())
+    ends = [Shelf(memory, place, (4, 7), [os.getpid()] * 2, timeout_s) for place in (0, 1)]
+    for end in ends:
+        end.begin(1 << 30, 1 << 30)
+    return ends
+
+
+def taken(shelf, *like):
+    message = shelf.take()
+    found = [message.read(each.dtype, each.shape) for each in like]
+    message.done()
+    return found
+
+
+def numbers(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(100).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+)
+def test_tensors_of_a_message_arrive_whatever_their_type_and_length(dtype):
+    mine, theirs = pair()
+    sent = [numbers(*shape, dtype=dtype) for shape in ((3, 5), (), (0, 4), (1,), (129, 7))]
+    mine.lay(sent)
+    for found, wanted in zip(taken(theirs, *sent), sent, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_what_was_laid_down_is_a_copy_and_so_is_what_was_taken():
+    mine, theirs = pair()
+    tensor = torch.ones(4)
+    mine.lay([tensor])
+    tensor.zero_()
+    (first,) = taken(theirs, tensor)
+    mine.lay([tensor])  # in the same place
+    (second,) = taken(theirs, tensor)
+    assert first.tolist() == [1.0] * 4
+    assert second.tolist() == [0.0] * 4
+
+
+def test_a_turned_tensor_is_laid_down_in_the_order_of_its_dims():
+    mine, theirs = pair()
+    turned = numbers(6, 4).t()
+    mine.lay([turned])
+    assert torch.equal(taken(theirs, turned)[0], turned)
+
+
+def test_both_ranks_lay_messages_down_at_once():
+    mine, theirs = pair()
+    for number in range(5):
+        mine.lay([torch.tensor(number)])
+        theirs.lay([torch.tensor(-number)])
+    assert [int(taken(theirs, torch.tensor(0))[0]) for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert [int(taken(mine, torch.tensor(0))[0]) for _ in range(5)] == [0, -1, -2, -3, -4]
+
+
+def test_what_does_not_fit_goes_to_more_memory_and_nothing_waits():
+    mine, theirs = pair(timeout_s=0.0)
+    sent = [numbers(LEAST // 8 + number, seed=number) for number in range(40)]
+    for each in sent:
+        mine.lay([each])
+    for each in sent:
+        assert torch.equal(taken(theirs, each)[0], each)
+
+
+def test_memory_is_used_again_when_all_has_been_taken():
+    mine, theirs = pair()
+    tensor = numbers(LEAST // 8)
+    before, open_ones = set(DESCRIPTORS.iterdir()), []
+    for _ in range(50):
+        for _ in range(6):
+            mine.lay([tensor])
+        for _ in range(6):
+            assert torch.equal(taken(theirs, tensor)[0], tensor)
+        open_ones.append(len(set(DESCRIPTORS.iterdir()) - before))
+    assert open_ones[2:] == [3] * 48  # of one memory: its own, and one of each mapping
+    mine.lay([tensor])
+    mine.leave()
+    assert torch.equal(taken(theirs, tensor)[0], tensor)
+
+
+def test_a_shelf_that_is_forgotten_leaves_no_descriptor():
+    before = set(DESCRIPTORS.iterdir())
+    mine, theirs = pair()
+    mine.lay([torch.ones(3)])
+    taken(theirs, torch.ones(3))
+    del mine, theirs
+    assert set(DESCRIPTORS.iterdir()) == before
+
+
+def test_more_messages_than_the_ledger_has_lines_wait_for_the_one_who_takes():
+    mine, theirs = pair()
+    number = torch.zeros((), dtype=torch.int64)
+    begun = threading.Event()
+
+    def lay():
+        for each in range(3 * LINES):
+            if each == LINES:
+                begun.set()
+            mine.lay([torch.tensor(each)])
+
+    with ThreadPoolExecutor() as pool:
+        laying = pool.submit(lay)
+        assert begun.wait(30)
+        found = [int(taken(theirs, number)[0]) for _ in range(3 * LINES)]
+        laying.result(30)
+    assert found == list(range(3 * LINES))
+
+
+def test_nobody_who_takes_is_waited_for_longer_than_the_limit():
+    mine, _ = pair(timeout_s=0.2)
+    with pytest.raises(PeerError, match=r"rank 4 waited 0 s to exchange activations and gradients with rank 7 \("):
+        [mine.lay([]) for _ in range(LINES + 1)]
+
+
+def test_who_gave_up_a_step_does_not_leave_the_other_waiting():
+    mine, theirs = ends = pair()
+    for end in ends:
+        end._laid_at_end = end._taken_at_end = 0
+        end.begin(3, 3)
+    mine.lay([torch.tensor(1)])
+    taken(theirs, torch.tensor(0))
+    mine.begin(3, 3)
+    mine.lay([torch.tensor(2)])
+    with pytest.raises(StepError, match="rank 4 gave up a step of the pipeline, and began another"):
+        theirs.take()
+    theirs.begin(3, 3)  # and so may this one
+    assert int(taken(theirs, torch.tensor(0))[0]) == 2
+
+
+def test_what_a_step_has_left_that_both_gave_up_is_skipped():
+    mine, theirs = ends = pair()
+    for end in ends:
+        end._laid_at_end = end._taken_at_end = 0
+        end.begin(3, 3)
+    for value in (1, 2):
+        mine.lay([torch.tensor(value)])
+    for end in ends:
+        end.begin(3, 3)
+    mine.lay([torch.tensor(3)])
+    assert int(taken(theirs, torch.tensor(0))[0]) == 3
+
+
+def test_who_left_is_named():
+    mine, theirs = pair()
+    mine.leave()
+    with pytest.raises(PeerError, match=r"rank 4 \(process \d+\) has left, and rank 7 waited to exchange activations"):
+        theirs.take()
+
+
+# --- between ranks ---------------------------------------------------------------------------
+
+
+def found():
+    with samestep.world(pipeline=int(os.environ["WORLD_SIZE"])) as world:
+        ends = shelves(world.pipeline, world.device)
+        for end in ends.values():
+            end.begin(1, 1)
+            end.lay([torch.tensor(world.rank)])
+        told = {other: int(taken(end, torch.tensor(0))[0]) for other, end in ends.items()}
+        world.barrier()
+        return told, shelves(world.pipeline, torch.device("meta"))
+
+
+def test_ranks_share_memory_with_those_before_and_behind_them(two_ranks, four_ranks):
+    assert two_ranks(found) == [({1: 1}, {}), ({0: 0}, {})]
+    assert [told for told, _ in four_ranks(found)] == [{1: 1, 3: 3}, {0: 0, 2: 2}, {1: 1, 3: 3}, {0: 0, 2: 2}]
+
+
+def trained(blind):
+    """Gradients after a step; on rank 1 no memory of others can be opened, if `blind`."""
+    torch.manual_seed(0)
+    opened = room.opened
+    if blind and os.environ["RANK"] == "1":
+        room.opened = lambda *_: None
+    try:
+        with samestep.world(pipeline=2) as world:
+            model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+            stage = Pipeline(model, world, nn.functional.mse_loss, ends=[1, 3], micro_batches=3)
+            x, y = numbers(9, 5), numbers(9, 3, seed=1)
+            loss = stage.step((x, y))
+            own = {name: each.grad for name, each in stage.named_parameters()}
+            return len(stage._shelves), loss, stage.gathered(own)
+    finally:
+        room.opened = opened
+
+
+def test_ranks_that_cannot_see_each_others_memory_train_alike_without(two_ranks):
+    (with_memory, loss, gradients), *_ = two_ranks(trained, False)
+    (without, other_loss, other_gradients), (no_more, *_) = two_ranks(trained, True)
+    assert (with_memory, without, no_more) == (1, 0, 0)
+    assert torch.equal(loss, other_loss)
+    assert gradients.keys() == other_gradients.keys()
+    assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
