@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import UsageError
-from samestep.launch.hostlist import MOST_HOSTS, HostSlots, expand, parse_hostfile, parse_hosts
+from samestep.launch.hostlist import MOST_HOSTS, HostSlots, parse_hostfile, parse_hosts
 
 
 def names(text):
@@ -147,12 +147,6 @@ def test_a_wrong_host_file_is_refused_with_the_line(text, line, reason):
 
 def test_a_host_file_without_hosts_is_refused():
     assert complaint(parse_hostfile, "# nobody\n\n", "hosts").startswith("hosts names no host")
-
-
-def test_a_node_list_has_neither_users_nor_slots():
-    assert expand("gpu[07-09,12],login") == ["gpu07", "gpu08", "gpu09", "gpu12", "login"]
-    for text in ("a:4", "me@a"):
-        assert "names alone" in complaint(expand, text)
 
 
 GROUP = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 6), st.integers(1, 4)), min_size=1, max_size=3).map(

@@ -104,19 +104,6 @@ def parse_hostfile(text: str, name: str) -> list[HostSlots]:
     return unique
 
 
-def expand(nodelist: str) -> list[str]:
-    """Returns the names of a node list without users and slots, such as SLURM_JOB_NODELIST.
-
-    >>> expand("rack[1-2]n[08-09],login")
-    ['rack1n08', 'rack1n09', 'rack2n08', 'rack2n09', 'login']
-    """
-    hosts = parse_hosts(nodelist)
-    for host in hosts:
-        if host.slots is not None or host.name != host.machine:
-            raise UsageError(f"the node list {_excerpt(nodelist)} must hold names alone, without user@ and :slots")
-    return [host.name for host in hosts]
-
-
 class _Twice(_Fault):
     """A host that was named before; `position` is that of the second time."""
 
