@@ -105,6 +105,25 @@ def test_memory_is_used_again_when_all_has_been_taken():
     assert torch.equal(taken(theirs, tensor)[0], tensor)
 
 
+def test_a_step_ends_when_the_other_rank_has_opened_new_memory():
+    """The memory is gone with the rank that made it, and what was laid down last would be lost."""
+    mine, theirs = pair(timeout_s=0.1)
+    assert mine.is_seen
+    mine.end()
+    mine.lay([torch.ones(3)])
+    mine.lay([numbers(LEAST)])
+    taken(theirs, torch.ones(3))
+    assert not mine.is_seen
+    with pytest.raises(PeerError, match="rank 4 waited 0 s"):
+        mine.end()
+    message = theirs.take()
+    mine.leave()
+    assert torch.equal(message.read(torch.float32, [LEAST]), numbers(LEAST))
+    message.done()
+    mine.end()
+    assert mine.is_seen
+
+
 def test_a_shelf_that_is_forgotten_leaves_no_descriptor():
     before = set(DESCRIPTORS.iterdir())
     mine, theirs = pair()

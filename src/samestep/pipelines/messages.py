@@ -45,6 +45,19 @@ class _Coming:
     works: list[Any]
 
 
+class _waiting:  # noqa: N801  (as contextlib's, and quicker: one is entered for every message)
+    """Notes that this rank waits for another, for those who explain hangs."""
+
+    def __init__(self, what: str) -> None:
+        progress.enter(what, site(sys._getframe()))  # noqa: SLF001
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        progress.leave()
+
+
 class Messages:
     """One rank's messages in the steps of a plan.
 
@@ -122,8 +135,7 @@ class Messages:
     def receive(self, action: Action) -> tuple[list[Tensor], list[bool]]:
         """Returns what an action of another rank gives, and for which of it gradients are wanted."""
         source = self._plan.placement[action.stage]
-        progress.enter(f"recv from stage {action.stage}", site(sys._getframe()))  # noqa: SLF001
-        try:
+        with _waiting(f"recv from stage {action.stage}"):
             if source in self._shelves:
                 self._take(source, self._places[action] + 1)
             else:
@@ -132,13 +144,15 @@ class Messages:
             coming = self._coming.pop(action)
             for work in coming.works:
                 work.wait()
-        finally:
-            progress.leave()
         tensors = [form.unpacked(sent) for form, sent in zip(coming.forms, coming.tensors, strict=True)]
         return tensors, [form.wants_gradient for form in coming.forms]
 
     def end(self) -> None:
         """Waits until all that was sent has gone."""
+        for other, shelf in self._shelves.items():
+            if not shelf.is_seen:
+                with _waiting(f"send to rank {self._axis.ranks[other]}"):
+                    shelf.end()
         for work, _ in self._going:
             work.wait()
         self._going.clear()

@@ -64,7 +64,7 @@ class Shelf:
         self._other, self._process = names[1 - place], processes[1 - place]
         self._laid, self._taken = 0, 0
         self._laid_at_end, self._taken_at_end = 0, 0  # of the step
-        self._memories = 0
+        self._memories, self._unseen = 0, 0  # made; the first message in the last, until it has been taken
         self._own: list[Mine] = []  # that others may still open; the last is the one in use
         self._used = 0
         weakref.finalize(self, _close, self._own)
@@ -119,9 +119,24 @@ class Shelf:
         length = len(self._own[-1].map) if self._own else 0
         if not length or self._used + size > length:
             self._own.append(Mine(max(LEAST, size, 2 * length)))
-            self._memories += 1
+            self._memories, self._unseen = self._memories + 1, self._laid + 1
             self._used = 0
         return self._used
+
+    def end(self) -> None:
+        """A step is over; if memory was made in it, the other rank must have opened that: it dies with this process.
+
+        Raises:
+            PeerError: the other rank is gone.
+        """
+        if not self.is_seen:
+            self._board.wait(DONE, self._unseen)
+        self._unseen = 0
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether the other rank has opened all memory that there is."""
+        return not self._unseen or self._board.have_reached(DONE, self._unseen)
 
     def take(self) -> Message:
         """Returns the next message, once it has been laid down; it lies there until it is `done`.
