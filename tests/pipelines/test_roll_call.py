@@ -71,6 +71,22 @@ def test_ranks_with_different_batches_are_told_so_on_all_of_them(two_ranks, name
         raise DataError(first)
 
 
+def gone_on(name):
+    """Losses of the same step before a rank had another batch, and after."""
+    with samestep.world(pipeline=2, timeout=60) as world:
+        stage = Pipeline(model(), world, F.cross_entropy, ends=[2, 5])
+        before = stage.step(batch())
+        with pytest.raises(DataError):
+            UNLIKE[name][0](stage, world.rank)
+        return before, stage.step(batch())
+
+
+@pytest.mark.parametrize("name", ["fewer samples", "more samples", "a step and an evaluation"])
+def test_ranks_that_were_told_so_can_go_on(two_ranks, name):
+    for before, after in two_ranks(gone_on, name):
+        assert_same_bits(before, after)
+
+
 def crossed():
     """Two pipelines, which the ranks call in another order."""
     with samestep.world(pipeline=2) as world:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep import progress
-from samestep.errors import ModelError
+from samestep.errors import DataError, ModelError, StepError
 from samestep.launch.noting import site
 from samestep.pipelines.batch import Kinds
 from samestep.pipelines.forms import LENGTH, MOST_TENSORS, Form, Forms, header, read, told
@@ -193,7 +193,13 @@ class Messages:
         return read(words.tolist())
 
     def _key(self, action: Action) -> Hashable:
-        return action.kind == "F", action.stage, self._kinds[action.micro_batch]
+        try:
+            kind = self._kinds[action.micro_batch]
+        except (DataError, ModelError, StepError):  # on all ranks alike, which may have begun steps of other lengths
+            for shelf in self._shelves.values():
+                shelf.withdraw()
+            raise
+        return action.kind == "F", action.stage, kind
 
     def _remember(self, action: Action, forms: Forms) -> None:
         self._known[self._key(action)] = forms

@@ -64,6 +64,7 @@ class Shelf:
         self._other, self._process = names[1 - place], processes[1 - place]
         self._laid, self._taken = 0, 0
         self._laid_at_end, self._taken_at_end = 0, 0  # of the step
+        self._before = 0, 0  # at the end of the one before it
         self._memories, self._unseen = 0, 0  # made; the first message in the last, until it has been taken
         self._own: list[Mine] = []  # that others may still open; the last is the one in use
         self._used = 0
@@ -87,8 +88,13 @@ class Shelf:
         if self._taken != self._taken_at_end:
             self._taken = self._taken_at_end
             self._board.post(DONE, self._taken)
+        self._before = self._laid_at_end, self._taken_at_end
         self._laid_at_end += laid
         self._taken_at_end += taken
+
+    def withdraw(self) -> None:
+        """The step that has begun will not be taken, by neither rank, and nothing has been laid down."""
+        self._laid_at_end, self._taken_at_end = self._before
 
     def lay(self, tensors: Sequence[Tensor]) -> None:
         """Lays a message down, which may be overwritten when this returns.
