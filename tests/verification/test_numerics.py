@@ -63,3 +63,10 @@ def test_reduced_precision_says_that_it_cannot_tell() -> None:
     coarse = [one.bfloat16() for one in gradients()]
     assert is_too_coarse(0.0, coarse)
     assert not is_too_coarse(1e-6, gradients())
+
+
+def test_nothing_is_fitted_to_what_is_not_finite() -> None:
+    """LAPACK refuses it as a bug of torch."""
+    for target, part in ((1.0, math.nan), (math.nan, 1.0), (math.inf, 1.0)):
+        found = fit(torch.tensor([1.0, target]).double(), [torch.tensor([1.0, part]).double()])
+        assert found.left == math.inf

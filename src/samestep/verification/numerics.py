@@ -85,15 +85,24 @@ class Fit:
 def fit(target: Tensor, parts: Sequence[Tensor]) -> Fit:
     """Returns the combination of `parts`, shape [numbers] each, that comes nearest to `target`.
 
+    Of what is not finite there is none: the factors are NaN, and everything is left.
+
     >>> fit(torch.tensor([2.0, 0.0]).double(), [torch.tensor([4.0, 0.0]).double()]).factors
     (0.5,)
     """
+    if not are_finite([target, *parts]):
+        return Fit((math.nan,) * len(parts), math.inf)
     basis = torch.stack(list(parts), dim=1)
     scale = basis.norm(dim=0).clamp_min(1e-300)
     scaled = basis / scale
     solved = torch.linalg.lstsq(scaled, target.unsqueeze(1), driver="gelsd").solution.squeeze(1)
     left = float((scaled @ solved - target).norm() / target.norm().clamp_min(1e-300))
     return Fit(tuple((solved / scale).tolist()), left)
+
+
+def are_finite(gradients: Gradients) -> bool:
+    """Returns whether no gradient has a NaN or an infinity."""
+    return all(one is None or bool(torch.isfinite(_flat(one)).all()) for one in gradients)
 
 
 def unit(gradients: Gradients) -> float:

@@ -28,6 +28,11 @@ __all__: list[str] = []
 _SAME = 1e-3  # of a factor
 _MOST_LOST = 0.05  # of the gradient's norm, by a hook that only rounds
 _EXPLAINED = 0.02  # a fit that leaves less than this share of a large error unexplained explains it
+_FITS = "scale the loss so that gradients fit the type, or reduce them as they are"
+_NOTHING = (
+    "a mean over a rank's own items is 0/0 where the rank has none of them (tokens, positives), and the average hands "
+    "that to all: divide every rank's sum by the items of all ranks; samestep does it in batches.mean(losses, mask)"
+)
 _CARRIED = 0.2  # of the error; the rest is what a loss that compares samples makes
 
 
@@ -47,6 +52,24 @@ class Explanations:
             return self._hooked(event, apart, hooks[0], found)
         return (
             found or next(self._of_parts(event, apart, limit, settled=settled), None) or self._unexplained(event, apart)
+        )
+
+    def not_finite(self, event: Event, tensor: int, *, on_ranks: bool) -> Finding:
+        """Returns the finding for a step at which gradients are finite on one side only."""
+        name = list(event["gradients"])[tensor]
+        hook = next(iter(self._record.ranks[0].of("hook")), None) if on_ranks else None
+        where, but = ("on the ranks", "in one process") if on_ranks else ("in one process", "on the ranks")
+        cause = (
+            f"at step {event['event']} the gradient of {name} is not finite (NaN, or infinite) {where}, and is {but}"
+        )
+        return Finding(
+            code="gradient-differs",
+            property="gradients",
+            step=event["event"],
+            tensor=name,
+            where=self._backward(event) if hook is None else hook["where"],
+            cause=cause if hook is None else f"{cause}; {hook['name']} reduces them",
+            fix=(_FITS if hook is not None else _NOTHING) if on_ranks else None,
         )
 
     def _multiple(self, event: Event, apart: numerics.Distance, limit: float) -> Iterator[Finding]:
@@ -182,7 +205,7 @@ class Explanations:
             where=hook["where"],
             cause=f"{hook['name']} changes the gradients by {apart.whole:.1e} of their norm at step {event['event']}"
             + (": more than rounding them could; they may be too small, or too large, for its type" if lost else ""),
-            fix="scale the loss so that gradients fit the type, or reduce them as they are" if lost else None,
+            fix=_FITS if lost else None,
         )
 
     def _unexplained(self, event: Event, apart: numerics.Distance) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -82,31 +83,55 @@ class Comparison:
         if (chance := self._chance()) is not None and worst > numerics.limit(0.0, self._recorded(common[0])):
             report.cover("gradients", unchecked(chance))
             return
+        broken = next((event for event in common if math.isinf(apart[event["event"]].worst)), None)
+        if broken is not None:
+            if before := common[: common.index(broken)]:
+                self._compare(before, report)
+            self._judge_broken(broken, apart[broken["event"]], report)
+            return
         if worst <= numerics.limit(0.0, self._recorded(common[0])):
             margin = f"worst error {worst:.1e} of a tensor's norm, {plural(len(common), 'step')}"
             report.cover("gradients", DECLARED if self._has_norms() else AGREES, margin)
             return
         again = self.others.permuted()
-        coarse = 0
+        judged: list[tuple[float, float]] = []  # the error of each step, and how much of it rounding explains
         for event in common:
-            floor = self._floor(again, event)
+            error, floor = apart[event["event"]].worst, self._floor(again, event)
             limit = numerics.limit(floor, self._recorded(event))
-            if numerics.is_too_coarse(floor, self._recorded(event)) and apart[event["event"]].worst < 1:
-                coarse += 1  # one that has converged says nothing
+            if numerics.is_too_coarse(floor, self._recorded(event)) and error <= max(1.0, limit):
                 why = f"rounding alone is {floor:.0e} of a gradient at this precision"
-                continue
-            if apart[event["event"]].worst > limit:
+                continue  # one that has converged says nothing
+            if error > limit:
                 self._explain(event, apart[event["event"]], limit, report, settled=event is not common[0])
                 return
-        if coarse == len(common):
+            judged.append((error, limit))
+        if not judged:
             report.cover("gradients", unchecked(why))
             return
         unmeasured = [event for event in common if event["event"] not in again.steps]
         if any(apart[event["event"]].worst > numerics.limit(0.0, self._recorded(event)) for event in unmeasured):
             report.cover("gradients", unchecked(f"rounding could not be measured: {_why_unmeasured(again)}"))
             return
+        worst, limit = max(judged, key=lambda one: one[0] / one[1])
         margin = f"worst error {worst:.1e} of a tensor's norm, rounding explains {limit:.1e}"
         report.cover("gradients", DECLARED if self._has_norms() else AGREES, margin)
+
+    def _judge_broken(self, event: Event, apart: numerics.Distance, report: Report) -> None:
+        """Of a step at which some gradient is not finite: NaN on both sides is one training, on one side it is not."""
+        if report.coverage.get("gradients") == REFUTED:
+            return
+        ours = numerics.are_finite(self._recorded(event))
+        if ours != numerics.are_finite(self.whole.gradients(event["event"])):
+            found = Explanations(self.record, self.whole, self.others).not_finite(
+                event, apart.tensor, on_ranks=not ours
+            )
+            report.add([found])
+            return
+        why = f"from step {event['event']} on gradients are not finite, on the ranks and in one process alike"
+        if "gradients" in report.coverage:
+            report.remarks.append(f"{why}: steps behind it were not compared")
+        else:
+            report.cover("gradients", unchecked(why))
 
     def _has_other_samples(self, common: list[Event]) -> bool:
         """Whether one process, which cuts the data by itself, trains on other samples than the ranks together."""

@@ -47,6 +47,10 @@ class VirtualRanks:
             recorded = self._record.gradients(event)
             parts = [numerics.flat(run.gradients(number), recorded) for run in runs]
             found = numerics.fit(numerics.flat(recorded, recorded), [sum(parts[1:], parts[0])])
+            if not numerics.are_finite(recorded) and not numerics.are_finite(parts):
+                why = f"from step {number} on gradients are not finite, on the ranks and on virtual ranks alike"
+                report.cover("gradients", unchecked(why))
+                return
             worst = max(worst, found.left)
             if found.left > numerics.limit(0.0, recorded):
                 self._refuse(event, runs, found, report)

@@ -13,6 +13,7 @@ compares samples with each other; a window whose micro-batches differ in their n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -64,7 +65,7 @@ class Windows:
     def _differ(self, step: Event, whole: Run, merged: Run) -> bool:
         alone = whole.gradients(step["event"])
         distance = numerics.distance(merged.gradients(step["event"]), alone)
-        return distance.whole > max(_APART, numerics.limit(0.0, alone))
+        return math.isfinite(distance.whole) and distance.whole > max(_APART, numerics.limit(0.0, alone))
 
     def _explained(self, step: Event, merged: Run) -> Iterator[Finding]:
         run = self._apart([step])
