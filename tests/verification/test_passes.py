@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
-from samestep.verification.recording.passes import described
+from samestep.verification.recording.passes import described, scale_of
 
 
 class Half(BatchSampler):
@@ -28,3 +29,10 @@ def test_the_order_is_that_of_the_sampler_whose_batches_are_cut() -> None:
 def test_a_loader_of_its_own_is_described_by_its_sampler() -> None:
     told = described(DataLoader(list(range(12)), batch_size=2, sampler=RandomSampler(range(12))))
     assert (told["sampler"], told["cut_by"], told["drop_last"]) == ("RandomSampler", None, False)
+
+
+def test_a_loss_that_is_divided_by_no_items_is_written_down() -> None:
+    """It is NaN, which the script may live with; verify must not be what ends it."""
+    nothing = torch.ones(3, requires_grad=True).sum() / torch.tensor(0.0)
+    assert (scale_of(nothing)["loss"], scale_of(nothing)["factor"]) == ("DivBackward0", 1.0)
+    assert scale_of(torch.ones(3, requires_grad=True).mean() / 4)["factor"] == 0.25
