@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from journals import Event, call, ended, passed, record, step, stepped
 
 from samestep.verification.findings import Finding
@@ -131,9 +132,22 @@ def test_another_shape_is_a_mismatch() -> None:
     assert codes(communication, ranks) == [("collective-mismatch", "error")]
 
 
-def test_gathers_may_differ_in_shape() -> None:
-    ranks = record([call("a.py:1", "all_gather", (4,))], [call("a.py:1", "all_gather", (3,))])
+@pytest.mark.parametrize("op", ["all_gather", "all_to_all_single", "all_to_all"])
+def test_gathers_and_exchanges_may_differ_in_shape(op: str) -> None:
+    """Experts on ranks get as many tokens as are meant for them."""
+    ranks = record([call("a.py:1", op, (4,))], [call("a.py:1", op, (3,))])
     assert codes(communication, ranks) == []
+
+
+def test_what_is_left_out_is_what_torch_takes() -> None:
+    """On the root with its list of parts, on the others in a call of their own, without src= and op=."""
+    ranks = record(
+        [call("a.py:1", "reduce", root=0), call("a.py:2", "scatter", root=0, reduce=None)],
+        [call("a.py:4", "reduce", root=0, reduce=None), call("a.py:5", "scatter", reduce=None)],
+    )
+    assert codes(communication, ranks) == []
+    ranks = record([call("a.py:1", "reduce", root=0)], [call("a.py:1", "reduce", root=1)])
+    assert codes(communication, ranks) == [("collective-mismatch", "error")]
 
 
 def test_a_hang_names_who_is_missing() -> None:

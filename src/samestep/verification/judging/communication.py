@@ -15,6 +15,7 @@ from samestep.verification.report import Report
 
 __all__: list[str] = []
 
+_UNEVEN = {"gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"}  # shapes may differ
 _AHEAD = 8  # calls within which two exchanged ones are looked for
 
 
@@ -58,10 +59,12 @@ def _compared(first: Rank, other: Rank) -> Iterator[Finding]:
 
 
 def _signature(call: Event) -> tuple[object, ...]:
+    """What has to be alike on all ranks; what a call leaves out is what torch takes: root 0, and a sum."""
+    root = call["root"] or 0
     if call["op"] in {"barrier", "monitored_barrier"} or "object" in call["op"]:
-        return (call["op"], call["root"])
-    shapes = [] if call["op"] in {"gather", "scatter", "all_gather", "reduce_scatter"} else call["shapes"]
-    return (call["op"], call["root"], call["reduce"], str(shapes), str(call["dtypes"][:1]))
+        return (call["op"], root)
+    shapes = [] if call["op"] in _UNEVEN else call["shapes"]
+    return (call["op"], root, call["reduce"] or "SUM", str(shapes), str(call["dtypes"][:1]))
 
 
 def _exchanged(mine: list[Event], theirs: list[Event]) -> bool:
