@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from journals import ended, record
 
@@ -57,3 +60,21 @@ def test_an_evaluation_of_other_weights_is_not_held_against_the_ranks() -> None:
             told,
         )
         assert [finding.code for finding in told.findings] == codes
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "codes"),
+    [
+        (math.nan, math.nan, []),
+        (math.inf, math.inf, []),
+        (math.nan, 0.5, ["evaluation-inexact"]),
+        (math.inf, 0.5, ["evaluation-inexact"]),
+        (0.5, -math.inf, ["evaluation-inexact"]),
+    ],
+)
+def test_metrics_that_are_not_finite_are_compared(mine: float, theirs: float, codes: list[str]) -> None:
+    """A score of a class that is nowhere is 0/0, on the ranks as in one process."""
+    told = Report(ranks=2, steps=400)
+    evaluation.judge(record([evaluated(mine), ended()], [ended()]), record([evaluated(theirs), ended()]), told)
+    assert [finding.code for finding in told.findings] == codes
+    assert told.coverage["evaluation"] == ("refuted" if codes else "agrees")

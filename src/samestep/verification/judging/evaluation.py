@@ -172,18 +172,18 @@ def _different(record: Record, mine: Values, theirs: Values, common: list[tuple[
 
 def _agree(mine: float, theirs: float, size: int, reduce: str | None) -> bool:
     """Whether N ranks bring what one brings: the same, or N times as much where it is divided by N afterwards."""
-    if math.isnan(mine) and math.isnan(theirs):
-        return True
     summed = reduce in {None, "SUM"}
     return _close(mine, theirs) or (summed and _close(mine / size, theirs))
 
 
 def _close(mine: float, theirs: float) -> bool:
+    if not (math.isfinite(mine) and math.isfinite(theirs)):
+        return mine == theirs or (math.isnan(mine) and math.isnan(theirs))
     return abs(mine - theirs) <= _CLOSE * max(abs(mine), abs(theirs), 1e-12)
 
 
 def _inexact(where: str, mine: float, theirs: float, size: int) -> Finding:
-    whole = mine == round(mine) and theirs == round(theirs)
+    whole = mine.is_integer() and theirs.is_integer()  # infinities and NaN are none
     what = (
         f"the ranks sum up {mine:g} where one process counts {theirs:g}"
         if whole
