@@ -154,3 +154,30 @@ def test_a_hang_names_who_is_missing() -> None:
     ranks = record([call("a.py:1"), call("a.py:9", "barrier")], [call("a.py:1")])
     finding = communication.stuck(ranks)
     assert (finding.code, finding.rank, finding.where) == ("hang", 1, "a.py:9")
+
+
+def backward(window: int = 0) -> Event:
+    return {"kind": "backward", "window": window, "where": "train.py:25"}
+
+
+def scheduled() -> Event:
+    return {"kind": "scheduler", "window": 0, "event": 0, "where": "train.py:31"}
+
+
+def skips() -> Event:
+    return {"kind": "scaler", "window": 0, "scale": 65536.0, "skipped": True, "where": "train.py:29"}
+
+
+def test_a_schedule_that_steps_between_the_micro_batches_of_a_step_is_an_error() -> None:
+    rank = [backward(), scheduled(), backward(), step(0, "g"), stepped(0)]
+    (finding,) = found(control, record(rank, rank))
+    assert (finding.code, finding.where) == ("learning-rate-differs", "train.py:31")
+    assert "after every micro-batch, 2 times for one step" in finding.cause
+    again = [backward(), skips(), scheduled(), *rank]
+    assert codes(control, record(again, again)) == [("learning-rate-differs", "error")]
+
+
+def test_a_schedule_that_steps_where_a_scaler_left_the_step_out_is_none_of_micro_batches() -> None:
+    """A scaler begins with a scale that is too large, and the first steps are left out."""
+    rank = [backward(), skips(), scheduled(), backward(), skips(), scheduled(), backward(), step(0, "g"), stepped(0)]
+    assert codes(control, record(rank, rank)) == []

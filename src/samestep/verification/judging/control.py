@@ -93,11 +93,12 @@ def _schedules(record: Record) -> Iterator[Finding]:
 
 
 def _schedules_of_micro_batches(record: Record) -> Iterator[Finding]:
-    """Whether a schedule moves on between the backward passes of one step."""
+    """Whether a schedule moves on between the backward passes of one step, or of one that a scaler leaves out."""
     rank = record.ranks[0]
     for step in rank.steps:
         window = rank.by_window.get(step["window"], [])
-        kinds = [event["kind"] for event in window if event["kind"] in {"backward", "scheduler"}]
+        told = [event for event in window if event["kind"] in {"backward", "scheduler", "scaler"}]
+        kinds = [event["kind"] for event in told[_last_skip(told) :]]
         moved = [event for event in window if event["kind"] == "scheduler"]
         if any(kinds[i : i + 3] == ["backward", "scheduler", "backward"] for i in range(len(kinds))):
             yield Finding(
@@ -110,6 +111,13 @@ def _schedules_of_micro_batches(record: Record) -> Iterator[Finding]:
                 fix="step the schedule where the optimizer steps",
             )
             return
+
+
+def _last_skip(told: list[Event]) -> int:
+    """Where the window's own step begins: behind the last that a scaler has left out, and what belongs to that."""
+    skips = [index for index, event in enumerate(told) if event["kind"] == "scaler" and event["skipped"]]
+    behind = skips[-1] + 1 if skips else 0
+    return next((index for index in range(behind, len(told)) if told[index]["kind"] == "backward"), len(told))
 
 
 def _clipped_scaled(record: Record) -> Iterator[Finding]:
