@@ -108,11 +108,10 @@ def generator_states() -> dict[str, str]:
 
 
 def _own_batches(original: Any, epoch: Epoch) -> Iterator[Batch]:
+    if (kept := epoch.loader.__dict__.get("_iterator")) is not None:  # of workers that stay: nothing of the last pass
+        kept.samestep_indices = deque()
     iterator = original(epoch.loader)
-    noted: deque[Any] = deque()
-    iterator.samestep_indices = noted
-    if (ahead := getattr(iterator, "samestep_early", None)) is not None:  # workers are given work at once
-        noted.extend(ahead)
+    noted: deque[Any] = iterator.__dict__.setdefault("samestep_indices", deque())  # workers are given work at once
     for index, value in enumerate(iterator):
         yield Batch(epoch, index, _listed(noted.popleft()) if noted else None, value)
 
@@ -121,10 +120,7 @@ def _noting_indices(original: Any) -> Any:
     @functools.wraps(original)
     def _next_index(iterator: Any) -> Any:
         index = original(iterator)
-        noted = getattr(iterator, "samestep_indices", None)
-        if noted is None:
-            noted = iterator.__dict__.setdefault("samestep_early", [])
-        noted.append(index)
+        iterator.__dict__.setdefault("samestep_indices", deque()).append(index)
         return index
 
     return _next_index
