@@ -18,12 +18,13 @@ import xxhash
 
 from samestep.launch.imports import exchange
 from samestep.launch.noting import NOTED, site
-from samestep.verification.watching.collectives import BETWEEN_TWO
+from samestep.verification.watching.collectives import BETWEEN_TWO, root_of
 
 __all__: list[str] = []
 
 KEPT = 64  # calls, among which the first that differs is looked for
-_ROOTS = {"broadcast": 1, "reduce": 1, "broadcast_object_list": 1}  # where the root stands among the arguments
+_ROOTS = {"broadcast": 1, "reduce": 1, "broadcast_object_list": 1, "gather": 2, "scatter": 2}  # its place in a call
+_ROOTS |= {"gather_object": 2, "scatter_object_list": 2}
 _UNEVEN = {"gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"}  # shapes may differ
 _inside = threading.local()
 
@@ -66,7 +67,7 @@ class Calls:
         if not _is_of_all(args, kwargs):
             return
         form = _form(name, args, kwargs)
-        root = kwargs.get("src", kwargs.get("dst", _argument(args, _ROOTS.get(name))))
+        root = _root(name, args, kwargs)
         self.digest = xxhash.xxh3_64_intdigest(f"{self.digest}{name}{form}{root}".encode())
         self._last.append((self.count, name, form, root, site(frame)))
         self.count += 1
@@ -98,6 +99,8 @@ def _form(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return kind if name in _UNEVEN else f"{kind} {list(tensor.shape)}"
 
 
-def _argument(args: tuple[Any, ...], place: int | None) -> Any:
-    root = args[place] if place is not None and len(args) > place else None
-    return root if isinstance(root, int) else None
+def _root(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    place = _ROOTS.get(name)
+    if place is None:
+        return None
+    return args[place] if len(args) > place and isinstance(args[place], int) else root_of(name, kwargs)

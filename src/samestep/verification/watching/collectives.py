@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 import threading
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,8 @@ from samestep.verification.watching.listener import Listener
 __all__: list[str] = []
 
 BETWEEN_TWO = {"send", "recv", "send_object_list", "recv_object_list"}
+_ROOTED = {"gather", "scatter", "gather_object", "scatter_object_list", "broadcast_object_list"}
+_REDUCED = {"all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"}
 _inside = threading.local()
 
 
@@ -66,8 +69,8 @@ def _described(signature: inspect.Signature, name: str, args: Any, kwargs: Any) 
         "op": name,
         "shapes": [list(tensor.shape) for tensor in tensors],
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-        "reduce": _reduction(given.get("op")),
-        "root": given.get("src", given.get("dst")),
+        "reduce": _reduction(given.get("op")) or ("SUM" if name in _REDUCED else None),
+        "root": root_of(name, given),
         "group": _group(group),
     }
     return told, tensors
@@ -85,6 +88,25 @@ def _tensors(values: Any) -> Any:
 
 def _reduction(op: Any) -> str | None:
     return None if op is None else str(op).rpartition(".")[2]
+
+
+def root_of(name: str, given: Mapping[str, Any]) -> int | None:
+    """Returns the rank, among all, that a call names or means: who leaves out what torch takes anyway does the same.
+
+    Args:
+        name: of the function.
+        given: its arguments, by name.
+    """
+    import torch.distributed as dist
+
+    root = next((given[key] for key in ("src", "dst") if given.get(key) is not None), None)
+    place = next((given[key] for key in ("group_src", "group_dst") if given.get(key) is not None), None)
+    if root is None and place is not None:
+        try:
+            return dist.get_global_rank(given.get("group") or dist.distributed_c10d._get_default_group(), place)  # noqa: SLF001
+        except (ValueError, RuntimeError):  # torch will say what is wrong
+            return None
+    return 0 if root is None and name in _ROOTED else root
 
 
 def _group(group: Any) -> str:
