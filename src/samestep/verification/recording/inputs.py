@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from samestep.verification.journal import Journal
+from samestep.verification.watching.hooks import Hook
 
 __all__: list[str] = []
 
@@ -45,10 +46,10 @@ class Inputs:
         for root in roots():
             if id(root) not in self._known and any(id(parameter) in held for parameter in root.parameters()):
                 self._known.add(id(root))
-                root.register_forward_pre_hook(self._note, with_kwargs=True)
+                root.register_forward_pre_hook(Hook(self._note), with_kwargs=True)
                 inner: Any = getattr(root, "module", None)  # of a wrapper, which an evaluation may leave out
                 if hasattr(inner, "register_forward_pre_hook"):
-                    inner.register_forward_pre_hook(self._use)
+                    inner.register_forward_pre_hook(Hook(self._use))
                 self.cannot_tell |= hasattr(root, "_orig_mod") or hasattr(inner, "_orig_mod")
 
     def _use(self, _: Any, __: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from samestep.launch.imports import exchange, when_imported
 from samestep.launch.noting import site
+from samestep.verification.watching.hooks import Hook
 from samestep.verification.watching.listener import Listener
 
 __all__: list[str] = []
@@ -153,7 +154,7 @@ def watch_bare_forward(listener: Listener, wrapped: Any) -> None:
         if torch.is_grad_enabled():
             listener.told("forward", where=site(sys._getframe(1)), synchronises=False, bare=True)  # noqa: SLF001
 
-    wrapped.module.register_forward_pre_hook(before)
+    wrapped.module.register_forward_pre_hook(Hook(before))
 
 
 def _watch_modes(listener: Listener, module: Any) -> None:
