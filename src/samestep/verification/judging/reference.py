@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from samestep.verification import numerics
@@ -57,6 +58,7 @@ class Comparison:
         mine = [event for event in self.record.ranks[0].steps[: self.record.steps] if event["kept"] is not None]
         common = [event for event in mine if event["event"] in self.whole.steps]
         common = [event for event in common if not apart or event["window"] < (apart[0].step or 0)]
+        common = [event for event in common if event["window"] not in self._astray]
         unknown = {event["event"]: self.record.compressed(event).why_not(event) for event in common}
         common = [event for event in common if unknown[event["event"]] is None]
         if not common:
@@ -139,11 +141,24 @@ class Comparison:
         alone = _samples(self.whole.record.ranks, windows)
         return bool(alone) and alone != _samples(self.record.ranks, windows)
 
+    @cached_property
+    def _astray(self) -> set[int]:
+        """The windows that the script alone ends at other batches: a scaler finds its scale, one process another."""
+        told = [(event["window"], event["own"]) for event in self._told_out_of_step()] if self._skips else []
+        return {window for ends in told for window in range(min(ends), max(ends) + 1)}
+
+    @property
+    def _skips(self) -> bool:
+        """Whether a scaler leaves out steps of the ranks."""
+        return any(event["skipped"] for event in self.record.ranks[0].of("scaler"))
+
+    def _told_out_of_step(self) -> list[Event]:
+        return self.whole.record.ranks[0].of("out_of_step") if self.whole.record.ranks else []
+
     def _out_of_step(self) -> Iterator[Finding]:
         """Whether the script alone takes its steps at the same batches."""
-        events = self.whole.record.ranks[0].of("out_of_step") if self.whole.record.ranks else []
-        skips = any(event["skipped"] for event in self.record.ranks[0].of("scaler"))
-        if events and not skips:  # a scaler finds its scale, and one process another
+        events = self._told_out_of_step()
+        if events and not self._skips:
             window = min(events[0]["window"], events[0]["own"])
             steps = [step for step in self.record.ranks[0].steps if step["window"] >= window]
             does = (
@@ -167,6 +182,8 @@ class Comparison:
         alone = Rates(self.whole.record.ranks[0] if self.whole.record.ranks else Rank(0, []))
         scheduled = schedule_steps(self.record.ranks[0])
         for event in self.record.ranks[0].steps:
+            if self._astray and event["window"] >= min(self._astray):
+                break  # the schedule may go by the steps that are taken
             mine, theirs = event["rates"], alone.at(event["event"], scheduled[event["event"]], size)
             often |= alone.scheduled.get(event["event"], 0) * size == scheduled[event["event"]] > 0
             ratios = [one / other for one, other in zip(mine, theirs, strict=False) if other]
@@ -210,6 +227,8 @@ class Comparison:
         failure = self.whole.ended.failure
         if failure is not None:
             return f"the script cannot run alone: {failure['exception']}: {failure['message'][:200]}"
+        if self._astray:
+            return "a scaler leaves out other steps in one process than on the ranks"
         return "the script alone took other steps"
 
     def _recorded(self, event: Event) -> Any:
