@@ -75,3 +75,24 @@ def test_steps_that_a_scaler_leaves_out_on_one_side_only_are_not_compared() -> N
     Comparison(record(ranks, ranks), Run(ENDED, record(single)), NOBODY).judge(report)
     assert report.findings == []
     assert report.coverage["gradients"].startswith("not checked: a scaler leaves out other steps in one process")
+
+
+def test_a_scaled_rate_is_a_note_and_hides_no_other_error() -> None:
+    """Twice the rate for twice the batch is declared; a schedule that is over sooner is not."""
+    note, *more = found([step(0, "g", rates=[0.2]), step(1, "g", rates=[0.2])], [*alone(0, 0.1), *alone(1, 0.1)])
+    assert ((note.severity, note.step, note.factor), more) == (("note", 0, 2.0), [])
+    error, note = found([step(0, "g", rates=[0.2]), step(1, "g", rates=[0.03])], [*alone(0, 0.1), *alone(1, 0.1)])
+    assert (error.severity, error.step, error.factor) == ("error", 1, 0.3)
+    assert (note.severity, note.step) == ("note", 0)
+
+
+def test_the_group_whose_rate_differs_is_told() -> None:
+    single = [{"kind": "rates", "event": 0, "optimizer": 0, "rates": [0.1, 0.01]}, step(0, "g")]
+    (error,) = found([step(0, "g", rates=[0.1, 0.03])], single)
+    assert (error.factor, "the rate 0.03, one process with 0.01" in error.cause) == (3.0, True)
+
+
+def test_a_rate_of_zero_is_compared_too() -> None:
+    (error,) = found([step(0, "g", rates=[0.1])], alone(0, 0.0))
+    assert (error.severity, error.factor) == ("error", None)
+    assert found([step(0, "g", rates=[0.0])], alone(0, 0.0)) == []

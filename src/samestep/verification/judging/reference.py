@@ -177,39 +177,44 @@ class Comparison:
             )
 
     def _rates(self) -> Iterator[Finding]:
-        """Whether one process has the ranks' learning rate; N times as much, for N times the batch, is declared."""
-        size, often = self.record.size, False
+        """Whether one process has the ranks' learning rates; N times as much, for N times the batch, is declared."""
+        size, often, noted = self.record.size, False, False
         alone = Rates(self.whole.record.ranks[0] if self.whole.record.ranks else Rank(0, []))
         scheduled = schedule_steps(self.record.ranks[0])
         for event in self.record.ranks[0].steps:
             if self._astray and event["window"] >= min(self._astray):
                 break  # the schedule may go by the steps that are taken
-            mine, theirs = event["rates"], alone.at(event["event"], scheduled[event["event"]], size)
+            theirs = alone.at(event["event"], scheduled[event["event"]], size)
             often |= alone.scheduled.get(event["event"], 0) * size == scheduled[event["event"]] > 0
-            ratios = [one / other for one, other in zip(mine, theirs, strict=False) if other]
-            wrong = next((ratio for ratio in ratios if abs(ratio - 1) > _SAME_RATE), None)
-            if wrong is None:
-                continue
-            declared = any(abs(wrong / rule - 1) < _SAME_RATE for rule in (size, size**0.5))
-            made = self.record.ranks[0].of("optimizer")
-            moved = [one for one in self.record.ranks[0].of("scheduler") if one.get("event", 0) <= event["event"]]
-            yield Finding(
-                code="learning-rate-differs",
-                severity="note" if declared else "error",
-                property="control",
-                step=event["event"],
-                factor=round(wrong, 6),
-                where=moved[-1]["where"] if moved and event["event"] else made[0]["where"] if made else None,
-                cause=f"at step {event['event']} {size} ranks step with the rate {mine[0]:.4g}, one process with "
-                f"{theirs[0]:.4g}: "
-                + (
-                    "scaled with the number of ranks" if declared else f"{wrong:.4g} times, which is no rule for {size}"
-                ),
-                fix=None if declared else _RATE_FIX,
-            )
-            return
-        if often:
+            apart = [pair for pair in zip(event["rates"], theirs, strict=False) if not _is_rate(*pair, 1.0)]
+            wrong = next((pair for pair in apart if not _is_rate(*pair, size) and not _is_rate(*pair, size**0.5)), None)
+            if wrong is not None:
+                yield self._other_rate(event, *wrong, declared=False)
+                return
+            if apart and not noted:
+                yield self._other_rate(event, *apart[0], declared=True)
+                noted = True
+        if often and not noted:
             yield counted_in_parts(self.record)
+
+    def _other_rate(self, event: Event, mine: float, theirs: float, *, declared: bool) -> Finding:
+        size, times = self.record.size, mine / theirs if theirs else None
+        made = self.record.ranks[0].of("optimizer")
+        moved = [one for one in self.record.ranks[0].of("scheduler") if one.get("event", 0) <= event["event"]]
+        why = "scaled with the number of ranks"
+        if not declared:
+            why = "which no rule makes of it" if times is None else f"{times:.4g} times, which is no rule for {size}"
+        return Finding(
+            code="learning-rate-differs",
+            severity="note" if declared else "error",
+            property="control",
+            step=event["event"],
+            factor=None if times is None else round(times, 6),
+            where=moved[-1]["where"] if moved and event["event"] else made[0]["where"] if made else None,
+            cause=f"at step {event['event']} {size} ranks step with the rate {mine:.4g}, one process with "
+            f"{theirs:.4g}: {why}",
+            fix=None if declared else _RATE_FIX,
+        )
 
     def _chance(self) -> str | None:
         """Why the ranks' random numbers could not be handed to one process."""
@@ -252,6 +257,11 @@ class Comparison:
         report.add([found])
         if found.severity == "note":
             report.cover("gradients", DECLARED)
+
+
+def _is_rate(mine: float, theirs: float, times: float) -> bool:
+    """Whether a rate is so many times another, which may be 0."""
+    return abs(mine - times * theirs) <= _SAME_RATE * abs(times * theirs)
 
 
 def _why_unmeasured(again: Run) -> str:
