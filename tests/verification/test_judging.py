@@ -6,7 +6,7 @@ import pytest
 from journals import Event, call, ended, passed, record, step, stepped
 
 from samestep.verification.findings import Finding
-from samestep.verification.judging import communication, control, samples, states
+from samestep.verification.judging import chance, communication, control, samples, states
 from samestep.verification.judging.record import Record
 from samestep.verification.report import Report
 
@@ -181,3 +181,9 @@ def test_a_schedule_that_steps_where_a_scaler_left_the_step_out_is_none_of_micro
     """A scaler begins with a scale that is too large, and the first steps are left out."""
     rank = [backward(), skips(), scheduled(), backward(), skips(), scheduled(), backward(), step(0, "g"), stepped(0)]
     assert codes(control, record(rank, rank)) == []
+
+
+def test_the_same_noise_on_two_ranks_is_an_error_wherever_the_script_lies() -> None:
+    drawn = {"kind": "draw", "place": "3|/data/a|b/train.py:4|0", "digest": "d", "name": "torch.randn", "shape": [64]}
+    (finding,) = found(chance, record([drawn], [drawn]))
+    assert (finding.code, finding.step, finding.where) == ("random-streams", 3, "/data/a|b/train.py:4")

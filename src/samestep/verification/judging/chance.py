@@ -32,7 +32,7 @@ def _alike(record: Record, drawn: list[dict[str, dict[str, object]]]) -> Iterato
             if first is None or first["digest"] is None or event["name"] not in _NOISE or not _is_much(event["shape"]):
                 continue
             if first["digest"] == event["digest"]:
-                window, where, _ = place.split("|")
+                window, where = place.rpartition("|")[0].split("|", 1)  # a path may have one too
                 yield Finding(
                     code="random-streams",
                     property="random",

@@ -221,7 +221,7 @@ class Comparison:
         events = self.whole.record.ranks[0].of("chance")
         if not events:
             return None
-        _, where, _ = events[0]["place"].split("|")
+        where = events[0]["place"].partition("|")[2].rpartition("|")[0]  # a path may have one too
         return f"each rank draws by itself at {where} ({events[0]['name']}), and one process cannot draw the same"
 
     def _why(self) -> str:
