@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from journals import ended, record
+from journals import Event, ended, passed, record
 
 from samestep.runtime.digest import digest
 from samestep.verification import journal
@@ -78,3 +78,67 @@ def test_metrics_that_are_not_finite_are_compared(mine: float, theirs: float, co
     evaluation.judge(record([evaluated(mine), ended()], [ended()]), record([evaluated(theirs), ended()]), told)
     assert [finding.code for finding in told.findings] == codes
     assert told.coverage["evaluation"] == ("refuted" if codes else "agrees")
+
+
+def evaluates(*batches: list[int], samples: int, gathers: bool = False, **more: object) -> list[Event]:
+    """A rank that evaluates these samples, and may gather what it predicts for each batch."""
+    about, batch, _, _, _, over = passed([], samples=samples, sampler="SequentialSampler", **more)
+    events: list[Event] = [about]
+    for index, indices in enumerate(batches):
+        told = {"phase": 1, "key": about["key"], "number": 0}
+        events.append({"kind": "evaluated", "index": index, **told})
+        events.append({**batch, "index": index, "indices": indices, "size": len(indices), "training": False})
+        if gathers:
+            rows = {"rows": 2 * len(indices), "op": "all_gather_into_tensor", "reduce": None}
+            events.append({"kind": "collected", "phase": 1, "where": "train.py:40", **rows})
+    return [*events, over, ended()]
+
+
+def judged(*ranks: list[Event]) -> Report:
+    report = Report(ranks=len(ranks), steps=4)
+    evaluation.judge(record(*ranks), None, report)
+    return report
+
+
+def test_what_a_library_fills_up_and_gathers_it_may_take_out_again() -> None:
+    """As accelerate does: the last batch of a rank without one begins with the first samples again."""
+    cut = {"samples": 5, "cut_by": "BatchSamplerShard"}
+    report = judged(evaluates([0, 1], [4, 0], gathers=True, **cut), evaluates([2, 3], [1, 2], gathers=True, **cut))
+    assert report.findings == []
+    assert report.coverage["evaluation"].startswith("not checked: 3 samples come twice, since BatchSamplerShard fills")
+    one = {"samples": 2, "cut_by": "BatchSamplerShard"}
+    assert judged(evaluates([0, 1], gathers=True, **one), evaluates([0], gathers=True, **one)).findings == []
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"samples": 6, "cut_by": "BatchSamplerShard"},  # what is summed up keeps them
+        {"samples": 6, "gathers": True},  # nobody but the script would take them out
+        {"samples": 7, "gathers": True, "cut_by": "BatchSamplerShard"},  # one is never evaluated
+    ],
+)
+def test_samples_that_nobody_takes_out_again_are_an_error(more: dict[str, object]) -> None:
+    (error,) = judged(evaluates([0, 1], [4, 0], **more), evaluates([2, 3], [5, 0], **more)).errors
+    assert (error.code, "twice" in error.cause) == ("evaluation-inexact", True)
+
+
+def shows(*digests: str) -> Event:
+    """What a rank shows of its dataset."""
+    return {"kind": "fingerprint", "key": "train.py:10#1", "samples": {str(i): d for i, d in enumerate(digests)}}
+
+
+def test_parts_of_unlike_length_are_no_samples_that_come_twice() -> None:
+    """Each rank has a Subset of its own, in which samples are counted anew."""
+    first, other = evaluates([0, 1], [2], samples=3), evaluates([0, 1], samples=2)
+    assert judged([*first, shows("a", "c", "e")], [*other, shows("b", "d")]).findings == []
+
+
+def test_a_tail_is_what_no_rank_has_in_a_batch() -> None:
+    """Of 7 samples each of two ranks gets 4, one of them twice, and two whole batches of 2: none is left out."""
+    drop = {"samples": 7, "drop_last": True, "batch_size": 2}
+    first = evaluates([0, 2], [4, 6], **drop)
+    told = judged(first, evaluates([1, 3], [5, 0], **drop))
+    assert not [finding for finding in told.findings if "drop_last" in finding.cause]
+    (error,) = judged(evaluates([0, 1], [2, 3], [4, 5], **drop), evaluates([0, 1], [2, 3], [4, 5], **drop)).errors
+    assert "1 of 7 samples are in no batch: drop_last" in error.cause

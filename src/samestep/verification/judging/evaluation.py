@@ -15,7 +15,7 @@ from samestep.verification.findings import AGREES, PROVED, REFUTED, Finding, unc
 from samestep.verification.journal import Event
 from samestep.verification.judging.printed import Difference, metrics_alike
 from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.samples import Pass, loads_for_all, passes
+from samestep.verification.judging.samples import Pass, fills_up, loads_for_all, mean_the_same, passes
 from samestep.verification.judging.states import differing
 from samestep.verification.judging.words import listed, plural
 from samestep.verification.report import Report
@@ -58,7 +58,8 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
         found = sampled
     report.add(found[:1])
     report.add(_tails(record) if not found else [])
-    report.cover("evaluation", AGREES if confirmed else PROVED if not sampled else unchecked("its value was not seen"))
+    unseen = _unseen(record)
+    report.cover("evaluation", AGREES if confirmed else PROVED if unseen is None else unchecked(unseen))
 
 
 def _printed(difference: Difference, record: Record) -> Finding:
@@ -74,21 +75,24 @@ def _printed(difference: Difference, record: Record) -> Finding:
 
 
 def _tails(record: Record) -> Iterator[Finding]:
-    """Evaluations whose loader leaves the last samples out."""
+    """Evaluations whose loader leaves the last samples out, on every rank."""
     told = record.ranks[0].of("evaluated")
     evaluated = {(event["key"], event["number"]): event["phase"] for event in told}
     loaders = {phase: {event["key"] for event in told if event["phase"] == phase} for phase in evaluated.values()}
-    for one in passes(record.ranks[0]):
-        size, batch = one.about["samples"], one.about["batch_size"]
-        phase = evaluated.get((one.about["key"], one.about["number"]))
-        if phase is None or len(loaders[phase]) > 1 or not one.complete or one.is_training:
+    mine = [{(one.about["key"], one.about["number"]): one for one in passes(rank)} for rank in record.ranks]
+    for name, one in mine[0].items():
+        phase = evaluated.get(name)
+        if phase is None or len(loaders[phase]) > 1 or one.is_training or not one.about["drop_last"]:
             continue  # another loader of the same evaluation may bring the rest
-        if one.about["drop_last"] and size and batch and size % batch:
+        group = [theirs[name] for theirs in mine if name in theirs]
+        size, known = one.about["samples"], all(each.complete and each.indices is not None for each in group)
+        missing = size - len({index for each in group for index in each.indices or ()}) if size and known else 0
+        if missing > 0:
             yield Finding(
                 code="evaluation-inexact",
                 property="evaluation",
                 where=one.about["key"].rpartition("#")[0],
-                cause=f"{size % batch} of the {size} samples that a rank evaluates are in no batch: drop_last",
+                cause=f"{missing} of {plural(size, 'sample')} are in no batch: drop_last",
                 fix="drop_last=False for evaluation",
             )
             return
@@ -200,21 +204,54 @@ def _inexact(where: str, mine: float, theirs: float, size: int) -> Finding:
     )
 
 
-def _samples(record: Record) -> Iterator[Finding]:
-    """Passes of an evaluation that the ranks have split between them, with samples too many or too few."""
+def _splits(record: Record) -> Iterator[list[Pass]]:
+    """Yields the passes of evaluations whose samples the ranks have split between them, one list for each."""
     evaluated = {(event["key"], event["number"]) for rank in record.ranks for event in rank.of("evaluated")}
     mine = [{(one.about["key"], one.about["number"]): one for one in passes(rank)} for rank in record.ranks]
     for name in sorted(evaluated):
         group = [theirs[name] for theirs in mine if name in theirs]
-        if len(group) == record.size and all(one.complete and one.indices is not None for one in group):
+        if len(group) < record.size or not all(one.complete for one in group) or not mean_the_same(group, record):
+            continue
+        parts = [set(one.indices or []) for one in group]
+        whole = all(len(part) == one.about["samples"] for part, one in zip(parts, group, strict=True))
+        if not whole and not (group[0].about["drop_last"] and all(part == parts[0] for part in parts)):
+            yield group  # else each evaluates all it has, but for a tail
+
+
+def _samples(record: Record) -> Iterator[Finding]:
+    """Such passes with samples too many or too few."""
+    for group in _splits(record):
+        if _filled_and_gathered(group, record) is None:
             yield from _split(group)
+
+
+def _unseen(record: Record) -> str | None:
+    """Why nobody can say what an evaluation comes to."""
+    return next(filter(None, (_filled_and_gathered(group, record) for group in _splits(record))), None)
+
+
+def _filled_and_gathered(group: list[Pass], record: Record) -> str | None:
+    """Of samples that a library brings twice to fill last batches up: what it gathers, it may take out again.
+
+    accelerate's gather_for_metrics does, and its gather does not: the collective is the same.
+    """
+    name = group[0].about["key"], group[0].about["number"]
+    phases = {event["phase"] for event in record.ranks[0].of("evaluated") if (event["key"], event["number"]) == name}
+    gathers = any("rows" in event for event in record.ranks[0].of("collected") if event["phase"] in phases)
+    if group[0].about.get("cut_by") is None or not gathers or not fills_up(group):
+        return None
+    extra = sum(len(one.indices or []) for one in group) - group[0].about["samples"]
+    what = "sample comes" if extra == 1 else "samples come"
+    return (
+        f"{extra} {what} twice, since {group[0].about['cut_by']} fills the ranks' last batches up, and whether what is "
+        "gathered keeps them was not seen"
+    )
 
 
 def _split(group: list[Pass]) -> Iterator[Finding]:
     size = group[0].about["samples"]
-    parts = [set(one.indices or []) for one in group]
-    if size is None or all(len(part) == size for part in parts):
-        return  # every rank evaluates all of it
+    if size is None:
+        return
     counts = Counter(index for one in group for index in one.indices or [])
     extra, missing = sum(counts.values()) - len(counts), size - len(counts)
     if extra or missing:

@@ -172,9 +172,9 @@ def _unlike(first: list[tuple[str, str]], other: list[tuple[str, str]]) -> str |
 
 def _once(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
     """Whether each sample is used once: over all ranks, as far as the pass went on all of them."""
-    by_index = _mean_the_same(group, record)
+    by_index = mean_the_same(group, record)
     identities = _identities(group, by_index=by_index)
-    padded = by_index and _fills_up(group)
+    padded = by_index and any(len(one.batches) > 1 for one in group) and fills_up(group)
     drawn = by_index and not padded and all(len(set(one.indices or ())) < len(one.indices or ()) for one in group)
     if identities is None or drawn or any(one.about["replacement"] for one in group):
         yield from _alike(group)
@@ -202,8 +202,8 @@ def _once(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
             yield _missing(group, missing, size, where)
 
 
-def _mean_the_same(group: Sequence[Pass], record: Record) -> bool:
-    """Whether one index means one sample on every rank; a rank may have a dataset of its own."""
+def mean_the_same(group: Sequence[Pass], record: Record) -> bool:
+    """Returns whether one index means one sample on every rank; a rank may have a dataset of its own."""
     prints = [_fingerprint(record.ranks[i], one.about["key"]) for i, one in enumerate(group)]
     first = prints[0]
     alike = ((told is None) is (first is None) and _unlike(first or [], told or []) is None for told in prints)
@@ -221,12 +221,12 @@ def _is_padding(group: Sequence[Pass], extra: int) -> bool:
     return group[0].about["sampler"] == "DistributedSampler" and extra < len(group)
 
 
-def _fills_up(group: Sequence[Pass]) -> bool:
-    """Whether every sample is used, and only the ranks' last batches repeat any: they are filled up."""
+def fills_up(group: Sequence[Pass]) -> bool:
+    """Returns whether every sample is used, and only the ranks' last batches repeat any: they are filled up."""
     used = {index for one in group for index in one.indices or ()}
     before = [index for one in group for batch in one.batches[:-1] for index in batch["indices"]]
     whole = all(one.complete for one in group) and len(used) == group[0].about["samples"]
-    return whole and bool(before) and len(before) == len(set(before))
+    return whole and len(before) == len(set(before))
 
 
 def _repeated(group: Sequence[Pass], identities: list[list[Any]], extra: int, count: int, where: str) -> Finding:
