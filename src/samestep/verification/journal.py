@@ -42,9 +42,14 @@ class Journal:
         """Appends one event."""
         os.write(self._file, (json.dumps({"kind": kind, **fields}, separators=(",", ":")) + "\n").encode())
 
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no more room for values."""
+        return self._kept > MOST_KEPT
+
     def keep(self, save: Callable[[Path], None]) -> int | None:
         """Lets `save` write a value into a file of its own; returns its number, None where there is no more room."""
-        if self._kept > MOST_KEPT:
+        if self.is_full:
             return None
         self.values.mkdir(exist_ok=True)
         self._count += 1

@@ -69,9 +69,10 @@ def scale_of(root: Any) -> dict[str, Any]:
         number = getattr(node, "_saved_other", None)
         if type(node).__name__ not in _POWERS or len(before) != 1 or number is None or number.numel() != 1:
             break
-        if not number:
-            break  # the loss divides by the items it has, and there is none: the script's business, no constant
-        factor *= float(number) ** _POWERS[type(node).__name__]
+        power = _POWERS[type(node).__name__]
+        if power < 0 and not float(number):
+            break  # a mean of nothing, which is NaN: the script's business, no constant
+        factor *= float(number) ** power
         node = before[0]
     mean = getattr(node, "_saved_reduction", 1) == 1  # of a loss function; torch's number for "mean"
     return {"loss": type(node).__name__, "factor": factor, "mean": mean, "value": float(tensor.detach())}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ class Recorder(Witness):
         self._is_over = False
         evaluating = self.evaluations.lasts  # gradients may be off only around the model
         self.open_window(evaluating=evaluating, ends=not evaluating and self._ends_pass(batch))
-        number = self.journal.keep(lambda path: save_unseen(rows.held(batch.value), path)) if training else None
+        room, number = not self.journal.is_full, self._keep_batch(batch.value) if training else None
         self.journal.write(
             "batch",
             key=batch.epoch.key,
@@ -122,11 +123,20 @@ class Recorder(Witness):
             index=batch.index,
             indices=batch.indices,
             rows=rows.row_digests(batch.value),
-            size=rows.count(batch.value),
+            size=rows.count(batch.value) or len(batch.indices or ()),
             kept=number,
+            room=room,
             training=training,
             window=self.window,
         )
+
+    def _keep_batch(self, value: Any) -> int | None:
+        """None too where a batch holds what cannot be saved: a function, a lock, a file."""
+        from samestep.verification.recording import rows
+
+        with contextlib.suppress(AttributeError, TypeError, pickle.PicklingError):
+            return self.journal.keep(lambda path: save_unseen(rows.held(value), path))
+        return None
 
     # --- windows -----------------------------------------------------------------------------
 

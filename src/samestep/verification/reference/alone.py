@@ -13,7 +13,7 @@ import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from samestep.launch.imports import when_imported
 from samestep.launch.observers import Seat
@@ -164,26 +164,37 @@ class Alone(Witness):
     def _joined(self, events: list[tuple[int, Event]], loader: Any) -> Any:
         from samestep.verification.reference.joining import UnjoinableError, joined, permuted
 
-        values = [self.record.value(rank, event["kept"]) for rank, event in events]
         sizes = [event["size"] for _, event in events]
         try:
-            value = joined(values)
+            value = joined(self._values(events))
         except UnjoinableError as error:
             value = self._collated([event["indices"] for _, event in events], loader, error)
         return permuted(value, self._order(sizes)) if self._permuted and any(sizes) else value
+
+    def _values(self, events: list[tuple[int, Event]]) -> list[Any]:
+        from samestep.verification.reference.joining import UnjoinableError
+
+        if not all(event["room"] for _, event in events):
+            self._give_up("there was no more room to keep them")
+        if any(event["kept"] is None for _, event in events):
+            raise UnjoinableError("they hold what cannot be saved")
+        return [self.record.value(rank, event["kept"]) for rank, event in events]
 
     def _collated(self, indices: list[list[int] | None], loader: Any, error: Exception) -> Any:
         """Loads the samples anew, and lets the script's own function make one batch of them, padded alike, say."""
         known = [index for theirs in indices for index in theirs or []]
         if any(theirs is None for theirs in indices) or not callable(getattr(loader, "collate_fn", None)):
-            self.journal.write("unjoinable", why=str(error))
-            raise EnoughError(0) from error
+            self._give_up(str(error))
         self.journal.write("collated")
         self.is_loading = True
         try:
             return loader.collate_fn([loader.dataset[index] for index in known])
         finally:
             self.is_loading = False
+
+    def _give_up(self, why: str) -> NoReturn:
+        self.journal.write("unjoinable", why=why)
+        raise EnoughError(0)
 
     def _order(self, sizes: list[int]) -> Any:
         """Another order of the samples, within each rank's part: a part may have statistics of its own."""

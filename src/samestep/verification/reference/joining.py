@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 __all__: list[str] = []
+
+
+_JOINED = (Tensor, np.ndarray, list, tuple, Mapping)  # of several parts each: what is anything else is one sample's
 
 
 class UnjoinableError(Exception):
@@ -28,6 +32,10 @@ def joined(parts: Sequence[Any]) -> Any:
         raise UnjoinableError(f"a {type(first).__name__} and another type")
     if isinstance(first, Tensor):
         return _joined_tensors(parts)
+    if isinstance(first, np.ndarray):
+        if first.ndim == 0 or any(part.shape[1:] != first.shape[1:] or part.dtype != first.dtype for part in parts):
+            raise UnjoinableError("arrays whose shapes differ beyond the first dim")
+        return np.concatenate(parts)
     if isinstance(first, Mapping):
         if any(part.keys() != first.keys() for part in parts):
             raise UnjoinableError("dictionaries with different keys")
@@ -36,9 +44,16 @@ def joined(parts: Sequence[Any]) -> Any:
         return type(first)(*(joined(group) for group in zip(*parts, strict=True)))
     if isinstance(first, list | tuple):
         return _joined_lists(parts)
-    if all(part == first for part in parts):
+    if _are_equal(parts):
         return first
     raise UnjoinableError(f"a {type(first).__name__} that differs from rank to rank")
+
+
+def _are_equal(parts: Sequence[Any]) -> bool:
+    try:
+        return all(bool(part == parts[0]) for part in parts)
+    except (RuntimeError, ValueError):  # of tensors inside, which are compared one by one
+        return False
 
 
 def _joined_tensors(parts: Sequence[Tensor]) -> Tensor:
@@ -52,7 +67,7 @@ def _joined_tensors(parts: Sequence[Tensor]) -> Tensor:
 def _joined_lists(parts: Sequence[Any]) -> Any:
     """Lists of texts or numbers, one a sample, are put behind one another; lists of tensors are joined one by one."""
     first = parts[0]
-    if first and not isinstance(first[0], Tensor | list | tuple | Mapping):
+    if first and not isinstance(first[0], _JOINED):
         return type(first)(item for part in parts for item in part)
     if any(len(part) != len(first) for part in parts):
         raise UnjoinableError("lists of different lengths")
@@ -63,12 +78,14 @@ def permuted(value: Any, order: Tensor) -> Any:
     """Returns a batch with its samples in another order; what has no sample in dim 0 stays."""
     if isinstance(value, Tensor):
         return value[order] if value.dim() and value.shape[0] == len(order) else value
+    if isinstance(value, np.ndarray):
+        return value[order.numpy()] if value.ndim and value.shape[0] == len(order) else value
     if isinstance(value, Mapping):
         return {key: permuted(one, order) for key, one in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(permuted(one, order) for one in value))
     if isinstance(value, list | tuple):
-        if len(value) == len(order) and value and not isinstance(value[0], Tensor | list | tuple | Mapping):
+        if len(value) == len(order) and value and not isinstance(value[0], _JOINED):
             return type(value)(value[int(index)] for index in order)
         return type(value)(permuted(one, order) for one in value)
     return value

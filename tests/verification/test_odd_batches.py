@@ -1,0 +1,68 @@
+"""Batches that are no plain tensors: what cannot be written down, or put together, does not make a script different."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import samestep
+from samestep.verification.journal import Journal
+from samestep.verification.judging.record import Record
+from samestep.verification.recording import rows
+from samestep.verification.recording.passes import scale_of
+from samestep.verification.recording.witness import EnoughError
+from samestep.verification.reference.alone import Alone
+
+SCRIPT = """
+import numpy as np, torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+def collate(samples):
+    x, y = (torch.stack(column) for column in zip(*samples))
+    return {"x": x.numpy(), "y": y, "graph": torch.eye(len(samples)).to_sparse(), "how": lambda value: 2 * value}
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+dataset = TensorDataset(torch.randn(64, 8), torch.randn(64, 3))
+loader = DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset), collate_fn=collate)
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for batch in loader:
+    optimizer.zero_grad()
+    (batch["how"](model(torch.from_numpy(batch["x"]))) - batch["y"]).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_whose_batches_hold_arrays_functions_and_sparse_tensors_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(SCRIPT)
+    report = samestep.verify(tmp_path / "odd.py")
+    report.require_same()
+    assert report.coverage["gradients"] == "agrees as declared"  # of BatchNorm, by the samples of each rank
+
+
+def test_rows_are_told_apart_by_what_has_rows() -> None:
+    x = torch.arange(6.0).view(3, 2)
+    assert rows.row_digests((x, torch.eye(3).to_sparse())) == rows.row_digests((x,))
+    assert rows.row_digests(torch.eye(3).to_sparse()) == []
+    assert rows.row_digests(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)) == []
+
+
+def test_a_mean_of_nothing_has_no_factor() -> None:
+    total = torch.ones(1, requires_grad=True).sum()
+    assert scale_of(total / torch.tensor(4.0))["factor"] == 0.25
+    assert scale_of(total / torch.tensor(0.0))["factor"] == 1.0
+
+
+def test_the_script_alone_ends_where_no_more_batches_were_kept(tmp_path: Path) -> None:
+    alone: Any = Alone.__new__(Alone)
+    alone.journal, alone.record = Journal(tmp_path, 0), Record(tmp_path, [])
+    with pytest.raises(EnoughError):
+        alone._joined([(0, {"kept": None, "room": False, "size": 2, "indices": [0, 1]})], None)
+    assert json.loads((tmp_path / "rank0.jsonl").read_text())["why"] == "there was no more room to keep them"
