@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, dataloader
+from torch.utils.data import DataLoader, Dataset, Sampler, dataloader
 
 from samestep.verification.watching.listener import Batch, Listener
 from samestep.verification.watching.loaders import Loaders
@@ -52,3 +55,33 @@ def test_a_pass_that_was_left_early_says_nothing_of_the_next(told: Told) -> None
     loader = DataLoader(range(24), batch_size=3, shuffle=True, num_workers=1, persistent_workers=True)
     next(iter(loader))
     assert [batch.tolist() for batch in loader] == [batch.indices for batch in told.passes[1]]
+
+
+class Cropped(Sampler[tuple[int, int]]):
+    """Names a sample and the size that it shall have."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter([(0, 32), (1, 64)])
+
+
+class Pictures(Dataset[int]):
+    def __getitem__(self, at: tuple[int, int]) -> int:
+        return at[0] * at[1]
+
+
+def test_samples_that_a_sampler_names_otherwise_have_no_number(told: Told) -> None:
+    assert [batch.tolist() for batch in DataLoader(Pictures(), batch_size=2, sampler=Cropped())] == [[0, 64]]
+    assert [batch.indices for batch in told.passes[0]] == [None]
+
+
+def test_batches_that_a_sampler_draws_as_an_array_are_numbered(told: Told) -> None:
+    assert [batch.tolist() for batch in DataLoader(range(4), batch_sampler=[np.array([2, 0]), np.array([1, 3])])]
+    assert [batch.indices for batch in told.passes[0]] == [[2, 0], [1, 3]]
+
+
+def test_a_worker_that_is_not_forked_has_the_function_of_the_script_and_nothing_else(told: Told) -> None:
+    for own in (None, print):
+        loader = DataLoader(range(4), num_workers=1, worker_init_fn=own)
+        assert loader.worker_init_fn is not own
+        assert pickle.loads(pickle.dumps(loader.worker_init_fn)) is own
+    assert told.passes == []

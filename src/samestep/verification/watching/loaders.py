@@ -45,8 +45,7 @@ class Loaders:
                 loader.samestep_key = None if _is_ours(frame) else self._key(site(frame))
             original(loader, *args, **kwargs)
             if loader.num_workers and loader.samestep_key is not None and loader.multiprocessing_context is None:
-                begun = functools.partial(_worker_begun, self._listener, loader.samestep_key, loader.worker_init_fn)
-                loader.worker_init_fn = begun
+                loader.worker_init_fn = _WorkerBegun(self._listener, loader.samestep_key, loader.worker_init_fn)
 
         return __init__
 
@@ -76,14 +75,29 @@ class Loaders:
         return __len__
 
 
-def _worker_begun(listener: Listener, key: str, own: Any, worker: int) -> None:
-    """In a worker, which was forked: its generators when it begins, and whether they were used when it ends."""
-    from multiprocessing.util import Finalize
+class _WorkerBegun:
+    """In a worker: its generators when it begins, and whether they were used when it ends.
 
-    if own is not None:
-        own(worker)
-    before = generator_states()
-    Finalize(None, _worker_ended, args=(listener, key, worker, before), exitpriority=0)
+    A worker that is not forked has no journal: there, the script's own function alone comes out of its pickle.
+    """
+
+    def __init__(self, listener: Listener, key: str, own: Any) -> None:
+        self._listener, self._key, self._own = listener, key, own
+
+    def __call__(self, worker: int) -> None:
+        from multiprocessing.util import Finalize
+
+        if self._own is not None:
+            self._own(worker)
+        before = generator_states()
+        Finalize(None, _worker_ended, args=(self._listener, self._key, worker, before), exitpriority=0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self._own,)
+
+
+def _same(own: Any) -> Any:
+    return own
 
 
 def _worker_ended(listener: Listener, key: str, worker: int, before: dict[str, str]) -> None:
@@ -127,9 +141,13 @@ def _noting_indices(original: Any) -> Any:
 
 
 def _listed(index: Any) -> list[Any] | None:
-    """The samples of a batch, or None where they have no number: an iterable dataset's."""
-    listed = list(index) if isinstance(index, list | tuple) else [index]
-    return None if any(one is None for one in listed) else [one if isinstance(one, str) else int(one) for one in listed]
+    """The samples of a batch, or None where they have no number: an iterable dataset's, or (index, size) of crops."""
+    plain = index.tolist() if hasattr(index, "tolist") else index
+    listed = list(plain) if isinstance(plain, list | tuple) else [plain]
+    try:
+        return [one if isinstance(one, str) else int(one) for one in listed]
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def _is_ours(frame: Any) -> bool:
