@@ -17,14 +17,28 @@ def watch(listener: Listener) -> None:
     when_imported("torch.multiprocessing.spawn", functools.partial(_watch, listener))
 
 
+class _Ended:
+    """Processes that have ended, as a script knows them that joins them by itself."""
+
+    processes: tuple[Any, ...] = ()
+
+    def join(self, *_: Any, **__: Any) -> bool:
+        """They have."""
+        return True
+
+    def pids(self) -> list[int]:
+        """Nobody is left."""
+        return []
+
+
 def _watch(listener: Listener, module: Any) -> None:
     original = module.start_processes
 
     @functools.wraps(original)
-    def start_processes(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any) -> Any:
+    def start_processes(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **kwargs: Any) -> Any:
         if listener.spawning(fn, args, nprocs):
-            return None
-        return original(fn, args, nprocs, *rest, **kwargs)
+            return None if join else _Ended()
+        return original(fn, args, nprocs, join, *rest, **kwargs)
 
     module.start_processes = start_processes
     package = sys.modules.get("torch.multiprocessing")
