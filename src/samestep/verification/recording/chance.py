@@ -97,5 +97,5 @@ def _in_the_form_of(own: Any, whole: Any) -> Any:
     if isinstance(own, torch.Tensor):
         return whole.to(own.device).requires_grad_(own.requires_grad)
     if hasattr(own, "dtype") and hasattr(own, "shape"):
-        return whole.numpy().astype(own.dtype).reshape(own.shape)
+        return whole.numpy().astype(own.dtype).reshape(own.shape)[()]  # a number stays one, which can be a key
     return type(own)(whole.item()) if whole.dim() == 0 else type(own)(whole.tolist())

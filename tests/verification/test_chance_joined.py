@@ -1,0 +1,19 @@
+"""Draws that are handed out again have the form of those that the script makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from samestep.verification.recording.chance import joined
+
+
+@pytest.mark.parametrize("own", [np.int64(2), np.float64(0.5), 3, 0.25, np.array([1, 2]), [4, 5], torch.ones(2)])
+def test_what_all_ranks_have_drawn_is_one_draw(own: Any) -> None:
+    part = torch.as_tensor(own)
+    whole = joined("numpy.random.choice", own, [part, part.clone()])
+    assert type(whole) is type(own)
+    assert np.array_equal(whole, own)
