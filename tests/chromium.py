@@ -15,9 +15,16 @@ import shutil
 import signal
 from base64 import b64decode
 from collections import deque
+from pathlib import Path
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PATIENCE = 60.0  # seconds without a word, after which the browser is given up
+PATIENCE = 60  # seconds without a word, and without work or a wait for a core, after which the browser is given up
+LONGEST = 600  # likewise, whatever it does meanwhile
+FRAMES = 300  # seconds of the page's own clock without a frame, likewise
+FRAME = """new Promise((done) => {
+    requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(() => done(true))));
+    setTimeout(() => done(false), 1000);
+})"""
 OPTIONS = (
     "--headless=new",
     "--no-sandbox",
@@ -59,6 +66,8 @@ class Browser:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
+        # A page behind another one is drawn no more, and the browser's own first one may come late, and before ours.
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def call(self, method, **parameters):
         """Sends a command; returns its result."""
@@ -101,10 +110,12 @@ class Browser:
         return found["result"].get("value")
 
     def settle(self):
-        """Waits until the page has painted what is due."""
-        self.evaluate(
-            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))"
-        )
+        """Waits until the page has painted what is due: as long as it answers that no frame has come yet."""
+        for _ in range(FRAMES):
+            if self.evaluate(FRAME):
+                return
+            self.call("Page.bringToFront")
+        raise AssertionError(f"the page draws nothing: it is {self.evaluate('document.visibilityState')}")
 
     def press(self, key, *, shift=False):
         """Presses and releases a key, such as "Tab" or "ArrowRight"."""
@@ -142,14 +153,33 @@ class Browser:
 
     def _hear(self):
         while b"\0" not in self._rest:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._in, selectors.EVENT_READ)
-                assert selector.select(PATIENCE), "the browser says nothing"
+            self._wait_for_words()
             block = os.read(self._in, 1 << 20)
             assert block, "the browser has ended"
             self._rest += block
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)
+
+    def _wait_for_words(self):
+        """A browser that works, or waits for a core on a busy machine, is given more time than one that idles."""
+        idle = 0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._in, selectors.EVENT_READ)
+            for _ in range(LONGEST):
+                if selector.select(1.0):
+                    return
+                idle += not self._is_busy()
+                assert idle < PATIENCE, "the browser says nothing, and does nothing"
+        raise AssertionError(f"the browser says nothing for {LONGEST} s")
+
+    def _is_busy(self):
+        """Whether a thread of it runs, or would if there were a core for it, or somebody let it."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                is_ours = _fields(process)[2] == str(self._process)
+                if is_ours and any(_state(task) in "RDT" for task in process.joinpath("task").iterdir()):
+                    return True
+        return False
 
     def _note(self, event):
         method, told = event.get("method"), event.get("params", {})
@@ -162,3 +192,15 @@ class Browser:
             self.complaints.append(told["args"])
         elif method == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
             self.complaints.append(told["entry"]["text"])
+
+
+def _fields(process):
+    """Returns what the kernel says of a process or a thread: its state, parent, group, …"""
+    return process.joinpath("stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
+def _state(task):
+    try:
+        return _fields(task)[0]
+    except OSError:
+        return "X"
