@@ -318,6 +318,29 @@ def test_a_rank_that_has_hardly_begun_is_not_compared(tmp_path):
     assert "Rank 2 has taken 1 step and is not compared" in " ".join(summary(found, T0).state.sentences)
 
 
+def test_ranks_are_compared_by_their_steps_and_not_by_their_lines(tmp_path):
+    """A line stands for four steps: of 40 a rank has 16, and then 20."""
+    for lines_kept, compared in ((4, False), (5, True)):
+        made = Made(tmp_path / str(lines_kept), steps=40, stride=4)
+        made.write()
+        kept = made.file(1).read_text().splitlines()[: 2 + lines_kept]
+        made.file(1).write_text("\n".join(kept) + "\n")
+        found = analysed(opened(made.path))
+        said = "Rank 1 has taken 16 steps and is not compared" in " ".join(summary(found, T0).state.sentences)
+        assert (found.table.ranks == (0, 1), said) == (compared, not compared)
+
+
+def test_a_rank_that_began_with_lines_of_single_steps_is_left_out_by_its_steps(tmp_path):
+    """The first has 10 lines for 10 steps, the other 10 for 40: a quarter of them."""
+    Made(tmp_path, steps=40, stride=4).write()
+    single = Made(tmp_path / "single", steps=10)
+    single.write()
+    Made(tmp_path).file(1).write_bytes(single.file(1).read_bytes())
+    found = analysed(opened(tmp_path))
+    assert found.table.ranks == (0,)
+    assert found.table.left_out == {1: 10}
+
+
 def test_no_step_at_all_is_no_reason_to_fail(tmp_path):
     found = analysis_of(Made(tmp_path, ranks=3, steps=0))
     assert summary(found, T0).time == ("No step was finished.",)

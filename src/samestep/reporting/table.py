@@ -55,8 +55,9 @@ class Table:
     def of(cls, logs: Sequence[RankLog]) -> Table:
         """Returns the table of the ranks of an attempt; a rank that has less than half of the steps is left out."""
         lines = {log.rank: sound(log.steps) for log in logs}
-        most = max(map(len, lines.values()), default=0)
-        full = {rank: each for rank, each in lines.items() if each and 2 * len(each) >= most}
+        taken = {rank: sum(line["steps"] for line in each.values()) for rank, each in lines.items()}
+        most = max(taken.values(), default=0)
+        full = {rank: each for rank, each in lines.items() if each and 2 * taken[rank] >= most}
         common = sorted(set.intersection(*(set(each) for each in full.values()))) if full else []
         rows = [[_seconds(full[rank][step]) for step in common] for rank in full]
         return cls(
@@ -64,7 +65,7 @@ class Table:
             steps=np.array(common, dtype=np.int64),
             counts=np.array([next(iter(full.values()))[step]["steps"] for step in common], dtype=np.int64),
             spent=np.array(rows, dtype=np.float64).reshape(len(full), len(common), len(PHASES)),
-            left_out={rank: len(each) for rank, each in lines.items() if rank not in full},
+            left_out={rank: taken[rank] for rank in lines if rank not in full},
         )
 
     def __len__(self) -> int:
