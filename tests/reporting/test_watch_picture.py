@@ -120,6 +120,37 @@ def test_a_rank_without_steps_is_counted_by_its_seconds(tmp_path):
     assert "running  2 s" in drawn(made, now=T0 + 0.5)[0]
 
 
+def test_a_long_run_whose_lines_stand_for_many_steps_is_not_called_silent(tmp_path):
+    """64 steps of 1 s a line: the next is due 64 s after the last."""
+    own = lambda rank, step: {"forward": 1_000_000}  # noqa: E731
+    made = Made(tmp_path, ranks=1, steps=256, stride=64, transfer=0, own=own, ended=lambda rank: False)
+    made.about = RUNNING
+    made.write()
+    lines = drawn(made, now=T0 + 256 + 63)
+    assert "no step" not in row_of(lines, 0)
+    assert "silent" not in lines[0]
+    late = drawn(made, now=T0 + 256 + 6 * 64)
+    assert "no step for 6 min" in row_of(late, 0)
+    assert "running? silent for 6 min" in late[0]
+
+
+def test_a_rank_of_whose_lines_none_could_be_written_is_not_silent_since_1970(tmp_path):
+    made = Made(tmp_path, ranks=1)
+    made.about = RUNNING
+    made.write()
+    made.file(0).write_text("")
+    lines = drawn(made)
+    assert lines[0].rstrip().endswith("running  3 s")
+    assert row_of(lines, 0).rstrip().endswith("no step yet")
+
+
+def test_a_run_that_was_preempted_has_not_failed(tmp_path):
+    made = Made(tmp_path, about={"exit": 75})
+    made.write()
+    assert "preempted, and saved" in drawn(made)[0]
+    assert "failed" not in drawn(made)[0]
+
+
 def test_a_clock_that_is_ahead_makes_no_rank_silent(tmp_path):
     made = Made(tmp_path, ahead=lambda rank: -500.0 * rank, host=lambda rank: f"node{rank}", ended=lambda rank: False)
     made.about = RUNNING

@@ -14,14 +14,14 @@ from samestep.events import LOST_PEERS
 from samestep.launch.status import spoken
 from samestep.paths import rank_file
 from samestep.reporting import words
-from samestep.reporting.live.pace import Pace, measured
+from samestep.reporting.live.pace import Pace, measured, pace
 from samestep.reporting.record import Event, RankLog, Run
 
 __all__: list[str] = []
 
 Level = Literal["", "dim", "good", "warn", "bad"]
 QUIET = 2.0  # seconds without a step that need no word
-MANY = 5  # steps that would have fitted in, likewise
+MANY = 5  # lines of steps that would have fitted in, likewise
 SILENT = 60.0  # seconds without any event after which a run may have been killed with its launcher
 DOING = {"train": "computing", "data": "waiting for data", "wait": "waiting for others", "optimizer": "stepping"}
 DOING |= {"evaluate": "evaluating", "save": "saving", "load": "loading"}
@@ -39,6 +39,9 @@ class Standing:
     def is_remarkable(self) -> bool:
         """Whether somebody who looks for trouble should see it."""
         return self.level in {"warn", "bad"}
+
+
+ENDED = {0: Standing("finished", "good"), 75: Standing("preempted, and saved", "warn")}  # by exit code
 
 
 @dataclass(frozen=True)
@@ -125,13 +128,18 @@ def _at(log: RankLog, pace: Pace, now: float) -> str:
     if at:
         return at
     since = last_sign(log)
-    quiet = max(0.0, now - since)
+    quiet = max(0.0, now - since) if since else 0.0
     if not log.steps:
         return f"no step yet, {roughly(quiet)}" if quiet > QUIET else "no step yet"
-    if quiet > max(QUIET, MANY * pace.seconds):
+    if quiet > max(QUIET, _many_lines(log, pace)):
         return f"no step for {roughly(quiet)}"
     apart = [name for name in ("evaluate", "save", "load") if pace.spent.get(name)]
     return {"evaluate": "evaluated", "save": "saved", "load": "loaded"}[apart[0]] if apart else ""
+
+
+def _many_lines(log: RankLog, pace: Pace) -> float:
+    """Seconds in which a rank that goes on writes MANY lines; beyond the 10,000th step a line stands for several."""
+    return MANY * pace.seconds * max(1.0, measured(log.steps[-1]["steps"])) if log.steps else 0.0
 
 
 def _told(log: RankLog, now: float) -> str:
@@ -179,13 +187,12 @@ def state(run: Run, told: Said, now: float) -> Standing:
         if not run.about:
             failed = any(log.end is not None and log.end["error"] is not None for log in run.ranks.values())
             return Standing("failed", "bad") if failed else Standing("finished", "good")
-        return (
-            Standing("finished", "good") if code == 0 else Standing(f"failed, exit code {words.printable(code)}", "bad")
-        )
+        known = ENDED.get(code) if isinstance(code, int) else None
+        return known or Standing(f"failed, exit code {words.printable(code)}", "bad")
     if told.hangs:
         return Standing("hangs", "bad")
-    quiet = now - max(map(last_sign, run.ranks.values()), default=now)
-    if quiet > SILENT:
+    quiet = now - max(filter(None, map(last_sign, run.ranks.values())), default=now)
+    if quiet > max([SILENT, *(_many_lines(log, pace(log)) for log in run.ranks.values())]):
         return Standing(f"running? silent for {roughly(quiet)}", "warn")
     return Standing("running", "good")
 
