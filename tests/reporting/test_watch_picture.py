@@ -120,6 +120,15 @@ def test_a_rank_without_steps_is_counted_by_its_seconds(tmp_path):
     assert "running  2 s" in drawn(made, now=T0 + 0.5)[0]
 
 
+def test_the_samples_of_a_pipeline_count_once_and_not_for_each_stage(tmp_path):
+    """Two pipelines of two stages; the last stage tells of the same samples as the first."""
+    made = Made(tmp_path, ranks=4, work=lambda rank, step: {"samples": 9, "epoch": 2})
+    made.write()
+    for rank in range(4):
+        made.append(rank, "pipeline", 3, schedule="1f1b", stages=2, actions=[["F", rank % 2, 0, 0.0, 0.001]])
+    assert "1,000 samples/s" in line_of(drawn(made), "samples/s")  # 2 x 9 in 18 ms
+
+
 def test_a_long_run_whose_lines_stand_for_many_steps_is_not_called_silent(tmp_path):
     """64 steps of 1 s a line: the next is due 64 s after the last."""
     own = lambda rank, step: {"forward": 1_000_000}  # noqa: E731

@@ -163,7 +163,7 @@ class Scene:
         if self.seconds:
             told.append(f"{words.seconds(self.seconds)} a step")
             told.append(f"{words.number(float(f'{1 / self.seconds:.3g}'))} steps/s")
-            samples = sum(each.samples for each in self.paces.values())
+            samples = sum(self.paces[rank].samples for rank, log in self.logs.items() if _has_first_stage(log))
             told += [f"{samples / self.seconds:,.0f} samples/s"] if samples else []
         epochs = [measured(log.steps[-1]["work"].get("epoch")) for log in self.logs.values() if log.steps]
         return told + ([f"epoch {words.number(max(epochs))}"] if any(epochs) else [])
@@ -189,6 +189,11 @@ class Scene:
         if log.folder.suffix == ".spawned" and not own.exists():
             return log.folder.parent / f"{log.folder.stem}.{stream}"  # it prints where its starter does
         return own
+
+
+def _has_first_stage(log: RankLog) -> bool:
+    """Whether the samples that a rank tells are its own: of a pipeline all stages tell the same."""
+    return not log.pipelines or any(stage == 0 for _, stage, *_ in log.pipelines[-1]["actions"])
 
 
 def path_as_said(path: Path) -> str:
