@@ -422,6 +422,19 @@ def test_the_steps_worth_a_look_are_among_those_drawn(tmp_path):
     assert len(chosen) <= 21
 
 
+def test_the_clocks_of_hosts_are_brought_together_by_the_ends_of_steps(tmp_path):
+    """One step, and behind it a line of none; and a host whose first rank has no step."""
+    made = Made(tmp_path, ranks=3, steps=1, ahead=lambda rank: 100.0 * (rank > 0), host=lambda rank: f"node{rank > 0}")
+    made.write()
+    for rank in (0, 1, 2):
+        late = T0 + 0.018 + made.ahead(rank)
+        rest = {"steps": 0, "seconds": 1.0, "spent": {"other": 1.0}, "spans": [], "more": 0, "buckets": [], "work": {}}
+        made.append(rank, "step", 1, late, **rest)
+    assert [round(log.ahead, 6) for log in opened(tmp_path).attempt(0)] == [0, 100, 100]
+    made.file(1).write_text("")
+    assert [round(log.ahead, 6) for log in opened(tmp_path).attempt(0)] == [0, 100, 100]
+
+
 def test_hosts_whose_clocks_differ_are_drawn_on_one(tmp_path):
     made = Made(tmp_path, ahead=lambda rank: 100.0 * rank, host=lambda rank: f"node{rank}")
     found = analysis_of(made)

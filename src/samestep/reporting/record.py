@@ -238,12 +238,19 @@ def _align(ranks: dict[tuple[int, int], RankLog]) -> None:
         logs = {rank: log for (number, rank), log in sorted(ranks.items()) if number == attempt}
         first = next(iter(logs.values()))
         offsets: dict[str, float] = {first.host: 0.0}
-        begins = {event["step"]: event["t"] for event in first.steps[:200]}
+        ends = _ends(first)
         for log in logs.values():
-            if log.host not in offsets:
-                apart = [event["t"] - begins[event["step"]] for event in log.steps[:200] if event["step"] in begins]
-                offsets[log.host] = median(apart) if apart else 0.0
-            log.ahead = offsets[log.host]
+            if log.host not in offsets and (
+                apart := [end - ends[step] for step, end in _ends(log).items() if step in ends]
+            ):
+                offsets[log.host] = median(apart)
+        for log in logs.values():
+            log.ahead = offsets.get(log.host, 0.0)
+
+
+def _ends(log: RankLog) -> dict[int, float]:
+    """Returns when the steps ended that have lines, by the rank's own clock."""
+    return {line["step"]: line["t"] + line["seconds"] for line in log.steps[:200] if line["steps"]}
 
 
 def _object_in(file: Path) -> Event:
