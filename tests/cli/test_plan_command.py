@@ -107,6 +107,15 @@ def test_the_settings_are_those_that_run_takes(files, tmp_path) -> None:
     assert (tmp_path / "chosen.toml").read_text().startswith("# train.py on 4 hosts of 4 devices")
 
 
+def test_ranks_that_do_not_fill_their_last_host_are_started_with_slots(files, tmp_path, capsys) -> None:
+    profile(layers={}, uncut="its forward cannot be followed").save(tmp_path / "whole.json")
+    given = ("--profile", tmp_path / "whole.json", "--cluster", files[1], "--scale-batch")
+    assert plan(*given, "--ranks", 7, "--apply", tmp_path / "chosen.toml") == 0
+    assert load(tmp_path / "chosen.toml").processes is None  # 4 on each of 2 hosts would be 8
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == f"samestep run --settings {tmp_path / 'chosen.toml'} --hosts …:4,…:3 … starts it so"
+
+
 def test_the_settings_are_for_the_script_as_it_is_where_a_pipeline_would_be_quicker(files, tmp_path, capsys) -> None:
     slow = CLUSTER.replace('bandwidth = "100 Gbit/s"', 'bandwidth = "100 Mbit/s"')
     slow = re.sub(r"inside = .*", 'inside = { latency = "1 ms", bandwidth = "1 Gbit/s" }', slow)

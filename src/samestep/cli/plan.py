@@ -74,14 +74,20 @@ def _started(found: Planned, settings: Path) -> str:
     step, best = found.as_it_is, found.best
     if step is None or best is None:
         return f"{settings} sets nothing: as it is the script fits nowhere, and stages take samestep.pipeline in it"
-    hosts = " --hosts …" if step.way.ranks > found.cluster.devices else ""
-    command = f"samestep run --settings {settings}{hosts} …"
+    command = f"samestep run --settings {settings}{_hosts(step.way.ranks, found.cluster.devices)} …"
     if step.way == best.way:
         return f"{command} starts it so"
     return (
         f"{command} starts {step.way}, {seconds_text(step.seconds)} a step: {best.way} take samestep.pipeline in the "
         "script"
     )
+
+
+def _hosts(ranks: int, devices: int) -> str:
+    """The option for so many ranks, if they take several hosts; with slots where the last host has fewer."""
+    if ranks <= devices:
+        return ""
+    return f" --hosts …:{devices},…:{ranks % devices}" if ranks % devices else " --hosts …"
 
 
 def _parser() -> Parser:

@@ -94,7 +94,8 @@ class Planned:
         best = self.as_it_is
         if best is None:
             return Settings()
-        each = min(best.way.ranks, self.cluster.devices)
+        even = best.way.ranks < self.cluster.devices or best.way.ranks % self.cluster.devices == 0
+        each = min(best.way.ranks, self.cluster.devices) if even else None  # uneven hosts have slots of their own
         if not best.algorithm:
             return Settings(processes=each)
         share = work.at(self.profile, -(-best.samples // best.way.replicas), self.planner.speed)
