@@ -117,6 +117,14 @@ def test_memory_is_the_model_its_gradients_what_the_optimizer_remembers_and_acti
     assert cut.memory == 2 * 1_000_000 * 4 + 2 * 4e6 / 4 * 2  # two micro-batches are held by the first stage
 
 
+def test_parameters_that_are_not_trained_have_no_gradients_in_memory() -> None:
+    whole = training(layers=4)
+    head = replace(whole, gradients=whole.gradients[:1], optimizer_bytes=2_000_000)
+    assert replicas.memory(head, 0) == 4_000_000 + 1_000_000 + 2_000_000
+    cut = stages.step(head, Flat(PERFECT, 64), Way(1, 2, 4, "1f1b"))
+    assert cut.memory == 2 * 1_000_000 * (1 + 3 / 4) + 2 * 4e6 / 4 * 2  # shared out evenly over the parameters
+
+
 def test_the_interval_holds_the_step_and_grows_with_the_ranks() -> None:
     wide = [replicas.step(training(), Flat(SLOW, 64), Way(ranks)) for ranks in (2, 64)]
     for one in wide:

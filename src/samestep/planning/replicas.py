@@ -116,7 +116,8 @@ def one_cap(profile: Profile, fabric: Fabric, way: Way, backward_s: float, algor
 
 def memory(profile: Profile, samples: float) -> float:
     """Returns the bytes of a device: the model, its gradients, what the optimizer remembers, and activations."""
-    held = 2 * profile.parameter_bytes + profile.buffer_bytes + profile.optimizer_bytes
+    gradients = sum(one.nbytes for one in profile.gradients)  # frozen parameters have none
+    held = profile.parameter_bytes + gradients + profile.buffer_bytes + profile.optimizer_bytes
     return held + profile.activation_bytes * samples / profile.batch
 
 

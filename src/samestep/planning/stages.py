@@ -122,7 +122,8 @@ def _whole(profile: Profile, samples: int) -> float:
 
 def _state(profile: Profile) -> float:
     """Copies of the parameters that are kept: themselves, gradients and what the optimizer remembers."""
-    return 2 + (profile.optimizer_bytes / profile.parameter_bytes if profile.parameter_bytes else 0.0)
+    beside = sum(one.nbytes for one in profile.gradients) + profile.optimizer_bytes
+    return 1 + (beside / profile.parameter_bytes if profile.parameter_bytes else 1.0)
 
 
 def _link(wire: Wire) -> Link:
