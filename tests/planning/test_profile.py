@@ -118,6 +118,12 @@ def test_what_cannot_be_is_refused_with_its_field(told: Any, said: str) -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_a_step_of_no_time_is_refused_for_nothing_can_be_said_of_its_parts() -> None:
+    nothing = dict.fromkeys(("data_s", "forward_s", "backward_s", "optimizer_s", "other_s"), 0.0)
+    with pytest.raises(UsageError, match="a step that takes no time"):
+        parse(given(**nothing))
+
+
 def test_whole_numbers_of_seconds_are_numbers() -> None:
     assert parse(given(data_s=1)).data_s == 1
 

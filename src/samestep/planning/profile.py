@@ -83,8 +83,8 @@ class Profile:
         per_rank: the batch is that of each rank: the script deals its data out by torch's DistributedSampler.
 
     Raises:
-        UsageError: a negative or endless number, a batch of none or one given twice, no gradients, or unlike numbers of
-            layers.
+        UsageError: a negative or endless number, a batch of none or one given twice, no gradients, a step of no time,
+            or unlike numbers of layers.
     """
 
     script: str
@@ -119,6 +119,8 @@ class Profile:
             _check_numbers(layer, f"layer {layer.name}: ")
         if self.batch < 1 or self.steps < 1:
             raise UsageError(f"a profile of {self.steps} steps of {self.batch} samples: both must be 1 or more")
+        if not self.step_s:
+            raise UsageError("a profile of a step that takes no time: measure it again")
         if not self.gradients:
             raise UsageError("a profile without gradients: nothing was trained")
         samples = [size.samples for size in self.sizes]
