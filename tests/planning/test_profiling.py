@@ -273,6 +273,29 @@ def test_a_script_with_samestep_has_its_global_batch(measure: Measure) -> None:
     assert {one.name for one in profile.gradients} == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
+def test_the_checkpoints_of_a_training_are_left_alone(measure: Measure, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    profile = measure(
+        """
+        import samestep, torch
+
+        with samestep.world() as world:
+            model = samestep.replicate(torch.nn.Linear(4, 2), world)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            batches = samestep.shards([torch.ones(4)] * 64, world, batch_size=8)
+            state = samestep.checkpoint("kept", world, every=1, model=model, optimizer=optimizer, data=batches)
+            for epoch in state.epochs(9):
+                for x in batches:
+                    model(x).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    state.commit()
+        """
+    )
+    assert profile.batch == 8
+    assert not (tmp_path / "kept").exists()
+
+
 def test_a_ddp_script_that_ends_early_is_measured_on_what_there_is(measure: Measure) -> None:
     profile = measure(DDP)
     check_times(profile)

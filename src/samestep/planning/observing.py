@@ -31,8 +31,9 @@ from samestep.planning.moments import Mark, Moments, mark
 from samestep.rankenv import variable
 from samestep.taker import Taker
 from samestep.verification.journal import SPAWNED, Journal
+from samestep.verification.recording.adjusting import adjusted
 from samestep.verification.recording.witness import EnoughError
-from samestep.verification.watching import spawning
+from samestep.verification.watching import ours, spawning
 from samestep.verification.watching.listener import Listener
 
 __all__: list[str] = []
@@ -64,6 +65,7 @@ class Observing(Observer, Taker, Listener):
         self._dealt = False  # the script deals its data out to ranks, and a batch is one rank's
         self._begin_anew()
         spawning.watch(self)
+        ours.watch(self)
         progress.tell_also(self)
         when_imported("torch.optim.optimizer", self._watch_optimizers)
         when_imported("torch.utils.data.distributed", self._watch_samplers)
@@ -88,6 +90,14 @@ class Observing(Observer, Taker, Listener):
         del start, arguments
         Journal(self._folder / SPAWNED, 0).write("begin", pid=os.getpid(), processes=processes)
         raise EnoughError(0)
+
+    def called(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Checkpoints go elsewhere, and begin anew: the script's own belong to the training that is planned for."""
+        if name != "checkpoint":
+            return args, kwargs
+        return adjusted({"saves": self._folder.parent / "saves"}, name, args, kwargs)
 
     def end(self, error: BaseException | None) -> None:
         """Makes do with fewer steps, where the script has ended well before there were enough."""

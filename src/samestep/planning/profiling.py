@@ -49,7 +49,8 @@ def profile_script(
     gradient is ready. A script that ends before is measured on what there is, if that is four steps or more; the first
     never counts. Then the model alone is called with parts of a batch, and its layers are measured, where it can be cut
     (:func:`samestep.plan_pipeline`); the loss is not known there, so the sum of the outputs serves, and the times are
-    scaled to those of the step. What the script writes to disk in these steps is written.
+    scaled to those of the step. What the script writes to disk in these steps is written, but `samestep.checkpoint`
+    neither reads nor writes where it says: what is profiled begins anew.
 
     Samples are dim 0 of the first tensor that the model is called with, added up over the backward passes of a step;
     with `samestep.shards` they are its global batch. Bytes of activations are those of one backward pass.
