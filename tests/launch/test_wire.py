@@ -14,6 +14,7 @@ import pytest
 
 from samestep.errors import RendezvousError
 from samestep.launch import wire
+from samestep.launch.head import from_afar
 from samestep.launch.wire import Listener, connect, new_token
 
 HERE = "127.0.0.1"
@@ -75,6 +76,27 @@ def test_both_sides_hear_each_other(ends):
     (output,), (order,) = take(head), take(agent)
     assert (output.kind, output.body, output.payload) == ("output", {"rank": 3}, b"\x00bytes\xff")
     assert (order.kind, order.body) == ("order", {"what": "stop"})
+
+
+def test_an_agent_that_does_not_say_what_its_host_is_called_goes_by_its_address(token):
+    with Listener(token, HERE) as listener:
+        head, agent = meet(listener, token, about={"index": 1})
+    assert from_afar(head).host == HERE
+    head.close()
+    agent.close()
+
+
+def test_what_an_agent_tells_of_itself_has_names(token):
+    def attempt():
+        with pytest.raises(RendezvousError):
+            connect([HERE], listener.port, token, ["b"], seconds=1)
+
+    with Listener(token, HERE) as listener:
+        agent = threading.Thread(target=attempt)
+        agent.start()
+        while agent.is_alive():
+            assert listener.accept() is None
+        assert set(listener.refused) == {"127.0.0.1: it said nothing that an agent says"}
 
 
 def test_a_slow_reader_gets_everything_in_order(ends):

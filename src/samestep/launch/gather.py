@@ -25,7 +25,7 @@ from samestep.errors import RendezvousError, UsageError
 from samestep.launch.agent import Greeting
 from samestep.launch.cluster import ordered
 from samestep.launch.frames import Link
-from samestep.launch.head import Head, Host, from_afar, open_here
+from samestep.launch.head import Head, Host, from_afar, name_of, open_here
 from samestep.launch.loop import Loop
 from samestep.launch.meeting import publish
 from samestep.launch.network import addresses
@@ -225,14 +225,14 @@ class Gathering:
         if self._place is not None and self._place.launcher is not None:
             self._failed(reason)  # nobody will start another
         else:
-            self._tell(f"note: {link.peer_about['host']} ({link.address[0]}) was turned away: {reason}")
+            self._tell(f"note: {name_of(link)} ({link.address[0]}) was turned away: {reason}")
 
     def _twice(self, link: SealedLink) -> str | None:
         assert self._place is not None
         number = link.peer_about["index"]
         for other in self._came:
             if other.peer_about["index"] == number:
-                first = f"{other.peer_about['host']} ({other.address[0]}) is it"
+                first = f"{name_of(other)} ({other.address[0]}) is it"
                 return (
                     f"{self._place.word} {number} is there twice, and {first}: give each host a --node-rank of its own"
                 )
@@ -253,7 +253,7 @@ class Gathering:
 
     def _called(self, link: SealedLink) -> str:
         """Returns which of the expected ones has come in."""
-        index, own = link.peer_about.get("index"), link.peer_about.get("name") or link.peer_about["host"]
+        index, own = link.peer_about.get("index"), link.peer_about.get("name") or name_of(link)
         return next((name for name in self._expected if name.endswith(f" {index}")), str(own))
 
     def _missing(self) -> str:

@@ -94,9 +94,14 @@ def _interrupt(number: int) -> NoReturn:
     raise Interruption(number)
 
 
+def name_of(link: SealedLink) -> str:
+    """Returns what a host that has come in calls itself; its address where it does not say."""
+    return str(link.peer_about.get("host") or link.address[0])
+
+
 def from_afar(link: SealedLink) -> Host:
     """Returns the host of an agent that has come in."""
-    host = Host(str(link.peer_about.get("name") or link.peer_about["host"]), link, 0)
+    host = Host(str(link.peer_about.get("name") or name_of(link)), link, 0)
     host.address, host.local_address = link.address[0], link.local_address
     return host
 

@@ -257,7 +257,7 @@ class Listener:
     def _judge(self, stranger: _Stranger, line: bytes, rest: bytes) -> None:
         try:
             said = _parse(line)
-            nonce, about, proof = str(said["nonce"]), said["about"], bytes.fromhex(said["proof"])
+            nonce, about, proof = str(said["nonce"]), dict(said["about"]), bytes.fromhex(said["proof"])
             right = _mac(self._token, "agent", stranger.nonce, nonce, _told(about))
         except (ValueError, KeyError, TypeError, RecursionError):
             self._drop(stranger, "it said nothing that an agent says")
