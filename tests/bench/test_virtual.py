@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import samestep
 from samestep.bench import virtual
@@ -32,6 +33,28 @@ def test_every_rank_returns_a_time_for_each_pair_and_the_conditions(two_ranks):
         assert (len(ours), len(theirs)) == (2, 2)
         assert min(*ours, *theirs) > 0
         assert (conditions["ranks"], conditions["batch_size"]) == (2, 2 * MLP.batch)
+
+
+def threads_of(slices):
+    """The threads that each side's steps were taken on, one of a block's, and what is told of it."""
+    torch.set_num_threads(3)  # as many as a rank is given that has cores to itself
+    seen = []
+    takes = virtual.advance
+
+    def noted(steps):
+        seen.append(torch.get_num_threads())
+        takes(steps)
+
+    virtual.advance = noted
+    try:
+        conditions = virtual.compare(2, "cpu", slices)[2]
+    finally:
+        virtual.advance = takes
+    return seen[:2], conditions["threads_per_rank"]
+
+
+def test_ranks_without_virtual_ones_keep_their_threads(two_ranks):
+    assert two_ranks(threads_of, 1) == [([1, 3], 3)] * 2
 
 
 def test_a_number_of_ranks_that_cannot_share_is_refused():

@@ -7,6 +7,7 @@ which uses the machine less well, and that one CPU thread does the work of sever
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from samestep.bench.harness import Comparison, Options, Report, alternate
@@ -41,14 +42,24 @@ def run(options: Options) -> Report:
 
 def compare(repeats: int, device: str | None, slices: int) -> tuple[list[float], list[float], dict[str, Any]]:
     """Runs on every rank; returns seconds per step of both loops, and the conditions. Collective."""
+    import torch
+
     import samestep
 
-    with (
-        samestep.world(device=device) as plain,
-        samestep.world(device=device, virtual_ranks=slices * plain.size) as sliced,
-    ):
-        ours, theirs = (our_steps(MLP, MLP.network(), world, reduce=None) for world in (sliced, plain))
-        blocks = (lambda: advance(ours), lambda: advance(theirs))
-        times = alternate(*blocks, pairs=repeats, align=lambda: align(plain))
-        each = [[seconds / STEPS for seconds in side] for side in times]
-        return each[0], each[1], setting(plain) | {"samples_per_rank": MLP.batch}
+    with samestep.world(device=device) as plain:
+        threads = torch.get_num_threads()
+        with samestep.world(device=device, virtual_ranks=slices * plain.size) as sliced:
+            ours, theirs = (our_steps(MLP, MLP.network(), world, reduce=None) for world in (sliced, plain))
+            blocks = (lambda: block(ours, 1), lambda: block(theirs, threads))
+            times = alternate(*blocks, pairs=repeats, align=lambda: align(plain))
+            each = [[seconds / STEPS for seconds in side] for side in times]
+            conditions = setting(plain) | {"samples_per_rank": MLP.batch, "threads_per_rank": threads}
+            return each[0], each[1], conditions
+
+
+def block(steps: Iterator[None], threads: int) -> None:
+    """Takes steps on so many CPU threads; virtual ranks have set one for the whole process."""
+    import torch
+
+    torch.set_num_threads(threads)
+    advance(steps)
