@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from samestep.recipes import digits
+import samestep
+from samestep.recipes import digits, options
 
 ENOUGH = 98.0  # percent
 
@@ -104,6 +105,19 @@ def test_a_finished_training_is_evaluated_again(tmp_path, capsys):
     first = share(capsys.readouterr().out)
     assert digits.main(arguments) == 0
     assert share(capsys.readouterr().out) == first
+
+
+@pytest.mark.parametrize("precision", ["bf16", "float32", "float64"])
+def test_losses_are_never_in_less_than_float32(monkeypatch, precision):
+    taken, mean = set(), samestep.Shards.mean
+
+    def noted(batches, losses, *rest, **more):
+        taken.add(losses.dtype)
+        return mean(batches, losses, *rest, **more)
+
+    monkeypatch.setattr(samestep.Shards, "mean", noted)
+    assert digits.main(["--precision", precision, "--epochs", "1"]) == 0
+    assert taken == {options.dtype(precision)}
 
 
 def test_bf16_trains_too(capsys):

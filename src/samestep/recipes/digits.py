@@ -104,7 +104,8 @@ class Training:
     def epoch(self, after_step: Callable[[], None]) -> None:
         """One pass over the training set."""
         for images, labels in self.batches:
-            losses = F.cross_entropy(self.scores(images), labels, label_smoothing=SMOOTHING, reduction="none")
+            scores = options.at_least_float32(self.scores(images))
+            losses = F.cross_entropy(scores, labels, label_smoothing=SMOOTHING, reduction="none")
             self.batches.mean(losses).backward()  # type: ignore[no-untyped-call]
             if self.batches.step_ends:
                 self.optimizer.step()
