@@ -33,6 +33,13 @@ def test_command_lines_of_the_official_example_are_understood(line):
     parse(line.split())
 
 
+def test_a_number_of_processes_that_nobody_starts_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--processes", "2"])
+    assert "--processes counts the ranks that --multiprocessing-distributed starts" in capsys.readouterr().err
+    assert parse(["--processes", "2", "--multiprocessing-distributed"]).processes == 2
+
+
 def test_alone_nothing_is_asked_of_the_world():
     assert world_arguments(parse([])) == ALONE
 

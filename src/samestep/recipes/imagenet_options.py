@@ -33,7 +33,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_training(made)
     add_files(made)
     add_distributed(made)
-    return made.parse_args(argv)
+    asked = made.parse_args(argv)
+    if asked.processes is not None and not asked.multiprocessing_distributed:
+        made.error("--processes counts the ranks that --multiprocessing-distributed starts, and that is not given")
+    return asked
 
 
 def settle_files(asked: argparse.Namespace) -> None:
