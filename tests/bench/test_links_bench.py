@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from samestep.bench.harness import Options
-from samestep.bench.links import Found, cluster_text, run
+from samestep.bench.links import Found, alike, cluster_text, run
 from samestep.cli import bench
 from samestep.cli.bench import main
 from samestep.errors import UsageError
@@ -35,6 +35,12 @@ def test_a_file_says_what_was_found(hosts, local):
     shared = Link(90e-6, 9e9) if hosts == 1 else None
     told = parse(cluster_text(Found(links, shared, hosts, local, 16e9)))
     assert (told.nodes, told.devices, told.links, told.shared) == (hosts, local, links, shared)
+
+
+def test_hosts_of_unlike_numbers_of_ranks_are_refused_on_every_rank():
+    assert alike([2, 2, 2, 2]) == 2
+    with pytest.raises(UsageError, match="some have 1, others 2: start as many on each"):
+        alike([2, 2, 1, 1])
 
 
 def test_links_need_two_ranks():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,13 +69,27 @@ def measured(series: int) -> Found:
     from samestep.runtime.exchange import gather_json
 
     with samestep.world(backend="samestep", device="cpu") as world:
-        local = world.local_size
+        local = alike(gather_json(world.everyone, world.local_size))
         group: Any = dist.new_group(backend="gloo")
         several = local < world.size
         links = measure(group, local if several else None, sizes=MESSAGES, crowds=several, series=series)
         shared = None if several else _shared(world.size, series)
         told = gather_json(world.everyone, _memory(local))
         return Found(links, shared, world.size // local, local, min(told))
+
+
+def alike(sizes: Sequence[int]) -> int:
+    """Returns how many ranks each host has, from what each rank says of its own.
+
+    Raises:
+        UsageError: some have more than others, on every rank.
+    """
+    if len(set(sizes)) > 1:
+        raise UsageError(
+            f"links are measured among hosts of as many ranks, and some have {min(sizes)}, others {max(sizes)}: start "
+            "as many on each, with -n"
+        )
+    return sizes[0]
 
 
 def cluster_text(found: Found) -> str:
