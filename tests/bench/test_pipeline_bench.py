@@ -78,6 +78,8 @@ def test_both_sides_compute_the_same(two_ranks):
     assert two_ranks(beside, timeout=200.0) == [(2, 2, True)] * 2
 
 
-def test_one_rank_is_no_pipeline():
-    with pytest.raises(UsageError, match="samestep bench pipeline -n 2"):
-        pipeline.run(Options(ranks=1))
+@pytest.mark.parametrize(("ranks", "said"), [(1, "samestep bench pipeline -n 2"), (9, "8 blocks make no 9 stages")])
+def test_one_rank_is_no_pipeline_and_so_many_have_no_blocks(monkeypatch, ranks, said):
+    monkeypatch.setattr(pipeline, "spawn", None)
+    with pytest.raises(UsageError, match=said):
+        pipeline.run(Options(ranks=ranks))

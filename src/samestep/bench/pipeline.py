@@ -55,10 +55,12 @@ def run(options: Options) -> Report:
     """Starts the ranks, times the steps, and returns the report.
 
     Raises:
-        UsageError: one rank is no pipeline.
+        UsageError: one rank is no pipeline, and there is not a block for each of many.
     """
     if options.ranks < 2:
         raise UsageError("a pipeline has two stages at least: samestep bench pipeline -n 2")
+    if options.ranks > BLOCKS:
+        raise UsageError(f"{BLOCKS} blocks make no {options.ranks} stages: samestep bench pipeline -n {BLOCKS} at most")
     device = None if visible_gpus() >= options.ranks else "cpu"
     found: Found = spawn(compare, options.ranks, options.repeats, device, progress=False)[0]
     comparisons = [
