@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import samestep
 from samestep.bench import peers, step
-from samestep.bench.networks import CNN, MLP, TRANSFORMER
+from samestep.bench.networks import CNN, MLP, TRANSFORMER, WIDE
 
 
 def distance_trained(make, steps):
@@ -68,3 +70,10 @@ def test_the_networks_have_about_five_million_parameters_and_take_their_samples(
     x, y = task.dataset()[:2]
     assert network(x).shape == (2, task.classes)
     assert int(y.max()) < task.classes
+
+
+@pytest.mark.parametrize("task", [CNN, MLP, TRANSFORMER, WIDE], ids=lambda task: task.name)
+def test_every_rank_of_many_has_a_whole_batch(task):
+    for rank in (0, 63, 64, 200):
+        x, y = task.batch_of(SimpleNamespace(rank=rank, device=torch.device("cpu")))
+        assert len(x) == len(y) == task.batch
