@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+import samestep
 from samestep.recipes import demo, equality
 
 
@@ -23,7 +25,7 @@ def test_the_demonstration_trains_compares_and_says_where_its_files_lie(tmp_path
 
 @pytest.mark.parametrize(("apart", "code"), [(0.0, 0), (1e-13, 0), (1e-12, 1), (0.5, 1), (float("nan"), 1)])
 def test_it_fails_when_the_parameters_are_apart(monkeypatch, capsys, apart, code):
-    monkeypatch.setattr(demo, "train", lambda: {"exit": 0, "run_dir": "runs/x"})
+    monkeypatch.setattr(demo, "train", lambda words: {"exit": 0, "run_dir": "runs/x"})
     monkeypatch.setattr(demo, "difference", lambda n: (apart, 100))
     assert demo.main() == code
     assert ("another training" in capsys.readouterr().out) == bool(code)
@@ -37,3 +39,14 @@ def test_it_fails_when_the_training_failed(monkeypatch):
 
 def test_twenty_steps_move_the_parameters_far_beyond_the_tolerance():
     assert float((equality.trained(1) - equality.trained(20)).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, None), (1, "cpu"), (2, None)])
+def test_both_parts_train_on_the_cpu_where_there_is_one_gpu_for_two_processes(monkeypatch, gpus, device):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(demo, "train", lambda words: asked.append(words[4:]) or {"exit": 0, "run_dir": "runs/x"})
+    monkeypatch.setattr(samestep, "spawn", lambda fn, n, *given: asked.append((n, given[1])) or [torch.zeros(1)])
+    assert demo.main() == 0
+    words = [demo.RECIPE] if device is None else [demo.RECIPE, "--device", device]
+    assert asked == [words, (2, device), (1, device)]

@@ -13,12 +13,13 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from samestep.recipes.equality import STEPS, difference
+from samestep.recipes.equality import STEPS, device_for, difference
 
 __all__ = ["main"]
 
@@ -30,8 +31,11 @@ RECIPE = "samestep.recipes.digits"
 def main() -> int:
     """Runs the demonstration; 0 if all of it held."""
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"\n[bold]Handwritten digits on {RANKS} processes[/]   samestep run -n {RANKS} -m {RECIPE}\n")
-    ended = train()
+    words = ["run", "-n", str(RANKS), "-m", RECIPE]
+    if (device := device_for(RANKS)) is not None:
+        words += ["--device", device]
+    console.print(f"\n[bold]Handwritten digits on {RANKS} processes[/]   samestep {' '.join(words)}\n")
+    ended = train(words)
     if ended["exit"] != 0:
         return 1
     console.print(f"\n[bold]The same {STEPS} steps on {RANKS} processes and on 1[/]   SGD with momentum, float64\n")
@@ -43,11 +47,15 @@ def main() -> int:
     return 0 if held else 1
 
 
-def train() -> dict[str, Any]:
-    """Runs the digits recipe as a user would; what `samestep run --json` says of it."""
+def train(words: Sequence[str]) -> dict[str, Any]:
+    """Runs the digits recipe as a user would; what `samestep run --json` says of it.
+
+    Args:
+        words: of samestep's command line.
+    """
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "run.json"
-        command = [sys.executable, "-m", "samestep", "run", "-n", str(RANKS), "--json", str(told), "-m", RECIPE]
+        command = [sys.executable, "-m", "samestep", words[0], "--json", str(told), *words[1:]]
         code = subprocess.run(command, check=False).returncode
         if not told.exists():
             return {"exit": code or 1, "run_dir": None}

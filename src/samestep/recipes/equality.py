@@ -16,16 +16,21 @@ from torch.nn import functional as F
 import samestep
 from samestep.recipes.digits import DigitNet, load_digits
 
-__all__ = ["difference", "trained"]
+__all__ = ["device_for", "difference", "trained"]
 
 BATCH_SIZE = 101
 STEPS = 20
 
 
-def trained(steps: int = STEPS) -> torch.Tensor:
+def device_for(n: int) -> str | None:
+    """The CPU where there are GPUs and fewer than `n`, since no two processes train on one; None for the usual."""
+    return "cpu" if 0 < torch.cuda.device_count() < n else None
+
+
+def trained(steps: int = STEPS, device: str | None = None) -> torch.Tensor:
     """The parameters after `steps` steps, as one float64 vector. Collective: every rank must call."""
     train_set, _ = load_digits(torch.float64)
-    with samestep.world() as world:
+    with samestep.world(device=device) as world:
         model = samestep.replicate(DigitNet().to(world.device, torch.float64), world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         batches = samestep.shards(train_set, world, batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE)
@@ -43,5 +48,5 @@ def trained(steps: int = STEPS) -> torch.Tensor:
 
 def difference(n: int, steps: int = STEPS) -> tuple[float, int]:
     """The largest absolute difference between `n` processes and one, and the number of parameters compared."""
-    many, one = (samestep.spawn(trained, size, steps)[0] for size in (n, 1))
+    many, one = (samestep.spawn(trained, size, steps, device_for(n))[0] for size in (n, 1))
     return float((many - one).abs().max()), len(one)
