@@ -18,14 +18,13 @@ import xxhash
 
 from samestep.launch.imports import exchange
 from samestep.launch.noting import NOTED, site
-from samestep.verification.watching.collectives import BETWEEN_TWO, root_of
+from samestep.verification.watching.collectives import BETWEEN_TWO, UNEVEN, root_of
 
 __all__: list[str] = []
 
 KEPT = 64  # calls, among which the first that differs is looked for
 _ROOTS = {"broadcast": 1, "reduce": 1, "broadcast_object_list": 1, "gather": 2, "scatter": 2}  # its place in a call
 _ROOTS |= {"gather_object": 2, "scatter_object_list": 2}
-_UNEVEN = {"gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"}  # shapes may differ
 _inside = threading.local()
 
 
@@ -96,7 +95,7 @@ def _form(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     if not hasattr(tensor, "dtype") or "object" in name:
         return ""
     kind = str(tensor.dtype).removeprefix("torch.")
-    return kind if name in _UNEVEN else f"{kind} {list(tensor.shape)}"
+    return kind if name in UNEVEN else f"{kind} {list(tensor.shape)}"
 
 
 def _root(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

@@ -12,10 +12,10 @@ from samestep.verification.findings import PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.report import Report
+from samestep.verification.watching.collectives import UNEVEN
 
 __all__: list[str] = []
 
-_UNEVEN = {"gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"}  # shapes may differ
 _AHEAD = 8  # calls within which two exchanged ones are looked for
 
 
@@ -63,7 +63,7 @@ def _signature(call: Event) -> tuple[object, ...]:
     root = call["root"] or 0
     if call["op"] in {"barrier", "monitored_barrier"} or "object" in call["op"]:
         return (call["op"], root)
-    shapes = [] if call["op"] in _UNEVEN else call["shapes"]
+    shapes = [] if call["op"] in UNEVEN else call["shapes"]
     return (call["op"], root, call["reduce"] or "SUM", str(shapes), str(call["dtypes"][:1]))
 
 

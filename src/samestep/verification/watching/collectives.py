@@ -20,6 +20,7 @@ from samestep.verification.watching.listener import Listener
 
 __all__: list[str] = []
 
+UNEVEN = {"gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"}  # shapes may differ
 BETWEEN_TWO = {"send", "recv", "send_object_list", "recv_object_list"}
 _ROOTED = {"gather", "scatter", "gather_object", "scatter_object_list", "broadcast_object_list"}
 _REDUCED = {"all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"}
