@@ -36,7 +36,7 @@ from samestep.runtime.neighbours import meet
 
 __all__: list[str] = []
 
-LINES = 1024  # of a ledger: messages that may lie there
+LINES = 1 << 13  # of a ledger: messages that may lie there; a plan of more could have both ranks wait to lay one down
 LEAST = 1 << 20  # bytes of memory for messages
 _LINE = struct.Struct("=qqqqq")  # number of the message; of the memory, its descriptor and length; begin in it
 _ALIGNED = 64  # bytes
