@@ -45,6 +45,15 @@ def test_local_steps_whose_parameters_are_averaged_are_no_finding() -> None:
     assert codes(states, record(first, other)) == []
 
 
+def test_the_last_of_such_steps_is_none_either() -> None:
+    """Nothing was recorded of what comes behind it."""
+    first = [step(0, "g"), stepped(0), step(1, "h"), stepped(1)]
+    other = [step(0, "x"), stepped(0, "q"), step(1, "y"), stepped(1, "q")]
+    assert codes(states, record(first, other)) == []
+    assert states.averaged_behind(record(first, other)) == 0
+    assert codes(states, record(first[:2], other[:2])) == [("gradients-not-synchronised", "error")]
+
+
 def test_another_rate_is_found_with_its_ratio() -> None:
     (finding,) = found(control, record([step(0, "g")], [step(0, "g", rates=[0.2])]))
     assert (finding.code, finding.rank, finding.factor) == ("learning-rate-differs", 1, 2.0)

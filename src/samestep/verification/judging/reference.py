@@ -18,6 +18,7 @@ from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.samples import loads_for_all
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.skipped import skipper
+from samestep.verification.judging.states import averaged_behind
 from samestep.verification.judging.virtual_ranks import VirtualRanks
 from samestep.verification.judging.windows import Windows
 from samestep.verification.judging.words import plural
@@ -68,6 +69,10 @@ class Comparison:
             return
         if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameter_order", "parameters")}:
             report.cover("gradients", unchecked("the ranks train different models"))
+            return
+        if (own := averaged_behind(self.record)) is not None:
+            why = f"at step {own} each rank steps with a gradient of its own, and the parameters are averaged behind it"
+            report.cover("gradients", unchecked(why))
             return
         if not self.record.is_alike:
             report.cover("gradients", unchecked("each rank's optimizer holds other parameters (a sharded optimizer)"))

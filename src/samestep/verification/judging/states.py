@@ -164,6 +164,16 @@ def local_steps(record: Record) -> Event | None:
     return next(iter(record.ranks[0].of("local_steps")), None) if record.ranks else None
 
 
+def averaged_behind(record: Record) -> int | None:
+    """Returns the first step that ranks take with gradients of their own, and after which their parameters agree."""
+    if local_steps(record) is not None:
+        return None
+    steps = range(record.steps)
+    return next(
+        (i for i in steps if _differing_ranks(record.events_of_step(i), "gradients") and _healed(record, i)), None
+    )
+
+
 def _stand_alike(record: Record) -> set[int]:
     """The steps before which ranks that step by themselves are alike: the first, and those behind an average."""
     found, index, alike = set(), 0, True
@@ -181,12 +191,15 @@ def _first_difference(record: Record) -> Iterator[Finding]:
     if local_steps(record) is not None:
         yield from _first_after_average(record)
         return
+    averaged = averaged_behind(record) is not None
     for index in range(record.steps):
         events = record.events_of_step(index)
         if bad := _differing_ranks(events, "parameters"):
             yield of_parameters(record, index, *bad)
             return
         bad = _differing_ranks(events, "gradients")
+        if bad is not None and averaged and index + 1 == record.steps:
+            return  # what would be averaged behind the last step was not recorded
         if bad is not None and not _healed(record, index):
             yield of_gradients(record, index, *bad)
             return
