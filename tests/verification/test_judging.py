@@ -196,3 +196,18 @@ def test_the_same_noise_on_two_ranks_is_an_error_wherever_the_script_lies() -> N
     drawn = {"kind": "draw", "place": "3|/data/a|b/train.py:4|0", "digest": "d", "name": "torch.randn", "shape": [64]}
     (finding,) = found(chance, record([drawn], [drawn]))
     assert (finding.code, finding.step, finding.where) == ("random-streams", 3, "/data/a|b/train.py:4")
+
+
+def test_ranks_that_shuffle_data_of_their_own_need_not_hold_the_same() -> None:
+    """They have drawn so few yet that no index came twice, which is no cut."""
+
+    def drawn(indices: list[int], digest: str, *, complete: bool = False, samples: int = 1000) -> list[Event]:
+        events = passed(indices, samples=samples, sampler="RandomSampler")
+        return [*(events if complete else events[:-1]), shown(digest)]
+
+    assert codes(samples, record(drawn([7, 3, 500], "a"), drawn([8, 2, 501], "b"))) == []
+    assert codes(samples, record(drawn([7, 3, 500], "a"), drawn([8, 2, 501], "b", samples=999))) == []
+    many = [*range(1, 1000, 2)][::-1], [*range(0, 1000, 2)][::-1]
+    assert codes(samples, record(drawn(many[0], "a"), drawn(many[1], "b"))) == [("datasets-differ", "error")]
+    cut = record(drawn([3, 1], "a", complete=True, samples=4), drawn([2, 0], "b", complete=True, samples=4))
+    assert codes(samples, cut) == [("datasets-differ", "error")]

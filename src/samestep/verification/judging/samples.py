@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 from samestep.verification.findings import AGREES, DECLARED, PROVED, Finding, unchecked
@@ -22,6 +22,7 @@ from samestep.verification.report import Report
 __all__: list[str] = []
 
 _BY_CHANCE = 0.02  # of the samples of a dataset may be alike without being one
+_MET = 10  # indices in common, to be expected by chance; then there is one but for 1 case in 20,000
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,16 @@ def _datasets(group: Sequence[Pass], rank: int, what: str) -> Finding:
 
 def _is_split(group: Sequence[Pass]) -> bool:
     """Whether the indices themselves are cut between the ranks, which needs one dataset on all."""
-    return group[0].about["sampler"] == "DistributedSampler" or _disjoint([set(one.indices or ()) for one in group])
+    apart = _disjoint([set(one.indices or ()) for one in group]) and not _have_hardly_met(group)
+    return apart or group[0].about["sampler"] == "DistributedSampler"
+
+
+def _have_hardly_met(group: Sequence[Pass]) -> bool:
+    """Whether ranks that each shuffle a dataset of their own would not have come by the same index yet, either."""
+    drawn = [one.indices or [] for one in group]
+    pairs = sum(len(first) * len(other) for first, other in combinations(drawn, 2))
+    shuffled = all(indices != sorted(indices) for indices in drawn) and not all(one.complete for one in group)
+    return shuffled and pairs < _MET * max(one.about["samples"] or 0 for one in group)
 
 
 def _disjoint(sets: Sequence[set[Any]]) -> bool:
@@ -161,8 +171,7 @@ def _same_data(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
 
 
 def _fingerprint(rank: Rank, key: str) -> list[tuple[str, str]] | None:
-    told = [event for event in rank.of("fingerprint") if event["key"] == key]
-    return list(told[0]["samples"].items()) if told else None
+    return next((list(event["samples"].items()) for event in rank.of("fingerprint") if event["key"] == key), None)
 
 
 def _unlike(first: list[tuple[str, str]], other: list[tuple[str, str]]) -> str | None:
@@ -348,7 +357,7 @@ def _dropped(record: Record, training: list[list[Pass]]) -> Iterator[Finding]:
     """Batches at the end of a pass that no step used in it: thrown away, or left to the next epoch's first step."""
     rank = record.ranks[0]
     stepped = {event["window"]: event for event in rank.steps}
-    keys = {group[0].about["key"] for group in training}
+    keys = {group[0].about["key"]: group[0].about["number"] for group in training}  # the last pass over each
     for group in training:
         one = group[0]
         if not one.complete or not one.batches:
@@ -357,7 +366,7 @@ def _dropped(record: Record, training: list[list[Pass]]) -> Iterator[Finding]:
         rest = [batch for batch in one.batches if batch["window"] == last]
         here = [batch for batch in rank.of("batch") if batch["window"] == last and batch["key"] in keys]
         shared = {(batch["key"], batch["number"]) for batch in here}
-        if last in stepped and len(shared) > 1 and one.about["number"] < _latest(training, one):
+        if last in stepped and len(shared) > 1 and one.about["number"] < keys[one.about["key"]]:
             backwards = [event for event in rank.by_window[last] if event["kind"] == "backward"]
             yield _leaked(one, rest, stepped[last], len(backwards))
             return
@@ -365,10 +374,6 @@ def _dropped(record: Record, training: list[list[Pass]]) -> Iterator[Finding]:
         if last not in stepped and len(one.batches) > len(rest) and not skipped:
             yield _unstepped(one, rest)
             return
-
-
-def _latest(training: list[list[Pass]], one: Pass) -> int:
-    return max(int(group[0].about["number"]) for group in training if group[0].about["key"] == one.about["key"])
 
 
 def _leaked(one: Pass, rest: list[Event], step: Event, backwards: int) -> Finding:
