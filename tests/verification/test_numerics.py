@@ -70,3 +70,9 @@ def test_nothing_is_fitted_to_what_is_not_finite() -> None:
     for target, part in ((1.0, math.nan), (math.nan, 1.0), (math.inf, 1.0)):
         found = fit(torch.tensor([1.0, target]).double(), [torch.tensor([1.0, part]).double()])
         assert found.left == math.inf
+
+
+def test_what_is_imaginary_counts() -> None:
+    apart = distance([torch.tensor([3.0 + 4.0j])], [torch.tensor([3.0 + 0.0j])])
+    assert apart.worst == pytest.approx(4 / 3)
+    assert distance([None], [torch.tensor([3.0 + 4.0j])]).worst == pytest.approx(1.0)

@@ -66,7 +66,9 @@ def _pair(one: Tensor | None, other: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _flat(tensor: Tensor) -> Tensor:
     dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
-    return dense.detach().double().flatten()
+    dense = dense.detach()
+    real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense  # double() drops what is imaginary
+    return real.double().flatten()
 
 
 def flat(gradients: Gradients, like: Gradients) -> Tensor:
