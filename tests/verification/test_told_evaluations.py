@@ -11,6 +11,8 @@ from journals import Event, ended, passed, record
 from samestep.runtime.digest import digest
 from samestep.verification import journal
 from samestep.verification.judging import evaluation
+from samestep.verification.judging.printed import metrics_alike
+from samestep.verification.judging.record import Rank
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs
 from samestep.verification.report import Report
@@ -142,3 +144,19 @@ def test_a_tail_is_what_no_rank_has_in_a_batch() -> None:
     assert not [finding for finding in told.findings if "drop_last" in finding.cause]
     (error,) = judged(evaluates([0, 1], [2, 3], [4, 5], **drop), evaluates([0, 1], [2, 3], [4, 5], **drop)).errors
     assert "1 of 7 samples are in no batch: drop_last" in error.cause
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "differ"),
+    [
+        ("1.23e-05", "4.56e-05", True),  # a digit is worth 1e-07
+        ("1.234e+02", "1.235e+02", False),  # and here 0.1: rounding, perhaps
+        ("1.234E+02", "1.284E+02", True),
+        ("0.913", "0.914", False),
+        ("0.913", "0.951", True),
+    ],
+)
+def test_a_printed_metric_is_as_exact_as_its_last_digit(mine: str, theirs: str, *, differ: bool) -> None:
+    line = {"kind": "printed", "phase": 1, "where": "train.py:50"}
+    ranks, alone = (Rank(0, [{**line, "text": f"epoch 3: test loss {number}"}]) for number in (mine, theirs))
+    assert (metrics_alike(ranks, alone).different is not None) == differ

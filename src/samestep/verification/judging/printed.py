@@ -84,6 +84,7 @@ def _number_of(match: re.Match[str], text: str) -> str:
 
 def _apart(here: Event, there: Event) -> Iterator[Difference]:
     for (name, mine), (_, theirs) in zip(metrics(here), metrics(there), strict=False):
-        last = 10.0 ** -len(mine.partition(".")[2].partition("e")[0])  # of the digits that were printed
+        digits, _, power = mine.lower().partition("e")
+        last = 10.0 ** (int(power or 0) - len(digits.partition(".")[2]))  # of the digits that were printed
         if abs(float(mine) - float(theirs)) > 2 * last + 1e-4 * abs(float(theirs)):
             yield Difference(name, mine, theirs, here["where"])
