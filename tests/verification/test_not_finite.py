@@ -14,18 +14,19 @@ from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
+from samestep.verification.judging.virtual_ranks import VirtualRanks
 from samestep.verification.report import Report
 from samestep.verification.runs import Ended
 
 NAN = math.nan
 
 
-def run(folder: Path, gradients: Sequence[float], more: Sequence[Event] = ()) -> Run:
-    """One process, or the first of several: of each step a gradient of two numbers, one of which is 1."""
+def run(folder: Path, gradients: Sequence[float], more: Sequence[Event] = (), first: float = 1.0) -> Run:
+    """One process, or the first of several: of each step a gradient of two numbers, the first always the same."""
     events: list[Event] = list(more)
     value_path(folder, 0, 0).parent.mkdir(parents=True)
     for number, gradient in enumerate(gradients):
-        torch.save([torch.tensor([1.0, gradient])], value_path(folder, 0, number))
+        torch.save([torch.tensor([first, gradient])], value_path(folder, 0, number))
         events += [
             {"kind": "rates", "event": number, "optimizer": 0, "rates": [0.1]},
             {"kind": "window", "number": number, "others": {}},
@@ -97,3 +98,18 @@ def test_what_is_too_coarse_to_be_judged_is_no_worst_error(tmp_path: Path) -> No
     report = judged(tmp_path, [2.0003, 2.4], [2.0, 2.0], again=[2.0001, 3.0])
     assert report.coverage["gradients"] == "agrees"
     assert report.margins["gradients"].startswith("worst error 1.3e-04 of a tensor's norm, rounding explains 8.9e-04")
+
+
+def test_virtual_ranks_that_have_no_gradient_either_are_alike(tmp_path: Path) -> None:
+    """Where a margin is kept by every sample there is none, and no factor between nothing and nothing."""
+    ours, theirs = run(tmp_path / "ranks", [0.0], first=0.0), run(tmp_path / "part", [0.0], first=0.0)
+    report = Report(ranks=2)
+    VirtualRanks(ours.record, lambda: [theirs, theirs]).judge(ours.record.ranks[0].steps, report)
+    assert (report.findings, report.coverage["gradients"]) == ([], "agrees as declared")
+
+
+def test_virtual_ranks_that_are_nan_too_end_the_comparison(tmp_path: Path) -> None:
+    ours, theirs = run(tmp_path / "ranks", [NAN]), run(tmp_path / "part", [NAN])
+    report = Report(ranks=2)
+    VirtualRanks(ours.record, lambda: [theirs, theirs]).judge(ours.record.ranks[0].steps, report)
+    assert (report.findings, report.coverage["gradients"][:32]) == ([], "not checked: from step 0 on grad")

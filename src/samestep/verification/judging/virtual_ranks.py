@@ -46,7 +46,10 @@ class VirtualRanks:
             number = event["event"]
             recorded = self._record.gradients(event)
             parts = [numerics.flat(run.gradients(number), recorded) for run in runs]
-            found = numerics.fit(numerics.flat(recorded, recorded), [sum(parts[1:], parts[0])])
+            ours, together = numerics.flat(recorded, recorded), sum(parts[1:], parts[0])
+            if not (ours.any() or together.any()):
+                continue  # no gradient on either side, and no factor between them
+            found = numerics.fit(ours, [together])
             if not numerics.are_finite(recorded) and not numerics.are_finite(parts):
                 why = f"from step {number} on gradients are not finite, on the ranks and on virtual ranks alike"
                 report.cover("gradients", unchecked(why))
