@@ -31,7 +31,8 @@ def started(tmp_path):
         [sys.executable, "-m", "samestep", "verify", str(tmp_path / "stays.py")],
         env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     ranks = [tmp_path / f"rank{rank}" for rank in range(2)]
     while not all(file.exists() for file in ranks):  # the test's own deadline ends this
@@ -40,6 +41,7 @@ def started(tmp_path):
     yield verify, [int(pid) for file in ranks for pid in file.read_text().split()], tmp_path / "temporary"
     verify.kill()
     verify.wait()
+    verify.stderr.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -47,7 +49,11 @@ def test_a_signal_ends_what_runs_and_removes_what_it_has_left(started, number):
     verify, processes, temporary = started
     assert list(temporary.iterdir())
     verify.send_signal(number)
-    assert verify.wait() == 128 + number
+    said = verify.communicate()[1]
+    assert verify.returncode == 128 + number
+    assert said.splitlines()[-1] == (
+        f"samestep: {number.name} has ended the verification before its verdict; what it had started has ended too"
+    )
     assert [pid for pid in processes if is_running(pid)] == []
     assert list(temporary.glob("samestep-verify-*")) == []
 

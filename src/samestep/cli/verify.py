@@ -18,6 +18,7 @@ from samestep.cli.options import Parser, some_seconds, whole
 from samestep.cli.result import write_json
 from samestep.errors import UsageError
 from samestep.launch import mpiexec
+from samestep.launch.console import say
 from samestep.launch.memory import check_room
 from samestep.verification.findings import EXIT_CODES
 from samestep.verification.pages import PAGES
@@ -63,8 +64,10 @@ def main(arguments: Sequence[str]) -> int:
     script = Script(program=program, arguments=tuple(rest), is_module=options.module, mpi=options.mpi)
     try:
         return _verify(options, script)
-    except _Interruption as signalled:
-        return 128 + int(signalled.args[0])
+    except KeyboardInterrupt as asked:
+        number = signal.Signals(asked.args[0] if isinstance(asked, _Interruption) else signal.SIGINT)
+        say(f"{number.name} has ended the verification before its verdict; what it had started has ended too")
+        return 128 + number
 
 
 class _Interruption(KeyboardInterrupt):
