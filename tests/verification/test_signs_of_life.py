@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from samestep.launch.process import children, stat_of
 from samestep.verification import runner, runs, verify
 from samestep.verification.journal import STOP, Journal
+from samestep.verification.recording.recorder import FEWEST, Recorder
 
 LOADS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
 
@@ -91,3 +93,23 @@ def test_the_last_step_is_named_far_ahead_of_what_ranks_do_in_a_few_looks(
         journal.write("stepped", event=50 * look)
         patience.look(tmp_path)
     assert int((tmp_path / "journals" / STOP).read_text(encoding="ascii")) >= 101 + 8 * 50
+
+
+def test_the_steps_of_a_model_with_thousands_of_parameters_are_counted(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 0)
+    journal.write("stepped", event=6, parameters={f"layers.{index}.weight": 32 * "0" for index in range(20_000)})
+    assert verify._steps(tmp_path / "rank0.jsonl") == 7
+    journal.write("step", event=7, gradients={f"layers.{index}.weight": 32 * "0" for index in range(20_000)})
+    assert verify._steps(tmp_path / "rank0.jsonl") == 7
+
+
+def test_of_many_optimizers_the_steps_that_were_named_are_those_of_all(tmp_path: Path) -> None:
+    """Each of ten takes a tenth of them: to wait for one to take all would be ten times as long."""
+    recorder: Any = Recorder.__new__(Recorder)
+    recorder._most, recorder._named, recorder._stop, recorder._events = None, None, tmp_path / STOP, 229
+    assert not recorder._is_enough(23)
+    recorder._stop.write_text("230", encoding="ascii")
+    assert not recorder._is_enough(23)
+    recorder._events = 230
+    assert not recorder._is_enough(FEWEST - 1)
+    assert recorder._is_enough(23)

@@ -41,7 +41,7 @@ __all__ = ["verify"]
 LONG_ENOUGH_S = 10.0  # of steps, if a script does not end before
 _LEAD = 16  # steps
 _LOOKS = 8  # between which ranks may step on unseen: this process may wait for a core, or for the disk
-_TAIL = 1 << 18  # bytes of a journal in which its last step is looked for
+_TAIL = 1 << 18  # bytes of a journal in which its last step is looked for first
 AS_MANY = "let every rank come by every collective, as often as the others: samestep.shards gives all as many batches"
 _AT_ONCE = 2  # runs of the script alone, side by side
 
@@ -227,7 +227,7 @@ class Patience:
         self._before = 0
 
     def look(self, folder: Path) -> None:
-        """Names the step to end at, once the ranks have taken steps for long enough."""
+        """Names the step to end at, of all optimizers together, once the ranks have taken steps for long enough."""
         stop = folder / "journals" / journal.STOP
         steps = max((_steps(path) for path in (folder / "journals").rglob("rank*.jsonl")), default=0)
         now = time.monotonic()
@@ -243,10 +243,14 @@ class Patience:
 
 def _steps(path: Path) -> int:
     """How many steps a rank's journal tells of; the last one names its number."""
+    size, looked = path.stat().st_size, _TAIL
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL))
-        found = re.findall(rb'"kind":"stepped","event":(\d+)', file.read())
-    return int(found[-1]) + 1 if found else 0
+        while True:
+            file.seek(max(0, size - looked))
+            found = re.findall(rb'"kind":"stepped","event":(\d+)', file.read())
+            if found or looked >= size:
+                return int(found[-1]) + 1 if found else 0
+            looked *= 4  # of a model with thousands of parameters one line is as long
 
 
 def _compare(runner: Runner, record: Record, report: Report) -> Run:

@@ -46,6 +46,7 @@ class Recorder(Witness):
         folder = Path(order["folder"])
         self.attend(order, folder / SPAWNED if seat.spawned else folder, seat, self._unseen_window)
         self._most: int | None = order["steps"]
+        self._named: int | None = None
         self._events = 0
         self._sampled = False
         self._ends = 0
@@ -276,10 +277,15 @@ class Recorder(Witness):
             kill_once_saved(Path(self.order["saves"]), self.journal)
 
     def _is_enough(self, steps: int) -> bool:
-        """Whether to end here: at the step that was asked for, or at one that somebody has named meanwhile."""
-        if self._most is None and steps >= FEWEST and self._stop.exists():
-            self._most = int(self._stop.read_text(encoding="ascii"))
-        return self._most is not None and steps >= self._most
+        """Whether to end here: at an optimizer's step that was asked for, or at one that somebody has named meanwhile.
+
+        The latter counts the steps of all optimizers: of a script with many, each takes few in the same time.
+        """
+        if self._most is not None:
+            return steps >= self._most
+        if self._named is None and self._stop.exists():
+            self._named = int(self._stop.read_text(encoding="ascii"))
+        return self._named is not None and steps >= FEWEST and self._events >= self._named
 
     def spawning(self, start: Any, arguments: Any, processes: int) -> bool:
         """Of several processes that each start all ranks, the first is enough."""
