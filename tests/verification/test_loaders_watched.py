@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, dataloader
 
+from samestep.verification.checking import loaders as checking
+from samestep.verification.checking import values
 from samestep.verification.watching.listener import Batch, Listener
 from samestep.verification.watching.loaders import Loaders
 
@@ -29,14 +32,19 @@ class Told(Listener):
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    """A listener that is told of every DataLoader; torch is as it was when the test is over."""
+def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch is as it was when the test is over."""
     for kind, names in (
         (DataLoader, ("__init__", "__iter__", "__len__")),
-        (dataloader._BaseDataLoaderIter, ("_next_index",)),
+        (dataloader._BaseDataLoaderIter, ("_next_index", "__next__")),
     ):
         for name in names:
             monkeypatch.setattr(kind, name, getattr(kind, name))
+
+
+@pytest.fixture
+def told(unchanged: None) -> Told:
+    """A listener that is told of every DataLoader."""
     listener = Told()
     Loaders(listener).watch(dataloader)
     return listener
@@ -85,3 +93,26 @@ def test_a_worker_that_is_not_forked_has_the_function_of_the_script_and_nothing_
         assert loader.worker_init_fn is not own
         assert pickle.loads(pickle.dumps(loader.worker_init_fn)) is own
     assert told.passes == []
+
+
+class Refusing(UserDict[str, Any]):
+    """A batch that does not let itself be looked at."""
+
+    def values(self) -> Any:
+        raise NotImplementedError
+
+
+def test_a_batch_that_cannot_be_looked_at_is_none_of_the_business_of_a_check(unchanged: None) -> None:
+    checked = checking.Loaders()
+    checked.watch(dataloader)
+    assert [batch["all"] for batch in DataLoader(range(4), batch_size=2, collate_fn=lambda all_: Refusing(all=all_))]
+    assert checked.told() == []
+    for _ in DataLoader(range(4), batch_size=2):
+        checked.note_step()
+    assert [one.steps for one in checked.told()] == [2]
+
+
+def test_a_check_tells_samples_apart_by_what_has_rows() -> None:
+    x = torch.arange(6.0).view(3, 2)
+    assert values.rows((torch.eye(3).to_sparse(), x), 3, [0, 2]) == values.rows((x,), 3, [0, 2])
+    assert values.rows(torch.eye(3).to_sparse(), 3, [0]) is None
