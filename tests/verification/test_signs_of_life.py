@@ -113,3 +113,17 @@ def test_of_many_optimizers_the_steps_that_were_named_are_those_of_all(tmp_path:
     recorder._events = 230
     assert not recorder._is_enough(FEWEST - 1)
     assert recorder._is_enough(23)
+
+
+def test_a_signal_ends_runs_that_go_on_side_by_side(tmp_path: Path) -> None:
+    """The one that hears of it waits for the other's thread, whose run might go on for an hour."""
+    runner_ = runner.Runner(script=runs.Script(program="x.py"), ranks=2, folder=tmp_path, still_s=1.0, say=print)
+
+    def run(rank: int) -> Any:
+        if rank == 0:
+            raise KeyboardInterrupt
+        while True:  # as a run does until it is over; the test's own deadline ends this
+            runner_._unless_over(lambda _: None)(tmp_path)
+
+    with pytest.raises(KeyboardInterrupt):
+        runner_.side_by_side(run, [0, 1])

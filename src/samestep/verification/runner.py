@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from samestep.launch.fork import needs_fresh_interpreter, source_of
@@ -22,6 +24,8 @@ _RECORDER = "samestep.verification.recording.recorder:Recorder"
 
 _STILL_S = 10.0  # after which it is said that nothing moves, and again after as many seconds more
 _FREE_S = 20.0  # for a port that a run needs, and another program has: a training, or a run beside this one
+
+_AT_ONCE = 2  # runs of the script alone, side by side
 
 Say = Callable[[str], None]
 
@@ -60,6 +64,16 @@ class Runner:
     still_s: float
     say: Say
     nursery: Nursery | None = None
+    _is_over: Event = field(default_factory=Event)
+
+    def side_by_side(self, run: Callable[[int], Run], ranks: Sequence[int]) -> list[Run]:
+        """Returns what `run` gives for each rank, two runs at a time; a signal to this process ends those under way."""
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            try:
+                return list(pool.map(run, ranks))
+            except BaseException:
+                self._is_over.set()  # the pool waits for its threads, and they for runs of any length
+                raise
 
     def recorded(self, name: str, ranks: int, **order: Any) -> Run:
         """Runs the script on so many ranks, recorded; `order` is for :class:`Recorder`."""
@@ -107,10 +121,18 @@ class Runner:
             still_s=self.still_s,
             threads=threads_per_rank(self.ranks),
             nursery=None if nursery is None or nursery.objection() or nursery.has_ended() else nursery,
-            progress=progress,
+            progress=self._unless_over(progress),
             stillness=_Told(name, self.still_s, self.say).look,
         )
         return Run(ended, read(folder / "journals"))
+
+    def _unless_over(self, progress: Callable[[Path], None]) -> Callable[[Path], None]:
+        def look(folder: Path) -> None:
+            if self._is_over.is_set():
+                raise KeyboardInterrupt
+            progress(folder)
+
+        return look
 
 
 class _Told:

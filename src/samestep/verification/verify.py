@@ -8,7 +8,6 @@ import re
 import shutil
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,6 @@ _LEAD = 16  # steps
 _LOOKS = 8  # between which ranks may step on unseen: this process may wait for a core, or for the disk
 _TAIL = 1 << 18  # bytes of a journal in which its last step is looked for first
 AS_MANY = "let every rank come by every collective, as often as the others: samestep.shards gives all as many batches"
-_AT_ONCE = 2  # runs of the script alone, side by side
 
 
 def verify(
@@ -259,12 +257,10 @@ def _compare(runner: Runner, record: Record, report: Report) -> Run:
     alone = functools.partial(runner.alone, record=record)
 
     def of_ranks() -> list[Run]:
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return list(pool.map(lambda rank: alone(f"samples of rank {rank}", ranks=[rank]), everybody))
+        return runner.side_by_side(lambda rank: alone(f"samples of rank {rank}", ranks=[rank]), everybody)
 
     def virtual_ranks() -> list[Run]:
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return list(pool.map(lambda rank: alone(f"as virtual rank {rank}", ranks=[], pretends=rank), everybody))
+        return runner.side_by_side(lambda rank: alone(f"as virtual rank {rank}", ranks=[], pretends=rank), everybody)
 
     def merged(steps: list[Event]) -> Run:
         return alone("whole steps at once", merged=[step["window"] for step in steps])
