@@ -264,6 +264,20 @@ def test_a_check_without_findings_says_that_the_ranks_agree(tmp_path):
     assert "over 20 steps" in same.sentence
 
 
+def test_a_check_of_no_step_proves_nothing(tmp_path):
+    made = Made(tmp_path, steps=0)
+    made.write()
+    made.check(0)
+    same = summary(analysed(opened(tmp_path)), T0).same
+    assert same.verdict == "unchecked"
+    assert same.sentence.startswith("Nothing was checked: ")
+
+
+def test_while_a_run_goes_on_nobody_says_that_nothing_was_checked(tmp_path):
+    made = Made(tmp_path, about={"ended": None, "exit": None}, ended=lambda rank: False)
+    assert told(made).same.sentence.startswith("Not known yet (--check tells at the end): ")
+
+
 # --- what became of it ----------------------------------------------------------------------------------
 
 

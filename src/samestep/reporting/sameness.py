@@ -42,9 +42,10 @@ def sameness(run: Run) -> Sameness:
     if errors:
         codes = listed(list(dict.fromkeys(printable(each.get("code")) for each in errors)))
         return Sameness("different", f"No: --check found {some(len(errors), 'error')} ({codes}).", command)
-    if run.checked is None and not notes:
-        return Sameness("unchecked", f"Nothing was checked: `{command}` says whether N ranks train as one.", command)
     steps = (run.checked or {}).get("steps")
+    if not notes and (run.checked is None or steps == 0):
+        what = "Nothing was checked" if run.is_over else "Not known yet (--check tells at the end)"
+        return Sameness("unchecked", f"{what}: `{command}` says whether N ranks train as one.", command)
     over = f" over {some(steps, 'step')}" if isinstance(steps, int) else ""
     besides = f" but {some(notes, 'declared difference')}" if notes else ""
     return Sameness(
