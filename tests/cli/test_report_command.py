@@ -144,6 +144,7 @@ def test_what_cannot_be_written_is_refused_before_anything_else_is(tmp_path):
     run = Made(tmp_path / "run").write()
     assert "is a directory" in refused(report(run, "-o", tmp_path))
     assert "is named twice" in refused(report(run, "--json", run / "report.html"))
+    assert "cannot be written: File name too long" in refused(report("a" * 300))
     (tmp_path / "file").write_text("")
     assert "cannot be written" in refused(report(run, "-o", tmp_path / "file" / "page.html"))
 

@@ -95,7 +95,11 @@ def _check_paths(*paths: Path | None) -> None:
     check_library()
     named = [path.resolve() for path in paths if path is not None]
     for path in named:
-        if path.is_dir():
+        try:
+            is_folder = path.is_dir()
+        except OSError as error:  # its name is too long, say
+            raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+        if is_folder:
             raise UsageError(f"{path} is a directory: name a file in it")
         if named.count(path) > 1:
             raise UsageError(f"page, trace and data need different files: {path} is named twice")

@@ -189,12 +189,12 @@ def opened(path: Path, reader: type[Reader] = Reader) -> Run:
     Raises:
         UsageError: there is none, or nothing of a run is in it.
     """
-    if not path.exists():
-        raise UsageError(f"there is no run directory {path}: `samestep run` says where a run's logs lie")
-    if not path.is_dir():
-        raise UsageError(f"{path} is a file: name the run directory, such as runs/train-20260101-120000-1a2b")
     run = Run(path, reader=reader)
     try:
+        if not path.exists():
+            raise UsageError(f"there is no run directory {path}: `samestep run` says where a run's logs lie")
+        if not path.is_dir():
+            raise UsageError(f"{path} is a file: name the run directory, such as runs/train-20260101-120000-1a2b")
         run.refresh()
     except OSError as error:
         raise UsageError(f"{error.filename or path} cannot be read: {error.strerror}") from error
