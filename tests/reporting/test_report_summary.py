@@ -293,6 +293,28 @@ def test_a_rank_without_an_end_was_killed(tmp_path):
     assert any("Ranks 1-2 did not come to an end" in sentence for sentence in found.state.sentences)
 
 
+def test_of_a_rank_that_is_to_blame_something_is_known_though_it_left_no_event(tmp_path):
+    failure = {"rank": 1, "host": "node0", "pid": 1, "signal": None, "exception": "Exit", "message": "exit code 3"}
+    made = Made(tmp_path, ranks=2, about={"exit": 3, "failure": failure | {"where": None, "waiting": [0]}})
+    made.write()
+    made.file(1).unlink()
+    sentences = summary(analysed(opened(tmp_path)), T0).state.sentences
+    assert "Rank 1 is to blame: Exit: exit code 3." in sentences
+    assert "Rank 1 has left no event." in sentences
+
+
+def test_a_name_too_long_for_any_file_is_no_run_directory(tmp_path):
+    with pytest.raises(UsageError, match="cannot be read: File name too long"):
+        opened(tmp_path / ("a" * 300))
+
+
+def test_buckets_without_a_size_do_no_harm(tmp_path):
+    made = Made(tmp_path, ranks=1, steps=1, buckets=1)
+    made.write()
+    made.file(0).write_text(made.file(0).read_text().replace("1048576", "null"))
+    assert analysed(opened(tmp_path)).overlap.size == 0
+
+
 def test_a_rank_that_was_killed_is_told_where_it_stood(tmp_path):
     made = Made(tmp_path, ended=lambda rank: rank != 1, about={"exit": 124})
     made.write()

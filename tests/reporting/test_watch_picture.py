@@ -153,6 +153,18 @@ def test_a_rank_of_whose_lines_none_could_be_written_is_not_silent_since_1970(tm
     assert row_of(lines, 0).rstrip().endswith("no step yet")
 
 
+def test_a_rank_that_was_gone_before_it_could_write_has_failed_and_not_never_begun(tmp_path):
+    failure = {"rank": 1, "host": "node0", "pid": 1, "signal": 9, "exception": None, "message": None, "where": None}
+    made = Made(tmp_path, ranks=2, about={"exit": 137, "failure": failure})
+    made.write()
+    made.file(1).unlink()
+    assert row_of(drawn(made), 1).rstrip().endswith(" failed")
+    assert "failed" not in row_of(drawn(made), 0)
+    made.file(0).unlink()
+    assert row_of(drawn(made), 1).rstrip().endswith(" failed")
+    assert row_of(drawn(made), 0).rstrip().endswith(" did not begin")
+
+
 def test_a_run_that_was_preempted_has_not_failed(tmp_path):
     made = Made(tmp_path, about={"exit": 75})
     made.write()

@@ -73,7 +73,7 @@ def overlap(logs: Sequence[RankLog]) -> Overlap | None:
     whole = sum(_length(stretches) for stretches, _ in seen)
     open_to_see = sum(_length(_common(stretches, _waiting(line))) for stretches, line in seen)
     count = max(1, len(seen))
-    size = sum(measured(bucket[1]) for bucket in lines[-1]["buckets"])
+    size = sum(measured(bucket[1] or 0) for bucket in lines[-1]["buckets"])
     return Overlap(len(lines[-1]["buckets"]), int(size), whole / count, (whole - open_to_see) / count)
 
 

@@ -114,7 +114,7 @@ def _ranks(analysis: Analysis, *, over: bool) -> Iterator[str]:
     yield from (_standing(log) for log in analysis.logs[:_MOST_STANDING] if log.end is None and log.at)
     missing = sorted(set(range(min(analysis.size, 1 << 16))) - {log.rank for log in analysis.logs})
     if analysis.logs and missing:
-        yield f"Nothing is known of {_named(missing).lower()}."
+        yield f"{_named(missing)} {'has' if len(missing) == 1 else 'have'} left no event."
     if not analysis.logs:
         yield "No rank has written an event: the script ended before its first step, or did not begin."
     few: dict[int, list[int]] = {}

@@ -107,8 +107,12 @@ class Scene:
         """Returns what is seen of a rank."""
         log, its = self.logs.get(rank), self.paces.get(rank, Pace())
         at = standing.standing(log, its, self.told, self.now, is_over=self.is_over)
-        if at.level == "bad" and standing.blamed(self.run) not in {None, rank}:
+        blamed = standing.blamed(self.run)
+        if at.level == "bad" and blamed not in {None, rank}:
             at = Standing(at.text, "warn")  # a victim
+        is_last = self.is_over and self.attempt == max(self.attempts, default=self.attempt)
+        if blamed == rank and is_last and (log is None or log.end is None):
+            at = Standing("failed", "bad")  # and was gone before it could write so
         host = "" if log is None else words.printable(log.host)
         return Row(rank, host, 0 if log is None else log.step, its, at)
 
