@@ -159,6 +159,14 @@ def test_batches_of_a_loader_of_its_own_are_compared_by_the_numbers_in_them(tmp_
     )
 
 
+def test_work_that_not_all_ranks_tell_of_is_not_called_even(tmp_path):
+    made = Made(tmp_path, ranks=3, work=lambda rank, step: {} if rank == 2 else {"samples": 8, "weight": 8, "epoch": 0})
+    found = analysis_of(made)
+    assert content.ledger_words(found).startswith("Not all ranks say what they had")
+    assert as_json(found, summary(found, T0))["imbalance"] is None
+    assert content.ledger_words(analysis_of(Made(tmp_path / "one", ranks=1, work=made.work))).startswith("One rank had")
+
+
 def test_work_that_the_times_do_not_follow_costs_nothing(tmp_path):
     made = Made(tmp_path, work=lambda rank, step: {"samples": 4 + rank, "weight": 4 + rank, "epoch": 0})
     assert analysis_of(made).ledger.cost == 0

@@ -104,7 +104,7 @@ def _straggler(analysis: Analysis) -> Iterator[Advice]:
 
 def _uneven(analysis: Analysis) -> Iterator[Advice]:
     ledger = analysis.ledger
-    if ledger is None or analysis.is_staged:
+    if ledger is None or ledger.imbalance is None or analysis.is_staged:
         return
     what = {"samples": "samples", "weight": "weight (tokens, say)", "elements": "numbers in batches"}[ledger.unit]
     text = (

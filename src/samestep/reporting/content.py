@@ -182,6 +182,8 @@ def ledger_words(analysis: Analysis) -> str:
     ledger = analysis.ledger
     if ledger is None:
         return "The script does not say what each rank had: samestep.shards does."
+    if ledger.imbalance is None:
+        return "Not all ranks say what they had of the same steps, so it is not compared."
     if len(ledger.shares) < 2:
         return "One rank had all of it."
     if ledger.imbalance < EVEN:

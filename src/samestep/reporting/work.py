@@ -57,14 +57,15 @@ class Ledger:
     Attributes:
         shares: by rank.
         unit: what the imbalance is of.
-        imbalance: by how much the rank that has most of a step has more than the mean, in the mean of the steps.
+        imbalance: by how much the rank that has most of a step has more than the mean, in the mean of the steps; None
+            where not all ranks tell it of the same steps.
         follows: how much of the differences between the ranks' times the work explains, None where nothing differs.
         cost: seconds of a step that an even division would save.
     """
 
     shares: tuple[Share, ...]
     unit: Unit
-    imbalance: float
+    imbalance: float | None
     follows: float | None
     cost: float
 
@@ -84,7 +85,7 @@ def ledger(table: Table, logs: Sequence[RankLog]) -> Ledger | None:
     steady = steady.columns(np.flatnonzero(common.all(axis=0)))
     unit = _unit(lines)
     if len(steady.ranks) < 2 or not len(steady):
-        return Ledger(shares, unit, 0.0, None, 0.0)
+        return Ledger(shares, unit, 0.0 if len(logs) < 2 else None, None, 0.0)
     work = np.array([[measured(lines[rank][step].get(unit, 0)) for step in steady.steps] for rank in steady.ranks])
     return Ledger(shares, unit, *_uneven(work, steady))
 
