@@ -294,6 +294,17 @@ def test_a_run_that_goes_on_says_so(tmp_path):
     assert found.state.word == "running"
 
 
+def test_a_run_whose_lines_stand_for_minutes_is_not_called_dead(tmp_path):
+    """64 steps of 1 s a line: the next is due 64 s after the last."""
+    own = lambda rank, step: {"forward": 1_000_000}  # noqa: E731
+    running = {"ended": None, "exit": None}
+    made = Made(tmp_path, ranks=1, steps=256, stride=64, own=own, about=running, ended=lambda rank: False)
+    found = analysis_of(made)
+    end = T0 + 256 * 1.003
+    assert "It is still running: this is what it has written by now." in summary(found, end + 63).state.sentences
+    assert any("was killed with its launcher" in one for one in summary(found, end + 6 * 65).state.sentences)
+
+
 def test_a_rank_without_an_end_was_killed(tmp_path):
     made = Made(tmp_path, ranks=4, ended=lambda rank: rank not in (1, 2), about={"exit": 137})
     found = told(made)

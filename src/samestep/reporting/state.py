@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 PREEMPTED, HANG = 75, 124  # exit codes
 _MOST_STANDING = 64  # ranks of which it is told what they were at
-_QUIET = 60.0  # seconds without a line, after which a run may be dead
+_QUIET, _LINES = 60.0, 5  # seconds without a line, and lines that would have fitted in: a run may be dead
 
 Word = Literal["running", "ended", "failed"]
 
@@ -70,9 +70,15 @@ def program(about: Event) -> str:
 def _running(analysis: Analysis, now: float) -> str:
     heard = max((last(log) for log in analysis.logs), default=0.0)
     quiet = now - heard
-    if heard and quiet > _QUIET:
+    if heard and quiet > max(_QUIET, _LINES * _line(analysis)):
         return f"It is still running, or was killed with its launcher: the last line is {seconds(quiet)} old."
     return "It is still running: this is what it has written by now."
+
+
+def _line(analysis: Analysis) -> float:
+    """Seconds that a line takes; beyond the 10,000th step it stands for several."""
+    table = analysis.table
+    return analysis.account.usual * int(table.counts[-1]) if len(table) else 0.0
 
 
 def _exit(about: Event) -> str:
