@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 from made_runs import OWN, T0, Made
@@ -163,6 +165,18 @@ def test_a_rank_that_was_gone_before_it_could_write_has_failed_and_not_never_beg
     made.file(0).unlink()
     assert row_of(drawn(made), 1).rstrip().endswith(" failed")
     assert row_of(drawn(made), 0).rstrip().endswith(" did not begin")
+
+
+def test_a_run_that_goes_with_the_directory_one_stands_in_is_still_shown(tmp_path, monkeypatch):
+    made = Made(tmp_path / "run")
+    made.write()
+    monkeypatch.chdir(made.path)
+    made.path = Path()
+    scene = Scene(open_latest(made.path), Choice(), T0)
+    shutil.rmtree(tmp_path / "run")
+    lines = [line.plain for line in picture(scene, [], 80, 24, Marks(colours=False))]
+    assert " step 20 " in line_of(lines, "step 20 ")
+    assert line_of(lines, "standard output").rstrip("─ ").endswith("0/node0/rank0.out")
 
 
 def test_a_run_that_was_preempted_has_not_failed(tmp_path):

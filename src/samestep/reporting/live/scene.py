@@ -155,7 +155,7 @@ class Scene:
         where = f" on {hosts[0] if len(hosts) == 1 else f'{len(hosts)} hosts'}" if hosts else ""
         attempt = f", attempt {self.attempt}" if self.attempts[1:] else ""
         ranks = f"{words.some(len(self.ranks), 'rank')}{where}{attempt}"
-        paths = path_as_said(self.run.path), os.path.abspath(self.run.path).rpartition("/")[2]  # noqa: PTH100
+        paths = path_as_said(self.run.path), _whole(self.run.path).name
         names = ["  ".join(map(words.printable, filter(None, (path, ranks, told)))) for path in paths]
         return names[len(names[0]) > room]
 
@@ -202,9 +202,15 @@ def _has_first_stage(log: RankLog) -> bool:
 
 def path_as_said(path: Path) -> str:
     """Returns a path as short as it can be said from here."""
-    here = Path.cwd()
-    whole = Path(os.path.abspath(path))  # noqa: PTH100  (resolve() would follow links, and name another directory)
+    whole, here = _whole(path), _whole(Path())
     return str(whole.relative_to(here)) if whole.is_relative_to(here) else str(whole)
+
+
+def _whole(path: Path) -> Path:
+    try:
+        return Path(os.path.abspath(path))  # noqa: PTH100  (resolve() would follow links, and name another directory)
+    except FileNotFoundError:  # the directory that this process stands in is gone
+        return path
 
 
 def _number(value: Any) -> str:
