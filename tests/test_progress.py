@@ -100,3 +100,22 @@ def test_nobody_reads_half_of_what_is_being_written(record):
 def test_a_place_whose_name_is_no_utf8_is_noted_all_the_same(record):
     progress.enter("all_reduce", "/runs/\udcff/train.py:12")
     assert progress.read(record).site == r"/runs/\udcff/train.py:12"
+
+
+def test_a_collective_within_the_wait_of_a_backward_pass_is_waited_for_once(record, monkeypatch):
+    """Gradients are there at 10 s; a hook stands in an all-reduce until 14 s, and the pass ends at 15 s."""
+    clock = [0]
+    monkeypatch.setattr(progress.time, "monotonic_ns", lambda: clock[0] * 10**9)
+    progress.note_phase("backward")
+    for now, note in (
+        (3, lambda: progress.enter("all_reduce", "hook.py:1")),
+        (5, progress.leave),
+        (10, progress.note_ready),
+        (11, lambda: progress.enter("all_reduce", "hook.py:1")),
+        (14, progress.leave),
+        (15, progress.note_backward),
+        (16, progress.count_step),
+    ):
+        clock[0] = now
+        note()
+    assert progress.read(record).waited == 2 + 5

@@ -140,9 +140,10 @@ class Record(Taker):
         self._end_writing()
 
     def leave(self) -> None:
-        """Writes down that it has come back from it."""
+        """Writes down that it has come back from it; what a backward pass waits for is counted as its wait."""
         _WORD.pack_into(self._memory, _AT_LEFT, self._entered)
-        self._wait_since(self._called)
+        if self._phase != b"wait":
+            self._wait_since(self._called)
 
     def note_ready(self) -> None:
         """Writes down that the rank has done its own part of a backward pass, and waits for the others."""
