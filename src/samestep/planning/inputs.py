@@ -6,12 +6,15 @@ model(x, mask, labels=y)        x, y: [64, …]  their first 16 samples        m
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from samestep.errors import ModelError
 
 __all__: list[str] = []
 
@@ -65,6 +68,9 @@ class Inputs:
     def first(self, samples: int) -> Inputs:
         """Returns a call on the first samples: of all tensors that have one row each.
 
+        Raises:
+            ModelError: they are in something that cannot be made anew of fewer.
+
         Example:
             >>> call = Inputs.of((torch.zeros(8, 3), torch.zeros(3, 3)), {"scale": 2})
             >>> [list(one.shape) for one in call.first(2).args]
@@ -75,6 +81,8 @@ class Inputs:
             return tensor[:samples] if tensor.dim() and tensor.shape[0] == self.samples else tensor
 
         args, kwargs = _changed((self.args, self.kwargs), cut)
+        if samples_in((args, kwargs)) != samples:
+            raise ModelError("what it is called with cannot be cut into fewer samples")
         return Inputs(args, kwargs, samples, self.autocast)
 
     def by_position(self, model: nn.Module) -> list[Tensor] | str:
@@ -111,4 +119,4 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _plain(value: dict[Any, Any]) -> bool:
     """Whether it is made anew of its items; a class of the user's may be made otherwise."""
-    return type(value) is dict
+    return type(value) in (dict, OrderedDict)
