@@ -8,9 +8,11 @@ import pytest
 from trainings import training
 
 from samestep.errors import UsageError
+from samestep.network.cluster import parse
 from samestep.network.links import Link
 from samestep.planning import advice, told
 from samestep.planning.fabric import Flat
+from samestep.planning.planned import planned
 from samestep.planning.search import Planner, Unfit
 from samestep.planning.step import Step, Way
 
@@ -48,6 +50,22 @@ def test_ranks_that_make_it_slower_are_named() -> None:
     peak = max((one.best for one in points if one.best), key=lambda one: one.rate)
     assert 1 < peak.way.ranks < 64
     assert f"More than {peak.way.ranks} ranks make it slower" in " ".join(told.verdict(planner, points))
+
+
+def test_fewer_ranks_that_are_as_quick_are_what_is_told_in_detail() -> None:
+    cluster = parse("""
+        nodes = { count = 4, devices = 4 }
+        [links]
+        inside = { latency = "2 us", bandwidth = "300 GB/s" }
+        between = { latency = "150 us", bandwidth = "100 Gbit/s" }
+    """)
+    plan = planned(replace(training(cut=False), other_s=0.4), cluster, 16)
+    assert plan.best is not None
+    assert plan.best.way.ranks == 8
+    said = list(plan.lines())
+    assert any(line.startswith("Quickest: 16 replicas, ") for line in said)
+    near = next(line for line in said if line.startswith("Within 1 % of that with fewer ranks: 8 replicas, "))
+    assert said.index(near) < next(number for number, line in enumerate(said) if line.startswith("8 replicas: "))
 
 
 def test_a_quick_network_is_not_spoken_against() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,13 +22,6 @@ from samestep.planning.step import Step
 __all__: list[str] = []
 
 MIB = 1 << 20
-
-
-def _fewest(steps: Sequence[Step | Unfit | None]) -> Step | None:
-    """Of steps in the order of their ranks, the first that is within 1 % of the quickest."""
-    found = [one for one in steps if isinstance(one, Step)]
-    most = max((one.rate for one in found), default=0.0)
-    return next((one for one in found if one.rate >= 0.99 * most), None)
 
 
 @dataclass(frozen=True)
@@ -54,12 +47,12 @@ class Planned:
     @property
     def best(self) -> Step | None:
         """The quickest step of all; of several as quick within 1 %, the one with the fewest ranks."""
-        return _fewest([one.best for one in self.points])
+        return told.fewest([one.best for one in self.points])
 
     @property
     def as_it_is(self) -> Step | None:
         """Likewise, of those that take no other lines in the script: data parallel, or one process."""
-        return _fewest([one.steps.get("alone", one.steps.get("data")) for one in self.points])
+        return told.fewest([one.steps.get("alone", one.steps.get("data")) for one in self.points])
 
     def title(self, best: Step | None = None) -> str:
         """Returns what the plan is of: the quickest step, or this one."""

@@ -59,6 +59,13 @@ def detail(step: Step, planner: Planner) -> list[str]:
     return lines
 
 
+def fewest(steps: Sequence[Step | Unfit | None]) -> Step | None:
+    """Returns of steps in the order of their ranks the first that is within 1 % of the quickest."""
+    found = [one for one in steps if isinstance(one, Step)]
+    most = max((one.rate for one in found), default=0.0)
+    return next((one for one in found if one.rate >= 0.99 * most), None)
+
+
 def speed_up(planner: Planner, step: Step) -> float:
     """Returns samples a second beside one process."""
     return step.rate / planner.alone.rate
@@ -116,6 +123,12 @@ def _quickest(planner: Planner, points: Sequence[Point]) -> Iterator[str]:
         f"Quickest: {best.way}, {seconds_text(best.seconds)} a step of {best.samples} samples, {times:.2f} times one "
         f"process, {100 * efficiency(planner, best):.0f} % of {best.way.ranks} times as much."
     )
+    chosen = fewest(found)
+    if chosen is not None and chosen is not best:
+        yield (
+            f"Within 1 % of that with fewer ranks: {chosen.way}, {seconds_text(chosen.seconds)} a step; "
+            "the details below are of these."
+        )
 
 
 def _wrong(planner: Planner, last: Point) -> Iterator[str]:
