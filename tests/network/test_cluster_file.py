@@ -137,6 +137,21 @@ def test_a_mistake_is_one_line_that_says_what_would_be_right(text, said):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[nodes]\nspeed = 1" + 400 * "0", "one of its numbers is too large to compute with"),
+        ("[nodes]\ncount = 2\n" + BETWEEN + "nics = 1" + 400 * "0", "one of its numbers is too large to compute with"),
+        ("[nodes]\ncount = 1" + 5000 * "0", "its numbers are too long, or its lists too deep"),
+    ],
+    ids=["speed", "nics", "digits"],
+)
+def test_numbers_that_python_cannot_hold_are_said_in_a_line(text, said):
+    with pytest.raises(UsageError) as refused:
+        parse(text)
+    assert str(refused.value) == f"cluster.toml: {said}"
+
+
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(UsageError, match="no such file: `samestep bench links --write"):
         load(tmp_path / "none.toml")

@@ -26,6 +26,8 @@ def test_settings_are_what_was_written(tmp_path: Path) -> None:
         ("processes = 2.5", "processes is 2.5: give a whole number above 0"),
         ("buckets = true", "buckets is True: give a number above 0"),
         ("buckets = inf", "buckets is inf: give a number above 0"),
+        pytest.param("buckets = 1" + 400 * "0", ": give a number above 0", id="large"),
+        pytest.param("buckets = 1" + 5000 * "0", "its numbers are too long", id="long"),
         ("buckets = nan", "buckets is nan: give a number above 0"),
         ("buckets", "is no TOML: "),
     ],

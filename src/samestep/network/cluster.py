@@ -162,10 +162,14 @@ def parse(text: str, source: str = "cluster.toml") -> Cluster:
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{source} is no TOML: {str(error)[:1].lower()}{str(error)[1:]}") from None
+    except (RecursionError, ValueError):  # Python's own limits: of lists in lists, and of digits
+        raise UsageError(f"{source}: its numbers are too long, or its lists too deep") from None
     try:
         return _cluster(given, text)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
+    except OverflowError:
+        raise UsageError(f"{source}: one of its numbers is too large to compute with") from None
 
 
 def _cluster(given: Mapping[str, Any], text: str) -> Cluster:

@@ -10,7 +10,7 @@ Nothing in it changes the training. What would (another batch, compressed gradie
 
 from __future__ import annotations
 
-import math
+import sys
 import tomllib
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -68,9 +68,14 @@ def load(path: Path) -> Settings:
         raise UsageError(f"--settings {path} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"--settings {path} is no TOML: {str(error).lower()}") from None
+    except (RecursionError, ValueError):  # Python's own limits: of lists in lists, and of digits
+        raise UsageError(f"--settings {path}: its numbers are too long, or its lists too deep") from None
     for key, value in given.items():
         _check(path, key, value)
     return Settings(**given)
+
+
+_MOST = sys.float_info.max  # beyond it a whole number is none of a float
 
 
 def _check(path: Path, key: str, value: Any) -> None:
@@ -81,6 +86,6 @@ def _check(path: Path, key: str, value: Any) -> None:
         raise UsageError(f"--settings {path}: {key} is unknown: {hint}")
     whole = key == "processes"
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
+    if not number or not 0 < value < _MOST:
         kind = "whole number" if whole else "number"
         raise UsageError(f"--settings {path}: {key} is {value!r}: give a {kind} above 0")
