@@ -134,6 +134,22 @@ def test_what_an_evaluation_keeps_is_no_activation_of_the_training(measure: Meas
     assert profile.activation_bytes == 4 * 8 * (64 + 128 + 4)
 
 
+def test_a_training_that_ends_with_an_evaluation_is_measured_as_it_trained(measure: Measure) -> None:
+    profile = measure(
+        """
+        import torch
+        from torch import nn
+
+        model = nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.5), nn.Linear(128, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(7):
+            optimizer.zero_grad(); model(torch.randn(8, 64)).square().mean().backward(); optimizer.step()
+        model.eval()
+        """
+    )
+    assert profile.layers[8][1].saved > 0  # the mask, which an evaluation has none of
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [

@@ -67,7 +67,7 @@ def by_itself(
     own, found = bare(model), Alone()
     if not inputs.samples:
         return Alone(uncut=f"{type(own).__name__} is called without a tensor")
-    with _apart(own, training=model.training) as copied:
+    with _apart(own, training=inputs.training) as copied:
         measured, found.uncut = _measured(copied, inputs, say)
         found.sizes = _scaled(measured, inputs.samples, batch, parts)
         kinds = {type(each).__name__ for each in model.modules()}

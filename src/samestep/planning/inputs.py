@@ -49,21 +49,24 @@ class Inputs:
         kwargs: by name, likewise.
         samples: that it was called with.
         autocast: precision that it ran in, by kind of device; None where it ran in its own.
+        training: the model was in training mode, which an evaluation behind the last step changes.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     samples: int
     autocast: tuple[str, torch.dtype] | None
+    training: bool = True
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool = True) -> Inputs:
         """Keeps a call that is about to be made."""
         copied, named = _changed((args, dict(kwargs)), lambda tensor: tensor.detach().clone())
         first = next(tensors_in((args, kwargs)), None)
         kind = "cpu" if first is None else first.device.type
         on = torch.is_autocast_enabled(kind)
-        return cls(copied, named, samples_in((args, kwargs)), (kind, torch.get_autocast_dtype(kind)) if on else None)
+        autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
+        return cls(copied, named, samples_in((args, kwargs)), autocast, training)
 
     def first(self, samples: int) -> Inputs:
         """Returns a call on the first samples: of all tensors that have one row each.
@@ -83,7 +86,7 @@ class Inputs:
         args, kwargs = _changed((self.args, self.kwargs), cut)
         if samples_in((args, kwargs)) != samples:
             raise ModelError("what it is called with cannot be cut into fewer samples")
-        return Inputs(args, kwargs, samples, self.autocast)
+        return Inputs(args, kwargs, samples, self.autocast, self.training)
 
     def by_position(self, model: nn.Module) -> list[Tensor] | str:
         """Returns the tensors that the forward takes, all by position; else why they cannot be given so."""

@@ -265,7 +265,7 @@ class Observing(Observer, Taker, Listener):
         samples = samples_in((args, kwargs))
         self._call = max(self._call, samples)
         if not self.is_timed and (id(root) not in self.calls or self.calls[id(root)].samples < samples):
-            self.calls[id(root)] = Inputs.of(args, kwargs)
+            self.calls[id(root)] = Inputs.of(args, kwargs, training=root.training)
         self._step.turn_to("forward")
 
     # --- taker: what the process is at ------------------------------------------------------------
