@@ -117,6 +117,13 @@ def test_memory_is_the_model_its_gradients_what_the_optimizer_remembers_and_acti
     assert cut.memory == 2 * 1_000_000 * 4 + 2 * 4e6 / 4 * 2  # two micro-batches are held by the first stage
 
 
+def test_a_stage_sums_no_gradients_of_parameters_that_are_not_trained() -> None:
+    whole = training(layers=4)
+    head = replace(whole, gradients=whole.gradients[:1])
+    hybrid = stages.step(head, Flat(SLOW, 64), Way(2, 2, 2, "1f1b"))
+    assert hybrid.buckets == (1_000_000,)  # and not the 2 MB of a stage's parameters
+
+
 def test_parameters_that_are_not_trained_have_no_gradients_in_memory() -> None:
     whole = training(layers=4)
     head = replace(whole, gradients=whole.gradients[:1], optimizer_bytes=2_000_000)

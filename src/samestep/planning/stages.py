@@ -62,7 +62,8 @@ def step(
     ends = problem.best(1).ends
     played = _Played(plan, problem.costs(ends))
     own = _own(layers, ends)
-    tail = _tail(fabric, way, max(own))
+    summed = min(max(own), _gradients(profile))  # frozen parameters have no gradients
+    tail = _tail(fabric, way, summed)
     share = max(own) / max(1.0, sum(own))
     parts = Parts(
         data=profile.data_s * (each * way.micro_batches) / profile.batch,
@@ -85,7 +86,7 @@ def step(
         samples=samples,
         memory=_fullest(problem, ends),
         algorithm=tail[0],
-        buckets=(int(max(own)),) if tail[0] else (),
+        buckets=(int(summed),) if tail[0] else (),
         hidden=0.0 if tail[0] else 1.0,
         ends=ends,
     )
@@ -122,8 +123,13 @@ def _whole(profile: Profile, samples: int) -> float:
 
 def _state(profile: Profile) -> float:
     """Copies of the parameters that are kept: themselves, gradients and what the optimizer remembers."""
-    beside = sum(one.nbytes for one in profile.gradients) + profile.optimizer_bytes
+    beside = _gradients(profile) + profile.optimizer_bytes
     return 1 + (beside / profile.parameter_bytes if profile.parameter_bytes else 1.0)
+
+
+def _gradients(profile: Profile) -> int:
+    """Bytes of all of them: more than that no stage can sum."""
+    return sum(one.nbytes for one in profile.gradients)
 
 
 def _link(wire: Wire) -> Link:
