@@ -58,8 +58,8 @@ class Task:
         return TensorDataset(x, torch.randint(0, self.classes, (self.samples,), generator=generator))
 
     def batch_of(self, world: World) -> tuple[Tensor, Tensor]:
-        """Returns a rank's first batch, on its device."""
-        begin = self.batch * world.rank
+        """Returns a rank's first batch, on its device; where there are too many ranks, several have the same."""
+        begin = self.batch * world.rank % self.samples
         x, y = (tensor.to(world.device) for tensor in self.dataset()[begin : begin + self.batch])
         return x, y
 
