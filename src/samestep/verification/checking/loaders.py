@@ -108,7 +108,11 @@ class Loaders:
             ahead = iterator.__dict__.get("samestep_ahead")
             indices = ahead.popleft() if ahead else None
             if one is not None and indices is not None and not self._is_evaluating and _has_gradients():
-                one.add(indices, value)
+                try:
+                    one.add(indices, value)
+                except Exception:  # noqa: BLE001  (whatever a batch is: the training is not to blame)
+                    self._open = [each for each in self._open if each is not one]
+                    iterator.samestep_pass = None
             return value
 
         return __next__

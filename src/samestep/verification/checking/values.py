@@ -11,7 +11,7 @@ from torch import Tensor
 from samestep.runtime.digest import bytes_of, digest_of_bytes
 from samestep.verification.journal import place_of
 from samestep.verification.recording.optimizers import digests
-from samestep.verification.recording.rows import leaves
+from samestep.verification.recording.rows import rowed
 
 __all__: list[str] = []
 
@@ -53,7 +53,7 @@ def layout_of(told: Digests) -> str:
 
 def rows(value: Any, size: int, places: Sequence[int]) -> list[str] | None:
     """Returns a digest of each of some samples of a batch on the host; None where it cannot be taken apart."""
-    tensors = [one for one in leaves(value) if isinstance(one, Tensor) and one.dim() and one.shape[0] == size]
+    tensors = [one for one in rowed(value) if one.shape[0] == size]
     if not tensors or any(one.device.type != "cpu" for one in tensors):
         return None
     return [_row([tensor[place] for tensor in tensors]) for place in places]

@@ -25,12 +25,12 @@ def leaves(value: Any) -> list[Any]:
 
 def count(value: Any) -> int:
     """Returns how many samples a batch has: the most frequent first dim of its tensors, 0 where it has none."""
-    sizes = [leaf.shape[0] for leaf in _rowed(value)]
+    sizes = [leaf.shape[0] for leaf in rowed(value)]
     return max(sizes, key=sizes.count) if sizes else 0
 
 
-def _rowed(value: Any) -> list[Tensor]:
-    """The tensors of a batch whose rows lie one behind the other: a sparse one, or a nested one, has none."""
+def rowed(value: Any) -> list[Tensor]:
+    """Returns the tensors of a batch whose rows lie one behind the other: a sparse one, or a nested one, has none."""
     tensors = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
     return [one for one in tensors if one.layout == torch.strided and not one.is_nested and one.dim()]
 
@@ -38,7 +38,7 @@ def _rowed(value: Any) -> list[Tensor]:
 def row_digests(value: Any) -> list[str]:
     """Returns 16 hexadecimal digits for every sample of a batch; empty where it cannot be taken apart."""
     size = count(value)
-    tensors = [leaf for leaf in _rowed(value) if leaf.shape[0] == size]
+    tensors = [leaf for leaf in rowed(value) if leaf.shape[0] == size]
     if not size or not tensors:
         return []
     rows = [bytes_of(tensor.cpu()).view(size, -1).numpy() for tensor in tensors]
