@@ -16,6 +16,7 @@ from samestep.errors import UsageError
 from samestep.launch.cores import Cores
 from samestep.pipelines.layers import Layer
 from samestep.planning import here
+from samestep.planning.observing import FEWEST
 from samestep.planning.profile import Gradient, Profile, Size
 from samestep.planning.settings import load
 
@@ -155,6 +156,10 @@ def test_a_batch_that_grows_is_said_to_be_larger(files, capsys) -> None:
         (
             ("--cluster", "{cluster}", "--profile", "{profile}", "--ranks", "0"),
             "'0' is not a number of processes; give 1 or more",
+        ),
+        (
+            ("--steps", str(FEWEST - 1), "train.py"),
+            f"'{FEWEST - 1}' is not a number of steps; give {FEWEST} or more: their median is taken",
         ),
         (("--cluster", "{cluster}", "--profile", "{profile}", "--json", "no/such/plan.json"), "make it first"),
         (("--cluster", "{cluster}", "--profile", "{cluster}"), "no JSON"),

@@ -109,7 +109,7 @@ def _parser() -> Parser:
     add(
         "--steps",
         metavar="K",
-        type=whole("number of steps", 1),
+        type=whole("number of steps", 3, ": their median is taken"),
         default=10,
         help="steps of the script that are timed (default: 10)",
     )
