@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from samestep.verification.recording import rows
 from samestep.verification.reference.joining import UnjoinableError, joined, permuted
 
 
@@ -61,3 +62,51 @@ def test_arrays_are_joined_as_tensors_are() -> None:
     assert y.tolist() == [0, 0, 1]
     x, y = permuted((x, y), torch.tensor([2, 0, 1]))
     assert (x.tolist(), y.tolist()) == ([[1, 1], [0, 1], [2, 3]], [1, 0, 0])
+
+
+# --- batches that nobody has stacked: torchvision's detection scripts collate by tuple(zip(*batch)) ---
+
+
+def boxes(*names: int) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """A batch of pictures with 3 channels, and as many boxes as the name says."""
+    return (
+        tuple(torch.full((3, 2, 2), float(name)) for name in names),
+        tuple({"boxes": torch.full((name, 4), float(name))} for name in names),
+    )
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 4), (4, 1)])
+def test_pictures_in_a_list_are_put_behind_one_another(sizes: tuple[int, int]) -> None:
+    names = list(range(1, sum(sizes) + 1))
+    mine, theirs = names[: sizes[0]], names[sizes[0] :]
+    images, targets = joined([boxes(*mine), boxes(*theirs)], sizes)
+    assert [int(image[0, 0, 0]) for image in images] == names
+    assert [len(target["boxes"]) for target in targets] == names
+    order = torch.tensor(names).flip(0) - 1
+    images, targets = permuted((images, targets), order)
+    assert [len(target["boxes"]) for target in targets] == names[::-1]
+    assert [int(image[0, 0, 0]) for image in images] == names[::-1]
+
+
+def test_what_may_be_either_is_not_guessed() -> None:
+    """Three pictures of three channels, or three tensors of three rows, beside two pictures."""
+    with pytest.raises(UnjoinableError, match="nobody can say whether they have one item a sample"):
+        joined([list(boxes(1, 2, 3)[0]), [*boxes(1, 2)[0], torch.ones(2, 2, 2)]], (3, 3))
+
+
+def test_two_samples_of_inputs_and_targets_are_no_pictures() -> None:
+    x, y = joined([(torch.ones(2, 5), torch.zeros(2))] * 2, (2, 2))
+    assert x.shape == (4, 5)
+    assert y.shape == (4,)
+    sequences, labels = joined([(torch.ones(7, 2, 5), torch.zeros(2, dtype=torch.int64))] * 2, (2, 2))
+    assert labels.shape == (4,)
+    assert sequences.shape == (14, 2, 5)
+
+
+def test_samples_of_a_list_are_counted_and_told_apart() -> None:
+    batch = boxes(1, 2, 1, 4)
+    assert rows.count(batch, 4) == 4
+    first, second, third, _ = rows.row_digests(batch, 4)
+    assert first == third != second
+    assert rows.count((torch.ones(4, 3), torch.ones(4)), 4) == 4
+    assert rows.row_digests((torch.ones(4, 3), torch.ones(4)), 4) == rows.row_digests((torch.ones(4, 3), torch.ones(4)))

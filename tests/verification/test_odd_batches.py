@@ -47,6 +47,37 @@ def test_a_script_whose_batches_hold_arrays_functions_and_sparse_tensors_is_the_
     assert report.coverage["gradients"] == "agrees as declared"  # of BatchNorm, by the samples of each rank
 
 
+DETECTION = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+class Boxes(Dataset):
+    pictures, boxes = torch.randn(64, 3, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(256.0) / 256
+    def __len__(self): return 64
+    def __getitem__(self, index): return self.pictures[index], {"boxes": self.boxes[4 * index : 4 * index + 4]}
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+loader = DataLoader(Boxes(), 4, sampler=DistributedSampler(Boxes()), collate_fn=lambda batch: tuple(zip(*batch)))
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Flatten(), nn.Linear(48, 4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for pictures, targets in loader:
+    optimizer.zero_grad()
+    boxes = torch.stack([target["boxes"] for target in targets])
+    (model(torch.stack(pictures)) - boxes).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_whose_pictures_nobody_has_stacked_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "detection.py").write_text(DETECTION)
+    report = samestep.verify(tmp_path / "detection.py")
+    report.require_same()
+    assert report.coverage["gradients"] == "agrees"
+
+
 def test_rows_are_told_apart_by_what_has_rows() -> None:
     x = torch.arange(6.0).view(3, 2)
     assert rows.row_digests((x, torch.eye(3).to_sparse())) == rows.row_digests((x,))

@@ -116,6 +116,7 @@ class Recorder(Witness):
         self._is_over = False
         evaluating = self.evaluations.lasts  # gradients may be off only around the model
         self.open_window(evaluating=evaluating, ends=not evaluating and self._ends_pass(batch))
+        asked = len(batch.indices or ())
         room, number = not self.journal.is_full, self._keep_batch(batch.value) if training else None
         self.journal.write(
             "batch",
@@ -123,8 +124,8 @@ class Recorder(Witness):
             number=batch.epoch.number,
             index=batch.index,
             indices=batch.indices,
-            rows=rows.row_digests(batch.value),
-            size=rows.count(batch.value) or len(batch.indices or ()),
+            rows=rows.row_digests(batch.value, asked),
+            size=rows.count(batch.value, asked) or asked,
             kept=number,
             room=room,
             training=training,

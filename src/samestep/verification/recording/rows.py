@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,10 +23,40 @@ def leaves(value: Any) -> list[Any]:
     return [value]
 
 
-def count(value: Any) -> int:
-    """Returns how many samples a batch has: the most frequent first dim of its tensors, 0 where it has none."""
+def is_unstacked(value: Any, samples: int) -> bool:
+    """Whether a list has one item a sample, which nobody has stacked: pictures of any size, dictionaries of boxes.
+
+    >>> is_unstacked((torch.ones(3, 8, 8), torch.ones(3, 8, 8)), 2), is_unstacked([torch.ones(2, 5), torch.ones(2)], 2)
+    (True, False)
+    """
+    if not isinstance(value, list | tuple) or hasattr(value, "_fields") or not 0 < len(value) == samples:
+        return False
+    if any(isinstance(item, list | tuple) and len(item) == samples for item in value):
+        return False  # a list of such lists, as two pictures and their two labels are
+    if len({(type(item), getattr(item, "dtype", None), getattr(item, "ndim", None)) for item in value}) > 1:
+        return False  # inputs and targets
+    return any(tensor.shape[0] != samples for tensor in rowed(value))
+
+
+def count(value: Any, samples: int = 0) -> int:
+    """Returns how many samples a batch has: the most frequent first dim of its tensors, 0 where it has none.
+
+    Args:
+        value: the batch.
+        samples: as many as were asked for; 0 where nobody knows. A batch that nobody has stacked has so many.
+    """
+    if _holds_unstacked(value, samples):
+        return samples
     sizes = [leaf.shape[0] for leaf in rowed(value)]
     return max(sizes, key=sizes.count) if sizes else 0
+
+
+def _holds_unstacked(value: Any, samples: int) -> bool:
+    if is_unstacked(value, samples):
+        return True
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, list | tuple) and any(_holds_unstacked(one, samples) for one in value)
 
 
 def rowed(value: Any) -> list[Tensor]:
@@ -35,8 +65,10 @@ def rowed(value: Any) -> list[Tensor]:
     return [one for one in tensors if one.layout == torch.strided and not one.is_nested and one.dim()]
 
 
-def row_digests(value: Any) -> list[str]:
+def row_digests(value: Any, samples: int = 0) -> list[str]:
     """Returns 16 hexadecimal digits for every sample of a batch; empty where it cannot be taken apart."""
+    if _holds_unstacked(value, samples):
+        return [_digest(_of(value, samples, index)) for index in range(samples)]
     size = count(value)
     tensors = [leaf for leaf in rowed(value) if leaf.shape[0] == size]
     if not size or not tensors:
@@ -49,6 +81,24 @@ def row_digests(value: Any) -> list[str]:
             digest.update(row[index].data)
         told.append(digest.hexdigest())
     return told
+
+
+def _of(value: Any, samples: int, index: int) -> Iterator[Tensor]:
+    """Yields what a batch that nobody has stacked has of one sample."""
+    if is_unstacked(value, samples):
+        yield from rowed(value[index])
+    elif isinstance(value, Tensor):
+        yield from (one[index] for one in rowed(value) if one.shape[0] == samples)
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _of(one, samples, index)
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        digest.update(bytes_of(tensor.cpu()).numpy().data)
+    return digest.hexdigest()
 
 
 def held(value: Any) -> Any:

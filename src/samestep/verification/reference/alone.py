@@ -166,7 +166,7 @@ class Alone(Witness):
 
         sizes = [event["size"] for _, event in events]
         try:
-            value = joined(self._values(events))
+            value = joined(self._values(events), sizes)
         except UnjoinableError as error:
             value = self._collated([event["indices"] for _, event in events], loader, error)
         return permuted(value, self._order(sizes)) if self._permuted and any(sizes) else value

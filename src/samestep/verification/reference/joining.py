@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samestep.verification.recording.rows import is_unstacked
+
 __all__: list[str] = []
 
 
@@ -19,8 +21,12 @@ class UnjoinableError(Exception):
     """The batches of several ranks make no batch."""
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def joined(parts: Sequence[Any], sizes: Sequence[int] = ()) -> Any:
     """Returns one batch for several; a single one stays as it is.
+
+    Args:
+        parts: the batches.
+        sizes: samples of each, where they are known.
 
     Raises:
         UnjoinableError: they differ in form, or nobody knows what joining would mean.
@@ -39,11 +45,11 @@ def joined(parts: Sequence[Any]) -> Any:
     if isinstance(first, Mapping):
         if any(part.keys() != first.keys() for part in parts):
             raise UnjoinableError("dictionaries with different keys")
-        return {key: joined([part[key] for part in parts]) for key in first}
+        return {key: joined([part[key] for part in parts], sizes) for key in first}
     if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(joined(group) for group in zip(*parts, strict=True)))
+        return type(first)(*(joined(group, sizes) for group in zip(*parts, strict=True)))
     if isinstance(first, list | tuple):
-        return _joined_lists(parts)
+        return _joined_lists(parts, sizes)
     if _are_equal(parts):
         return first
     raise UnjoinableError(f"a {type(first).__name__} that differs from rank to rank")
@@ -64,14 +70,17 @@ def _joined_tensors(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts))
 
 
-def _joined_lists(parts: Sequence[Any]) -> Any:
-    """Lists of texts or numbers, one a sample, are put behind one another; lists of tensors are joined one by one."""
+def _joined_lists(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Lists of texts, numbers or pictures, one a sample, are put behind one another; others are joined one by one."""
     first = parts[0]
-    if first and not isinstance(first[0], _JOINED):
+    unstacked = sizes and [is_unstacked(part, size) for part, size in zip(parts, sizes, strict=True)]
+    if (first and not isinstance(first[0], _JOINED)) or (unstacked and all(unstacked)):
         return type(first)(item for part in parts for item in part)
     if any(len(part) != len(first) for part in parts):
         raise UnjoinableError("lists of different lengths")
-    return type(first)(joined(group) for group in zip(*parts, strict=True))
+    if unstacked and any(unstacked):
+        raise UnjoinableError("lists of which nobody can say whether they have one item a sample")
+    return type(first)(joined(group, sizes) for group in zip(*parts, strict=True))
 
 
 def permuted(value: Any, order: Tensor) -> Any:
@@ -85,7 +94,8 @@ def permuted(value: Any, order: Tensor) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(permuted(one, order) for one in value))
     if isinstance(value, list | tuple):
-        if len(value) == len(order) and value and not isinstance(value[0], _JOINED):
+        is_of_others = len(value) == len(order) and value and not isinstance(value[0], _JOINED)
+        if is_of_others or is_unstacked(value, len(order)):
             return type(value)(value[int(index)] for index in order)
         return type(value)(permuted(one, order) for one in value)
     return value
