@@ -88,10 +88,15 @@ def test_pictures_in_a_list_are_put_behind_one_another(sizes: tuple[int, int]) -
     assert [int(image[0, 0, 0]) for image in images] == names[::-1]
 
 
-def test_what_may_be_either_is_not_guessed() -> None:
-    """Three pictures of three channels, or three tensors of three rows, beside two pictures."""
-    with pytest.raises(UnjoinableError, match="nobody can say whether they have one item a sample"):
-        joined([list(boxes(1, 2, 3)[0]), [*boxes(1, 2)[0], torch.ones(2, 2, 2)]], (3, 3))
+def test_a_list_beside_unstacked_ones_has_one_item_a_sample_too() -> None:
+    """Four targets of four numbers look as if they were stacked."""
+    mine = list(boxes(1, 2, 3, 4)[0]), [torch.full((4,), float(name)) for name in (1, 2, 3, 4)]
+    theirs = list(boxes(5, 6, 7)[0]), [torch.full((4,), float(name)) for name in (5, 6, 7)]
+    _, targets = joined([mine, theirs], (4, 3))
+    assert [target.tolist() for target in targets] == [[float(name)] * 4 for name in range(1, 8)]
+    assert [int(one[0]) for one in permuted(joined([mine, theirs], (4, 3)), torch.arange(6, -1, -1))[1]] == [
+        *range(7, 0, -1)
+    ]
 
 
 def test_two_samples_of_inputs_and_targets_are_no_pictures() -> None:

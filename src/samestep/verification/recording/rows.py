@@ -23,19 +23,26 @@ def leaves(value: Any) -> list[Any]:
     return [value]
 
 
-def is_unstacked(value: Any, samples: int) -> bool:
-    """Whether a list has one item a sample, which nobody has stacked: pictures of any size, dictionaries of boxes.
-
-    >>> is_unstacked((torch.ones(3, 8, 8), torch.ones(3, 8, 8)), 2), is_unstacked([torch.ones(2, 5), torch.ones(2)], 2)
-    (True, False)
-    """
+def has_items(value: Any, samples: int) -> bool:
+    """Whether a list may have one item a sample, and is no list of such lists, as pictures and their labels are."""
     if not isinstance(value, list | tuple) or hasattr(value, "_fields") or not 0 < len(value) == samples:
         return False
-    if any(isinstance(item, list | tuple) and len(item) == samples for item in value):
-        return False  # a list of such lists, as two pictures and their two labels are
-    if len({(type(item), getattr(item, "dtype", None), getattr(item, "ndim", None)) for item in value}) > 1:
-        return False  # inputs and targets
-    return any(tensor.shape[0] != samples for tensor in rowed(value))
+    return not any(isinstance(item, list | tuple) and len(item) == samples for item in value)
+
+
+def is_unstacked(value: Any, samples: int) -> bool:
+    """Whether a batch has a list with one item a sample: pictures of any size, dictionaries of boxes.
+
+    >>> pictures, boxes = [torch.ones(3, 8, 8)] * 2, [{"boxes": torch.ones(5, 4)}] * 2
+    >>> is_unstacked((pictures, boxes), 2), is_unstacked((torch.ones(2, 3, 8, 8), torch.ones(2)), 2)
+    (True, False)
+    """
+    if has_items(value, samples):
+        kinds = {(type(item), getattr(item, "dtype", None), getattr(item, "ndim", None)) for item in value}
+        return len(kinds) == 1 and any(tensor.shape[0] != samples for tensor in rowed(value))  # not x, and y
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, list | tuple) and any(is_unstacked(one, samples) for one in value)
 
 
 def count(value: Any, samples: int = 0) -> int:
@@ -45,18 +52,10 @@ def count(value: Any, samples: int = 0) -> int:
         value: the batch.
         samples: as many as were asked for; 0 where nobody knows. A batch that nobody has stacked has so many.
     """
-    if _holds_unstacked(value, samples):
+    if is_unstacked(value, samples):
         return samples
     sizes = [leaf.shape[0] for leaf in rowed(value)]
     return max(sizes, key=sizes.count) if sizes else 0
-
-
-def _holds_unstacked(value: Any, samples: int) -> bool:
-    if is_unstacked(value, samples):
-        return True
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return isinstance(value, list | tuple) and any(_holds_unstacked(one, samples) for one in value)
 
 
 def rowed(value: Any) -> list[Tensor]:
@@ -67,7 +66,7 @@ def rowed(value: Any) -> list[Tensor]:
 
 def row_digests(value: Any, samples: int = 0) -> list[str]:
     """Returns 16 hexadecimal digits for every sample of a batch; empty where it cannot be taken apart."""
-    if _holds_unstacked(value, samples):
+    if is_unstacked(value, samples):
         return [_digest(_of(value, samples, index)) for index in range(samples)]
     size = count(value)
     tensors = [leaf for leaf in rowed(value) if leaf.shape[0] == size]
@@ -85,7 +84,7 @@ def row_digests(value: Any, samples: int = 0) -> list[str]:
 
 def _of(value: Any, samples: int, index: int) -> Iterator[Tensor]:
     """Yields what a batch that nobody has stacked has of one sample."""
-    if is_unstacked(value, samples):
+    if has_items(value, samples):
         yield from rowed(value[index])
     elif isinstance(value, Tensor):
         yield from (one[index] for one in rowed(value) if one.shape[0] == samples)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.verification.recording.rows import is_unstacked
+from samestep.verification.recording.rows import has_items, is_unstacked
 
 __all__: list[str] = []
 
@@ -26,11 +26,16 @@ def joined(parts: Sequence[Any], sizes: Sequence[int] = ()) -> Any:
 
     Args:
         parts: the batches.
-        sizes: samples of each, where they are known.
+        sizes: samples of each; lists with one item a sample are then told from lists of stacked tensors.
 
     Raises:
         UnjoinableError: they differ in form, or nobody knows what joining would mean.
     """
+    unstacked = any(is_unstacked(part, size) for part, size in zip(parts, sizes, strict=False))
+    return _joined(parts, sizes if unstacked else ())
+
+
+def _joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -45,9 +50,9 @@ def joined(parts: Sequence[Any], sizes: Sequence[int] = ()) -> Any:
     if isinstance(first, Mapping):
         if any(part.keys() != first.keys() for part in parts):
             raise UnjoinableError("dictionaries with different keys")
-        return {key: joined([part[key] for part in parts], sizes) for key in first}
+        return {key: _joined([part[key] for part in parts], sizes) for key in first}
     if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(joined(group, sizes) for group in zip(*parts, strict=True)))
+        return type(first)(*(_joined(group, sizes) for group in zip(*parts, strict=True)))
     if isinstance(first, list | tuple):
         return _joined_lists(parts, sizes)
     if _are_equal(parts):
@@ -73,29 +78,31 @@ def _joined_tensors(parts: Sequence[Tensor]) -> Tensor:
 def _joined_lists(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Lists of texts, numbers or pictures, one a sample, are put behind one another; others are joined one by one."""
     first = parts[0]
-    unstacked = sizes and [is_unstacked(part, size) for part, size in zip(parts, sizes, strict=True)]
-    if (first and not isinstance(first[0], _JOINED)) or (unstacked and all(unstacked)):
+    one_each = sizes and all(has_items(part, size) for part, size in zip(parts, sizes, strict=True))
+    if one_each or (first and not isinstance(first[0], _JOINED)):
         return type(first)(item for part in parts for item in part)
     if any(len(part) != len(first) for part in parts):
         raise UnjoinableError("lists of different lengths")
-    if unstacked and any(unstacked):
-        raise UnjoinableError("lists of which nobody can say whether they have one item a sample")
-    return type(first)(joined(group, sizes) for group in zip(*parts, strict=True))
+    return type(first)(_joined(group, sizes) for group in zip(*parts, strict=True))
 
 
 def permuted(value: Any, order: Tensor) -> Any:
     """Returns a batch with its samples in another order; what has no sample in dim 0 stays."""
+    return _permuted(value, order, unstacked=is_unstacked(value, len(order)))
+
+
+def _permuted(value: Any, order: Tensor, *, unstacked: bool) -> Any:
     if isinstance(value, Tensor):
         return value[order] if value.dim() and value.shape[0] == len(order) else value
     if isinstance(value, np.ndarray):
         return value[order.numpy()] if value.ndim and value.shape[0] == len(order) else value
     if isinstance(value, Mapping):
-        return {key: permuted(one, order) for key, one in value.items()}
+        return {key: _permuted(one, order, unstacked=unstacked) for key, one in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(permuted(one, order) for one in value))
+        return type(value)(*(_permuted(one, order, unstacked=unstacked) for one in value))
     if isinstance(value, list | tuple):
         is_of_others = len(value) == len(order) and value and not isinstance(value[0], _JOINED)
-        if is_of_others or is_unstacked(value, len(order)):
+        if is_of_others or (unstacked and has_items(value, len(order))):
             return type(value)(value[int(index)] for index in order)
-        return type(value)(permuted(one, order) for one in value)
+        return type(value)(_permuted(one, order, unstacked=unstacked) for one in value)
     return value
