@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 from samestep.launch.noting import site
@@ -136,7 +136,7 @@ class Recorder(Witness):
         """None too where a batch holds what cannot be saved: a function, a lock, a file."""
         from samestep.verification.recording import rows
 
-        with contextlib.suppress(AttributeError, TypeError, pickle.PicklingError):
+        with contextlib.suppress(AttributeError, TypeError, PicklingError):
             return self.journal.keep(lambda path: save_unseen(rows.held(value), path))
         return None
 
