@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,9 +151,8 @@ class Messages:
     def end(self) -> None:
         """Waits until all that was sent has gone."""
         for other, shelf in self._shelves.items():
-            if not shelf.is_seen:
-                with _waiting(f"send to rank {self._axis.ranks[other]}"):
-                    shelf.end()
+            with nullcontext() if shelf.is_seen else _waiting(f"send to rank {self._axis.ranks[other]}"):
+                shelf.end()
         for work, _ in self._going:
             work.wait()
         self._going.clear()

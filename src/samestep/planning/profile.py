@@ -135,6 +135,11 @@ class Profile:
         """What a step takes."""
         return self.data_s + self.forward_s + self.backward_s + self.optimizer_s + self.other_s
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Of all gradients; frozen parameters have none."""
+        return sum(one.nbytes for one in self.gradients)
+
     def save(self, path: str | Path) -> None:
         """Writes the profile, whole or not at all."""
         write_whole(Path(path), [json.dumps({"v": VERSION, **asdict(self)}, indent=1), "\n"])

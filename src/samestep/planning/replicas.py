@@ -109,15 +109,14 @@ def exposed(profile: Profile, fabric: Fabric, way: Way, backward_s: float) -> Ex
 
 def one_cap(profile: Profile, fabric: Fabric, way: Way, backward_s: float, algorithm: str) -> int:
     """Returns the one size for all buckets, in bytes, that is best with an all-reduce: what `replicate` can be told."""
-    sums = fabric.sums(way.replicas, way.stages, sum(one.nbytes for one in profile.gradients))
+    sums = fabric.sums(way.replicas, way.stages, profile.gradient_bytes)
     link = next(one.link for one in sums if one.name == algorithm)
     return best_cap(replace(_backward(profile, backward_s), link=link))
 
 
 def memory(profile: Profile, samples: float) -> float:
     """Returns the bytes of a device: the model, its gradients, what the optimizer remembers, and activations."""
-    gradients = sum(one.nbytes for one in profile.gradients)  # frozen parameters have none
-    held = profile.parameter_bytes + gradients + profile.buffer_bytes + profile.optimizer_bytes
+    held = profile.parameter_bytes + profile.gradient_bytes + profile.buffer_bytes + profile.optimizer_bytes
     return held + profile.activation_bytes * samples / profile.batch
 
 

@@ -62,7 +62,7 @@ def step(
     ends = problem.best(1).ends
     played = _Played(plan, problem.costs(ends))
     own = _own(layers, ends)
-    summed = min(max(own), _gradients(profile))  # frozen parameters have no gradients
+    summed = min(max(own), profile.gradient_bytes)  # frozen parameters have none: no stage can sum more
     tail = _tail(fabric, way, summed)
     share = max(own) / max(1.0, sum(own))
     parts = Parts(
@@ -123,13 +123,8 @@ def _whole(profile: Profile, samples: int) -> float:
 
 def _state(profile: Profile) -> float:
     """Copies of the parameters that are kept: themselves, gradients and what the optimizer remembers."""
-    beside = _gradients(profile) + profile.optimizer_bytes
+    beside = profile.gradient_bytes + profile.optimizer_bytes
     return 1 + (beside / profile.parameter_bytes if profile.parameter_bytes else 1.0)
-
-
-def _gradients(profile: Profile) -> int:
-    """Bytes of all of them: more than that no stage can sum."""
-    return sum(one.nbytes for one in profile.gradients)
 
 
 def _link(wire: Wire) -> Link:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
-from samestep.launch.verdict import spans
+from samestep.launch.verdict import PREEMPTED, spans
 from samestep.reporting.account import last
 from samestep.reporting.analysis import Analysis
 from samestep.reporting.record import Event, RankLog
@@ -16,7 +16,7 @@ from samestep.reporting.words import listed, printable, seconds, some
 
 __all__: list[str] = []
 
-PREEMPTED, HANG = 75, 124  # exit codes
+HANG = 124  # an exit code
 _MOST_STANDING = 64  # ranks of which it is told what they were at
 _QUIET, _LINES = 60.0, 5  # seconds without a line, and lines that would have fitted in: a run may be dead
 

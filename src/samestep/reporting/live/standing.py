@@ -12,6 +12,7 @@ from typing import Any, Literal
 from samestep import progress
 from samestep.events import LOST_PEERS
 from samestep.launch.status import spoken
+from samestep.launch.verdict import PREEMPTED
 from samestep.paths import rank_file
 from samestep.reporting import words
 from samestep.reporting.live.pace import Pace, measured, pace
@@ -41,7 +42,7 @@ class Standing:
         return self.level in {"warn", "bad"}
 
 
-ENDED = {0: Standing("finished", "good"), 75: Standing("preempted, and saved", "warn")}  # by exit code
+ENDED = {0: Standing("finished", "good"), PREEMPTED: Standing("preempted, and saved", "warn")}  # by exit code
 
 
 @dataclass(frozen=True)
