@@ -165,11 +165,11 @@ def test_who_gave_up_a_step_does_not_leave_the_other_waiting():
         end.begin(3, 3)
     mine.lay([torch.tensor(1)])
     taken(theirs, torch.tensor(0))
-    mine.begin(3, 3)
-    mine.lay([torch.tensor(2)])
+    mine.begin(3, 3)  # before it lays anything down: it may wait for the other one first
     with pytest.raises(StepError, match="rank 4 gave up a step of the pipeline, and began another"):
         theirs.take()
     theirs.begin(3, 3)  # and so may this one
+    mine.lay([torch.tensor(2)])
     assert int(taken(theirs, torch.tensor(0))[0]) == 2
 
 
@@ -210,6 +210,38 @@ def found():
 def test_ranks_share_memory_with_those_before_and_behind_them(two_ranks, four_ranks):
     assert two_ranks(found) == [({1: 1}, {}), ({0: 0}, {})]
     assert [told for told, _ in four_ranks(found)] == [{1: 1, 3: 3}, {0: 0, 2: 2}, {1: 1, 3: 3}, {0: 0, 2: 2}]
+
+
+class Fails(nn.Linear):
+    """A layer that fails at its sixth call."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 6:
+            raise ValueError("a bad sample")
+        return super().forward(x)
+
+
+def skipping():
+    """What each rank is told where rank 0 leaves out a step that fails."""
+    with samestep.world(pipeline=2, timeout=20) as world:
+        stage = Pipeline(nn.Sequential(Fails(8, 8), nn.Linear(8, 8)), world, nn.functional.mse_loss, ends=[1, 2])
+        for _ in range(4):
+            try:
+                stage.step((torch.ones(8, 8), torch.zeros(8, 8)))
+            except ValueError:
+                assert world.is_first
+            except (StepError, PeerError) as error:
+                return str(error)
+        return "all steps were taken"
+
+
+def test_a_rank_that_skips_a_step_is_named_by_the_one_that_waits(two_ranks):
+    skipped, waited = two_ranks(skipping)
+    assert "rank 1" in skipped
+    assert waited.startswith("rank 0 gave up a step of the pipeline, and began another, before it had sent what")
 
 
 def trained(blind):

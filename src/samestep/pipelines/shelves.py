@@ -85,7 +85,9 @@ class Shelf:
             laid: messages that this rank will lay down.
             taken: that it will take.
         """
-        self._laid = self._laid_at_end
+        if self._laid != self._laid_at_end:
+            self._laid = self._laid_at_end
+            self._board.post(READY, self._laid)  # who still waits for what was never laid down finds it missing
         if self._taken != self._taken_at_end:
             self._taken = self._taken_at_end
             self._board.post(DONE, self._taken)
