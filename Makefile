@@ -10,12 +10,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo compiled test prove zoo check format bench docs readme clean
+.PHONY: help demo compiled test test-times prove zoo check format bench docs readme clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train the digits recipe on 2 processes, then show the equality with 1"
 	@echo "make test    every test (an hour on 2 cores)"
+	@echo "make test-times  the same, with the time of each test"
 	@echo "make prove   the long sweeps as well"
 	@echo "make zoo     samestep verify on every script of zoo/, and its score"
 	@echo "make check   formatting, lint and types"
@@ -51,6 +52,10 @@ compiled: $(VENV)/tested
 test: compiled
 	@scripts/install-test-tools
 	@$(BIN)/python -m pytest -q -m "not prove" -n $(TESTERS) --dist loadscope
+
+test-times: compiled
+	@scripts/install-test-tools
+	@$(BIN)/python scripts/test_times.py -m "not prove" -n $(TESTERS) --dist loadscope
 
 prove: compiled
 	@scripts/install-test-tools

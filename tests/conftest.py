@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import subprocess
 import sys
 
 import pytest
 
 import deadline
+import forkserver
 from samestep import progress
 from samestep.testing import ranks
 
@@ -31,6 +33,29 @@ def three_ranks():
 def four_ranks():
     with ranks(4) as run:
         yield run
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    """Forks what tests start; see forkserver.py."""
+    server = forkserver.ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _start_by_forks(request):
+    """Lets the fork server start what tests and fixtures start by `subprocess`; it starts at the first use."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", forkserver.Popen)
+        patch.setattr(forkserver.Popen, "server", lambda: request.getfixturevalue("fork_server"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _start_fresh_interpreters(request, monkeypatch):
+    if request.node.get_closest_marker("fresh_interpreter") is not None:
+        monkeypatch.setattr(forkserver.Popen, "server", None)
 
 
 @pytest.fixture

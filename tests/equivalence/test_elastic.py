@@ -24,7 +24,6 @@ import pytest
 import torch
 
 import samestep
-from herd import Herd
 from samestep.data.audit import audit
 from samestep.data.ledger import START, linked
 from samestep.data.order import Order
@@ -188,18 +187,11 @@ SOME = {1, 6, 11}  # 1 to 2, 2 to 3, 3 to 4
 
 
 @pytest.fixture(scope="module")
-def herd():
-    started = Herd(elastic_training.__file__)
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(herd, tmp_path_factory):
+def uninterrupted(fork_server, tmp_path_factory):
     """The notes of one rank that nobody has killed."""
     folder = tmp_path_factory.mktemp("whole")
-    team = herd.start("elastic_training:train", 1, folder, str(folder), 0, 0, None, 1000, None)
-    assert team.end() == [0], team.said()
+    running = fork_server.ranks(f"{elastic_training.__file__}:train", 1, folder, str(folder), 0, 0, None, 1000, None)
+    assert running.end() == [0], running.output()
     (notes,) = read_notes(folder, 0, 1)
     return notes
 
@@ -241,17 +233,17 @@ def real_schedule(number):
     return [*lives[:-1], (*lives[-1][:-1], None)]
 
 
-def check_real(herd, folder, number, uninterrupted):
+def check_real(fork_server, folder, number, uninterrupted):
     """Lives a schedule with real processes, and compares all that it has noted; returns the largest gap of a loss."""
     expected = [indices.tolist() for _, indices in Case(41, 8, 3, 3).expected()]
     whole, taken, gaps = losses(uninterrupted), [], [0.0]
     for life, (ranks, *options) in enumerate(real_schedule(number)):
-        team = herd.start("elastic_training:train", ranks, folder, str(folder), life, *options)
-        team.wait_for()
+        running = fork_server.ranks(f"{elastic_training.__file__}:train", ranks, folder, str(folder), life, *options)
+        running.wait_for()
         if options[-1] is not None:
-            team.kill()
-        codes = team.end(60)
-        assert codes[options[-1][0] if options[-1] else 0] == (-9 if options[-1] else 0), team.said()
+            running.kill()
+        codes = running.end(60)
+        assert codes[options[-1][0] if options[-1] else 0] == (-9 if options[-1] else 0), running.output()
         noted = read_notes(folder, life, ranks)
         resumed = {notes[0]["resumed"] for notes in noted}
         assert len(resumed) == 1
@@ -277,6 +269,8 @@ def check_real(herd, folder, number, uninterrupted):
     [pytest.param(n, marks=[] if n in SOME else pytest.mark.prove) for n in range(len(REAL))],
     ids=lambda number: "{} to {}".format(*REAL[number]),
 )
-def test_real_ranks_that_are_killed_and_become_others_train_as_one_that_is_not(herd, tmp_path, number, uninterrupted):
-    gap = check_real(herd, tmp_path, number, uninterrupted)
+def test_real_ranks_that_are_killed_and_become_others_train_as_one_that_is_not(
+    fork_server, tmp_path, number, uninterrupted
+):
+    gap = check_real(fork_server, tmp_path, number, uninterrupted)
     print(f"largest gap of a loss: {gap:.1e}")

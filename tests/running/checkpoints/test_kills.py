@@ -14,7 +14,6 @@ import exact_cut
 import exact_training
 import pytest
 
-from herd import Herd
 from samestep.cli import main
 from samestep.running.checkpoints.contents import found, positions
 from samestep.running.checkpoints.reader import read_tensors, verify
@@ -22,13 +21,6 @@ from samestep.running.checkpoints.reader import read_tensors, verify
 LONGEST = 0.2  # seconds of training before a kill, half of that on average
 FEW, MANY = 8, 100  # kills of each case
 LAST = 160  # operations on files: those of a start and a resume, and of four saves and more
-
-
-@pytest.fixture(scope="module")
-def herd():
-    started = Herd(exact_training.__file__, exact_cut.__file__)
-    yield started
-    started.close()
 
 
 @dataclass
@@ -60,13 +52,13 @@ def examine(path, left):
     left.steps.append(newest)
 
 
-def let_live(team, marks, stream, first):
+def let_live(running, marks, stream, first):
     """Lets a run train, or only begin, and returns at a random moment whether it trains."""
     if trains := first or stream.random() < 0.85:  # else it is killed while it starts, resumes or sweeps
         for _ in range(5 if first else 1):  # so many commits have a save behind them that is over
-            team.wait_for(marks)
+            running.wait_for(marks)
             os.read(marks, 1)
-    assert not team.wait_for(seconds=stream.random() * LONGEST), f"it ended by itself{team.said()}"
+    assert not running.wait_for(seconds=stream.random() * LONGEST), f"it ended by itself{running.output()}"
     return trains
 
 
@@ -77,16 +69,16 @@ def drain(pipe):
 
 
 CASES = {
-    "alone": ("exact_training", 1, "all"),
-    "all of two": ("exact_training", 2, "all"),
-    "one of two": ("exact_training", 2, "one"),
-    "any": ("exact_training", 0, "any"),
-    "cut, all of two": ("exact_cut", 2, "all"),
-    "cut, any": ("exact_cut", 0, "any"),
+    "alone": (exact_training.__file__, 1, "all"),
+    "all of two": (exact_training.__file__, 2, "all"),
+    "one of two": (exact_training.__file__, 2, "one"),
+    "any": (exact_training.__file__, 0, "any"),
+    "cut, all of two": (exact_cut.__file__, 2, "all"),
+    "cut, any": (exact_cut.__file__, 0, "any"),
 }
 
 
-def kill_again_and_again(herd, folder, case, kills):
+def kill_again_and_again(fork_server, folder, case, kills):
     trainer, ranks, victims = CASES[case]
     path, marks, left = folder / "run", folder / "marks", Found()
     path.mkdir()
@@ -95,15 +87,15 @@ def kill_again_and_again(herd, folder, case, kills):
     for number in range(kills):
         stream = exact_training.seeded(number, case)
         size = ranks or stream.choice([1, 2])
-        team = herd.start(f"{trainer}:train", size, folder, str(path), stream.choice([1, 2]), str(marks))
+        running = fork_server.ranks(f"{trainer}:train", size, folder, str(path), stream.choice([1, 2]), str(marks))
         try:
-            trains = let_live(team, pipe, stream, first=number == 0)
+            trains = let_live(running, pipe, stream, first=number == 0)
             one = victims == "one" or (victims == "any" and stream.random() < 0.5)
-            team.kill(*([stream.randrange(size)] if one else []))
+            running.kill(*([stream.randrange(size)] if one else []))
             if not trains:  # whom the others still wait for; launchers end them
-                team.kill()
+                running.kill()
         finally:
-            codes = team.end(20)
+            codes = running.end(20)
             drain(pipe)
         assert -9 in codes
         examine(path, left)
@@ -111,7 +103,7 @@ def kill_again_and_again(herd, folder, case, kills):
     return left
 
 
-def kill_at_operations(herd, folder, numbers):
+def kill_at_operations(fork_server, folder, numbers):
     """Kills rank 0 of one run at these of its operations on files, counted from each start."""
     path, left = folder / "run", Found()
     path.mkdir()
@@ -119,34 +111,36 @@ def kill_at_operations(herd, folder, numbers):
     pipe = os.open(folder / "marks", os.O_RDWR | os.O_NONBLOCK)
     for number in numbers:
         ranks = 1 + number % 2
-        team = herd.start("exact_training:train_to", ranks, folder, number, str(path), str(folder / "marks"))
+        running = fork_server.ranks(
+            f"{exact_training.__file__}:train_to", ranks, folder, number, str(path), str(folder / "marks")
+        )
         try:
-            assert team.wait_for(seconds=30), "it was not killed"
+            assert running.wait_for(seconds=30), "it was not killed"
         finally:
-            assert team.end(20)[0] == -9, team.said()
+            assert running.end(20)[0] == -9, running.output()
             drain(pipe)
         examine(path, left)
     os.close(pipe)
     return left
 
 
-def test_killed_at_an_operation_on_files_every_checkpoint_is_one_whole_state(herd, tmp_path):
-    left = kill_at_operations(herd, tmp_path, exact_training.seeded(0, "operations").sample(range(1, LAST), FEW))
+def test_killed_at_an_operation_on_files_every_checkpoint_is_one_whole_state(fork_server, tmp_path):
+    left = kill_at_operations(fork_server, tmp_path, exact_training.seeded(0, "operations").sample(range(1, LAST), FEW))
     assert left.set_aside == 0
 
 
 @pytest.mark.prove
 @pytest.mark.timeout(600)
-def test_killed_at_every_operation_on_files_every_checkpoint_is_one_whole_state(herd, tmp_path):
-    left = kill_at_operations(herd, tmp_path, range(1, LAST))
+def test_killed_at_every_operation_on_files_every_checkpoint_is_one_whole_state(fork_server, tmp_path):
+    left = kill_at_operations(fork_server, tmp_path, range(1, LAST))
     assert left.set_aside == 0
     assert left.steps[-1] > 0
     print(f"{LAST - 1} operations, {left.halves} in the middle of a save, {left.steps[-1]} steps")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "cut, all of two"])
-def test_killed_at_a_random_moment_every_checkpoint_is_one_whole_state(herd, tmp_path, case):
-    left = kill_again_and_again(herd, tmp_path, case, FEW)
+def test_killed_at_a_random_moment_every_checkpoint_is_one_whole_state(fork_server, tmp_path, case):
+    left = kill_again_and_again(fork_server, tmp_path, case, FEW)
     assert left.set_aside == 0
     assert left.steps[-1] > 0
 
@@ -154,8 +148,8 @@ def test_killed_at_a_random_moment_every_checkpoint_is_one_whole_state(herd, tmp
 @pytest.mark.prove
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
-def test_killed_at_many_random_moments_every_checkpoint_is_one_whole_state(herd, tmp_path, case):
-    left = kill_again_and_again(herd, tmp_path, case, MANY)
+def test_killed_at_many_random_moments_every_checkpoint_is_one_whole_state(fork_server, tmp_path, case):
+    left = kill_again_and_again(fork_server, tmp_path, case, MANY)
     assert left.set_aside == 0
     assert left.steps == sorted(left.steps)
     assert left.halves > MANY // 10  # the moments do hit saves

@@ -1,0 +1,497 @@
+"""Measures how well a test suite protects the code: makes small faults (mutants) and counts those that fail a test.
+
+python scripts/mutants.py list                    writes tests/mutants.jsonl, the mutants that are judged
+python scripts/mutants.py show KEY                prints a mutant as a diff; a key is path:line:operator
+python scripts/mutants.py judge --root DIR --journal FILE [--set first|decide] [--only N,...] [--tests new|old]
+python scripts/mutants.py report JOURNAL_OLD JOURNAL_NEW [--set first|decide]
+
+`list` orders every candidate by the SHA-256 of its key, so nobody chooses a mutant, and takes from each layer a share
+in proportion to its lines. The list is written once, before a test is changed: with other sources it would be another.
+Code inside f-strings is left out, since Python 3.11 does not give its exact place.
+
+`judge` needs a checkout of its own, with its own environment (`make compiled`): it changes and restores its sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import difflib
+import hashlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIST = ROOT / "tests" / "mutants.jsonl"
+SIZES = {"first": 100, "decide": 50}
+SWAPPED = {
+    ast.Eq: (r"==", "!="),
+    ast.NotEq: (r"!=", "=="),
+    ast.Lt: (r"<", "<="),
+    ast.LtE: (r"<=", "<"),
+    ast.Gt: (r">", ">="),
+    ast.GtE: (r">=", ">"),
+    ast.Is: (r"\bis\b", "is not"),
+    ast.IsNot: (r"\bis\s+not\b", "is"),
+    ast.In: (r"\bin\b", "not in"),
+    ast.NotIn: (r"\bnot\s+in\b", "in"),
+}
+
+# Tests of a layer: files and folders, relative to the root; those that are not there are skipped. The layer's own
+# doctests, tests/<layer> and tests/test_surface.py belong to every layer.
+_OLD: dict[str, tuple[str, ...]] = {
+    "base": (
+        *(f"tests/test_{name}.py" for name in ("architecture", "events", "paths", "progress", "rankenv")),
+        *(f"tests/test_{name}.py" for name in ("testing", "topology")),
+        "tests/runtime/test_seeds.py",
+    ),
+    "collectives": ("tests/replicas/test_tree_sums.py", "tests/replicas/test_reduction.py"),
+    "compress": (
+        "tests/replicas/test_compression.py",
+        "tests/pipelines/test_compressed_sums.py",
+        "tests/recipes/test_compressed_recipes.py",
+        "tests/verification/test_compressed.py",
+    ),
+    "cli": ("tests/security",),
+    "data": ("tests/equivalence",),
+    "launch": ("tests/security",),
+    "replicas": ("tests/equivalence",),
+    "running": ("tests/cli/test_checkpoint.py", "tests/equivalence/test_elastic.py", "tests/security"),
+    "runtime": ("tests/equivalence",),
+    "schedule": ("tests/pipelines",),
+}
+TESTS = {"old": _OLD, "new": dict(_OLD)}
+MARK = "MUTANT_JUDGED_BY"  # in the environment of every process of a judged test run
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A small fault: at `line` (from 1) and `column` (characters, from 0) of `path`, `after` instead of `before`."""
+
+    set: str
+    layer: str
+    path: str
+    line: int
+    column: int
+    operator: str
+    before: str
+    after: str
+    text: str  # the line, to recognise code that has moved
+    digest: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.path}:{self.line}:{self.operator}"
+
+    def put_into(self, source: str) -> str | None:
+        """Returns the mutated source, or None if the code does not stand where it stood."""
+        lines = source.split("\n")
+        start = sum(len(line) + 1 for line in lines[: self.line - 1]) + self.column
+        stands = self.line <= len(lines) and lines[self.line - 1].strip() == self.text
+        if not stands or not source.startswith(self.before, start):
+            return None
+        return source[:start] + self.after + source[start + len(self.before) :]
+
+
+# --- list ---------------------------------------------------------------------------------------------------------
+
+
+def nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields the nodes of code that runs: no annotations, `__all__`, f-strings or `if TYPE_CHECKING`."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name in {"annotation", "returns"}:
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if not isinstance(child, ast.AST) or isinstance(child, ast.JoinedStr):
+                continue
+            if isinstance(child, ast.Assign | ast.AugAssign | ast.AnnAssign) and "__all__" in ast.unparse(child):
+                continue
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                for other in child.orelse:
+                    yield from nodes(other)
+                continue
+            yield from nodes(child)
+
+
+def changed_constant(value: object) -> str | None:
+    if isinstance(value, bool):
+        return str(not value)
+    if isinstance(value, int):
+        return str(value + 1)
+    if isinstance(value, float) and math.isfinite(value * 2):
+        return repr(value * 2 if value else 1.0)
+    return None
+
+
+def changed_comparison(node: ast.Compare, source: str, before: str) -> str | None:
+    pattern, other = SWAPPED[type(node.ops[0])]
+    left, right = segment(source, node.left), segment(source, node.comparators[0])
+    after_left = before.index(left) + len(left)
+    found = re.compile(pattern).search(before, after_left)
+    if found is None or "#" in before[after_left : found.end()] or right not in before[found.end() :]:
+        return None
+    return before[: found.start()] + other + before[found.end() :]
+
+
+def segment(source: str, node: ast.expr | ast.stmt) -> str:
+    found = ast.get_source_segment(source, node)
+    assert found is not None
+    return found
+
+
+def candidates_of(path: Path) -> Iterator[Mutant]:
+    """Yields the mutants of a file; of several with the same key, the first of the line."""
+    source = path.read_bytes().decode()
+    lines = source.split("\n")
+    relative = path.relative_to(ROOT).as_posix()
+    parts = path.relative_to(ROOT / "src" / "samestep").parts
+    found: dict[str, Mutant] = {}
+
+    def add(node: ast.expr | ast.stmt, operator: str, after: str | None) -> None:
+        if after is None:
+            return
+        line = lines[node.lineno - 1]
+        mutant = Mutant(
+            set="",
+            layer=parts[0] if len(parts) > 1 else "base",
+            path=relative,
+            line=node.lineno,
+            column=len(line.encode()[: node.col_offset].decode()),
+            operator=operator,
+            before=segment(source, node),
+            after=after,
+            text=line.strip(),
+            digest=hashlib.sha256(f"{relative}:{node.lineno}:{operator}".encode()).hexdigest(),
+        )
+        if mutant.key not in found or mutant.column < found[mutant.key].column:
+            found[mutant.key] = mutant
+
+    for node in nodes(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            add(node, "comparison", changed_comparison(node, source, segment(source, node)))
+        elif isinstance(node, ast.Constant):
+            add(node, "constant", changed_constant(node.value))
+        elif isinstance(node, ast.If | ast.While | ast.IfExp):
+            add(node.test, "condition", f"not ({segment(source, node.test)})")
+        elif isinstance(node, ast.Return) and node.value is not None:
+            is_none = isinstance(node.value, ast.Constant) and node.value.value is None
+            add(node, "return", None if is_none else "return None")
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await):
+            add(node, "call", "pass")
+    yield from found.values()
+
+
+def is_valid(mutant: Mutant) -> bool:
+    source = (ROOT / mutant.path).read_bytes().decode()
+    mutated = mutant.put_into(source)
+    try:
+        return mutated is not None and ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source))
+    except SyntaxError:
+        return False
+
+
+def shares(lines: dict[str, int], places: int) -> dict[str, int]:
+    """Divides places in proportion to lines of code, by the largest remainder."""
+    total = sum(lines.values())
+    given = {layer: places * count // total for layer, count in lines.items()}
+    by_remainder = sorted(lines, key=lambda layer: (-(places * lines[layer] % total), layer))
+    for layer in by_remainder[: places - sum(given.values())]:
+        given[layer] += 1
+    return given
+
+
+def write_list() -> None:
+    """Writes the list; lines of code are those that are neither blank nor only a comment."""
+    lines: Counter[str] = Counter()
+    candidates: dict[str, list[Mutant]] = defaultdict(list)
+    for path in sorted((ROOT / "src" / "samestep").rglob("*.py")):
+        if path.name == "_version.py":
+            continue
+        parts = path.relative_to(ROOT / "src" / "samestep").parts
+        code = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        lines[parts[0] if len(parts) > 1 else "base"] += sum(not line.lstrip().startswith("#") for line in code)
+        for mutant in candidates_of(path):
+            candidates[mutant.layer].append(mutant)
+    layers = sorted(lines)
+    ordered = {layer: iter(sorted(candidates[layer], key=lambda each: each.digest)) for layer in layers}
+    chosen: list[Mutant] = []
+    taken: dict[str, dict[str, int]] = {}
+    for name, size in SIZES.items():
+        taken[name] = shares(dict(lines), size)
+        for layer in layers:
+            valid = (replace(each, set=name) for each in ordered[layer] if is_valid(each))
+            chosen += [next(valid) for _ in range(taken[name][layer])]
+    head = {
+        "commit": _git(ROOT, "log", "-1", "--format=%H", "--", "src/samestep"),
+        "lines": dict(sorted(lines.items())),
+        "candidates": {layer: len(candidates[layer]) for layer in layers},
+        "sets": {name: dict(sorted(given.items())) for name, given in taken.items()},
+    }
+    records = [head, *map(asdict, chosen)]
+    LIST.write_text("".join(json.dumps(each, ensure_ascii=False) + "\n" for each in records), encoding="utf-8")
+    print(f"{sum(map(len, candidates.values()))} candidates, {len(chosen)} mutants in {LIST.relative_to(ROOT)}")
+
+
+def read_list() -> list[Mutant]:
+    return [Mutant(**json.loads(line)) for line in LIST.read_text(encoding="utf-8").splitlines()[1:]]
+
+
+def _git(root: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def show(key: str) -> None:
+    mutant = next((each for each in read_list() if each.key == key), None)
+    if mutant is None:
+        sys.exit(f"no mutant {key} in {LIST.relative_to(ROOT)}")
+    source = (ROOT / mutant.path).read_bytes().decode()
+    mutated = mutant.put_into(source)
+    if mutated is None:
+        sys.exit(f"the code of {key} has moved; it read: {mutant.text}")
+    texts = (source.splitlines(keepends=True), mutated.splitlines(keepends=True))
+    sys.stdout.writelines(difflib.unified_diff(*texts, f"a/{mutant.path}", f"b/{mutant.path}"))
+
+
+# --- judge --------------------------------------------------------------------------------------------------------
+
+
+class Judge:
+    """Runs the tests of a checkout on its mutated sources.
+
+    Args:
+        options: of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._root: Path = options.root.resolve()
+        self._tests = TESTS[options.tests]
+        self._timeout: float = options.timeout
+        self._testers: int = options.testers
+        self._deselect = [f"--deselect={name}" for name in options.deselect]
+        self._seconds: Counter[str] = Counter()  # of a test file, where they are known
+        if options.times is not None:
+            for name, spent in json.loads(options.times.read_text(encoding="utf-8")).items():
+                self._seconds[name.partition("::")[0]] += spent[1]
+        self._texts = {path: path.read_text(encoding="utf-8") for path in self._root.glob("tests/**/*.py")}
+        self._texts |= {path: path.read_text(encoding="utf-8") for path in self._root.glob("src/samestep/**/*.py")}
+
+    def check_checkout(self) -> None:
+        """Exits unless the sources are as committed, are those that run, and tests can be collected."""
+        if _git(self._root, "status", "--porcelain", "--", "src"):
+            sys.exit(f"{self._root}/src is not as committed; restore it first: git checkout -- src")
+        code, output = self._run(["-c", "import samestep; print(samestep.__file__)"], 60)
+        if code != 0 or not output.strip().endswith(f"{self._root}/src/samestep/__init__.py"):
+            sys.exit(f"{self._root}/.venv does not run {self._root}/src; `make compiled` there\n{output}")
+        code, output = self._pytest(["--collect-only", "tests/test_surface.py"], 300)
+        if code != 0:
+            sys.exit(f"pytest collects nothing in {self._root}\n{output}")
+
+    def judge(self, mutant: Mutant, confirm: str | None) -> dict[str, object]:
+        """Returns the verdict on a mutant: killed, survived, timeout or gone; the source is restored."""
+        path = self._root / mutant.path
+        began = time.monotonic()
+        source = path.read_bytes() if path.exists() else b""
+        mutated = mutant.put_into(source.decode())
+        if mutated is None:
+            return {"verdict": "gone", "test": None, "stage": None, "seconds": 0.0}
+        times = path.stat()
+        try:
+            path.write_bytes(mutated.encode())
+            _forget_compiled(path)
+            verdict, test, stage = self._stages(mutant, confirm, began + self._timeout)
+        finally:
+            path.write_bytes(source)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            _forget_compiled(path)
+        return {"verdict": verdict, "test": test, "stage": stage, "seconds": round(time.monotonic() - began, 1)}
+
+    def _stages(self, mutant: Mutant, confirm: str | None, end: float) -> tuple[str, str | None, str | None]:
+        likely, others = self._files(mutant)
+        several = ["-n", str(self._testers), "--dist", "loadscope", "--no-loadscope-reorder"]
+        stages = [("confirm", [confirm])] if confirm and "test of" not in confirm else []
+        stages += [("likely", [*several, *likely])] if likely else []
+        stages += [("others", [*several, *others])] if others else []
+        for stage, arguments in stages:
+            code, output = self._pytest(arguments, end - time.monotonic())
+            if code is None:
+                return "timeout", None, stage
+            if code not in {0, 5} and not (stage == "confirm" and code == 4):  # 5: no tests; 4: T is not there
+                summary = output.rpartition("short test summary info")[2]
+                failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", summary, re.MULTILINE)
+                return "killed", failed[1] if failed else f"no test of its own: exit code {code}", stage
+        return "survived", None, None
+
+    def _files(self, mutant: Mutant) -> tuple[list[str], list[str]]:
+        """Returns the test files that name the mutated module, wherever they are, and the others of its layer."""
+        source = self._root / mutant.path
+        parts = Path(mutant.path).relative_to("src").with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        parts = parts[:-1] if is_package else parts
+        dotted, package, stem = (re.escape(text) for text in (".".join(parts), ".".join(parts[:-1]), parts[-1]))
+        imported = re.compile(rf"\b{dotted}\b(?!\.)|from {package} import (?:\([^)]*|[^\n]*)\b{stem}\b")
+        layer = self._root / "src" / "samestep"
+        own = layer.glob("*.py") if mutant.layer == "base" else (layer / mutant.layer).rglob("*.py")
+        of_layer = {path for path in own if path == source or ">>> " in self._texts[path]}
+        for name in ("tests/test_surface.py", f"tests/{mutant.layer}", *self._tests.get(mutant.layer, ())):
+            path = self._root / name
+            of_layer |= {path} if path.is_file() else set(path.rglob("test_*.py"))
+        likely = {path for path in of_layer if stem in path.stem or (imported.search(self._texts[path]))}
+        if mutant.layer != "base" and not is_package:  # half of the tests import errors or paths, or a whole package
+            everywhere = [path for path in self._texts if path.name.startswith("test_") and "src" not in path.parts]
+            likely |= {path for path in everywhere if imported.search(self._texts[path])}
+        return self._cheapest_first(likely | {source}), self._cheapest_first(of_layer - likely - {source})
+
+    def _cheapest_first(self, paths: set[Path]) -> list[str]:
+        """Orders test files by their seconds, where known; else those that start processes last, then by size."""
+
+        def cost(path: Path) -> tuple[float, int, int, str]:
+            name, text = path.relative_to(self._root).as_posix(), self._texts[path]
+            starts = len(re.findall(r"_ranks\b|\bsubprocess\b|\bspawn\b|\blaunch\(|\brun\(", text))
+            known = self._seconds.get(name, 0.0 if "src" in path.parts else 10.0 if self._seconds else 0.0)
+            return known, starts, len(text), name
+
+        return [path.relative_to(self._root).as_posix() for path in sorted(paths, key=cost)]
+
+    def _pytest(self, arguments: list[str], timeout: float) -> tuple[int | None, str]:
+        fixed = ["-m", "pytest", "-q", "-x", "-m", "not prove", "-p", "no:cacheprovider", "-p", "no:randomly"]
+        return self._run([*fixed, *self._deselect, *arguments], timeout)
+
+    def _run(self, arguments: list[str], timeout: float) -> tuple[int | None, str]:
+        """Returns exit code and output of the checkout's python, None at a timeout; no process of it stays."""
+        mark = f"{os.getpid()}.{time.monotonic_ns()}"
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        command = [str(self._root / ".venv" / "bin" / "python"), *arguments]
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(
+                command,
+                cwd=self._root,
+                env=environment | {MARK: mark, "PYTEST_ADDOPTS": ""},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            code: int | None = None
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(max(timeout, 0.1))
+            finally:
+                _end(process, mark)
+            output.seek(0)
+            return code, output.read().decode(errors="replace")
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """Kills the process group, then whoever left it but still has the mark in its environment."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+def _forget_compiled(path: Path) -> None:
+    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+        compiled.unlink(missing_ok=True)
+
+
+def read_journal(path: Path | None) -> dict[str, dict[str, str]]:
+    if path is None or not path.exists():
+        return {}
+    return {each["key"]: each for each in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+
+
+def judge(options: argparse.Namespace) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the source is restored then, too
+    wanted = {int(number) for number in options.only.split(",")} if options.only else None
+    judging = Judge(options)
+    judging.check_checkout()
+    done, confirmed = read_journal(options.journal), read_journal(options.confirm)
+    for number, mutant in enumerate(read_list(), 1):
+        if (options.set and mutant.set != options.set) or (wanted and number not in wanted) or mutant.key in done:
+            continue
+        record = judging.judge(mutant, confirmed.get(mutant.key, {}).get("test"))
+        told = {"key": mutant.key, "number": number, "set": mutant.set, "layer": mutant.layer, "tests": options.tests}
+        with options.journal.open("a", encoding="utf-8") as journal:
+            journal.write(json.dumps(told | record) + "\n")
+        print(number, mutant.key, record["verdict"], record["test"] or "", f"{record['seconds']} s", flush=True)
+
+
+# --- report -------------------------------------------------------------------------------------------------------
+
+
+def report(options: argparse.Namespace) -> None:
+    """Prints what both test suites killed, of the mutants that both judged."""
+    old, new = read_journal(options.old), read_journal(options.new)
+    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    lost: list[str] = []
+    for mutant in read_list():
+        if options.set and mutant.set != options.set:
+            continue
+        verdicts = [journal.get(mutant.key, {}).get("verdict", "unjudged") for journal in (old, new)]
+        judged = not {"gone", "unjudged"} & set(verdicts)
+        by_old, by_new = (judged and verdict in {"killed", "timeout"} for verdict in verdicts)
+        counts = Counter(mutants=1, judged=judged, old=by_old, new=by_new, lost=by_old and not by_new)
+        rows[mutant.layer] += counts
+        rows["all"] += counts
+        if by_old and not by_new:
+            lost.append(f"{mutant.key}  {mutant.before!r} -> {mutant.after!r}, killed by {old[mutant.key]['test']}")
+    print("| layer | mutants | judged by both | killed by old | by new | by old, not new | rate old | rate new |")
+    print("|---|---|---|---|---|---|---|---|")
+    for layer in [*sorted(set(rows) - {"all"}), "all"]:
+        row = rows[layer]
+        rates = (f"{row[name] / row['judged']:.0%}" if row["judged"] else "" for name in ("old", "new"))
+        cells = [*(row[name] for name in ("mutants", "judged", "old", "new", "lost")), *rates]
+        print(f"| {layer} | {' | '.join(map(str, cells))} |")
+    print(*(["", "Killed by old, not by new:", *lost] if lost else []), sep="\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="write the list")
+    shown = commands.add_parser("show", help="print a mutant as a diff")
+    shown.add_argument("key", help="path:line:operator")
+    judged = commands.add_parser("judge", help="run the tests of each mutant's layer in a checkout")
+    judged.add_argument("--root", type=Path, required=True, help="the checkout, with an environment in .venv")
+    judged.add_argument("--journal", type=Path, required=True, help="verdicts are appended; those in it are skipped")
+    judged.add_argument("--set", choices=SIZES, help="only this part of the list")
+    judged.add_argument("--only", metavar="N,...", help="only these mutants, counted from 1")
+    judged.add_argument("--tests", choices=TESTS, default="new", help="whose map from layers to tests counts")
+    judged.add_argument("--confirm", type=Path, metavar="JOURNAL", help="first run the test that killed it there")
+    judged.add_argument("--times", type=Path, metavar="JSON", help="what scripts/test_times.py wrote: cheapest first")
+    judged.add_argument("--deselect", action="append", default=[], metavar="TEST", help="fails without a mutant")
+    judged.add_argument("--timeout", type=float, default=900.0, help="seconds for a mutant (default: %(default)s)")
+    judged.add_argument("--testers", type=int, default=2, help="processes that test (default: %(default)s)")
+    told = commands.add_parser("report", help="compare two journals")
+    told.add_argument("old", type=Path)
+    told.add_argument("new", type=Path)
+    told.add_argument("--set", choices=SIZES, help="only this part of the list")
+    options = parser.parse_args()
+    if options.command == "list":
+        write_list()
+    elif options.command == "show":
+        show(options.key)
+    elif options.command == "judge":
+        judge(options)
+    else:
+        report(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""The fork server of the test session: what a test starts is forked from one process that has imported torch.
+
+    test process  ──"start", descriptors──►  fork server (torch and samestep imported, nothing computed)
+                                                  └──fork──►  samestep run …, python script.py …, a rank
+
+A fresh interpreter imports torch for more than a second; a fork takes 20 ms. `Popen` behaves as `subprocess.Popen`,
+which `conftest.py` replaces by it: a command that runs `samestep`, or a Python script, is forked, everything else
+starts as always. A test whose subject is the start of an interpreter has the mark `fresh_interpreter`.
+
+`ForkServer.ranks` starts functions as ranks that a test may kill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recvfds, sendfds
+from pathlib import Path
+
+TIMEOUT = 60.0  # seconds for ranks to end
+
+BIN = Path(sys.executable).parent
+PRELOADED = ("torch.distributed.run", "torch.nn.parallel", "numpy.testing")
+THREADS = {"OMP_NUM_THREADS": "1"}
+
+ORDINARY_POPEN = subprocess.Popen
+
+
+class ForkServer:
+    """The process that forks, as the test process sees it."""
+
+    def __init__(self):
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = ORDINARY_POPEN(
+                [sys.executable, "-P", __file__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **THREADS},
+                pass_fds=[theirs.fileno()],
+            )
+        self._connection = Connection(ours.detach())
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+
+    def ask(self, *request, descriptors=()):
+        with self._lock:
+            self._connection.send(request)
+            if descriptors:
+                with socket.socket(fileno=os.dup(self._connection.fileno())) as link:
+                    sendfds(link, descriptors)
+            return self._connection.recv()
+
+    @property
+    def usable(self):
+        return os.getpid() == self._owner  # a process that the test process has forked shares the connection
+
+    def ranks(self, function, ranks, folder, *args):
+        """Starts `function` ("path/of/file.py:name") with `args` on new ranks, which write their output to `folder`."""
+        return ForkedRanks(self, self.ask("ranks", function, ranks, str(folder), args), Path(folder))
+
+    def close(self):
+        self._connection.close()
+        self._process.wait(TIMEOUT)
+
+
+class Popen(subprocess.Popen):
+    """`subprocess.Popen`, whose process is forked by the server where that makes no difference to it."""
+
+    server = None  # a function that returns the session's ForkServer; None while there is none
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
+        command = None if executable or preexec_fn or pass_fds or not close_fds else forked_command(args, env)
+        self._forked_by = server = type(self).server() if command and type(self).server else None
+        if server is None or not server.usable:
+            self._forked_by = None
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)
+            return
+        _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_ = others
+        assert not shell
+        streams = [number if given == -1 else given for number, given in enumerate((p2cread, c2pwrite, errwrite))]
+        about = {
+            "folder": os.path.realpath(cwd or "."),
+            "environment": {os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if env is None else env).items()},
+            "cores": os.sched_getaffinity(0),
+        }
+        if not Path(about["folder"]).is_dir():
+            raise FileNotFoundError(2, os.strerror(2), os.fspath(cwd))
+        self.pid = server.ask("command", command, about, descriptors=streams)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+    def _internal_poll(self, *args, **options):
+        if self._forked_by is None:
+            return super()._internal_poll(*args, **options)
+        if self.returncode is None:
+            self.returncode = self._forked_by.ask("poll", self.pid)
+        return self.returncode
+
+    def _wait(self, timeout):
+        if self._forked_by is None:
+            return super()._wait(timeout)
+        if self.returncode is None:
+            handle = os.pidfd_open(self.pid)
+            try:
+                if not wait([handle], timeout):
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+            finally:
+                os.close(handle)
+            self.returncode = self._forked_by.ask("reap", self.pid)
+        return self.returncode
+
+
+def forked_command(args, env):
+    """Returns (kind, name, arguments) of a command that may be forked, or None.
+
+    Options of the interpreter, code on the command line, and variables that are read when Python or torch starts take
+    a fresh interpreter. So do modules that are told their parent's process number.
+    """
+    from samestep.launch.fork import EARLY
+
+    if isinstance(args, str | bytes) or not args:
+        return None
+    words = [os.fspath(word) for word in args]
+    if any(isinstance(word, bytes) for word in words):
+        return None
+    early = {**os.environ, **THREADS}
+    for name, value in (os.environ if env is None else env).items():
+        late = name in {"PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
+        if isinstance(name, bytes) or (name.startswith(EARLY) and not late and early.get(name) != value):
+            return None
+    program, *rest = words
+    if program in {str(BIN / "samestep"), "samestep"}:
+        return "module", "samestep", rest
+    if program in {str(BIN / "torchrun"), "torchrun"}:
+        return "module", "torch.distributed.run", rest
+    if program not in {sys.executable, str(BIN / "python")}:
+        return None
+    if rest[:1] == ["-P"]:
+        rest = rest[1:]
+    if rest[:1] == ["-m"] and rest[1] in {"samestep", "torch.distributed.run"}:
+        return "module", rest[1], rest[2:]
+    if rest and rest[0].endswith(".py"):
+        return "script", rest[0], rest[1:]
+    return None
+
+
+class ForkedRanks:
+    """The ranks of one start."""
+
+    def __init__(self, server, pids, folder):
+        self._server = server
+        self._pids = pids
+        self._handles = [os.pidfd_open(pid) for pid in pids]
+        self._folder = folder
+
+    def kill(self, *ranks):
+        """Kills some ranks, or all."""
+        for rank in ranks or range(len(self._handles)):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handles[rank], signal.SIGKILL)
+
+    def wait_for(self, *pipes, seconds=TIMEOUT):
+        """Waits until one of the pipes can be read or a rank has ended; returns whether that happened."""
+        return bool(wait([*pipes, *self._handles], seconds))
+
+    def end(self, seconds=TIMEOUT):
+        """Waits until all have ended; returns their exit codes, minus the signal of those that were killed."""
+        running, deadline = set(self._handles), time.monotonic() + seconds
+        try:
+            while running and (ended := wait(running, max(0, deadline - time.monotonic()))):
+                running -= set(ended)
+            if running:
+                self._dump(running)
+            assert not running, f"{len(running)} ranks have not ended within {seconds} s{self.output()}"
+        finally:
+            self.kill()
+            codes = [self._server.ask("reap", pid) for pid in self._pids]
+            for handle in self._handles:
+                os.close(handle)
+        return codes
+
+    def _dump(self, running):
+        """Makes ranks write their stacks, by faulthandler, and end."""
+        for handle in running:
+            signal.pidfd_send_signal(handle, signal.SIGABRT)
+            wait([handle], 5)
+
+    def output(self):
+        """Returns what the ranks have printed."""
+        return "".join(f"\n{path.name}: {path.read_text()}" for path in sorted(self._folder.glob("rank*.output")))
+
+
+# --- in the server ------------------------------------------------------------------------------------------------
+
+
+def main(descriptor):
+    from samestep.launch.fork import warm
+
+    os.set_inheritable(descriptor, False)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    assert (problem := warm("samestep", Path(os.devnull))) is None, problem
+    connection = Connection(descriptor)
+    started = {}
+    with contextlib.suppress(EOFError, OSError):  # the test process has ended
+        while True:
+            match connection.recv():
+                case "command", command, about:
+                    child = start_command(command, about, received(connection, 3))
+                    started[child.pid] = child
+                    connection.send(child.pid)
+                case "ranks", function, ranks, folder, args:
+                    children = start_ranks(function, ranks, folder, args)
+                    started |= {child.pid: child for child in children}
+                    connection.send([child.pid for child in children])
+                case "poll", pid:
+                    if (code := exit_code(pid)) is not None:
+                        started.pop(pid).wait()
+                    connection.send(code)
+                case "reap", pid:
+                    connection.send(started.pop(pid).wait())
+    os._exit(0)
+
+
+def received(connection, number):
+    with socket.socket(fileno=os.dup(connection.fileno())) as link:
+        return recvfds(link, number)
+
+
+def exit_code(pid):
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def start_command(command, about, streams):
+    from samestep.launch.fork import _forked
+
+    try:
+        work = partial(run_command, command, about)
+        return _forked(work, about["environment"], tuple(streams), [])
+    finally:
+        for stream in streams:
+            os.close(stream)
+
+
+def run_command(command, about):
+    from samestep.launch.bootstrap import leave
+
+    kind, name, arguments = command
+    os.chdir(about["folder"])
+    os.sched_setaffinity(0, about["cores"])
+    renew_random_numbers()
+    try:
+        if kind == "script":
+            from samestep.launch.script import run_script
+
+            run_script(name, arguments)
+        else:
+            import runpy
+
+            sys.argv[:] = [name, *arguments]
+            runpy._run_module_as_main(name)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:  # noqa: BLE001  (the interpreter would end here, too)
+        sys.excepthook(type(error), error, own_frames_removed(error.__traceback__))
+        if isinstance(error, KeyboardInterrupt):
+            sys.stdout.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        code = 1
+    leave(code)
+
+
+def own_frames_removed(trace):
+    own = {__file__, importlib.import_module("samestep.launch.script").__file__, "<frozen runpy>"}
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    return trace
+
+
+def renew_random_numbers():
+    import numpy as np
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
+    torch.default_generator.seed()
+    np.random.seed()
+
+
+def start_ranks(function, ranks, folder, args):
+    from samestep.launch.address import listen_on_loopback
+
+    with listen_on_loopback() as listener:
+        return [start_rank(rank, listener, function, ranks, folder, args) for rank in range(ranks)]
+
+
+def start_rank(rank, listener, function, ranks, folder, args):
+    from samestep.launch.process import Forked
+
+    server = os.getpid()
+    if pid := os.fork():
+        return Forked(pid)
+    code = 70
+    try:
+        become_rank(rank, listener, ranks, folder, server)
+        file, _, name = function.partition(":")
+        sys.path.insert(0, str(Path(file).parent))
+        getattr(importlib.import_module(Path(file).stem), name)(*args)
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # noqa: BLE001  (printed, and the process ends)
+        traceback.print_exc()
+        code = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def become_rank(rank, listener, ranks, folder, server):
+    """Makes a fork one of the ranks of a launcher."""
+    from samestep.launch.address import serve_store, use_store
+    from samestep.launch.process import follow_parent
+    from samestep.launch.variables import Group, rank_variables
+    from samestep.launch.watched import note_watched
+    from samestep.rankenv import set_variables
+
+    follow_parent(server)
+    output = os.open(Path(folder) / f"rank{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, descriptor in enumerate((nothing, output, output)):
+        os.dup2(descriptor, number)
+    faulthandler.enable()
+    port = listener.getsockname()[1]
+    set_variables(rank_variables(Group(size=ranks, port=port, run_id=f"test-{port}"), rank))
+    note_watched()
+    use_store()
+    if rank == 0:
+        serve_store(listener, ranks)
+    else:
+        listener.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
