@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+collect_ignore_glob = ["tests/*conftest.py"]  # no doctests there, and two files of one name cannot be collected
+
 
 @pytest.fixture(autouse=True)
 def _own_folder(
