@@ -36,18 +36,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutants.jsonl"
 SIZES = {"first": 100, "decide": 50}
-SWAPPED = {
-    ast.Eq: (r"==", "!="),
-    ast.NotEq: (r"!=", "=="),
-    ast.Lt: (r"<", "<="),
-    ast.LtE: (r"<=", "<"),
-    ast.Gt: (r">", ">="),
-    ast.GtE: (r">=", ">"),
-    ast.Is: (r"\bis\b", "is not"),
-    ast.IsNot: (r"\bis\s+not\b", "is"),
-    ast.In: (r"\bin\b", "not in"),
-    ast.NotIn: (r"\bnot\s+in\b", "in"),
-}
+_WORDS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
+_WORDS |= {ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in"}
+_PAIRS = (("==", "!="), ("<", "<="), (">", ">="), ("is", "is not"), ("in", "not in"))
+_SWAPPED = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 
 # Tests of a layer: files and folders, relative to the root; those that are not there are skipped. The layer's own
 # doctests, tests/<layer> and tests/test_surface.py belong to every layer.
@@ -93,6 +85,7 @@ class Mutant:
 
     @property
     def key(self) -> str:
+        """What names the mutant in journals."""
         return f"{self.path}:{self.line}:{self.operator}"
 
     def put_into(self, source: str) -> str | None:
@@ -108,7 +101,7 @@ class Mutant:
 # --- list ---------------------------------------------------------------------------------------------------------
 
 
-def nodes(node: ast.AST) -> Iterator[ast.AST]:
+def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Yields the nodes of code that runs: no annotations, `__all__`, f-strings or `if TYPE_CHECKING`."""
     yield node
     for name, value in ast.iter_fields(node):
@@ -121,12 +114,12 @@ def nodes(node: ast.AST) -> Iterator[ast.AST]:
                 continue
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 for other in child.orelse:
-                    yield from nodes(other)
+                    yield from _nodes(other)
                 continue
-            yield from nodes(child)
+            yield from _nodes(child)
 
 
-def changed_constant(value: object) -> str | None:
+def _changed_constant(value: object) -> str | None:
     if isinstance(value, bool):
         return str(not value)
     if isinstance(value, int):
@@ -136,23 +129,23 @@ def changed_constant(value: object) -> str | None:
     return None
 
 
-def changed_comparison(node: ast.Compare, source: str, before: str) -> str | None:
-    pattern, other = SWAPPED[type(node.ops[0])]
-    left, right = segment(source, node.left), segment(source, node.comparators[0])
+def _changed_comparison(node: ast.Compare, source: str, before: str) -> str | None:
+    word = _WORDS[type(node.ops[0])]
+    left, right = _segment(source, node.left), _segment(source, node.comparators[0])
     after_left = before.index(left) + len(left)
-    found = re.compile(pattern).search(before, after_left)
+    found = re.compile(word.replace(" ", r"\s+")).search(before, after_left)
     if found is None or "#" in before[after_left : found.end()] or right not in before[found.end() :]:
         return None
-    return before[: found.start()] + other + before[found.end() :]
+    return before[: found.start()] + _SWAPPED[word] + before[found.end() :]
 
 
-def segment(source: str, node: ast.expr | ast.stmt) -> str:
+def _segment(source: str, node: ast.expr | ast.stmt) -> str:
     found = ast.get_source_segment(source, node)
     assert found is not None
     return found
 
 
-def candidates_of(path: Path) -> Iterator[Mutant]:
+def _candidates_of(path: Path) -> Iterator[Mutant]:
     """Yields the mutants of a file; of several with the same key, the first of the line."""
     source = path.read_bytes().decode()
     lines = source.split("\n")
@@ -171,7 +164,7 @@ def candidates_of(path: Path) -> Iterator[Mutant]:
             line=node.lineno,
             column=len(line.encode()[: node.col_offset].decode()),
             operator=operator,
-            before=segment(source, node),
+            before=_segment(source, node),
             after=after,
             text=line.strip(),
             digest=hashlib.sha256(f"{relative}:{node.lineno}:{operator}".encode()).hexdigest(),
@@ -179,13 +172,13 @@ def candidates_of(path: Path) -> Iterator[Mutant]:
         if mutant.key not in found or mutant.column < found[mutant.key].column:
             found[mutant.key] = mutant
 
-    for node in nodes(ast.parse(source)):
+    for node in _nodes(ast.parse(source)):
         if isinstance(node, ast.Compare):
-            add(node, "comparison", changed_comparison(node, source, segment(source, node)))
+            add(node, "comparison", _changed_comparison(node, source, _segment(source, node)))
         elif isinstance(node, ast.Constant):
-            add(node, "constant", changed_constant(node.value))
+            add(node, "constant", _changed_constant(node.value))
         elif isinstance(node, ast.If | ast.While | ast.IfExp):
-            add(node.test, "condition", f"not ({segment(source, node.test)})")
+            add(node.test, "condition", f"not ({_segment(source, node.test)})")
         elif isinstance(node, ast.Return) and node.value is not None:
             is_none = isinstance(node.value, ast.Constant) and node.value.value is None
             add(node, "return", None if is_none else "return None")
@@ -194,7 +187,7 @@ def candidates_of(path: Path) -> Iterator[Mutant]:
     yield from found.values()
 
 
-def is_valid(mutant: Mutant) -> bool:
+def _is_valid(mutant: Mutant) -> bool:
     source = (ROOT / mutant.path).read_bytes().decode()
     mutated = mutant.put_into(source)
     try:
@@ -203,7 +196,7 @@ def is_valid(mutant: Mutant) -> bool:
         return False
 
 
-def shares(lines: dict[str, int], places: int) -> dict[str, int]:
+def _shares(lines: dict[str, int], places: int) -> dict[str, int]:
     """Divides places in proportion to lines of code, by the largest remainder."""
     total = sum(lines.values())
     given = {layer: places * count // total for layer, count in lines.items()}
@@ -223,16 +216,16 @@ def write_list() -> None:
         parts = path.relative_to(ROOT / "src" / "samestep").parts
         code = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         lines[parts[0] if len(parts) > 1 else "base"] += sum(not line.lstrip().startswith("#") for line in code)
-        for mutant in candidates_of(path):
+        for mutant in _candidates_of(path):
             candidates[mutant.layer].append(mutant)
     layers = sorted(lines)
     ordered = {layer: iter(sorted(candidates[layer], key=lambda each: each.digest)) for layer in layers}
     chosen: list[Mutant] = []
     taken: dict[str, dict[str, int]] = {}
     for name, size in SIZES.items():
-        taken[name] = shares(dict(lines), size)
+        taken[name] = _shares(dict(lines), size)
         for layer in layers:
-            valid = (replace(each, set=name) for each in ordered[layer] if is_valid(each))
+            valid = (replace(each, set=name) for each in ordered[layer] if _is_valid(each))
             chosen += [next(valid) for _ in range(taken[name][layer])]
     head = {
         "commit": _git(ROOT, "log", "-1", "--format=%H", "--", "src/samestep"),
@@ -245,7 +238,7 @@ def write_list() -> None:
     print(f"{sum(map(len, candidates.values()))} candidates, {len(chosen)} mutants in {LIST.relative_to(ROOT)}")
 
 
-def read_list() -> list[Mutant]:
+def _read_list() -> list[Mutant]:
     return [Mutant(**json.loads(line)) for line in LIST.read_text(encoding="utf-8").splitlines()[1:]]
 
 
@@ -253,8 +246,8 @@ def _git(root: Path, *words: str) -> str:
     return subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def show(key: str) -> None:
-    mutant = next((each for each in read_list() if each.key == key), None)
+def _show(key: str) -> None:
+    mutant = next((each for each in _read_list() if each.key == key), None)
     if mutant is None:
         sys.exit(f"no mutant {key} in {LIST.relative_to(ROOT)}")
     source = (ROOT / mutant.path).read_bytes().decode()
@@ -410,19 +403,20 @@ def _forget_compiled(path: Path) -> None:
         compiled.unlink(missing_ok=True)
 
 
-def read_journal(path: Path | None) -> dict[str, dict[str, str]]:
+def _read_journal(path: Path | None) -> dict[str, dict[str, str]]:
     if path is None or not path.exists():
         return {}
     return {each["key"]: each for each in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
 
 
 def judge(options: argparse.Namespace) -> None:
+    """Judges the mutants that the journal does not have yet, one after the other."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the source is restored then, too
     wanted = {int(number) for number in options.only.split(",")} if options.only else None
     judging = Judge(options)
     judging.check_checkout()
-    done, confirmed = read_journal(options.journal), read_journal(options.confirm)
-    for number, mutant in enumerate(read_list(), 1):
+    done, confirmed = _read_journal(options.journal), _read_journal(options.confirm)
+    for number, mutant in enumerate(_read_list(), 1):
         if (options.set and mutant.set != options.set) or (wanted and number not in wanted) or mutant.key in done:
             continue
         record = judging.judge(mutant, confirmed.get(mutant.key, {}).get("test"))
@@ -437,10 +431,10 @@ def judge(options: argparse.Namespace) -> None:
 
 def report(options: argparse.Namespace) -> None:
     """Prints what both test suites killed, of the mutants that both judged."""
-    old, new = read_journal(options.old), read_journal(options.new)
+    old, new = _read_journal(options.old), _read_journal(options.new)
     rows: dict[str, Counter[str]] = defaultdict(Counter)
     lost: list[str] = []
-    for mutant in read_list():
+    for mutant in _read_list():
         if options.set and mutant.set != options.set:
             continue
         verdicts = [journal.get(mutant.key, {}).get("verdict", "unjudged") for journal in (old, new)]
@@ -462,6 +456,7 @@ def report(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="write the list")
@@ -486,7 +481,7 @@ def main() -> None:
     if options.command == "list":
         write_list()
     elif options.command == "show":
-        show(options.key)
+        _show(options.key)
     elif options.command == "judge":
         judge(options)
     else:
