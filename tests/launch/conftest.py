@@ -40,12 +40,14 @@ class Folder:
         return name
 
     def start(self, *arguments, **options):
-        """Starts `samestep run` and returns at once."""
-        environment = {**os.environ, "COLUMNS": "100"}
-        for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES"):
-            environment.pop(name, None)
+        """Starts `samestep run` and returns at once; `env` is added to its environment, None removes a variable.
+
+        The number of threads is that of the session's fork server, so that ranks can be forked.
+        """
+        removed = dict.fromkeys(("GLOO_SOCKET_IFNAME", "PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES"))
         options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-        environment |= options.pop("env", {})
+        environment = {**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1", **removed, **options.pop("env", {})}
+        environment = {name: value for name, value in environment.items() if value is not None}
         command = [sys.executable, "-P", "-m", "samestep", "run", *map(str, arguments)]
         self.started.append(subprocess.Popen(command, cwd=self.path, env=environment, text=True, **options))
         return self.started[-1]
