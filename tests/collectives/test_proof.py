@@ -1,4 +1,4 @@
-"""The proof of every plan over 1 to 64 ranks, and plans that are wrong in every way there is."""
+"""The proof of every plan over many numbers of ranks, and plans that are wrong in every way there is."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def assert_same_bits_on_all_ranks(family, numbers):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_plan_computes_what_it_says_and_leaves_the_same_bits_on_all_ranks(family):
-    assert_same_bits_on_all_ranks(family, [*range(1, 41), 48, 56, 63, 64])
+    assert_same_bits_on_all_ranks(family, [*range(1, 18), 24, 31, 32, 33, 64])
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_plan_does_so_for_every_number_of_ranks_up_to_128(family):
-    assert_same_bits_on_all_ranks(family, range(41, 129))
+    assert_same_bits_on_all_ranks(family, range(18, 129))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -64,7 +64,9 @@ def given_between(name, cut):
         return stage.step(batch())
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    "name", ["a dictionary", *(pytest.param(name, marks=pytest.mark.prove) for name in list(WRONG)[1:])]
+)
 def test_activations_that_are_no_tensors_are_named_where_they_would_be_sent(two_ranks, name):
     with pytest.raises(samestep.RankFailure, match=r"(?s)rank 0 .*ModelError: " + WRONG[name][2]):
         two_ranks(given_between, name, 2)
@@ -80,7 +82,9 @@ def changed_in_place(schedule, cut):
         piped(world, model(nn.ReLU(inplace=True)), cut, schedule).step(batch())
 
 
-@pytest.mark.parametrize("schedule", STRAIGHT)
+@pytest.mark.parametrize(
+    "schedule", [name if name == "zero-bubble" else pytest.param(name, marks=pytest.mark.prove) for name in STRAIGHT]
+)
 def test_a_stage_that_changes_its_inputs_in_place_is_named(two_ranks, schedule):
     said = r"(?s)rank 1 .*ModelError: stage 1 changes its inputs in place, which are another stage's outputs: begin it"
     with pytest.raises(samestep.RankFailure, match=said):
@@ -122,7 +126,9 @@ def of_any_shape(stages, schedule="1f1b"):
         return found
 
 
-@pytest.mark.parametrize("schedule", STRAIGHT)
+@pytest.mark.parametrize(
+    "schedule", [name if name == "zero-bubble" else pytest.param(name, marks=pytest.mark.prove) for name in STRAIGHT]
+)
 def test_batches_may_have_any_shape_in_any_step(two_ranks, schedule):
     threads = torch.get_num_threads()
     expected = of_any_shape(1)
@@ -209,7 +215,7 @@ def without_parameters(stages, path, optimizer, cuts):
         return found | stage.whole_state_dict()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.prove)])
 def test_a_stage_without_parameters_has_an_optimizer_too(two_ranks, tmp_path, optimizer):
     """And its checkpoint is that of the whole model, into which one process, or another cut, can look."""
     threads = torch.get_num_threads()

@@ -113,24 +113,26 @@ def by_torch(steps):
     return found | {f"state {name}": each.detach() for name, each in every.state_dict().items()}
 
 
-@pytest.mark.parametrize("schedule", STRAIGHT)
-def test_stages_by_hand_run_one_a_rank_and_as_they_are(three_ranks, schedule):
+def test_stages_by_hand_run_one_a_rank_and_as_they_are(three_ranks):
     expected = by_torch(2)
     outputs = by_hand(1)["outputs"]
-    results = three_ranks(handed, schedule)
+    results = three_ranks(by_hand, 3)
     for found in results:
         assert torch.equal(found.pop("outputs"), outputs)
         assert_same_bits(found, {name: expected[name] for name in found})
     assert {name for found in results for name in found} == expected.keys()
 
 
-def handed(schedule):
-    return by_hand(3, schedule=schedule)
+@pytest.mark.parametrize("schedule", STRAIGHT)
+def test_stages_by_hand_run_one_a_device_and_as_they_are(schedule):
+    found = by_hand(1, devices=HOST, schedule=schedule)
+    assert torch.equal(found.pop("outputs"), by_hand(1)["outputs"])
+    assert_same_bits(found, by_torch(2))
 
 
-def test_one_process_has_the_same_bits_with_devices_and_without():
+def test_one_process_has_the_same_bits_without_devices():
     expected = by_torch(2)
-    for found in (by_hand(1), by_hand(1, devices=HOST), by_hand(1, lambda: nn.ModuleList(stages()))):
+    for found in (by_hand(1), by_hand(1, lambda: nn.ModuleList(stages()))):
         found.pop("outputs")
         assert_same_bits(found, expected)
 
@@ -210,30 +212,31 @@ def compiled():
 PLAN = {"stages": 2, "micro_batches": 2, "schedule": "1f1b", "repeats": 1}
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "error", "said"),
-    [
-        (Net, {}, UsageError, "where is Net to be cut. Plan it: samestep.plan_pipeline.*or give its stages"),
-        (stages, {"loss_fn": None}, UsageError, "neither a plan nor a loss: samestep.pipeline.stages, world, loss_fn="),
-        (stages, {"schedule": "gpipe", "devices": HOST}, UsageError, "there is no schedule 'gpipe'"),
-        (stages, {"devices": HOST[:2]}, UsageError, "2 devices for 3 stages: give one for each"),
-        (stages, {"micro_batches": 0}, UsageError, "micro_batches=0: give a whole number, 1 or more"),
-        (stages, {"micro_batches": 2, "split_size": 2}, UsageError, "micro_batches=2 and split_size=2: give one of"),
-        (
-            lambda: [nn.Linear(6, 4), len],
-            {},
-            ModelError,
-            "a builtin_function_or_method is among the stages: give a list",
-        ),
-        (list, {}, ModelError, "there are no stages: give a list of modules"),
-        (lambda: len, {}, ModelError, "a builtin_function_or_method is no model: give an nn.Module, or a list"),
-        (compiled, {}, ModelError, "OptimizedModule hides the model's layers: give the model that"),
-        (lambda: [nn.BatchNorm1d(6), nn.Linear(6, 4)], {}, ModelError, "layer 0 has a BatchNorm1d, whose statistics"),
-    ],
-)
-def test_what_are_no_stages_is_refused(make, options, error, said):
-    with samestep.world() as world, pytest.raises(error, match=said):
-        samestep.pipeline(make(), world, **{"loss_fn": F.cross_entropy, **options})
+NO_STAGES = [
+    (Net, {}, UsageError, "where is Net to be cut. Plan it: samestep.plan_pipeline.*or give its stages"),
+    (stages, {"loss_fn": None}, UsageError, "neither a plan nor a loss: samestep.pipeline.stages, world, loss_fn="),
+    (stages, {"schedule": "gpipe", "devices": HOST}, UsageError, "there is no schedule 'gpipe'"),
+    (stages, {"devices": HOST[:2]}, UsageError, "2 devices for 3 stages: give one for each"),
+    (stages, {"micro_batches": 0}, UsageError, "micro_batches=0: give a whole number, 1 or more"),
+    (stages, {"micro_batches": 2, "split_size": 2}, UsageError, "micro_batches=2 and split_size=2: give one of"),
+    (
+        lambda: [nn.Linear(6, 4), len],
+        {},
+        ModelError,
+        "a builtin_function_or_method is among the stages: give a list",
+    ),
+    (list, {}, ModelError, "there are no stages: give a list of modules"),
+    (lambda: len, {}, ModelError, "a builtin_function_or_method is no model: give an nn.Module, or a list"),
+    (compiled, {}, ModelError, "OptimizedModule hides the model's layers: give the model that"),
+    (lambda: [nn.BatchNorm1d(6), nn.Linear(6, 4)], {}, ModelError, "layer 0 has a BatchNorm1d, whose statistics"),
+]
+
+
+def test_what_are_no_stages_is_refused():
+    with samestep.world() as world:
+        for make, options, error, said in NO_STAGES:
+            with pytest.raises(error, match=said):
+                samestep.pipeline(make(), world, **{"loss_fn": F.cross_entropy, **options})
 
 
 def test_a_plan_has_its_own_loss():
@@ -286,13 +289,14 @@ def exported(kind, *, training=True, free=True, module=False):
         return found.module() if module else found
 
 
-def trained(size, kind, **options):
+def trained(kind, *, stages=1, ranks=1, **options):
     torch.set_num_threads(1)
-    with samestep.world(pipeline=size) as world:
+    devices = ["cpu"] * stages if stages > ranks else None
+    with samestep.world(pipeline=ranks) as world:
         torch.manual_seed(0)
         whole, (x, _, y) = kind() if options.get("plain") else exported(kind, **options), batch()
         plan = samestep.plan_pipeline(whole, (x, y), F.cross_entropy, **{**PLAN, "stages": 2})
-        stage = samestep.pipeline(whole, world, plan)
+        stage = samestep.pipeline(whole, world, plan, devices=devices)
         optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
         found = {}
         for step in range(2):
@@ -304,31 +308,47 @@ def trained(size, kind, **options):
         return found | stage.whole_state_dict()
 
 
+@pytest.fixture(scope="module")
+def plain():
+    """What the model gives that nobody has exported, in one stage."""
+    threads = torch.get_num_threads()
+    found = trained(Net, plain=True)
+    torch.set_num_threads(threads)
+    return found
+
+
 @pytest.mark.parametrize("options", [{}, {"training": False}, {"module": True}])
-def test_what_torch_has_exported_trains_as_the_model_does(two_ranks, options):
+def test_what_torch_has_exported_trains_as_the_model_does(plain, options):
     """In both modes, whichever it was exported in; its parameters have the names that they have in the model."""
-    expected = trained(1, Net, plain=True)
-    for found in two_ranks(exported_net, options):
-        assert_same_bits(found, expected)
-
-
-def exported_net(options):
-    return trained(2, Net, **options)
-
-
-def exported_drops(options):
-    return trained(2, Drops, **options)
+    assert_same_bits(trained(Net, stages=2, **options), plain)
 
 
 @pytest.mark.parametrize("options", [{}, {"training": False}, {"module": True}])
-def test_its_dropout_is_on_in_training_and_off_in_evaluation(two_ranks, options):
-    alone = trained(1, Drops, **options)
-    assert not torch.equal(alone["loss 0"], trained(1, Net, plain=True)["loss 0"])
-    for found in two_ranks(exported_drops, options):
-        assert_same_bits(found, alone)
+def test_its_dropout_is_on_in_training_and_off_in_evaluation(plain, options):
+    alone = trained(Drops, **options)
+    assert not torch.equal(alone["loss 0"], plain["loss 0"])
+    assert_same_bits(trained(Drops, stages=2, **options), alone)
     right = Drops().eval()
     right.load_state_dict({name: each for name, each in alone.items() if "." in name})
     assert torch.equal(torch.cat([right(part) for part in batch()[0].chunk(2)]), alone["outputs"])
+
+
+def on_two_ranks(options):
+    return trained(Drops, stages=2, ranks=2, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.prove),
+        pytest.param({"training": False}, marks=pytest.mark.prove),
+        {"module": True},
+    ],
+)
+def test_it_trains_on_two_ranks_as_on_one(two_ranks, options):
+    alone = trained(Drops, **options)
+    for found in two_ranks(on_two_ranks, options):
+        assert_same_bits(found, alone)
 
 
 def test_the_exported_program_stays_as_it_is():

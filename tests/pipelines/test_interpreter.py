@@ -20,6 +20,7 @@ from samestep.schedule.choose import STRAIGHT, named
 from samestep.schedule.forward_only import forward_only
 from samestep.testing import assert_same_bits
 
+KINDS = "plain", "tuples"
 SIZES = [4, 4, 3, 3, 3]  # samples of the micro-batches: the last ones are smaller
 
 
@@ -83,63 +84,69 @@ def alone(kind, steps):
     return found
 
 
-def piped(name, chunks, kind, steps):
+def piped(name, chunks, steps):
+    """By kind of layers what this rank has after each step."""
     torch.set_num_threads(1)
     with samestep.world(pipeline=int(os.environ["WORLD_SIZE"])) as world:
-        axis = world.pipeline
-        plan = named(name, axis.size, len(SIZES), chunks)
-        parts = torch.arange(8).tensor_split(plan.stages)
-        own = {stage for stage, rank in enumerate(plan.placement) if rank == axis.rank}
-        every = layers(kind)
-        modules = {stage: Several(*(every[place] for place in parts[stage])) for stage in own}
-        stages = {stage: Stage(stage, module) for stage, module in modules.items()}
-        interpreter = Interpreter(plan, axis.rank, stages, Messages(plan, axis, world.device))
-        found = []
-        for step in range(steps):
-            x, y = data(step)
-            for module in modules.values():
-                module.zero_grad()
-            given = interpreter.run(lambda n, x=x: (x[n],), lambda n, y=y: lambda out: loss(*out, y[n]), SIZES)
-            losses = [each for (each,) in given]
-            gradients = {
-                f"{int(parts[stage][0]) + int(each.partition('.')[0])}.{each.partition('.')[2]}": parameter.grad.clone()
-                for stage, module in modules.items()
-                for each, parameter in module.named_parameters()
-            }
-            found.append((gradients, losses))
-        return found
+        return {kind: steps_of(world, name, chunks, kind, steps) for kind in KINDS}
 
 
-def check(results, kind, steps):
+def steps_of(world, name, chunks, kind, steps):
+    axis = world.pipeline
+    plan = named(name, axis.size, len(SIZES), chunks)
+    parts = torch.arange(8).tensor_split(plan.stages)
+    own = {stage for stage, rank in enumerate(plan.placement) if rank == axis.rank}
+    every = layers(kind)
+    modules = {stage: Several(*(every[place] for place in parts[stage])) for stage in own}
+    stages = {stage: Stage(stage, module) for stage, module in modules.items()}
+    interpreter = Interpreter(plan, axis.rank, stages, Messages(plan, axis, world.device))
+    found = []
+    for step in range(steps):
+        x, y = data(step)
+        for module in modules.values():
+            module.zero_grad()
+        given = interpreter.run(lambda n, x=x: (x[n],), lambda n, y=y: lambda out: loss(*out, y[n]), SIZES)
+        losses = [each for (each,) in given]
+        gradients = {
+            f"{int(parts[stage][0]) + int(each.partition('.')[0])}.{each.partition('.')[2]}": parameter.grad.clone()
+            for stage, module in modules.items()
+            for each, parameter in module.named_parameters()
+        }
+        found.append((gradients, losses))
+    return found
+
+
+def check(results, steps):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks have
-    expected = alone(kind, steps)
+    expected = {kind: alone(kind, steps) for kind in KINDS}
     torch.set_num_threads(threads)
-    for step, (gradients, losses) in enumerate(expected):
-        merged = {name: each for result in results for name, each in result[step][0].items()}
-        assert merged.keys() == gradients.keys()
-        assert_same_bits(merged, gradients)
-        (told,) = [result[step][1] for result in results if result[step][1]]
-        assert_same_bits(dict(enumerate(told)), dict(enumerate(losses)))
+    for kind in KINDS:
+        for step, (gradients, losses) in enumerate(expected[kind]):
+            merged = {name: each for result in results for name, each in result[kind][step][0].items()}
+            assert merged.keys() == gradients.keys()
+            assert_same_bits(merged, gradients)
+            (told,) = [result[kind][step][1] for result in results if result[kind][step][1]]
+            assert_same_bits(dict(enumerate(told)), dict(enumerate(losses)))
 
 
-@pytest.mark.parametrize("kind", ["plain", "tuples"])
 @pytest.mark.parametrize("name", STRAIGHT)
-def test_two_stages_leave_the_bits_of_one_process(two_ranks, name, kind):
-    check(two_ranks(piped, name, 1, kind, 2), kind, 2)
+def test_two_stages_leave_the_bits_of_one_process(two_ranks, name):
+    check(two_ranks(piped, name, 1, 2), 2)
 
 
-@pytest.mark.parametrize("kind", ["plain", "tuples"])
-@pytest.mark.parametrize("name", STRAIGHT)
-def test_four_stages_leave_the_bits_of_one_process(four_ranks, name, kind):
-    check(four_ranks(piped, name, 1, kind, 2), kind, 2)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in {"1f1b", "zero-bubble"} else pytest.param(name, marks=pytest.mark.prove) for name in STRAIGHT],
+)
+def test_four_stages_leave_the_bits_of_one_process(four_ranks, name):
+    check(four_ranks(piped, name, 1, 2), 2)
 
 
-@pytest.mark.parametrize("kind", ["plain", "tuples"])
-def test_two_stages_a_rank_leave_the_bits_of_one_process(two_ranks, three_ranks, kind):
-    check(two_ranks(piped, "interleaved", 2, kind, 2), kind, 2)
-    check(two_ranks(piped, "interleaved", 4, kind, 1), kind, 1)
-    check(three_ranks(piped, "interleaved", 2, kind, 2), kind, 2)
+def test_two_stages_a_rank_leave_the_bits_of_one_process(two_ranks, three_ranks):
+    check(two_ranks(piped, "interleaved", 2, 2), 2)
+    check(two_ranks(piped, "interleaved", 4, 1), 1)
+    check(three_ranks(piped, "interleaved", 2, 2), 2)
 
 
 def evaluated():

@@ -43,12 +43,11 @@ def counted(targets):
     return (targets != IGNORED).sum()
 
 
-def piped(ends, schedule, stages, dtype, padded, steps):
+def piped(ends, schedule, stages, dtype, padded, steps, devices=None):
     torch.set_num_threads(1)
+    options = {"ends": ends, "schedule": schedule, "weight": counted if padded else None, "devices": devices}
     with samestep.world(pipeline=stages) as world:
-        pipeline = Pipeline(
-            model(dtype), world, F.cross_entropy, ends=ends, schedule=schedule, weight=counted if padded else None
-        )
+        pipeline = Pipeline(model(dtype), world, F.cross_entropy, **options)
         found = []
         for step in range(steps):
             pipeline.zero_grad()
@@ -88,43 +87,64 @@ def at_once(steps, replicas, padded):
     return found
 
 
+def check_bits(results):
+    for step, (loss, gradients) in enumerate(one_after_another(len(BATCHES))):
+        assert [found[step][0] for found, _ in results] == [loss] * len(results)
+        merged = {name: each for found, _ in results for name, each in found[step][1].items()}
+        assert set(merged) == set(gradients)
+        assert_same_bits(merged, {name: gradients[name] for name in merged})
+
+
 @pytest.mark.parametrize(
     ("ends", "schedule"),
     [((3, 8), "fill-drain"), ((5, 8), "1f1b"), ((1, 8), "zero-bubble"), ((2, 4, 6, 8), "interleaved")],
 )
-def test_one_replica_has_the_bits_of_one_process(two_ranks, ends, schedule):
-    results = two_ranks(piped, ends, schedule, 2, torch.float32, False, len(BATCHES))
-    for step, (loss, gradients) in enumerate(one_after_another(len(BATCHES))):
-        assert [found[step][0] for found, _ in results] == [loss] * 2
-        merged = {name: each for found, _ in results for name, each in found[step][1].items()}
-        assert list(merged) == list(gradients) or set(merged) == set(gradients)
-        assert_same_bits(merged, {name: gradients[name] for name in merged})
+def test_stages_of_one_process_have_its_bits(ends, schedule):
+    threads = torch.get_num_threads()
+    found = piped(ends, schedule, 1, torch.float32, False, len(BATCHES), ["cpu", "cpu"])
+    torch.set_num_threads(threads)
+    check_bits([found])
 
 
-def clipped(ends, schedule, norm_type):
+def test_one_replica_has_the_bits_of_one_process(two_ranks):
+    results = two_ranks(piped, (1, 8), "zero-bubble", 2, torch.float32, False, len(BATCHES))
+    check_bits(results)
+    states = [state for _, state in results]
+    assert not states[0].keys() & states[1].keys()
+    assert_same_bits(states[0] | states[1], dict(model().state_dict()))
+
+
+NORMS = 2.0, float("inf")
+
+
+def clipped(ends, schedule):
     torch.set_num_threads(1)
     with samestep.world(pipeline=2) as world:
-        pipeline = Pipeline(model(), world, F.cross_entropy, ends=ends, schedule=schedule)
-        pipeline.step(batch(0, 0))
-        norm = samestep.clip_grad_norm_(pipeline, 0.1, norm_type)
-        return float(norm), {name: each.grad.clone() for name, each in pipeline.named_parameters()}
+        pipeline, found = Pipeline(model(), world, F.cross_entropy, ends=ends, schedule=schedule), {}
+        for norm_type in NORMS:
+            pipeline.zero_grad()
+            pipeline.step(batch(0, 0))
+            norm = samestep.clip_grad_norm_(pipeline, 0.1, norm_type)
+            found[norm_type] = float(norm), {name: each.grad.clone() for name, each in pipeline.named_parameters()}
+        return found
 
 
 @pytest.mark.parametrize(("ends", "schedule"), [((4, 8), "1f1b"), ((2, 4, 6, 8), "interleaved")])
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_clipping_is_by_the_norm_of_the_whole_model(two_ranks, ends, schedule, norm_type):
+def test_clipping_is_by_the_norm_of_the_whole_model(two_ranks, ends, schedule):
+    results = two_ranks(clipped, ends, schedule)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    alone = model()
     ((_, gradients),) = one_after_another(1)
-    for name, parameter in alone.named_parameters():
-        parameter.grad = gradients[name].clone()
-    norm = samestep.clip_grad_norm_(alone, 0.1, norm_type)
+    for norm_type in NORMS:
+        alone = model()
+        for name, parameter in alone.named_parameters():
+            parameter.grad = gradients[name].clone()
+        norm = samestep.clip_grad_norm_(alone, 0.1, norm_type)
+        expected = {name: each.grad for name, each in alone.named_parameters()}
+        for found, own in (result[norm_type] for result in results):
+            assert found == float(norm)
+            assert_same_bits(own, {name: expected[name] for name in own})
     torch.set_num_threads(threads)
-    expected = {name: each.grad for name, each in alone.named_parameters()}
-    for found, own in two_ranks(clipped, ends, schedule, norm_type):
-        assert found == float(norm)
-        assert_same_bits(own, {name: expected[name] for name in own})
 
 
 def check_numbers(results, expected):
@@ -136,11 +156,10 @@ def check_numbers(results, expected):
     assert {name for found, _ in results for name in found[0][1]} == set(expected[0][1])
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_two_replicas_of_two_stages_take_the_step_of_one_process(four_ranks, padded):
+def test_two_replicas_of_two_stages_take_the_step_of_one_process(four_ranks):
     """Replicas with different numbers of samples, and of items that count among them."""
-    results = four_ranks(piped, (4, 8), "1f1b", 2, torch.float64, padded, 3)
-    check_numbers(results, at_once(3, 2, padded))
+    results = four_ranks(piped, (4, 8), "1f1b", 2, torch.float64, True, 3)
+    check_numbers(results, at_once(3, 2, padded=True))
 
 
 def accumulated():
@@ -160,16 +179,11 @@ def test_steps_add_up_until_the_gradients_are_set_to_nothing(four_ranks):
             torch.testing.assert_close(gradient, sum_, rtol=1e-12, atol=1e-14)
 
 
-def test_padding_in_micro_batches_changes_nothing(two_ranks):
-    results = two_ranks(piped, (4, 8), "fill-drain", 2, torch.float64, True, 3)
-    check_numbers(results, at_once(3, 1, padded=True))
-
-
-def test_the_parts_states_are_the_models(two_ranks):
-    results = two_ranks(piped, (4, 8), "1f1b", 2, torch.float32, False, 0)
-    states = [state for _, state in results]
-    assert not states[0].keys() & states[1].keys()
-    assert_same_bits(states[0] | states[1], dict(model().state_dict()))
+def test_padding_in_micro_batches_changes_nothing():
+    threads = torch.get_num_threads()
+    found = piped((4, 8), "fill-drain", 1, torch.float64, True, 3, ["cpu", "cpu"])
+    torch.set_num_threads(threads)
+    check_numbers([found], at_once(3, 1, padded=True))
 
 
 # --- chains ----------------------------------------------------------------------------------

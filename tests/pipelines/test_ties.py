@@ -73,11 +73,26 @@ def in_stages(ranks, path=None, count=3):
         )
 
 
-def test_copies_in_two_stages_have_the_bits_of_one_process(two_ranks):
+@pytest.fixture(scope="module")
+def on_two_ranks(two_ranks, tmp_path_factory):
+    """The path of a checkpoint, and what each of two ranks has found before."""
+    path = str(tmp_path_factory.mktemp("ties") / "run")
+    return path, two_ranks(in_stages, 2, path)
+
+
+@pytest.fixture
+def one_thread():
+    """As ranks have: how a product is cut among threads shows in its last bits."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_copies_in_two_stages_have_the_bits_of_one_process(on_two_ranks, one_thread):
     told, state, names = in_stages(1)
     assert names == ["head.weight", "hidden.bias", "hidden.weight", "tokens.weight"]
-    for rank, (theirs, whole, own) in enumerate(two_ranks(in_stages, 2)):
+    for rank, (theirs, whole, own) in enumerate(on_two_ranks[1]):
         assert_same_bits(theirs, told)
         assert_same_bits(whole, state)
         assert ("tokens.weight" in own, "head.weight" in own) == (rank == 0, rank == 1)
@@ -99,10 +114,10 @@ def unsplit(count=3):
     return [each.detach() for each in found], whole, optimizer
 
 
-def test_the_step_is_that_of_the_model_that_is_not_split(two_ranks):
+def test_the_step_is_that_of_the_model_that_is_not_split(on_two_ranks):
     """Its norm counts the weight once, and its optimizer steps it once."""
     told, whole, _ = unsplit()
-    theirs, state, _ = two_ranks(in_stages, 2)[0]
+    theirs, state, _ = on_two_ranks[1][0]
     assert torch.allclose(
         torch.stack([each.double() for each in told]),
         torch.stack([each.double() for each in theirs]),
@@ -124,17 +139,16 @@ def resumed(ranks, path):
         return stage.whole_state_dict()
 
 
-def test_a_checkpoint_knows_one_weight(two_ranks, tmp_path):
+def test_a_checkpoint_knows_one_weight(two_ranks, on_two_ranks, one_thread):
     """What two ranks save goes on in one process, on two ranks, and in the model that is not split."""
-    torch.set_num_threads(1)
-    two_ranks(in_stages, 2, str(tmp_path / "run"))
-    state = resumed(1, str(tmp_path / "run"))
-    for whole in two_ranks(resumed, 2, str(tmp_path / "run")):
+    path, _ = on_two_ranks
+    state = resumed(1, path)
+    for whole in two_ranks(resumed, 2, path):
         assert_same_bits(whole, state)
     with samestep.world() as world:
         whole = model()
         optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
-        samestep.checkpoint(str(tmp_path / "run"), world, model=whole, optimizer=optimizer)
+        samestep.checkpoint(path, world, model=whole, optimizer=optimizer)
         assert whole.head.weight is whole.tokens.weight
         right, _, expected = unsplit()
         assert len(optimizer.state_dict()["state"]) == len(expected.state_dict()["state"]) == 3
