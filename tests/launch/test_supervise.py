@@ -1,4 +1,4 @@
-"""The culprit is named and its code returned, the others are stopped, and nothing is left running."""
+"""The rank that failed is named and its code returned, the others are stopped, and nothing is left running."""
 
 from __future__ import annotations
 
@@ -9,22 +9,42 @@ from pathlib import Path
 
 import pytest
 
-BLAME = {
+from deadline import in_time
+
+FAILURES = {
     "raises": ("raise KeyError('no such label')", 1, "KeyError", None),
     "exits with a code": ("sys.exit(7)", 7, "SystemExit", None),
     "exits with a message": ("sys.exit('no data')", 1, "SystemExit", None),
     "vanishes": ("os._exit(9)", 9, "Exit", None),
     "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "Signal", 9),
-    "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "Signal", 11),
+    "crashes": ("import ctypes; ctypes.string_at(0)", 139, "Signal", 11),
+    "aborts": ("os.abort()", 134, "Signal", 6),
     "ends early": ("sys.exit(0)", 1, "EarlyExit", None),
+    "vanishes early": ("os._exit(0)", 1, "EarlyExit", None),
 }
+GONE = 3.0  # seconds from the first failure to the launcher's own end, as users were promised
 
 
-@pytest.mark.parametrize("what", BLAME)
-def test_the_rank_that_fails_is_blamed_and_not_those_that_wait_for_it(folder, what):
-    statement, code, exception, number = BLAME[what]
-    script = folder.script(f"join()\nif rank == 1:\n    {statement}\nmeet()\nsignal.pause()")
-    done = folder.run("-n", 3, script)
+# Of ranks in fresh interpreters, which import torch, in `make prove`.
+ROWS = [(name, "fork") for name in FAILURES]
+ROWS += [pytest.param(name, "spawn", marks=pytest.mark.prove) for name in FAILURES]
+
+
+@pytest.mark.parametrize(("what", "start"), ROWS)
+def test_the_rank_that_fails_is_blamed_and_all_are_gone_soon(folder, what, start):
+    statement, code, exception, number = FAILURES[what]
+    script = folder.script(f"""
+        join()
+        meet()
+        if rank == 1:
+            with open("fault", "w") as file:
+                file.write(repr(time.time()))
+            {statement}
+        meet()
+        time.sleep(600)
+    """)
+    done = folder.run("-n", 3, "--start", start, script)
+    assert in_time(time.time() - float((folder.path / "fault").read_text()), GONE)
     failure = folder.result["failure"]
     assert done.returncode == folder.result["exit"] == code, done.stderr
     assert (failure["rank"], failure["exception"], failure["signal"]) == (1, exception, number)
@@ -34,7 +54,7 @@ def test_the_rank_that_fails_is_blamed_and_not_those_that_wait_for_it(folder, wh
     assert done.stderr.rstrip().splitlines()[-1].strip().startswith("logs: runs/train-")
 
 
-def test_the_culprits_own_line_is_shown_with_its_traceback_alone(folder):
+def test_the_line_of_the_rank_that_failed_is_shown_with_its_traceback_alone(folder):
     script = folder.script("join()\nif rank == 1:\n    [].index('needle')\nmeet()")
     done = folder.run("-n", 2, script)
     place = f"train.py:{len(Path(folder.path / script).read_text().splitlines()) - 1}"
@@ -46,7 +66,7 @@ def test_the_culprits_own_line_is_shown_with_its_traceback_alone(folder):
     assert "all_reduce" in json.loads(folder.logs()["rank0.error.json"])["traceback"]
 
 
-def test_a_rank_that_lost_the_culprit_stood_where_it_was_told_and_not_at_its_exit(folder):
+def test_a_rank_that_lost_its_peer_stood_where_it_was_told_and_not_at_its_exit(folder):
     script = folder.script("""
         import atexit
         atexit.register(time.sleep, 8)
@@ -69,17 +89,11 @@ for _ in range(3):
 """
 
 
-@pytest.mark.parametrize(
-    ("ranks", "body", "is_told"),
-    [(2, TRAINS, True), (2, "join()\n" + TRAINS, False), (1, TRAINS, False), (2, "pass", False)],
-    ids=["each by itself", "together", "alone", "no training"],
-)
-def test_ranks_that_train_and_never_meet_are_told_so(folder, ranks, body, is_told):
-    done = folder.run("-n", ranks, folder.script(body))
+def test_ranks_that_train_and_never_meet_are_told_so(folder):
+    done = folder.run("-n", 2, folder.script(TRAINS))
     assert done.returncode == 0, done.stderr
     told = "samestep: note: the 2 ranks took 3 steps and joined no process group: each has trained a model of its own"
-    assert (told in done.stderr) == is_told
-    assert done.stderr.count("joined no process group") == is_told
+    assert done.stderr.count(told) == done.stderr.count("joined no process group") == 1
 
 
 def test_an_error_inside_a_library_is_placed_at_the_users_line(folder):
@@ -111,24 +125,6 @@ def test_an_error_that_all_ranks_raise_is_nobodys_own(folder):
     done = folder.run("-n", 3, folder.script("raise ValueError('everywhere')"))
     assert "all 3 ranks failed: ValueError: everywhere" in done.stderr
     assert folder.result["failure"]["waiting"] == []
-
-
-def test_ranks_that_notice_nothing_are_stopped(folder):
-    script = folder.script("if rank == 1:\n    raise ValueError('alone')\nsignal.pause()")
-    done = folder.run("-n", 3, script)
-    assert done.returncode == 1
-    assert folder.result["failure"]["waiting"] == [0, 2]
-
-
-def test_a_rank_that_ignores_sigterm_is_stopped_too(folder):
-    script = folder.script("""
-        if rank == 1:
-            raise ValueError("alone")
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        while True:
-            signal.pause()
-    """)
-    assert folder.run("-n", 2, script).returncode == 1
 
 
 STAY = """
@@ -192,21 +188,4 @@ def test_a_second_signal_does_not_wait(folder):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode in {130, 143}  # the kernel may deliver either first
-    assert not any(map(is_running, started))
-
-
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_nothing_outlives_a_launcher_that_was_killed(folder, start):
-    process = folder.start("-n", 2, "--start", start, folder.script(STAY + "signal.pause()"))
-    ranks_and_children = pids(folder, 2)
-    process.kill()
-    process.communicate(timeout=60)
-    wait_until_gone(ranks_and_children)
-
-
-def test_nothing_is_left_after_a_run_that_ended_well(folder):
-    process = folder.start("-n", 2, folder.script(STAY))
-    started = pids(folder, 2)
-    process.communicate(timeout=60)
-    assert process.returncode == 0
     assert not any(map(is_running, started))
