@@ -1,4 +1,4 @@
-"""Every plan the house has, over a given number of ranks, for tests that hold of all of them."""
+"""Every plan there is, over a given number of ranks, for tests that hold of all of them."""
 
 from __future__ import annotations
 

@@ -28,12 +28,11 @@ def drawn(chance, name):
     return Problem(chain(chance, count), devices, named(name, stages, chance.randint(1, 12)), link, together=tied)
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(100, marks=pytest.mark.prove)])
 @pytest.mark.parametrize("name", STRAIGHT)
-def test_no_cut_of_all_is_better_on_any_of_many_random_chains(name, count):
+def test_no_cut_of_all_is_better_on_any_of_100_random_chains(name):
     chance = random.Random(0)
     impossible = played = cuts = 0
-    for _ in range(count):
+    for _ in range(100):
         problem = drawn(chance, name)
         every = every_cut(len(problem.layers), len(problem.devices))
         least = min(map(problem.seconds, every))
@@ -46,15 +45,14 @@ def test_no_cut_of_all_is_better_on_any_of_many_random_chains(name, count):
         assert (best.seconds, best.gap) == (least, 0.0)
         assert problem.seconds(best.ends) == best.seconds
         played, cuts = played + best.played, cuts + len(every)
-    assert 0.03 < impossible / count < 0.6
+    assert 3 < impossible < 60
     assert played < cuts / 4
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.prove)])
 @pytest.mark.parametrize("name", STRAIGHT)
-def test_no_step_is_shorter_than_its_bound(name, count):
+def test_no_step_is_shorter_than_its_bound(name):
     chance = random.Random(1)
-    for _ in range(count):
+    for _ in range(60):
         problem = drawn(chance, name)
         for ends in every_cut(len(problem.layers), len(problem.devices)):
             seconds, bound = problem.seconds(ends), problem.chain.at_least(ends)
@@ -64,7 +62,7 @@ def test_no_step_is_shorter_than_its_bound(name, count):
 
 def test_the_bound_of_fill_and_drain_is_what_it_takes():
     chance = random.Random(2)
-    for _ in range(20):
+    for _ in range(60):
         link = Link(0.1, 4, handling=chance.choice([0.0, 0.2]))
         problem = Problem(chain(chance, 7), [Device(), Device(2), Device()], fill_drain(3, 6), link)
         for ends in every_cut(7, 3):

@@ -28,11 +28,10 @@ def drawn(chance):
     return Problem(chain(chance, count), devices, plan, link, together=tied)
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.prove)])
-def test_no_cut_of_all_is_better_on_any_of_many_random_chains(count):
+def test_no_cut_of_all_is_better_on_any_of_60_random_chains():
     chance = random.Random(0)
     impossible = 0
-    for _ in range(count):
+    for _ in range(60):
         problem = drawn(chance)
         every = {ends: problem.seconds(ends) for ends in every_cut(len(problem.layers), problem.plan.stages)}
         least = min(every.values())
@@ -44,13 +43,12 @@ def test_no_cut_of_all_is_better_on_any_of_many_random_chains(count):
         best = problem.best()
         assert best.seconds == every[best.ends] == pytest.approx(least)
         assert best.bound == pytest.approx(best.seconds)
-    assert 0.05 < impossible / count < 0.5
+    assert 3 < impossible < 30
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(40, marks=pytest.mark.prove)])
-def test_no_step_is_shorter_than_its_bound(count):
+def test_no_step_is_shorter_than_its_bound():
     chance = random.Random(1)
-    for _ in range(count):
+    for _ in range(40):
         problem = drawn(chance)
         for ends in every_cut(len(problem.layers), problem.plan.stages):
             assert problem._dealt.at_least(ends) <= problem.seconds(ends) * (1 + 1e-12)

@@ -108,7 +108,7 @@ def whole(tmp_path_factory):
     return found
 
 
-DAILY = {(2, "1f1b"), (2, "interleaved"), (4, "zero-bubble")}
+DAILY = {(2, "1f1b"), (2, "interleaved"), (4, "zero-bubble"), (4, "interleaved")}
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def of(steps, stage):
 
 def by_hand(size, make=stages, devices=None, **options):
     torch.set_num_threads(1)
-    with samestep.world(pipeline=size) as world:
+    with samestep.world(pipeline=size, device="cpu") as world:
         options = {"loss_fn": F.cross_entropy, "micro_batches": 4} | options
         return of(2, samestep.pipeline(make(), world, devices=devices, **options))
 
@@ -292,7 +292,7 @@ def exported(kind, *, training=True, free=True, module=False):
 def trained(kind, *, stages=1, ranks=1, **options):
     torch.set_num_threads(1)
     devices = ["cpu"] * stages if stages > ranks else None
-    with samestep.world(pipeline=ranks) as world:
+    with samestep.world(pipeline=ranks, device="cpu") as world:
         torch.manual_seed(0)
         whole, (x, _, y) = kind() if options.get("plain") else exported(kind, **options), batch()
         plan = samestep.plan_pipeline(whole, (x, y), F.cross_entropy, **{**PLAN, "stages": 2})

@@ -228,7 +228,7 @@ def trained(name, stages, schedule, ranks):
     model, inputs, _ = made(name)
     batch = (*inputs, torch.linspace(1, 2, len(inputs[0])))
     plan = samestep.plan_pipeline(model, batch, loss_of, stages=stages, schedule=schedule, micro_batches=3, repeats=1)
-    with samestep.world(pipeline=ranks) as world:
+    with samestep.world(pipeline=ranks, device="cpu") as world:
         stage = samestep.pipeline(model, world, plan, devices=["cpu"] * stages if ranks < stages else None)
         optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
         losses = []

@@ -46,7 +46,7 @@ def counted(targets):
 def piped(ends, schedule, stages, dtype, padded, steps, devices=None):
     torch.set_num_threads(1)
     options = {"ends": ends, "schedule": schedule, "weight": counted if padded else None, "devices": devices}
-    with samestep.world(pipeline=stages) as world:
+    with samestep.world(pipeline=stages, device="cpu") as world:
         pipeline = Pipeline(model(dtype), world, F.cross_entropy, **options)
         found = []
         for step in range(steps):

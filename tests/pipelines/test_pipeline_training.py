@@ -41,7 +41,7 @@ def accuracy(outputs, targets):
 
 def trained(make, options, epochs=2):
     """Losses of steps, norms, evaluations, and this rank's parameters, after some epochs."""
-    with samestep.world(pipeline=options.pop("stages", 1)) as world:
+    with samestep.world(pipeline=options.pop("stages", 1), device="cpu") as world:
         stage = make(world)
         optimizer = torch.optim.SGD(stage.parameters(), lr=0.5, momentum=0.9)
         batches = samestep.shards(dataset(), world, weight=counted, **options)
@@ -231,7 +231,7 @@ def drawn(ends, schedule, ranks=1):
     """Gradients of two steps with dropout, and whether the stream of the process stands where it stood."""
     torch.set_num_threads(1)
     devices = ["cpu", "cpu"] if ranks == 1 and len(ends) > 1 else None
-    with samestep.world(pipeline=ranks) as world:
+    with samestep.world(pipeline=ranks, device="cpu") as world:
         stage = Pipeline(model(dropout=0.5), world, F.cross_entropy, ends=ends, schedule=schedule, devices=devices)
         x, y = dataset(padded=False).tensors
         before, found = torch.get_rng_state(), []

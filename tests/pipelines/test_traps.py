@@ -218,7 +218,7 @@ def taken(name, stages, schedule, ranks=None):
         seconds.append(time.monotonic() - begin)
         return found
 
-    with samestep.world(pipeline=ranks or stages) as world:
+    with samestep.world(pipeline=ranks or stages, device="cpu") as world:
         torch.manual_seed(0)
         whole, given = case.make(), batch(case.inputs, case.samples)
         for frozen in case.frozen:
