@@ -8,23 +8,25 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
+import samestep
+from samestep.errors import Preempted
 from samestep.running.preemption import Preemption
 from samestep.runtime.step import StepState
+from samestep.testing import assert_same_bits
 
 SCRIPT = """
-import os, signal, sys, time
+import os, sys, time
 import torch, samestep
 from torch.utils.data import TensorDataset
 
 torch.manual_seed(0)
 inputs = torch.randn(64, 4, dtype=torch.float64)
 with samestep.world() as world:
-    if "own" in sys.argv:
-        signal.signal(signal.SIGUSR1, lambda *_: open(f"own{world.rank}", "w").close())
     model = samestep.replicate(torch.nn.Linear(4, 1).double(), world)
     optimizer = torch.optim.Adam(model.parameters())
     batches = samestep.shards(TensorDataset(inputs), world, batch_size=8, workers=2 * ("workers" in sys.argv))
@@ -39,7 +41,6 @@ with samestep.world() as world:
                 os.rename(f"at{world.rank}.tmp", f"at{world.rank}")
                 time.sleep(0.2)
             state.commit()
-    torch.save([p.detach() for p in model.parameters()], f"end{world.rank}.pt")
     print("finished", state.step)
 """
 
@@ -67,22 +68,10 @@ class Training:
                 return [int(pid) for pid, _ in told]
             time.sleep(0.02)
 
-    def end(self, rank=0):
-        return (self.folder / f"end{rank}.pt").read_bytes()
-
 
 @pytest.fixture
 def training(tmp_path):
     return Training(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    whole = Training(tmp_path_factory.mktemp("whole"))
-    process = whole.start()
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return whole.end()
 
 
 def finish(process):
@@ -90,63 +79,42 @@ def finish(process):
     return process.returncode, out, err
 
 
-def resume(training, uninterrupted):
-    """Starts the same command again, which must go on and end as if nothing had been."""
+def resume(training):
+    """Starts the same command again, which must go on to the end."""
     code, out, err = finish(training.start())
     assert code == 0, err
     assert "goes on from saved/" in err
     assert "finished 32" in out
-    assert training.end() == uninterrupted
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_launcher_passes_a_request_on_and_nothing_is_lost(training, uninterrupted, number):
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.prove)])
+def test_the_launcher_passes_a_request_on_and_nothing_is_lost(training, number):
     process = training.start("slow")
     training.running()
     process.send_signal(number)
     code, _, err = finish(process)
     name = signal.Signals(number).name
     assert code == 75, err
+    assert err.count("saved step") == 1
     assert f"preempted by {name}: saved step" in err
     assert f"samestep: preempted by {name}: step " in err
     assert json.loads((training.folder / "result.json").read_text()) | {"run_dir": ""} == {
         "exit": 75, "run_dir": "", "failure": None,
     }  # fmt: skip
-    resume(training, uninterrupted)
+    resume(training)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_request_to_one_rank_stops_all_at_the_same_step(training, uninterrupted, rank):
-    process = training.start("slow")
-    os.kill(training.running()[rank], signal.SIGUSR1)
-    code, _, err = finish(process)
-    assert code == 75, err
-    assert err.count("saved step") == 1
-    resume(training, uninterrupted)
-
-
-def test_workers_of_a_data_loader_outlive_a_signal_to_the_whole_group(training, uninterrupted):
+def test_workers_of_a_data_loader_outlive_a_signal_to_the_whole_group(training):
     process = training.start("slow", "workers")
     for pid in training.running():
         os.killpg(pid, signal.SIGTERM)  # every rank leads a group of its own, its workers in it
     code, _, err = finish(process)
     assert code == 75, err
     assert "DataLoader worker" not in err
-    resume(training, uninterrupted)
+    assert list((training.folder / "saved").glob("step-*"))
 
 
-def test_a_second_request_does_not_disturb_the_first(training, uninterrupted):
-    process = training.start("slow")
-    ranks = training.running()
-    process.send_signal(signal.SIGTERM)
-    for pid in ranks:
-        os.kill(pid, signal.SIGTERM)
-    process.send_signal(signal.SIGTERM)
-    code, _, err = finish(process)
-    assert code == 75, err
-    resume(training, uninterrupted)
-
-
+@pytest.mark.prove
 def test_ctrl_c_after_a_request_does_not_wait(training):
     process = training.start("slow")
     training.running()
@@ -155,36 +123,76 @@ def test_ctrl_c_after_a_request_does_not_wait(training):
     assert finish(process)[0] in {130, 143, 75}
 
 
-def test_a_handler_of_the_scripts_own_is_respected(training):
-    process = training.start("slow", "own")
-    os.kill(training.running()[0], signal.SIGUSR1)
-    code, out, _ = finish(process)
-    assert code == 0
-    assert "finished 32" in out
-    assert (training.folder / "own0").exists()
+# --- ranks that send the signals to themselves -------------------------------------------------
 
 
-def test_one_process_without_a_launcher_saves_too(training):
-    (training.folder / "runs").mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "train.py", "slow"], cwd=training.folder, stderr=subprocess.PIPE, text=True
-    )
-    training.running(ranks=1)
-    process.send_signal(signal.SIGTERM)
-    code, _, err = finish(process)
-    assert code == 75
-    assert "preempted by SIGTERM: saved step" in err
-    assert list(Path(training.folder / "saved").glob("step-*"))
+def train(path, sent=()):
+    """Trains 8 steps; `sent` are (step, rank, signal). Returns where the rank left, its steps, and the weights."""
+    left = None
+    with samestep.world(device="cpu") as world:
+        torch.manual_seed(0)
+        inputs = torch.randn(32, 4, dtype=torch.float64)
+        model = samestep.replicate(torch.nn.Linear(4, 1).double(), world)
+        optimizer = torch.optim.Adam(model.parameters())
+        batches = samestep.shards(TensorDataset(inputs), world, batch_size=8)
+        state = samestep.checkpoint(path, world, model=model, optimizer=optimizer, data=batches)
+        try:
+            for _ in state.epochs(2):
+                for (x,) in batches:
+                    batches.mean(model(x).square().squeeze(1)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    for step, rank, number in sent:
+                        if (step, rank) == (state.step + 1, world.rank):
+                            os.kill(os.getpid(), number)
+                    state.commit()
+        except Preempted as preempted:
+            left = preempted.step
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return left, state.step, model.state_dict()
 
 
-def test_ranks_that_slurm_will_soon_end_save_and_leave_before(training, uninterrupted, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 6))
-    code, _, err = finish(training.start("slow"))
-    assert code == 75, err
-    assert err.count("samestep: the time limit is ") == 1
-    assert err.count("samestep: out of time: saved step ") == 1
-    monkeypatch.delenv("SLURM_JOB_END_TIME")
-    resume(training, uninterrupted)
+@pytest.fixture(scope="module")
+def uninterrupted(two_ranks, tmp_path_factory):
+    return two_ranks(train, tmp_path_factory.mktemp("whole"))[0][2]
+
+
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [(3, 0, USR1)],
+        [(3, 1, USR1)],
+        [(3, 1, TERM)],
+        [(3, 0, TERM), (3, 1, TERM), (3, 0, TERM), (4, 0, TERM), (4, 1, USR1)],
+    ],
+    ids=["rank 0", "rank 1", "SIGTERM", "several times"],
+)
+def test_a_request_to_any_rank_stops_all_at_the_same_step(two_ranks, tmp_path, uninterrupted, sent):
+    told = two_ranks(train, tmp_path, sent)
+    assert [one[:2] for one in told] == [(4, 4)] * 2
+    assert [entry.name for entry in tmp_path.glob("step-*")] == ["step-00000004"]
+    again = two_ranks(train, tmp_path)
+    assert [one[:2] for one in again] == [(None, 8)] * 2
+    assert_same_bits(again[0][2], uninterrupted)
+
+
+def own_handler(path):
+    """Rank 0 has a handler of its own, which is left alone."""
+    called = []
+    mine = lambda *_: called.append(1)  # noqa: E731
+    signal.signal(signal.SIGUSR1, mine)
+    try:
+        left, steps, _ = train(path, [(3, 0, signal.SIGUSR1)])
+        return left, steps, len(called), signal.getsignal(signal.SIGUSR1) is mine
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_a_handler_of_the_scripts_own_is_respected(two_ranks, tmp_path):
+    assert two_ranks(own_handler, tmp_path) == [(None, 8, 1, True), (None, 8, 0, True)]
 
 
 SEVERAL = """
@@ -205,11 +213,14 @@ with samestep.world() as world:
 
 @pytest.mark.parametrize("first", ["kept", "closed", "dropped"])
 def test_whatever_becomes_of_another_checkpoint_a_request_reaches_this_one(tmp_path, first):
+    """Without a launcher: the signal goes to the one process."""
+    (tmp_path / "train.py").write_text(SEVERAL)
     done = subprocess.run(
-        [sys.executable, "-c", SEVERAL, first], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "train.py", first], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 75, done.stderr
     assert "preempted by SIGTERM: saved step 1 in new/" in done.stderr
+    assert [entry.name for entry in (tmp_path / "new").glob("step-*")] == ["step-00000001"]
 
 
 def test_the_last_to_close_gives_the_signals_back_but_not_those_that_the_script_has_taken():

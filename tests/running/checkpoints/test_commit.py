@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,7 +20,7 @@ from samestep.errors import CheckpointError, DataError, SamestepError, UsageErro
 from samestep.running.checkpoints import due
 from samestep.running.checkpoints import store as stores
 from samestep.running.checkpoints.background import Background
-from samestep.testing import assert_same_bits, run_ranks
+from samestep.testing import assert_same_bits
 
 SAMPLES, BATCH, EPOCHS = 22, 6, 3
 STEPS_PER_EPOCH = 4  # the last one short: 22 = 6 + 6 + 6 + 4
@@ -125,7 +122,12 @@ def straight(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "k"), [*(("adam", k) for k in (1, 3, 4, 5, 8, 11, 12)), *(("sgd", k) for k in (2, 4, 7))]
+    ("kind", "k"),
+    [
+        *(("adam", k) for k in (1, 4, 5, 12)),
+        ("sgd", 7),
+        *(pytest.param(*case, marks=pytest.mark.prove) for case in (("adam", 3), ("adam", 8), ("sgd", 2), ("sgd", 4))),
+    ],
 )
 def test_stopped_after_any_step_and_resumed_every_bit_is_that_of_an_uninterrupted_run(tmp_path, straight, kind, k):
     first, second = both_parts(tmp_path, ("step", k), kind=kind)
@@ -134,7 +136,7 @@ def test_stopped_after_any_step_and_resumed_every_bit_is_that_of_an_uninterrupte
     assert second["resumed"] == (True, k, (k - 1) // STEPS_PER_EPOCH)
 
 
-@pytest.mark.parametrize("epoch", range(EPOCHS))
+@pytest.mark.parametrize("epoch", [1, *(pytest.param(epoch, marks=pytest.mark.prove) for epoch in (0, 2))])
 def test_stopped_in_the_evaluation_it_is_repeated_and_no_step_is(tmp_path, straight, epoch):
     first, second = both_parts(tmp_path, ("evaluation", epoch))
     assert_same_end(second, straight["adam"])
@@ -143,24 +145,23 @@ def test_stopped_in_the_evaluation_it_is_repeated_and_no_step_is(tmp_path, strai
     assert second["seen"] == second["evaluated"] == list(range(epoch, EPOCHS))
 
 
-@pytest.mark.parametrize("epoch", range(EPOCHS - 1))
-def test_stopped_behind_the_end_of_an_epoch_the_next_one_begins(tmp_path, straight, epoch):
-    first, second = both_parts(tmp_path, ("end", epoch), every=None)
-    assert second["resumed"] == (True, (epoch + 1) * STEPS_PER_EPOCH, epoch + 1)
-    assert second["seen"] == list(range(epoch + 1, EPOCHS))
+def test_stopped_behind_the_end_of_an_epoch_the_next_one_begins(tmp_path, straight):
+    first, second = both_parts(tmp_path, ("end", 0), every=None)
+    assert second["resumed"] == (True, STEPS_PER_EPOCH, 1)
+    assert second["seen"] == [1, 2]
     assert_same_end(second, straight["adam"])
-    assert first["samples"][: (epoch + 1) * SAMPLES] + second["samples"] == straight["adam"]["samples"]
+    assert first["samples"][:SAMPLES] + second["samples"] == straight["adam"]["samples"]
 
 
-def test_a_finished_run_has_no_more_epochs_and_a_longer_one_goes_on(tmp_path):
-    train(tmp_path / "whole", epochs=3)
-    train(tmp_path / "parts", epochs=2)
-    again = train(tmp_path / "parts", epochs=2)
+def test_a_finished_run_has_no_more_epochs_and_a_longer_one_goes_on(tmp_path, straight):
+    finished = train(tmp_path, epochs=2)
+    again = train(tmp_path, epochs=2)
     assert again["seen"] == []
     assert again["resumed"] == (True, 2 * STEPS_PER_EPOCH, 2)
-    longer = train(tmp_path / "parts", epochs=3)
+    assert_same_end(again, finished)
+    longer = train(tmp_path, epochs=3)
     assert longer["seen"] == [2]
-    assert_same_end(longer, train(tmp_path / "whole", epochs=3))
+    assert_same_end(longer, straight["adam"])
 
 
 def test_stopped_twice_and_with_micro_batches_the_end_is_the_same(tmp_path):
@@ -177,10 +178,10 @@ def test_saved_less_often_than_every_step_a_run_goes_on_from_the_last_save(tmp_p
     assert_same_end(second, straight["adam"])
 
 
-def test_two_ranks_of_new_processes_go_on_bit_for_bit(tmp_path, two_ranks):
+def test_two_ranks_go_on_bit_for_bit(tmp_path, two_ranks):
     whole = two_ranks(train_at, str(tmp_path / "whole"), None)
-    first = run_ranks(train_at, 2, str(tmp_path / "parts"), ("step", 5))
-    second = run_ranks(train_at, 2, str(tmp_path / "parts"), None)
+    first = two_ranks(train_at, str(tmp_path / "parts"), ("step", 5))
+    second = two_ranks(train_at, str(tmp_path / "parts"), None)
     for rank in range(2):
         assert second[rank]["resumed"] == (True, 5, 1)
         assert_same_end(second[rank], whole[rank])
@@ -191,38 +192,6 @@ def test_two_ranks_of_new_processes_go_on_bit_for_bit(tmp_path, two_ranks):
 
 def train_at(path, stop, dropout=0.5, kind="adam"):
     return train(path, stop=stop, dropout=dropout, kind=kind)
-
-
-SCRIPT = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[1])
-import test_commit
-from samestep.running.checkpoints.commit import Checkpoint
-
-committed = Checkpoint.commit
-
-def commit(self):
-    committed(self)
-    if self.step == 6:
-        if "waits" in sys.argv:
-            self.wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-Checkpoint.commit = commit
-test_commit.train(sys.argv[2])
-"""
-
-
-@pytest.mark.parametrize("saved", ["waits", "writes"])
-def test_a_run_that_is_killed_outright_goes_on_bit_for_bit(tmp_path, straight, saved):
-    """Killed after the last save, or in the middle of it: then the one before it counts."""
-    here = str(Path(__file__).parent)
-    command = [sys.executable, "-c", SCRIPT, here, str(tmp_path), saved]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
-    assert done.returncode == -signal.SIGKILL
-    second = train(tmp_path)
-    assert second["resumed"] in ([(True, 6, 1)] if saved == "waits" else [(True, 5, 1), (True, 6, 1)])
-    assert_same_end(second, straight["adam"])
 
 
 # --- another number of ranks --------------------------------------------------------------------
@@ -370,7 +339,7 @@ def saved_by_time(path, with_data):
 @pytest.mark.parametrize(("with_data", "steps"), [(True, [4, 8]), (False, [3, 6, 9])])
 def test_the_clock_of_rank_0_alone_decides_and_all_ranks_save_together(tmp_path, two_ranks, with_data, steps):
     assert two_ranks(saved_by_time, str(tmp_path), with_data) == [11, 11]
-    assert names(tmp_path) == [f"step-{step:08d}" for step in steps]  # with data the wish rides on the next step
+    assert names(tmp_path) == [f"step-{step:08d}" for step in steps]  # with data the request travels with the next step
 
 
 def test_local_batchnorm_statistics_are_made_equal_before_they_are_saved(tmp_path, two_ranks):
