@@ -1,7 +1,7 @@
 """Hosts as network namespaces: an address, a host name and an sshd of its own each, joined by a bridge.
 
     with hosts(folder, 2) as lab:            # skips the test, with the reason, where that cannot be had
-        lab.ssh_args                         # for --ssh-args; the names are lab.names
+        lab.reached                          # the options that lead there over ssh; the names are lab.names
         lab.start("node1", [...])            # a process in its network; `run` waits for it
         lab.partition(lab.names[1])          # its cable is pulled: no packet, no reset; `heal` puts it back
         lab.separate("node1", "node2")       # these two no longer hear each other, everybody else does
@@ -11,6 +11,8 @@
                  /               \\
         node1 10.K.N.1        node2 10.K.N.2
 
+Samestep's own processes there are forked by the session's fork server: see in_namespaces.py and remote_python.py.
+
 All of it bears a number made from this process's, so that two runs of the tests do not meet, and is gone afterwards.
 """
 
@@ -18,9 +20,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import shutil
+import socket
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,8 +47,11 @@ UsePAM no
 StrictModes no
 UseDNS no
 MaxStartups 100
-"""
+SetEnv SHLVL=1
+"""  # bash, if it believes that another has started it, reads no ~/.bashrc
 
+
+HERE = Path(__file__).parent
 
 _built = itertools.count()
 
@@ -58,6 +67,52 @@ def _free_number() -> int:
     return next(number for number in numbers if _network(number) not in taken)
 
 
+class RemotePython:
+    """An interpreter for the hosts, `path`, whose modules of samestep are forked where the tests run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "python"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(folder / "forks"))
+        self._listener.listen(64)
+        words = f"{sys.executable} -I -S {HERE / 'remote_python.py'} {folder / 'forks'}"
+        self.path.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        self.path.chmod(0o755)
+        self._threads = [threading.Thread(target=self._serve)]
+        self._threads[0].start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):  # the listener was shut down
+            while True:
+                asked, _ = self._listener.accept()
+                self._threads.append(threading.Thread(target=self._run, args=(asked,)))
+                self._threads[-1].start()
+
+    def _run(self, asked: socket.socket) -> None:
+        with asked:
+            text, streams, _, _ = socket.recv_fds(asked, 1 << 20, 3)
+            if len(streams) != 3:
+                return  # it was killed before
+            about = json.loads(text)
+            words = [sys.executable, str(HERE / "in_namespaces.py"), ",".join(about["namespaces"]), *about["arguments"]]
+            names = ("stdin", "stdout", "stderr")
+            process = subprocess.Popen(
+                words, env=about["environment"], cwd=about["folder"], **dict(zip(names, streams, strict=True))
+            )
+            for stream in streams:
+                os.close(stream)
+            code = process.wait()
+            with contextlib.suppress(OSError):
+                asked.send(str(code).encode())
+
+    def close(self) -> None:
+        """Ends the service; all that it has started must have ended."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+
 class Lab:
     """Hosts that run. `names` are theirs, `bridge` is this machine's address among them."""
 
@@ -69,7 +124,14 @@ class Lab:
         self.bridge = f"{self.network}.254"
         self.ssh_args = f"-F {folder / 'ssh_config'}"
         self._tag = f"s{number % 10**9}"
-        self._servers: list[subprocess.Popen[bytes]] = []
+        self.python: Path | None = None
+        self._remote: RemotePython | None = None
+        self._servers: dict[str, subprocess.Popen[bytes]] = {}
+
+    @property
+    def reached(self) -> list[str]:
+        """The options of a run that lead to the hosts."""
+        return ["--ssh-args", self.ssh_args, "--remote-python", str(self.python)]
 
     def address(self, name: str) -> str:
         return f"{self.network}.{self.names.index(name) + 1}"
@@ -93,6 +155,8 @@ class Lab:
             self._start_servers()
 
     def _start_servers(self) -> None:
+        self._remote = RemotePython(self.folder)
+        self.python = self._remote.path
         for key in ("host_key", "user_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / key], check=True)
         Path("/run/sshd").mkdir(exist_ok=True)
@@ -111,11 +175,11 @@ class Lab:
         """Starts a host's sshd."""
         with (self.folder / f"{name}.log").open("ab") as log:
             inside = f"hostname {name}; exec /usr/sbin/sshd -f {self.folder / f'{name}.conf'} -D -e"
-            server = self.start(name, ["unshare", "--uts", "sh", "-c", inside], stdout=log, stderr=log)
-        self._servers.append(server)
+            self._servers[name] = self.start(name, ["unshare", "--uts", "sh", "-c", inside], stdout=log, stderr=log)
 
     def serve(self, name: str) -> None:
         """Starts the sshd of a host that has crashed; returns when it answers."""
+        self._servers[name].wait()
         self._serve(name)
         self._await_server(name)
 
@@ -132,7 +196,10 @@ class Lab:
 
     def start(self, name: str, command: list[str], **options: object) -> subprocess.Popen[bytes]:
         """Starts a command on a host, in its network but with this machine's files and processes."""
-        entering = ["nsenter", f"--net=/run/netns/{self.namespace(name)}"]
+        space = f"/run/netns/{self.namespace(name)}"
+        entering = ["nsenter", f"--net={space}"]
+        if command[:3] == [sys.executable, "-P", "-m"]:
+            entering, command = [sys.executable, str(HERE / "in_namespaces.py"), space], command[3:]
         return subprocess.Popen([*entering, *command], **options)  # type: ignore[call-overload, no-any-return]
 
     def run(self, name: str, command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -155,6 +222,10 @@ class Lab:
         """Lets these hosts hear everybody but each other."""
         for name in names:
             _ip("link", "set", self._cable(name), "type", "bridge_slave", "isolated", "on")
+
+    def forget(self, name: str, other: str) -> None:
+        """Leaves a host without a way to another."""
+        _ip("-n", self.namespace(name), "route", "add", "unreachable", f"{self.address(other)}/32")
 
     def limit(self, name: str, rate: str) -> None:
         """Lets a host send no faster than `rate`, as tc writes it."""
@@ -194,13 +265,26 @@ class Lab:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
 
+    def repair(self) -> None:
+        """Brings back the hosts that a test has crashed or cut off; ends what it has left running there."""
+        for name in self.names:
+            self.heal(name)
+            _ip("-n", self.namespace(name), "route", "flush", "type", "unreachable")
+        for name, server in self._servers.items():
+            left = set(self.pids(name)) - {server.pid}
+            if left or server.poll() is not None:
+                self.crash(name)
+                self.serve(name)
+
     def destroy(self) -> None:
         for name in self.names:
             with contextlib.suppress(subprocess.CalledProcessError):
                 self.crash(name)
-        for server in self._servers:
+        for server in self._servers.values():
             server.kill()
             server.wait()
+        if self._remote is not None:
+            self._remote.close()
         for index, name in enumerate(self.names, start=1):
             for command in (("link", "del", f"{self._tag}v{index}"), ("netns", "del", self.namespace(name))):
                 with contextlib.suppress(subprocess.CalledProcessError):

@@ -1,11 +1,10 @@
-"""Several hosts, with addresses, names and sshd's of their own, over every transport; what may go wrong with them."""
+"""Several hosts, with addresses, names and sshd's of their own, over every transport; how they fail."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,27 +14,36 @@ from namespaces import hosts
 from test_supervise import wait_until_gone
 
 from deadline import in_time
-from samestep.launch.transport import _source
+from samestep.cli import main
 
 VIAS = ("ssh", "pdsh", "clush")
+SSH_FIRST = ["ssh", *(pytest.param(via, marks=pytest.mark.prove) for via in VIAS[1:])]
 SECRET = "0123456789abcdef"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # for which the fork server has imported torch, so that ranks are forks, too,
+FORKED = ["--start", "fork"]  # also a host's only one
 WITHIN = 5.0  # seconds for a usage error
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    with hosts(tmp_path_factory.mktemp("lab"), 3) as built:
+def lab_of_all(tmp_path_factory):
+    with hosts(tmp_path_factory.mktemp("lab"), 2) as built:
         yield built
+
+
+@pytest.fixture
+def lab(lab_of_all):
+    """Two hosts, which the test may wreck."""
+    yield lab_of_all
+    lab_of_all.repair()
 
 
 @pytest.fixture
 def on_hosts(lab, folder):
     """Starts `samestep run` on two hosts of the lab."""
 
-    def start(*arguments, listed="node1,node2", via="ssh", **options):
-        return folder.start(
-            "--json", folder.json, "--hosts", listed, "--via", via, "--ssh-args", lab.ssh_args, *arguments, **options
-        )
+    def start(*arguments, listed="node1,node2", via="ssh"):
+        words = ["--json", folder.json, "--hosts", listed, "--via", via, *lab.reached, *FORKED, *arguments]
+        return folder.start(*words, env=ONE_THREAD)
 
     return start
 
@@ -64,6 +72,8 @@ def test_ranks_on_two_hosts_meet(on_hosts, folder, lab, via):
         "[rank 3] 4 1 1 node2",
     ]
     assert not lab_processes(lab)
+    (record,) = folder.path.glob("runs/*/run.json")
+    assert json.loads(record.read_text())["hosts"] == {"node1": 2, "node2": 2}
 
 
 def lab_processes(lab):
@@ -79,7 +89,7 @@ def command_of(pid):
         return "sshd, gone"
 
 
-@pytest.mark.parametrize("via", VIAS)
+@pytest.mark.parametrize("via", SSH_FIRST)
 def test_a_failure_on_another_host_is_blamed_on_its_rank_and_place(on_hosts, folder, lab, via):
     script = folder.script("join()\nmeet()\nif rank == 3:\n    raise KeyError('label')\nmeet()\ntime.sleep(600)")
     code, _, err = finish(on_hosts("-n", 2, script, via=via))
@@ -108,7 +118,7 @@ def await_ranks(folder, ranks):
     return [int(pid) for file in files for pid in file.read_text().split()]
 
 
-@pytest.mark.parametrize("via", VIAS)
+@pytest.mark.parametrize("via", SSH_FIRST)
 def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(on_hosts, folder, lab, via):
     process = on_hosts("-n", 1, folder.script(STAY + "time.sleep(600)"), via=via)
     running = await_ranks(folder, 2)
@@ -134,9 +144,8 @@ def children_of(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_host_that_is_lost_is_named_and_the_run_stops(on_hosts, folder, lab_of_two):
-    lab, start = lab_of_two
-    process = start("-n", 1, folder.script(STAY + "time.sleep(600)"))
+def test_a_host_that_is_lost_is_named_and_the_run_stops(on_hosts, folder, lab):
+    process = on_hosts("-n", 1, folder.script(STAY + "time.sleep(600)"))
     running = await_ranks(folder, 2)
     lost_at = time.monotonic()
     lab.crash("node2")
@@ -147,20 +156,8 @@ def test_a_host_that_is_lost_is_named_and_the_run_stops(on_hosts, folder, lab_of
     wait_until_gone(running)
 
 
-@pytest.fixture
-def lab_of_two(tmp_path_factory, folder):
-    """A lab of one test's own, which may be wrecked."""
-    with hosts(tmp_path_factory.mktemp("own"), 2) as own:
-
-        def start(*arguments):
-            return folder.start("--json", folder.json, "--hosts", "node1,node2", "--ssh-args", own.ssh_args, *arguments)
-
-        yield own, start
-
-
-def test_a_host_behind_a_cable_that_was_pulled_is_lost_within_its_silence(on_hosts, folder, lab_of_two):
-    lab, start = lab_of_two
-    process = start("-n", 1, folder.script(STAY + "time.sleep(600)"))
+def test_a_host_behind_a_cable_that_was_pulled_is_lost_within_its_silence(on_hosts, folder, lab):
+    process = on_hosts("-n", 1, folder.script(STAY + "time.sleep(600)"))
     running = await_ranks(folder, 2)
     lost_at = time.monotonic()
     lab.partition("node2")
@@ -171,12 +168,11 @@ def test_a_host_behind_a_cable_that_was_pulled_is_lost_within_its_silence(on_hos
     wait_until_gone(running)  # on the other side of the cut as well: nobody can be heard there either
 
 
-def test_a_restart_goes_on_with_the_hosts_that_are_left(on_hosts, folder, lab_of_two):
-    lab, start = lab_of_two
+def test_a_restart_goes_on_with_the_hosts_that_are_left(on_hosts, folder, lab):
     script = folder.script(
         STAY + "if size == 1:\n    open('alone', 'w').write(repr(time.monotonic()))\nelse:\n    time.sleep(600)"
     )
-    process = start("-n", 1, "--restarts", 1, "--lost-host", "continue", script)
+    process = on_hosts("-n", 1, "--restarts", 1, "--lost-host", "continue", script)
     await_ranks(folder, 2)
     lost_at = time.monotonic()
     lab.crash("node2")
@@ -203,24 +199,6 @@ def test_an_unknown_host(on_hosts, folder):
     assert "host elsewhere.invalid: its name is unknown" in line
 
 
-def test_a_key_that_is_refused(on_hosts, folder, lab, tmp_path):
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key"], check=True)
-    config = (lab.folder / "ssh_config").read_text().replace(str(lab.folder / "user_key"), str(tmp_path / "key"))
-    (tmp_path / "config").write_text(config)
-    process = folder.start("--hosts", "node1", "--ssh-args", f"-F {tmp_path / 'config'}", folder.script(""))
-    assert "host node1: it does not accept your key; put it there with `ssh-copy-id node1`" in refused(process)
-
-
-def test_a_host_without_samestep(on_hosts, folder, tmp_path):
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
-    bare.chmod(0o755)
-    line = refused(on_hosts("--remote-python", bare, folder.script("")))
-    source = _source()
-    assert f"samestep is missing there; copy {source} to it and run `{bare} -m pip install {source}` there" in line
-    assert (Path(source) / "pyproject.toml").exists() or source.endswith(".whl")
-
-
 def test_more_ranks_than_a_host_has_room_for(on_hosts, folder):
     line = refused(on_hosts("-n", 3, folder.script(""), listed="node1:2,node2:4"))
     assert "host node1 has 2 slots and 3 ranks are asked for" in line
@@ -235,15 +213,14 @@ def test_an_interface_that_does_not_exist(on_hosts, folder):
     assert "there is no network interface eth7 on node1; there are eth0 (10." in line
 
 
-def test_a_pair_of_hosts_that_cannot_connect(folder, lab_of_two):
-    lab, start = lab_of_two
+def test_a_pair_of_hosts_that_cannot_connect(on_hosts, folder, lab):
     for one, other in (("node1", "node2"), ("node2", "node1")):
-        route = ["ip", "-n", lab.namespace(one), "route", "add", "unreachable", f"{lab.address(other)}/32"]
-        subprocess.run(route, check=True)
-    line = refused(start(folder.script("")))
+        lab.forget(one, other)
+    line = refused(on_hosts(folder.script("")))
     assert "host node1 cannot reach host node2 (there is no route to it); nor the other way round" in line
 
 
+@pytest.mark.prove
 def test_a_script_that_is_only_here_or_not_the_same_here(lab, folder, tmp_path):
     """The hosts of the lab share this machine's files; one that has others is looked at from another directory."""
     python = tmp_path / "python"
@@ -272,14 +249,13 @@ def test_the_interface_that_was_asked_for_is_used(on_hosts, folder):
     assert sorted(out.splitlines()) == ["[rank 0] 2 eth0", "[rank 1] 2 eth0"]
 
 
-def test_hosts_that_are_slow_to_come_are_named(lab, folder, tmp_path):
+def test_hosts_that_are_slow_to_come_are_named(on_hosts, folder, lab, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     slow = tmp_path / "python"
-    slow.write_text(f'#!/bin/sh\n[ "$(hostname)" = node1 ] || read line <{pipe}\nexec {sys.executable} "$@"\n')
+    slow.write_text(f'#!/bin/sh\n[ "$(hostname)" = node1 ] || read line <{pipe}\nexec {lab.python} "$@"\n')
     slow.chmod(0o755)
-    words = ["--hosts", "node1,node2", "--ssh-args", lab.ssh_args, "--remote-python", slow, folder.script("")]
-    process = folder.start(*words)
+    process = on_hosts("--remote-python", slow, folder.script(""))
     line = process.stderr.readline()
     assert line == "samestep: waiting for up to 15 s for node2 to answer over ssh and to connect to this host\n"
     pipe.write_text("go\n")
@@ -300,20 +276,18 @@ def test_hosts_that_are_slow_to_come_are_named(lab, folder, tmp_path):
         (("--hostfile", "nothing"), "the host file nothing cannot be read: No such file or directory"),
     ],
 )
-def test_options_that_do_not_fit(folder, words, told):
-    assert told in refused(folder.start(*words, folder.script("")))
+def test_options_that_do_not_fit(folder, words, told, monkeypatch, capfd):
+    monkeypatch.chdir(folder.path)
+    assert main(["run", *words, folder.script("")]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert told in line
 
 
-def test_a_dry_run_shows_the_commands_and_starts_nothing(folder):
-    code, out, _ = finish(folder.start("--dry-run", "-n", 2, "--hosts", "a,b", "--via", "ssh", folder.script("")))
-    assert code == 0
+def test_a_dry_run_shows_the_commands_and_starts_nothing(folder, monkeypatch, capfd):
+    monkeypatch.chdir(folder.path)
+    assert main(["run", "--dry-run", "-n", "2", "--hosts", "a,b", "--via", "ssh", folder.script("")]) == 0
+    out = capfd.readouterr().out
     assert out.count("-m samestep.launch.agent") == 2
     assert "token" not in out.replace("address and token go to its standard input", "")
     assert "RANK=3" in out
     assert not (folder.path / "runs").exists()
-
-
-def test_the_result_is_written_with_the_run(on_hosts, folder):
-    assert finish(on_hosts("-n", 1, folder.script(MEET)))[0] == 0
-    (record,) = folder.path.glob("runs/*/run.json")
-    assert json.loads(record.read_text())["hosts"] == {"node1": 1, "node2": 1}
