@@ -41,7 +41,8 @@ UseDNS no
 PrintMotd no
 MaxStartups 100
 AcceptEnv SAMESTEP_*
-"""
+SetEnv SHLVL=1
+"""  # bash, if it believes that another has started it, reads no ~/.bashrc
 PATIENCE = 60  # seconds for what takes a tenth of one on a quiet machine
 ATTEMPTS = 20  # ports to try: another process may take one between our look and sshd's
 

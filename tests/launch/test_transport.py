@@ -32,11 +32,21 @@ def server(tmp_path_factory):
 
 @pytest.fixture(params=VIAS)
 def via(request):
+    return installed(request.param)
+
+
+@pytest.fixture(params=["ssh", *(pytest.param(via, marks=pytest.mark.prove) for via in VIAS[1:])])
+def ssh_first(request):
+    """For what ssh says itself, which the others pass on; `make prove` looks whether they do."""
+    return installed(request.param)
+
+
+def installed(via):
     try:
-        require(request.param)
+        require(via)
     except UsageError as error:
         pytest.skip(str(error))
-    return request.param
+    return via
 
 
 def run(via, server, hosts, command, greeting="hello", ssh_args=""):
@@ -186,70 +196,74 @@ def test_a_bad_host_spoils_no_good_one(via, server):
     assert talk.lines("node1") == ["fine"]
 
 
-def test_a_closed_port_is_named(via, server):
+def test_a_closed_port_is_named(ssh_first, server):
     with socket.socket() as closed:  # bound and not listening: nobody else can open it meanwhile
         closed.bind(("127.0.0.1", 0))
         host = server.alias("closed", Port=closed.getsockname()[1])
-        said, _, codes = failure(via, server, host, OK)
+        said, _, codes = failure(ssh_first, server, host, OK)
     assert "nothing listens there; start sshd" in said
     assert codes[host] == 255
 
 
-def test_a_host_that_does_not_answer_is_named(via, server):
+def test_a_host_that_does_not_answer_is_named(ssh_first, server):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host = server.alias("silent", Port=silent.getsockname()[1])
-        said, _, _ = failure(via, server, host, OK, "-o ConnectTimeout=1")
+        said, _, _ = failure(ssh_first, server, host, OK, "-o ConnectTimeout=1")
     assert "does not answer" in said
     assert f"`ssh {host} true`" in said
 
 
-def test_a_host_that_hangs_up_is_named(via, server):
+def test_a_host_that_hangs_up_is_named(ssh_first, server):
     host = server.alias("closing", ProxyCommand="head -c 8 > /dev/null")
-    assert "hangs up before any login" in failure(via, server, host, OK)[0]
+    assert "hangs up before any login" in failure(ssh_first, server, host, OK)[0]
 
 
-def test_a_refused_key_is_named(via, server):
+def test_a_refused_key_is_named(ssh_first, server):
     host = server.alias("locked", IdentityFile=server.other_key)
-    assert f"does not accept your key; put it there with `ssh-copy-id {host}`" in failure(via, server, host, OK)[0]
+    assert (
+        f"does not accept your key; put it there with `ssh-copy-id {host}`" in failure(ssh_first, server, host, OK)[0]
+    )
 
 
-def test_an_unknown_host_key_is_named(via, server):
+def test_an_unknown_host_key_is_named(ssh_first, server):
     host = server.alias("stranger", StrictHostKeyChecking="yes")
-    assert f"its key is not known here; connect once with `ssh {host}`" in failure(via, server, host, OK)[0]
+    assert f"its key is not known here; connect once with `ssh {host}`" in failure(ssh_first, server, host, OK)[0]
 
 
-def test_a_changed_host_key_is_named(via, server, tmp_path):
+def test_a_changed_host_key_is_named(ssh_first, server, tmp_path):
     wrong = " ".join(server.other_key.with_suffix(".pub").read_text().split()[:2])
     (tmp_path / "known_hosts").write_text(f"[127.0.0.1]:{server.port} {wrong}\n")
     host = server.alias("changed", StrictHostKeyChecking="yes", UserKnownHostsFile=tmp_path / "known_hosts")
-    assert f"`ssh-keygen -R {host}`" in failure(via, server, host, OK)[0]
+    assert f"`ssh-keygen -R {host}`" in failure(ssh_first, server, host, OK)[0]
 
 
-def test_a_missing_interpreter_is_named(via, server):
-    said, _, codes = failure(via, server, "node2", ["/no/such/python", "-m", "samestep.launch.agent"])
+def test_a_missing_interpreter_is_named(ssh_first, server):
+    said, _, codes = failure(ssh_first, server, "node2", ["/no/such/python", "-m", "samestep.launch.agent"])
     assert "there is no /no/such/python on it; name the interpreter there with --remote-python PATH" in said
     assert codes["node2"] == 127
 
 
-def test_an_interpreter_that_is_none_is_named(via, server):
-    said, _, _ = failure(via, server, "node2", ["/etc/passwd", "-m", "samestep.launch.agent"])
+def test_an_interpreter_that_is_none_is_named(ssh_first, server):
+    said, _, _ = failure(ssh_first, server, "node2", ["/etc/passwd", "-m", "samestep.launch.agent"])
     assert "/etc/passwd cannot be executed there" in said
 
 
-def test_a_host_without_samestep_is_named(via, server):
+def test_a_host_without_samestep_is_named(ssh_first, server):
     command = [sys.executable, "-I", "-S", "-m", "samestep.launch.agent"]  # -S: no site-packages
-    said, _, codes = failure(via, server, "node2", command)
-    assert f"run `{sys.executable} -m pip install {transport._source()}` there" in said
+    said, _, codes = failure(ssh_first, server, "node2", command)
+    source = transport._source()
+    assert f"samestep is missing there; copy {source} to it and run `{sys.executable} -m pip install {source}`" in said
+    assert (Path(source) / "pyproject.toml").exists() or source.endswith(".whl")
     assert codes["node2"] == 1
 
 
-def test_a_host_with_another_samestep_is_named(via, server):
+def test_a_host_with_another_samestep_is_named(ssh_first, server):
     command = [*agent_command()[:-1], "samestep.launch.of_next_year"]
-    assert "of another version" in failure(via, server, "node2", command)[0]
+    assert "of another version" in failure(ssh_first, server, "node2", command)[0]
 
 
-def test_wrong_options_for_ssh_are_named(via, server):
-    assert "ssh does not understand its options: " in failure(via, server, "node2", OK, "-o NoSuchOption=1")[0]
+def test_wrong_options_for_ssh_are_named(ssh_first, server):
+    assert "ssh does not understand its options: " in failure(ssh_first, server, "node2", OK, "-o NoSuchOption=1")[0]
 
 
 def test_anything_else_ends_with_the_last_line(via, server):

@@ -26,8 +26,9 @@ from samestep.rankenv import fresh_environment
 def by_hand(folder, number, port, **variables):
     """Starts one of two nodes of one host, as a user would at two terminals."""
     words = ["run", "--nnodes", "2", "--node-rank", str(number), "--rendezvous", f"127.0.0.1:{port}", "-n", "1"]
+    words += ["--start", "fork"]
     command = [sys.executable, "-P", "-m", "samestep", *words, "train.py"]
-    environment = fresh_environment() | variables
+    environment = fresh_environment() | {"OMP_NUM_THREADS": "1"} | variables  # of the session's fork server
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
 
