@@ -60,13 +60,6 @@ def test_other_variables_do_not(line):
     assert needs_fresh_interpreter(line) is None
 
 
-def test_a_script_that_updates_its_environment_gets_what_it_set(folder):
-    done = folder.run(
-        "-n", 2, folder.script("os.environ.update(OMP_NUM_THREADS='2')\nimport torch\nprint(torch.get_num_threads())")
-    )
-    assert sorted(done.stdout.splitlines()) == ["[rank 0] 2", "[rank 1] 2"], done.stderr
-
-
 def test_the_text_of_a_module_is_found_without_importing_what_lies_above_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in {"__init__": "raise SystemExit", "__main__": "# main", "train": "# train"}.items():
@@ -87,6 +80,7 @@ def test_a_pipe_is_not_read_for_its_text():
     os.close(reader)
 
 
+@pytest.mark.fresh_interpreter
 def test_what_lies_in_the_current_directory_does_not_reach_forked_ranks(folder):
     """`python -m samestep` has the current directory on its path; a script elsewhere has not."""
     folder.script("import torch, typing_extensions\nprint(hasattr(typing_extensions, 'HERE'))", "inner/train.py")

@@ -33,7 +33,7 @@ def test_a_rank_that_became_another_user_is_told_to_leave_and_does(folder):
         time.sleep(0.5)
         raise ValueError("alone")
     """)
-    done = folder.run("-n", 2, script, preexec_fn=without_the_right_to_kill)
+    done = folder.run("-n", 2, "--start", "spawn", script, preexec_fn=without_the_right_to_kill)
     assert (done.returncode, folder.result["failure"]["exception"]) == (1, "ValueError"), done.stderr
 
 
@@ -53,7 +53,7 @@ def test_what_a_rank_left_to_another_user_does_not_end_the_launcher(folder):
             print(child)
         print("trained")
     """)
-    done = folder.run("-n", 2, script, preexec_fn=without_the_right_to_kill)
+    done = folder.run("-n", 2, "--start", "spawn", script, preexec_fn=without_the_right_to_kill)
     left = int(
         next(word for line in done.stdout.splitlines() for word in line.split() if word.isdigit() and len(word) > 2)
     )
