@@ -9,9 +9,11 @@ import sys
 
 import pytest
 from namespaces import hosts
-from test_hosts import SECRET, finish
+from test_hosts import FORKED, ONE_THREAD, SECRET, finish
 
 from ports import free_port
+
+RUN = [sys.executable, "-P", "-m", "samestep", "run"]
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +44,7 @@ def test_a_script_that_is_not_the_same_everywhere(folder, lab, tmp_path):
     address = f"{lab.bridge}:{free_port()}"
     secret = {"SAMESTEP_TOKEN": SECRET}
     first = folder.start("--nnodes", 2, "--node-rank", 0, "--rendezvous", address, folder.script(""), env=secret)
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "samestep",
-        "run",
-        "--nnodes",
-        "2",
-        "--node-rank",
-        "1",
-        "--rendezvous",
-        address,
-    ]
+    command = [*RUN, "--nnodes", "2", "--node-rank", "1", "--rendezvous", address]
     second = subprocess.Popen([*command, "train.py"], cwd=other, env={**os.environ, **secret}, stderr=subprocess.PIPE)
     _, said = second.communicate(timeout=60)
     for text in (finish(first)[2], said.decode()):
@@ -69,10 +59,11 @@ def by_hand(lab, folder):
     started = []
 
     def start(name, index, count, *arguments, env=None):
-        words = ["--nnodes", count, "--node-rank", index, "--rendezvous", f"{lab.address('node1')}:{port}", *arguments]
-        command = [sys.executable, "-P", "-m", "samestep", "run", *map(str, words)]
+        where = ["--nnodes", count, "--node-rank", index, "--rendezvous", f"{lab.address('node1')}:{port}"]
+        command = [*RUN, *map(str, [*where, *FORKED, *arguments])]
         piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder.path}
-        started.append(lab.start(name, command, env={**os.environ, "SAMESTEP_TOKEN": SECRET, **(env or {})}, **piped))
+        environment = {**os.environ, **ONE_THREAD, "SAMESTEP_TOKEN": SECRET, **(env or {})}
+        started.append(lab.start(name, command, env=environment, **piped))
         return started[-1]
 
     yield start
@@ -100,18 +91,10 @@ def test_hosts_started_by_hand_meet_through_a_file_that_is_its_own_secret(by_han
 
 def test_torchruns_own_options_start_the_same(lab, folder):
     script = folder.script("join()\nprint(meet())")
-    words = [
-        sys.executable,
-        "-P",
-        "-m",
-        "samestep",
-        "run",
-        "--nproc_per_node=1",
-        "--nnodes=2",
-        "--master_addr=127.0.0.1",
-    ]
+    words = [*RUN, *FORKED, "--nproc_per_node=1", "--nnodes=2", "--master_addr=127.0.0.1"]
     port = f"--master_port={free_port()}"
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder.path}
+    piped["env"] = {**os.environ, **ONE_THREAD}
     second, first = (subprocess.Popen([*words, port, f"--node_rank={rank}", script], **piped) for rank in (1, 0))
     code, out, err = finish(first)
     assert code == 0, err
@@ -128,17 +111,17 @@ def test_every_host_started_by_hand_ends_with_the_runs_code(by_hand, folder):
 
 def test_a_host_that_never_comes_is_named_at_the_join_timeout(by_hand, folder):
     script = folder.script("")
-    second = by_hand("node2", 1, 3, "--join-timeout", 4, script)
-    code, _, err = finish(by_hand("node1", 0, 3, "--join-timeout", 3, script))
+    second = by_hand("node2", 1, 3, "--join-timeout", 3, script)
+    code, _, err = finish(by_hand("node1", 0, 3, "--join-timeout", 2, script))
     assert code == 2
-    assert "waited 3 s, and node 2 never came (1 of the 2 that were waited for): start" in err
+    assert "waited 2 s, and node 2 never came (1 of the 2 that were waited for): start" in err
     code, _, err = finish(second)
-    assert (code, "error: waited 3 s, and node 2 never came (1 of the 2 that were waited for)" in err) == (2, True), err
+    assert (code, "error: waited 2 s, and node 2 never came (1 of the 2 that were waited for)" in err) == (2, True), err
 
 
 def test_a_host_with_another_token_is_told_so(by_hand, folder):
     script = folder.script("")
-    first = by_hand("node1", 0, 2, "--join-timeout", 4, script)
+    first = by_hand("node1", 0, 2, "--join-timeout", 2, script)
     code, _, err = finish(by_hand("node2", 1, 2, "--join-timeout", 4, script, env={"SAMESTEP_TOKEN": SECRET[::-1]}))
     assert code == 2
     assert "the head of the run has another token: set the same SAMESTEP_TOKEN on every host" in err
@@ -232,11 +215,12 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.ar
 def test_who_needs_no_secret_is_out_of_reach_of_other_hosts(lab, folder, name):
     host, secret = ("localhost", "") if name == "localhost" else (lab.bridge, SECRET)
     port = free_port()
-    words = ["--nnodes", 2, "--rendezvous", f"{host}:{port}", folder.script("join()\nmeet()")]
-    first = folder.start("--node-rank", 0, *words, env={"SAMESTEP_TOKEN": secret})
+    words = ["--nnodes", 2, "--rendezvous", f"{host}:{port}", *FORKED, folder.script("join()\nmeet()")]
+    environment = {**ONE_THREAD, "SAMESTEP_TOKEN": secret}
+    first = folder.start("--node-rank", 0, *words, env=environment)
     until(first, "waiting")
     knock = lab.start("node1", [sys.executable, "-c", CONNECT, lab.bridge, str(port)], stderr=subprocess.PIPE)
     _, said = knock.communicate(timeout=60)
     assert (b"ConnectionRefusedError" in said) == (not secret)
-    second = folder.start("--node-rank", 1, *words, env={"SAMESTEP_TOKEN": secret})
+    second = folder.start("--node-rank", 1, *words, env=environment)
     assert finish(second)[0] == finish(first)[0] == 0

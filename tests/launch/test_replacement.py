@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 from namespaces import hosts
 from slurm_cluster import slurm_cluster
-from test_hosts import SECRET, await_ranks, children_of, command_of, finish, refused
+from test_hosts import FORKED, ONE_THREAD, SECRET, await_ranks, children_of, command_of, finish
 from test_supervise import wait_until_gone
 from test_versions import other_version_on
 
 from deadline import in_time
 from ports import free_port
 from samestep._version import __version__
+from samestep.cli import main
 
 AGAIN = 10.0  # seconds from the moment that the replacement is there to the first step
 
@@ -39,11 +40,17 @@ print("attempt", attempt, "size", size)
 """
 
 
+@pytest.fixture(scope="module")
+def lab_of_all(tmp_path_factory):
+    with hosts(tmp_path_factory.mktemp("lab"), 2) as built:
+        yield built
+
+
 @pytest.fixture
-def lab(tmp_path_factory):
-    """Two hosts of one test's own, which may be wrecked."""
-    with hosts(tmp_path_factory.mktemp("lab"), 2) as own:
-        yield own
+def lab(lab_of_all):
+    """Two hosts, which the test may wreck."""
+    yield lab_of_all
+    lab_of_all.repair()
 
 
 @pytest.fixture
@@ -51,16 +58,16 @@ def start(lab, folder):
     """Starts a run that waits for lost hosts, two ranks on each."""
 
     def begin(*arguments, restarts=1):
-        reached = ["--hosts", "node1,node2", "--ssh-args", lab.ssh_args]
+        reached = ["--hosts", "node1,node2", *lab.reached, *FORKED]
         wait = ["--restarts", restarts, "--lost-host", "wait"]
-        return folder.start("--json", folder.json, *reached, "-n", 2, *wait, *arguments)
+        return folder.start("--json", folder.json, *reached, "-n", 2, *wait, *arguments, env=ONE_THREAD)
 
     return begin
 
 
-def agent_on(lab, name):
-    """The agent of a host; its ranks are forks of it, with the same command."""
-    return oldest([pid for pid in lab.pids(name) if "samestep.launch.agent" in command_of(pid)])
+def agent_of(rank):
+    """The agent of a rank, which is a fork of it."""
+    return parent_of(rank)
 
 
 def oldest(family):
@@ -96,7 +103,7 @@ def test_an_agent_that_was_killed_is_started_again_through_the_same_transport(la
     process = start(folder.script(SCRIPT))
     running = await_ranks(folder, 4)
     lost_at = time.monotonic()
-    os.kill(agent_on(lab, "node2"), signal.SIGKILL)
+    os.kill(agent_of(running[2]), signal.SIGKILL)
     code, out, err = finish(process)
     assert code == 0, err
     assert in_time(resumed(folder, out) - lost_at, AGAIN)
@@ -108,16 +115,18 @@ def test_an_agent_that_was_killed_is_started_again_through_the_same_transport(la
     wait_until_gone(running)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("via", ["pdsh", "clush"])
 def test_the_same_over_a_transport_that_has_started_others_too(lab, start, folder, via):
     process = start("--via", via, folder.script(SCRIPT))
-    await_ranks(folder, 4)
-    os.kill(agent_on(lab, "node2"), signal.SIGKILL)
+    running = await_ranks(folder, 4)
+    os.kill(agent_of(running[2]), signal.SIGKILL)
     code, out, err = finish(process)
     assert code == 0, err
     resumed(folder, out)
 
 
+@pytest.mark.prove
 def test_a_cable_that_is_put_back_brings_its_host_back(lab, start, folder):
     process = start(folder.script(SCRIPT))
     running = await_ranks(folder, 4)
@@ -150,7 +159,9 @@ def test_a_host_that_does_not_come_back_ends_the_run_with_its_cause(lab, start, 
     wait_until_gone(running)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.prove)]
+)
 def test_a_signal_ends_the_wait_at_once(lab, start, folder, number, code):
     process = start(folder.script(SCRIPT))
     running = await_ranks(folder, 4)
@@ -170,7 +181,7 @@ def test_a_host_that_is_lost_for_the_second_time_has_used_the_restarts_up(lab, s
     for attempt in (0, 1):
         while not (folder.path / f"{attempt}pids3").exists():
             time.sleep(0.02)  # the test's own deadline ends this
-        os.kill(agent_on(lab, "node2"), signal.SIGKILL)
+        os.kill(agent_of(int((folder.path / f"{attempt}pids3").read_text())), signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 1
     assert err.count("trying to start its agent again") == 1
@@ -178,11 +189,11 @@ def test_a_host_that_is_lost_for_the_second_time_has_used_the_restarts_up(lab, s
 
 def test_a_replacement_of_another_version_is_turned_away_until_it_is_mended(lab, start, folder):
     wrong = folder.path / "wrong"
-    python = other_version_on("node2", folder.path, "9.9.9", only_if=wrong)
+    python = other_version_on(lab, "node2", folder.path, "9.9.9", only_if=wrong)
     process = start("--remote-python", python, folder.script(SCRIPT))
-    await_ranks(folder, 4)
+    running = await_ranks(folder, 4)
     wrong.touch()
-    os.kill(agent_on(lab, "node2"), signal.SIGKILL)
+    os.kill(agent_of(running[2]), signal.SIGKILL)
     heard = Heard(process)
     line = heard.until("node2 cannot take the place")
     assert f"the hosts have different versions of samestep: node1 {__version__}, node2 9.9.9" in line
@@ -200,12 +211,12 @@ def by_hand(lab, folder):
 
     def start(name, index, *arguments, count=2):
         where = ["--nnodes", count, "--node-rank", index, "--rendezvous", f"{lab.address('node1')}:{port}"]
-        wait = ["-n", 2, "--restarts", 1, "--lost-host", "wait"]
+        wait = [*FORKED, "-n", 2, "--restarts", 1, "--lost-host", "wait"]
         command = [sys.executable, "-P", "-m", "samestep", "run", *where, *wait, *arguments]
         return lab.start(
             name,
             list(map(str, command)),
-            env={**os.environ, "SAMESTEP_TOKEN": SECRET},
+            env={**os.environ, **ONE_THREAD, "SAMESTEP_TOKEN": SECRET},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -247,9 +258,9 @@ def test_an_agent_of_the_head_itself_is_forked_again(by_hand, folder):
 
 
 def test_on_one_host_the_agent_is_forked_again(folder):
-    process = folder.start("-n", 2, "--restarts", 1, "--lost-host", "wait", folder.script(SCRIPT))
+    process = folder.start("-n", 2, "--restarts", 1, "--lost-host", "wait", folder.script(SCRIPT), env=ONE_THREAD)
     (first, _) = await_ranks(folder, 2)
-    os.kill(parent_of(first), signal.SIGKILL)
+    os.kill(agent_of(first), signal.SIGKILL)
     code, out, err = finish(process)
     assert code == 0, err
     resumed(folder, out, ranks=2)
@@ -279,24 +290,24 @@ def test_who_comes_in_under_a_number_that_is_not_missing_is_turned_away(lab, by_
 
 def test_a_replacement_that_is_lost_while_it_is_examined_is_waited_for_again(lab, start, folder):
     dies = folder.path / "dies"
-    python = other_version_on("node2", folder.path, __version__, only_if=dies)
+    python = other_version_on(lab, "node2", folder.path, __version__, only_if=dies)
     facts = folder.path / f"samestep-{__version__}" / "samestep" / "launch" / "facts.py"
     end = f"import os, signal\nos.unlink({str(dies)!r})\nos.kill(os.getpid(), signal.SIGKILL)\n"
     facts.write_text(facts.read_text().replace("    cores = read_cores()\n", textwrap.indent(end, "    "), 1))
     process = start("--remote-python", python, folder.script(SCRIPT))
-    await_ranks(folder, 4)
+    running = await_ranks(folder, 4)
     dies.touch()
-    os.kill(agent_on(lab, "node2"), signal.SIGKILL)
+    os.kill(agent_of(running[2]), signal.SIGKILL)
     code, out, err = finish(process)
     assert code == 0, err
     assert not dies.exists()
     resumed(folder, out)
 
 
+@pytest.mark.prove
 def test_two_hosts_that_are_lost_come_back_one_after_the_other(lab, start, folder):
     process = start(folder.script(SCRIPT))
-    await_ranks(folder, 4)
-    agents = [agent_on(lab, name) for name in lab.names]
+    agents = [agent_of(rank) for rank in await_ranks(folder, 4)[::2]]
     lab.crash("node1")  # with its sshd; its ranks were to hold the store
     os.kill(agents[1], signal.SIGKILL)
     heard = Heard(process)
@@ -308,6 +319,7 @@ def test_two_hosts_that_are_lost_come_back_one_after_the_other(lab, start, folde
     resumed(folder, out)
 
 
+@pytest.mark.prove
 def test_a_task_that_srun_has_lost_is_started_again_as_the_run_says(folder, tmp_path_factory):
     script = folder.script(SCRIPT)
     with slurm_cluster(tmp_path_factory.mktemp("slurm")) as slurm, ExitStack() as ending:
@@ -340,25 +352,28 @@ def variable_of(pid, name):
 
 
 @pytest.mark.parametrize("choice", ["continue", "wait"])
-def test_what_becomes_of_a_lost_host_needs_restarts(folder, choice):
-    line = refused(folder.start("-n", 2, "--lost-host", choice, folder.script("")))
+def test_what_becomes_of_a_lost_host_needs_restarts(folder, choice, monkeypatch, capfd):
+    monkeypatch.chdir(folder.path)
+    assert main(["run", "-n", "2", "--lost-host", choice, folder.script("")]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
     assert line.endswith(f"--lost-host {choice} is about what follows: say --restarts K, how often, as well")
 
 
 def test_a_lost_host_ends_a_run_that_is_to_stop_and_says_what_else_could_be(lab, folder):
-    words = ["--hosts", "node1,node2", "--ssh-args", lab.ssh_args, "-n", 2, "--restarts", 1]
-    process = folder.start("--json", folder.json, *words, folder.script(SCRIPT))
-    await_ranks(folder, 4)
-    os.kill(agent_on(lab, "node2"), signal.SIGKILL)
+    words = ["--hosts", "node1,node2", *lab.reached, *FORKED, "-n", 2, "--restarts", 1]
+    process = folder.start("--json", folder.json, *words, folder.script(SCRIPT), env=ONE_THREAD)
+    running = await_ranks(folder, 4)
+    os.kill(agent_of(running[2]), signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 1
     assert "not started again: host node2 is lost, and --lost-host is stop" in err
     assert err.splitlines()[-1].endswith("/0/node2")
 
 
-def test_slurm_is_told_to_bear_a_lost_task(folder):
-    words = ["--slurm", "--dry-run", "--nnodes", 2, "--restarts", 1, "--lost-host", "wait", "--join-timeout", 900]
-    code, out, err = finish(folder.start(*words, folder.script("")))
-    assert code == 0, err
+def test_slurm_is_told_to_bear_a_lost_task(folder, monkeypatch, capfd):
+    monkeypatch.chdir(folder.path)
+    words = ["--slurm", "--dry-run", "--nnodes", "2", "--restarts", "1", "--lost-host", "wait", "--join-timeout", "900"]
+    assert main(["run", *words, folder.script("")]) == 0
+    out = capfd.readouterr().out
     assert "--wait=0" in out
     assert "--lost-host wait --join-timeout 900" in out

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from namespaces import hosts
-from test_hosts import finish, refused
+from test_hosts import FORKED, ONE_THREAD, finish, refused
 
 import samestep
 from samestep._version import __version__
@@ -23,59 +23,46 @@ def lab(tmp_path_factory):
 @pytest.fixture
 def on_hosts(lab, folder):
     def start(*arguments):
-        return folder.start("--hosts", "node1,node2", "--ssh-args", lab.ssh_args, *arguments)
+        return folder.start("--hosts", "node1,node2", *lab.reached, *FORKED, *arguments, env=ONE_THREAD)
 
     return start
 
 
-def other_version_on(host, path, version, only_if=None):
+def other_version_on(lab, host, path, version, only_if=None):
     """Returns an interpreter that has a samestep of another version on one host; the hosts share their files."""
     package = Path(samestep.__file__).parent
     copy = path / f"samestep-{version}"
     shutil.copytree(package, copy / "samestep", ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "samestep" / "_version.py").write_text(f'__version__ = "{version}"\n')
-    return python_on(host, path, f"export PYTHONPATH={copy}", only_if=only_if)
+    return python_on(lab, host, path, f"export PYTHONPATH={copy}", only_if=only_if)
 
 
-def python_on(host, path, instead, only_if=None):
+def python_on(lab, host, path, instead, only_if=None):
     """Returns an interpreter that does something else on one host."""
     python = path / f"python-{host}"
     condition = f'[ "$(hostname)" = {host} ]' + (f" && [ -e {only_if} ]" if only_if else "")
-    python.write_text(f'#!/bin/sh\nif {condition}; then {instead}; fi\nexec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\nif {condition}; then {instead}; fi\nexec {lab.python} "$@"\n')
     python.chmod(0o755)
     return python
 
 
-def test_a_host_of_another_version_is_named_with_both_versions(on_hosts, folder):
-    python = other_version_on("node2", folder.path, "0.0.9")
+def test_a_host_of_another_version_is_named_with_both_versions(on_hosts, folder, lab):
+    python = other_version_on(lab, "node2", folder.path, "0.0.9")
     line = refused(on_hosts("--remote-python", python, folder.script("open('started', 'w')")))
     told = f"the hosts have different versions of samestep: node1 {__version__}, node2 0.0.9"
     assert line == f"samestep: error: {told}; install the same everywhere"
     assert not (folder.path / "started").exists()
 
 
-def test_hosts_of_one_version_start_though_it_lies_elsewhere(on_hosts, folder):
-    python = other_version_on("node2", folder.path, __version__)
+@pytest.mark.prove
+def test_hosts_of_one_version_start_though_it_lies_elsewhere(on_hosts, folder, lab):
+    python = other_version_on(lab, "node2", folder.path, __version__)
     code, _, err = finish(on_hosts("--remote-python", python, folder.script("")))
     assert code == 0, err
 
 
-def test_the_one_host_without_samestep_is_named(on_hosts, folder):
-    python = python_on("node2", folder.path, f'exec {sys.executable} -I -S "$@"')
+def test_the_one_host_without_samestep_is_named(on_hosts, folder, lab):
+    python = python_on(lab, "node2", folder.path, f'exec {sys.executable} -I -S "$@"')
     line = refused(on_hosts("--remote-python", python, folder.script("")))
     assert line.startswith("samestep: error: host node2: samestep is missing there; ")
     assert f"run `{python} -m pip install " in line
-
-
-def test_a_samestep_that_has_no_agent_yet_is_called_another_version(on_hosts, folder):
-    python = other_version_on("node2", folder.path, "0.0.1")
-    (folder.path / "samestep-0.0.1" / "samestep" / "launch" / "agent.py").unlink()
-    line = refused(on_hosts("--remote-python", python, folder.script("")))
-    assert line.startswith("samestep: error: host node2: its samestep is of another version; ")
-    assert f"run `{python} -m pip install --upgrade " in line
-
-
-def test_a_host_without_that_interpreter_is_named(on_hosts, folder):
-    python = python_on("node2", folder.path, "exit 127")
-    line = refused(on_hosts("--remote-python", python, folder.script("")))
-    assert f"host node2: there is no {python} on it; name the interpreter there with --remote-python PATH" in line
