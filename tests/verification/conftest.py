@@ -1,5 +1,70 @@
-"""What is here beside tests: scripts of other libraries, which are run, not imported."""
+"""What is here beside tests, and how verifications run here: every run is forked from one process of the session.
+
+A verification records its ranks in fresh interpreters, and starts a process of its own that forks the runs after
+that. Here one process, which has imported torch once, forks the runs of all verifications, the first ones too. Tests
+of how a verification starts its runs have the mark `fresh_interpreter`.
+"""
 
 from __future__ import annotations
 
-collect_ignore_glob = ["frameworks/*"]
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from samestep.launch.fork import needs_fresh_interpreter, source_of
+from samestep.launch.nursery import Nursery
+from samestep.launch.process import Process
+from samestep.verification import runner, runs, verify
+
+collect_ignore_glob = ["frameworks/*", "conftest.py"]  # scripts of other libraries are run, not imported
+
+FRESH = ["--start", "spawn", "--hash-seeds"]
+
+
+@pytest.fixture(scope="session")
+def forks_runs() -> Iterator[Nursery]:
+    """The process that forks the runs, with one thread each."""
+    modules = [observer.partition(":")[0] for observer in (runner._RECORDER, runner._ALONE)]
+    process = Nursery({"PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}, modules)
+    assert process.objection() is None
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_all_runs(request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatch]:
+    """Has all runs of verifications forked; a module's reports are made while this is in force."""
+
+    @contextlib.contextmanager
+    def shared(script: runs.Script, ranks: int) -> Iterator[Nursery | None]:
+        del ranks
+        is_fresh = script.mpi or needs_fresh_interpreter(source_of(script.program, is_module=script.is_module))
+        yield None if is_fresh else request.getfixturevalue("forks_runs")
+
+    def started(
+        arguments: list[str], environment: Mapping[str, str], output: int, nursery: Nursery | None
+    ) -> Process:
+        if (at := arguments.index("--start")) and arguments[at : at + 3] == FRESH:
+            arguments = [*arguments[:at], "--start", "fork", *arguments[at + 3 :]]
+        return (nursery or request.getfixturevalue("forks_runs")).command(arguments, environment, output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(verify, "nursery_for", shared)
+        patch.setattr(runs, "_start", started)
+        yield patch
+
+
+@pytest.fixture(autouse=True)
+def _start_fresh_runs(request: pytest.FixtureRequest, _fork_all_runs: pytest.MonkeyPatch) -> Iterator[None]:
+    is_fresh = request.node.get_closest_marker("fresh_interpreter") is not None
+    with pytest.MonkeyPatch.context() as patch:
+        if is_fresh:
+            patch.setattr(verify, "nursery_for", NURSERY_FOR)
+            patch.setattr(runs, "_start", START)
+        yield
+
+
+NURSERY_FOR, START = verify.nursery_for, runs._start

@@ -73,6 +73,7 @@ def test_what_was_imported_before_is_changed_wherever_somebody_has_it(tmp_path: 
     assert not [name for name in left if name.startswith("samestep")]
 
 
+@pytest.mark.fresh_interpreter
 @pytest.mark.parametrize(
     ("first", "forked"), [("", True), ("os.environ['OMP_NUM_THREADS'] = '1'", False)], ids=["forked", "fresh"]
 )
@@ -93,6 +94,7 @@ def test_ranks_are_forked_with_one_seed_unless_the_script_must_find_no_torch(
     assert (said[1][0][1] == said[1][1][1]) == forked
 
 
+@pytest.mark.fresh_interpreter
 def test_fresh_interpreters_go_on_where_the_process_that_forks_has_been_killed(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(TRAIN.format(first="")), encoding="utf-8")
