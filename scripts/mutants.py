@@ -10,6 +10,8 @@ in proportion to its lines. The list is written once, before a test is changed: 
 Code inside f-strings is left out, since Python 3.11 does not give its exact place.
 
 `judge` needs a checkout of its own, with its own environment (`make compiled`): it changes and restores its sources.
+First run the test files that name the mutated module, then the others of its layer, each until a test fails. A mutant
+is gone if its code has moved; a timeout counts as killed, an unfinished mutant as neither.
 """
 
 from __future__ import annotations
@@ -41,30 +43,24 @@ _WORDS |= {ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in"}
 _PAIRS = (("==", "!="), ("<", "<="), (">", ">="), ("is", "is not"), ("in", "not in"))
 _SWAPPED = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 
-# Tests of a layer: files and folders, relative to the root; those that are not there are skipped. The layer's own
-# doctests, tests/<layer> and tests/test_surface.py belong to every layer.
-_OLD: dict[str, tuple[str, ...]] = {
-    "base": (
-        *(f"tests/test_{name}.py" for name in ("architecture", "events", "paths", "progress", "rankenv")),
-        *(f"tests/test_{name}.py" for name in ("testing", "topology")),
-        "tests/runtime/test_seeds.py",
-    ),
-    "collectives": ("tests/replicas/test_tree_sums.py", "tests/replicas/test_reduction.py"),
-    "compress": (
-        "tests/replicas/test_compression.py",
-        "tests/pipelines/test_compressed_sums.py",
-        "tests/recipes/test_compressed_recipes.py",
-        "tests/verification/test_compressed.py",
-    ),
-    "cli": ("tests/security",),
-    "data": ("tests/equivalence",),
-    "launch": ("tests/security",),
-    "replicas": ("tests/equivalence",),
-    "running": ("tests/cli/test_checkpoint.py", "tests/equivalence/test_elastic.py", "tests/security"),
-    "runtime": ("tests/equivalence",),
-    "schedule": ("tests/pipelines",),
+# Tests of a layer: files and folders of tests/; those that are not there are skipped. The layer's doctests, the folder
+# of its name and test_surface.py belong to every layer.
+_OLD = {
+    "base": "test_architecture.py test_events.py test_paths.py test_progress.py test_rankenv.py test_testing.py "
+    "test_topology.py runtime/test_seeds.py",
+    "cli": "security",
+    "collectives": "replicas/test_tree_sums.py replicas/test_reduction.py",
+    "compress": "replicas/test_compression.py pipelines/test_compressed_sums.py recipes/test_compressed_recipes.py "
+    "verification/test_compressed.py",
+    "data": "equivalence",
+    "launch": "security",
+    "replicas": "equivalence",
+    "running": "cli/test_checkpoint.py equivalence/test_elastic.py security",
+    "runtime": "equivalence",
+    "schedule": "pipelines",
 }
 TESTS = {"old": _OLD, "new": dict(_OLD)}
+ELSEWHERE = "(no test, pytest itself)"  # what fails where a mutant breaks a conftest.py
 MARK = "MUTANT_JUDGED_BY"  # in the environment of every process of a judged test run
 
 
@@ -206,7 +202,7 @@ def _shares(lines: dict[str, int], places: int) -> dict[str, int]:
     return given
 
 
-def write_list() -> None:
+def write_list(_: argparse.Namespace) -> None:
     """Writes the list; lines of code are those that are neither blank nor only a comment."""
     lines: Counter[str] = Counter()
     candidates: dict[str, list[Mutant]] = defaultdict(list)
@@ -246,14 +242,15 @@ def _git(root: Path, *words: str) -> str:
     return subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def _show(key: str) -> None:
-    mutant = next((each for each in _read_list() if each.key == key), None)
+def show(options: argparse.Namespace) -> None:
+    """Prints a mutant as a unified diff."""
+    mutant = next((each for each in _read_list() if each.key == options.key), None)
     if mutant is None:
-        sys.exit(f"no mutant {key} in {LIST.relative_to(ROOT)}")
+        sys.exit(f"no mutant {options.key} in {LIST.relative_to(ROOT)}")
     source = (ROOT / mutant.path).read_bytes().decode()
     mutated = mutant.put_into(source)
     if mutated is None:
-        sys.exit(f"the code of {key} has moved; it read: {mutant.text}")
+        sys.exit(f"the code of {mutant.key} has moved; it read: {mutant.text}")
     texts = (source.splitlines(keepends=True), mutated.splitlines(keepends=True))
     sys.stdout.writelines(difflib.unified_diff(*texts, f"a/{mutant.path}", f"b/{mutant.path}"))
 
@@ -272,7 +269,9 @@ class Judge:
         self._root: Path = options.root.resolve()
         self._tests = TESTS[options.tests]
         self._timeout: float = options.timeout
+        self._limit: float = options.limit
         self._testers: int = options.testers
+        self._twice: bool = options.twice
         self._deselect = [f"--deselect={name}" for name in options.deselect]
         self._seconds: Counter[str] = Counter()  # of a test file, where they are known
         if options.times is not None:
@@ -285,15 +284,15 @@ class Judge:
         """Exits unless the sources are as committed, are those that run, and tests can be collected."""
         if _git(self._root, "status", "--porcelain", "--", "src"):
             sys.exit(f"{self._root}/src is not as committed; restore it first: git checkout -- src")
-        code, output = self._run(["-c", "import samestep; print(samestep.__file__)"], 60)
+        code, output = self._run(["-c", "import samestep; print(samestep.__file__)"])
         if code != 0 or not output.strip().endswith(f"{self._root}/src/samestep/__init__.py"):
             sys.exit(f"{self._root}/.venv does not run {self._root}/src; `make compiled` there\n{output}")
-        code, output = self._pytest(["--collect-only", "tests/test_surface.py"], 300)
+        code, output = self._pytest(["--collect-only", "tests/test_surface.py"])
         if code != 0:
             sys.exit(f"pytest collects nothing in {self._root}\n{output}")
 
     def judge(self, mutant: Mutant, confirm: str | None) -> dict[str, object]:
-        """Returns the verdict on a mutant: killed, survived, timeout or gone; the source is restored."""
+        """Returns the verdict: killed, survived, timeout, unfinished or gone; the source is restored."""
         path = self._root / mutant.path
         began = time.monotonic()
         source = path.read_bytes() if path.exists() else b""
@@ -304,7 +303,7 @@ class Judge:
         try:
             path.write_bytes(mutated.encode())
             _forget_compiled(path)
-            verdict, test, stage = self._stages(mutant, confirm, began + self._timeout)
+            verdict, test, stage = self._stages(mutant, confirm, began + self._limit)
         finally:
             path.write_bytes(source)
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -314,17 +313,23 @@ class Judge:
     def _stages(self, mutant: Mutant, confirm: str | None, end: float) -> tuple[str, str | None, str | None]:
         likely, others = self._files(mutant)
         several = ["-n", str(self._testers), "--dist", "loadscope", "--no-loadscope-reorder"]
-        stages = [("confirm", [confirm])] if confirm and "test of" not in confirm else []
-        stages += [("likely", [*several, *likely])] if likely else []
-        stages += [("others", [*several, *others])] if others else []
-        for stage, arguments in stages:
-            code, output = self._pytest(arguments, end - time.monotonic())
+        stages = [("confirm", [confirm])] if confirm and confirm != ELSEWHERE else []
+        stages += [(name, [*several, *files]) for name, files in (("likely", likely), ("others", others)) if files]
+        passed_alone: list[str] = []
+        while stages:
+            stage, arguments = stages[0]
+            code, output = self._pytest([*arguments, *(f"--deselect={test}" for test in passed_alone)], end)
             if code is None:
-                return "timeout", None, stage
-            if code not in {0, 5} and not (stage == "confirm" and code == 4):  # 5: no tests; 4: T is not there
-                summary = output.rpartition("short test summary info")[2]
-                failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", summary, re.MULTILINE)
-                return "killed", failed[1] if failed else f"no test of its own: exit code {code}", stage
+                return output, None, stage
+            if code in {0, 5} or (stage == "confirm" and code == 4):  # 5: no tests; 4: the test is not there
+                del stages[0]
+                continue
+            summary = output.rpartition("short test summary info")[2]
+            failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", summary, re.MULTILINE)
+            test = failed[1] if failed else ELSEWHERE
+            if not self._twice or "::" not in test or test in passed_alone or self._pytest([test], end)[0] != 0:
+                return "killed", test, stage
+            passed_alone.append(test)
         return "survived", None, None
 
     def _files(self, mutant: Mutant) -> tuple[list[str], list[str]]:
@@ -338,12 +343,14 @@ class Judge:
         layer = self._root / "src" / "samestep"
         own = layer.glob("*.py") if mutant.layer == "base" else (layer / mutant.layer).rglob("*.py")
         of_layer = {path for path in own if path == source or ">>> " in self._texts[path]}
-        for name in ("tests/test_surface.py", f"tests/{mutant.layer}", *self._tests.get(mutant.layer, ())):
-            path = self._root / name
+        for name in ("test_surface.py", mutant.layer, *self._tests.get(mutant.layer, "").split()):
+            path = self._root / "tests" / name
             of_layer |= {path} if path.is_file() else set(path.rglob("test_*.py"))
         likely = {path for path in of_layer if stem in path.stem or (imported.search(self._texts[path]))}
         if mutant.layer != "base" and not is_package:  # half of the tests import errors or paths, or a whole package
-            everywhere = [path for path in self._texts if path.name.startswith("test_") and "src" not in path.parts]
+            everywhere = set((self._root / "tests").rglob("test_*.py")) - set(
+                (self._root / "tests/examples").rglob("*")
+            )
             likely |= {path for path in everywhere if imported.search(self._texts[path])}
         return self._cheapest_first(likely | {source}), self._cheapest_first(of_layer - likely - {source})
 
@@ -358,18 +365,20 @@ class Judge:
 
         return [path.relative_to(self._root).as_posix() for path in sorted(paths, key=cost)]
 
-    def _pytest(self, arguments: list[str], timeout: float) -> tuple[int | None, str]:
+    def _pytest(self, arguments: list[str], end: float = math.inf) -> tuple[int | None, str]:
         fixed = ["-m", "pytest", "-q", "-x", "-m", "not prove", "-p", "no:cacheprovider", "-p", "no:randomly"]
-        return self._run([*fixed, *self._deselect, *arguments], timeout)
+        return self._run([*fixed, *self._deselect, *arguments], end)
 
-    def _run(self, arguments: list[str], timeout: float) -> tuple[int | None, str]:
-        """Returns exit code and output of the checkout's python, None at a timeout; no process of it stays."""
+    def _run(self, arguments: list[str], end: float = math.inf) -> tuple[int | None, str]:
+        """Returns exit code and output of the checkout's python; no process of it stays.
+
+        Where it was killed: None, and "timeout" if nothing was written for the timeout, "unfinished" if `end` came.
+        """
         mark = f"{os.getpid()}.{time.monotonic_ns()}"
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        command = [str(self._root / ".venv" / "bin" / "python"), *arguments]
         with tempfile.TemporaryFile() as output:
             process = subprocess.Popen(
-                command,
+                [str(self._root / ".venv" / "bin" / "python"), *arguments],
                 cwd=self._root,
                 env=environment | {MARK: mark, "PYTEST_ADDOPTS": ""},
                 stdin=subprocess.DEVNULL,
@@ -377,14 +386,18 @@ class Judge:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            code: int | None = None
+            written, quiet_since = 0, time.monotonic()
             try:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = process.wait(max(timeout, 0.1))
+                while process.poll() is None:
+                    time.sleep(0.1)
+                    now, size = time.monotonic(), os.fstat(output.fileno()).st_size
+                    written, quiet_since = size, now if size != written else quiet_since
+                    if now > end or now > quiet_since + self._timeout:
+                        return None, "unfinished" if now > end else "timeout"
             finally:
                 _end(process, mark)
             output.seek(0)
-            return code, output.read().decode(errors="replace")
+            return process.returncode, output.read().decode(errors="replace")
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
@@ -409,13 +422,14 @@ def _read_journal(path: Path | None) -> dict[str, dict[str, str]]:
     return {each["key"]: each for each in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
 
 
-def judge(options: argparse.Namespace) -> None:
+def judge_all(options: argparse.Namespace) -> None:
     """Judges the mutants that the journal does not have yet, one after the other."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the source is restored then, too
     wanted = {int(number) for number in options.only.split(",")} if options.only else None
     judging = Judge(options)
     judging.check_checkout()
-    done, confirmed = _read_journal(options.journal), _read_journal(options.confirm)
+    confirmed = _read_journal(options.confirm)
+    done = {key for key, record in _read_journal(options.journal).items() if record["verdict"] != "unfinished"}
     for number, mutant in enumerate(_read_list(), 1):
         if (options.set and mutant.set != options.set) or (wanted and number not in wanted) or mutant.key in done:
             continue
@@ -438,7 +452,7 @@ def report(options: argparse.Namespace) -> None:
         if options.set and mutant.set != options.set:
             continue
         verdicts = [journal.get(mutant.key, {}).get("verdict", "unjudged") for journal in (old, new)]
-        judged = not {"gone", "unjudged"} & set(verdicts)
+        judged = {"killed", "timeout", "survived"} >= set(verdicts)
         by_old, by_new = (judged and verdict in {"killed", "timeout"} for verdict in verdicts)
         counts = Counter(mutants=1, judged=judged, old=by_old, new=by_new, lost=by_old and not by_new)
         rows[mutant.layer] += counts
@@ -459,7 +473,7 @@ def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="write the list")
+    listed = commands.add_parser("list", help="write the list")
     shown = commands.add_parser("show", help="print a mutant as a diff")
     shown.add_argument("key", help="path:line:operator")
     judged = commands.add_parser("judge", help="run the tests of each mutant's layer in a checkout")
@@ -471,21 +485,22 @@ def main() -> None:
     judged.add_argument("--confirm", type=Path, metavar="JOURNAL", help="first run the test that killed it there")
     judged.add_argument("--times", type=Path, metavar="JSON", help="what scripts/test_times.py wrote: cheapest first")
     judged.add_argument("--deselect", action="append", default=[], metavar="TEST", help="fails without a mutant")
-    judged.add_argument("--timeout", type=float, default=900.0, help="seconds for a mutant (default: %(default)s)")
+    judged.add_argument("--twice", action="store_true", help="a kill counts if the test fails again, alone")
+    judged.add_argument(
+        "--timeout", type=float, default=900.0, help="seconds of silence: killed (default: %(default)s)"
+    )
+    judged.add_argument(
+        "--limit", type=float, default=math.inf, help="seconds for a mutant: unfinished (default: none)"
+    )
     judged.add_argument("--testers", type=int, default=2, help="processes that test (default: %(default)s)")
     told = commands.add_parser("report", help="compare two journals")
     told.add_argument("old", type=Path)
     told.add_argument("new", type=Path)
     told.add_argument("--set", choices=SIZES, help="only this part of the list")
+    for command, function in ((listed, write_list), (shown, show), (judged, judge_all), (told, report)):
+        command.set_defaults(function=function)
     options = parser.parse_args()
-    if options.command == "list":
-        write_list()
-    elif options.command == "show":
-        _show(options.key)
-    elif options.command == "judge":
-        judge(options)
-    else:
-        report(options)
+    options.function(options)
 
 
 if __name__ == "__main__":
