@@ -8,24 +8,31 @@ import signal
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, roc_auc_score
 from torch import nn
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import samestep
 from samestep.data.batches import Mover
-from samestep.errors import DataError, RankFailure, SamestepError
+from samestep.errors import DataError, SamestepError
 from samestep.running.results import encode
 from samestep.testing import assert_same_bits
+
+
+def sklearn(metric, *given, **options):
+    """A metric of scikit-learn, imported by the rank that computes it: importing takes a second."""
+    from sklearn import metrics
+
+    return getattr(metrics, metric)(*given, **options)
+
 
 SIZES = (1, 2, 3, 5, 37)
 METRICS = {
     "samples": lambda o, t: len(t),
     "order": lambda o, t: t[:, 1].tolist(),
     "correct": lambda o, t: (o.argmax(1) == t[:, 0]).sum(),
-    "accuracy": lambda o, t: accuracy_score(t[:, 0], o.argmax(1)),
-    "f1": lambda o, t: f1_score(t[:, 0], o.argmax(1), average="macro", labels=[0, 1, 2], zero_division=0),
-    "confusion": lambda o, t: torch.from_numpy(confusion_matrix(t[:, 0], o.argmax(1), labels=[0, 1, 2])),
+    "accuracy": lambda o, t: sklearn("accuracy_score", t[:, 0], o.argmax(1)),
+    "f1": lambda o, t: sklearn("f1_score", t[:, 0], o.argmax(1), average="macro", labels=[0, 1, 2], zero_division=0),
+    "confusion": lambda o, t: torch.from_numpy(sklearn("confusion_matrix", t[:, 0], o.argmax(1), labels=[0, 1, 2])),
     "loss": lambda o, t: nn.functional.cross_entropy(o, t[:, 0]),
 }
 MEANS = ("f1", "loss")
@@ -105,16 +112,12 @@ def assert_same_evaluation(everywhere, alone):
                 assert_same_bits(result[name], expected[name])
 
 
-def test_two_ranks_give_what_one_gives(two_ranks, alone):
-    assert_same_evaluation(two_ranks(evaluate_all_sizes, 7, 0), alone)
-
-
 def test_three_ranks_give_what_one_gives_also_without_samples_for_some(three_ranks, alone):
     assert_same_evaluation(three_ranks(evaluate_all_sizes, 7, 0), alone)
 
 
-def test_four_ranks_give_what_one_gives_with_a_batch_smaller_than_the_world(four_ranks, alone):
-    assert_same_evaluation(four_ranks(evaluate_all_sizes, 1, 0), alone)
+def test_three_ranks_give_what_one_gives_with_a_batch_smaller_than_the_world(three_ranks, alone):
+    assert_same_evaluation(three_ranks(evaluate_all_sizes, 1, 0), alone)
 
 
 def test_loading_processes_change_nothing(two_ranks, alone):
@@ -168,7 +171,7 @@ def probabilities():
         torch.manual_seed(3)
         data = TensorDataset(torch.rand(41, dtype=torch.float64), torch.randint(0, 2, (41,)))
         return samestep.evaluate(
-            lambda batch: batch, data, world, batch_size=8, metrics={"auc": lambda o, t: roc_auc_score(t, o)}
+            lambda batch: batch, data, world, batch_size=8, metrics={"auc": lambda o, t: sklearn("roc_auc_score", t, o)}
         )
 
 
@@ -270,7 +273,7 @@ def values_of_every_kind():
                 "scalar": lambda o, t: torch.tensor(0.1, dtype=torch.float32),
                 "not finite": lambda o, t: (float("nan"), float("-inf")),
                 "classes": lambda o, t: {0: torch.tensor([1, 2], dtype=torch.int16), "all": [True, "text"]},
-                "array": lambda o, t: confusion_matrix([0, 1], [1, 1]),
+                "array": lambda o, t: sklearn("confusion_matrix", [0, 1], [1, 1]),
                 "empty": lambda o, t: torch.zeros(0, 3, dtype=torch.bfloat16),
             },
         )
@@ -307,23 +310,17 @@ def fail_on_rank_one(batch, rank):
     return batch
 
 
-def errors_on_each_rank():
+def error_with(*given):
     try:
-        evaluate_with(fail_on_rank_one, make_data(8))
-    except (LookupError, SamestepError) as error:
+        evaluate_with(*given)
+    except (LookupError, ArithmeticError, SamestepError) as error:
         return f"{type(error).__name__}: {error}"
 
 
 def test_an_error_on_one_rank_reaches_all_instead_of_a_hang(two_ranks):
-    victim, culprit = two_ranks(errors_on_each_rank)
+    victim, culprit = two_ranks(error_with, fail_on_rank_one, make_data(8))
     assert culprit == "LookupError: no such class"
-    assert "rank 1 failed: LookupError: no such class" in victim
-
-
-def test_the_rank_that_failed_is_blamed_and_not_those_it_told(two_ranks):
-    with pytest.raises(RankFailure, match="LookupError: no such class") as failure:
-        two_ranks(evaluate_with, fail_on_rank_one, make_data(8))
-    assert failure.value.rank == 1
+    assert victim == "PeerError: rank 1 failed: LookupError: no such class"
 
 
 class Lost(Dataset):
@@ -360,8 +357,9 @@ def raise_in_metric(outputs, targets):
 
 
 def test_an_error_in_a_metric_reaches_all(two_ranks):
-    with pytest.raises(RankFailure, match="ZeroDivisionError: no positives"):
-        two_ranks(evaluate_with, pass_on, make_data(8), 4, {"precision": raise_in_metric})
+    own, other = two_ranks(error_with, pass_on, make_data(8), 4, {"precision": raise_in_metric})
+    assert own == "ZeroDivisionError: no positives"
+    assert other == "PeerError: rank 0 failed: ZeroDivisionError: no positives"
 
 
 def pass_on(batch, rank):
@@ -373,8 +371,8 @@ def data_that_grows_with_the_rank(rank):
 
 
 def test_ranks_with_datasets_of_different_lengths_are_told(two_ranks):
-    with pytest.raises(RankFailure, match=r"different lengths \(rank 0: 4, rank 1: 5\)"):
-        two_ranks(evaluate_with, pass_on, data_that_grows_with_the_rank)
+    for said in two_ranks(error_with, pass_on, data_that_grows_with_the_rank):
+        assert "different lengths (rank 0: 4, rank 1: 5)" in said
 
 
 class Stream(IterableDataset):

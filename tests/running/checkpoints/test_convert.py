@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import save as save_dcp
 import samestep
 from samestep.cli import main
 from samestep.errors import CheckpointError
+from samestep.running.checkpoints import convert as convert_module
 from samestep.running.checkpoints import foreign
 from samestep.running.checkpoints.adopted import adopted
 from samestep.running.checkpoints.convert import from_foreign, to_dcp, to_torch
@@ -60,13 +61,19 @@ def back_here(source, destination):
     foreign.convert(source, destination, REQUEST)
 
 
+@pytest.fixture
+def here(monkeypatch):
+    """Lets the command read in this process, without limits."""
+    monkeypatch.setattr(convert_module, "_told", lambda request, timeout: foreign.answer(request))
+
+
 # --- there and back -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_there_and_back_every_bit_is_the_same_and_a_run_goes_on(run, tmp_path, form):
+@pytest.mark.parametrize(("form", "read"), [("pt", back_here), ("dcp", back)], ids=FORMATS)
+def test_there_and_back_every_bit_is_the_same_and_a_run_goes_on(run, tmp_path, form, read):
     FORMATS[form](run / NEWEST, tmp_path / "other")
-    back(tmp_path / "other", tmp_path / "back")
+    read(tmp_path / "other", tmp_path / "back")
     assert (tmp_path / "back" / NEWEST / PAYLOAD).read_bytes() == (run / NEWEST / PAYLOAD).read_bytes()
     one, other = (vars(read_manifest(path / NEWEST)) for path in (run, tmp_path / "back"))
     assert one == other
@@ -146,7 +153,7 @@ def test_from_one_foreign_format_to_the_other(run, tmp_path):
 # --- what others have saved ---------------------------------------------------------------------------
 
 
-def test_a_file_saved_by_hand_with_wrappers_resumes_here(tmp_path, capsys):
+def test_a_file_saved_by_hand_with_wrappers_resumes_here(here, tmp_path, capsys):
     model = a_model(seed=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     model(torch.ones(3, 5)).sum().backward()
@@ -299,6 +306,7 @@ ONE_FOR_ALL = """
 import json, sys
 from pathlib import Path
 from samestep.errors import CheckpointError
+from samestep.running.checkpoints import convert as convert_module
 from samestep.running.checkpoints import foreign
 from samestep.running.checkpoints.adopted import adopted
 foreign.limit(Path(sys.argv[1]), 100)
@@ -313,8 +321,9 @@ def test_one_process_reads_all_of_them_and_executes_none(tmp_path):
         (tmp_path / str(number)).mkdir()
         paths.append(tmp_path / str(number) / "strange")
         make(paths[-1])
+    (tmp_path / "script.py").write_text(ONE_FOR_ALL)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ONE_FOR_ALL, *map(str, paths)],
+        [sys.executable, str(tmp_path / "script.py"), *map(str, paths)],
         capture_output=True,
         text=True,
         check=True,

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,13 +36,19 @@ def test_a_disk_that_fills_up_costs_that_save_and_not_the_training(small_disk, c
         verify(state.save())
 
 
-def as_nobody(script, *arguments, before=""):
+@pytest.fixture
+def as_nobody(tmp_path):
+    return partial(run_as_nobody, tmp_path / "script.py")
+
+
+def run_as_nobody(file, script, *arguments, before=""):
     """Runs a script as a user without rights; one that has none anyway stays who he is. `before` is run with them."""
     drop = f"import os\nif os.getuid() == 0: os.setgid({NOBODY}); os.setuid({NOBODY})\n"
     head = "import sys\nfrom pathlib import Path\nfrom samestep.errors import CheckpointError\n"
     head += "from samestep.running.checkpoints.directory import Directory\n"
+    file.write_text(head + before + drop + textwrap.dedent(script))
     done = subprocess.run(
-        [sys.executable, "-c", head + before + drop + textwrap.dedent(script), *map(str, arguments)],
+        [sys.executable, str(file), *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -71,7 +78,7 @@ def reachable():
 
 
 @pytest.mark.parametrize("mode", [0o555, 0o000])
-def test_a_directory_that_may_not_be_written_is_named(reachable, mode):
+def test_a_directory_that_may_not_be_written_is_named(as_nobody, reachable, mode):
     path = reachable / "run"
     path.mkdir()
     path.chmod(mode)
@@ -79,7 +86,7 @@ def test_a_directory_that_may_not_be_written_is_named(reachable, mode):
     path.chmod(0o755)
 
 
-def test_a_parent_in_which_nothing_may_be_made_is_named(reachable):
+def test_a_parent_in_which_nothing_may_be_made_is_named(as_nobody, reachable):
     reachable.chmod(0o755)
     if os.getuid() != 0:
         reachable.chmod(0o555)
@@ -87,7 +94,7 @@ def test_a_parent_in_which_nothing_may_be_made_is_named(reachable):
     assert as_nobody(OPEN, path) == f"refused: cannot keep checkpoints in {path}: permission denied\n"
 
 
-def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(reachable):
+def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(as_nobody, reachable):
     path = reachable / "run"
     train(path, steps=2)
     newest = path / "step-00000002"
@@ -128,8 +135,9 @@ LIMITED = """
 
 
 def test_a_limit_on_the_size_of_files_costs_that_save_and_leaves_nothing_behind(tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(LIMITED))
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LIMITED), str(tmp_path / "run")],
+        [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "run")],
         capture_output=True,
         text=True,
         check=True,

@@ -19,7 +19,7 @@ from samestep.running.checkpoints.contents import found, positions
 from samestep.running.checkpoints.reader import read_tensors, verify
 
 LONGEST = 0.2  # seconds of training before a kill, half of that on average
-FEW, MANY = 8, 100  # kills of each case
+FEW, SOME, MANY = 5, 8, 100  # kills of each case
 LAST = 160  # operations on files: those of a start and a resume, and of four saves and more
 
 
@@ -125,7 +125,9 @@ def kill_at_operations(fork_server, folder, numbers):
 
 
 def test_killed_at_an_operation_on_files_every_checkpoint_is_one_whole_state(fork_server, tmp_path):
-    left = kill_at_operations(fork_server, tmp_path, exact_training.seeded(0, "operations").sample(range(1, LAST), FEW))
+    left = kill_at_operations(
+        fork_server, tmp_path, exact_training.seeded(0, "operations").sample(range(1, LAST), SOME)
+    )
     assert left.set_aside == 0
 
 
@@ -138,7 +140,7 @@ def test_killed_at_every_operation_on_files_every_checkpoint_is_one_whole_state(
     print(f"{LAST - 1} operations, {left.halves} in the middle of a save, {left.steps[-1]} steps")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "cut, all of two"])
+@pytest.mark.parametrize("case", ["alone", "any", "cut, any"])
 def test_killed_at_a_random_moment_every_checkpoint_is_one_whole_state(fork_server, tmp_path, case):
     left = kill_again_and_again(fork_server, tmp_path, case, FEW)
     assert left.set_aside == 0

@@ -99,9 +99,14 @@ def test_where_it_does_not_it_is_asked(told, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("given", [0, -3, True, "soon", "5 epochs", "100", [3], float("nan")], ids=repr)
-def test_what_is_no_time_is_refused(given, tmp_path):
+def test_what_is_no_time_is_refused(given):
+    with pytest.raises(UsageError, match="is no time; give seconds"):
+        parse_time_limit(given, 1000.0)
+
+
+def test_a_checkpoint_refuses_what_is_no_time_before_it_makes_a_folder(tmp_path):
     with samestep.world(device="cpu") as world, pytest.raises(UsageError, match="is no time; give seconds"):
-        samestep.checkpoint(tmp_path / "new", world, time_limit=given, model=torch.nn.Linear(2, 1))
+        samestep.checkpoint(tmp_path / "new", world, time_limit="soon", model=torch.nn.Linear(2, 1))
     assert not (tmp_path / "new").exists()
 
 
@@ -172,8 +177,8 @@ def train(path, limits, save_takes=0.0, with_data=True, epochs=3):
         leaving.time = time
 
 
-# A wish when 1000 + k >= 1000 + limit - margin, margin = max(limit / 10, 2 x (1 s + save)); all leave a step later.
-@pytest.mark.parametrize(("limit", "save", "left"), [(8, 0.0, 7), (12, 2.0, 7), (20, 5.0, 9), (40, 0.0, None)])
+# Requested when 1000 + k >= 1000 + limit - margin, margin = max(limit / 10, 2 x (1 s + save)); all leave a step later.
+@pytest.mark.parametrize(("limit", "save", "left"), [(12, 2.0, 7), (20, 5.0, 9), (40, 0.0, None)])
 def test_all_ranks_leave_behind_the_same_step_and_go_on_from_there(tmp_path, two_ranks, limit, save, left):
     told = two_ranks(train, str(tmp_path), limit, save)
     assert [one[:2] for one in told] == [(left, left or 3 * STEPS)] * 2
@@ -189,6 +194,13 @@ def test_it_is_said_once_with_the_margin(tmp_path, capsys):
     assert said.count("samestep: the time limit is 6 s away, a last step and save may take 6 s") == 1
     assert said.count("time limit") == 1
     assert f"samestep: out of time: saved step 7 in {tmp_path}/step-00000007" in said
+
+
+def test_what_slurm_says_is_the_limit_where_the_script_says_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(2_000_000_012))
+    monkeypatch.setattr(time_limit, "time", SimpleNamespace(time=lambda: 2_000_000_000.0))
+    assert train(tmp_path, None, 2.0)[0] == 7
+    assert train(tmp_path / "whole", "2 h")[0] is None
 
 
 def test_one_rank_without_data_leaves_at_once(tmp_path):

@@ -171,8 +171,9 @@ KILLED = """
 
 
 def test_killed_at_any_point_of_a_save_the_old_or_the_new_checkpoint_is_whole(tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(KILLED))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(KILLED), str(tmp_path)],
+        [sys.executable, str(tmp_path / "script.py"), str(tmp_path)],
         capture_output=True,
         text=True,
         check=True,
