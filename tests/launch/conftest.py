@@ -48,7 +48,8 @@ class Folder:
         options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         environment = {**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1", **removed, **options.pop("env", {})}
         environment = {name: value for name, value in environment.items() if value is not None}
-        command = [sys.executable, "-P", "-m", "samestep", "run", *map(str, arguments)]
+        program = options.pop("program", ["-P", "-m", "samestep"])
+        command = [sys.executable, *program, "run", *map(str, arguments)]
         self.started.append(subprocess.Popen(command, cwd=self.path, env=environment, text=True, **options))
         return self.started[-1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from samestep import cli
 from samestep.events import Reader
 
 SCRIPT = """
@@ -24,8 +26,11 @@ SCRIPT = """
     rank, fault = dist.get_rank(), sys.argv[1]
     model = torch.nn.parallel.DistributedDataParallel(net) if fault == "uneven" else net
 
+    def compute():
+        sum(range(2_000_000)), time.sleep(0.1)  # computes enough to be seen, and leaves the cores to other tests
+
     def loop():
-        while True: pass
+        while True: compute()
 
     def native():
         mutex = ctypes.create_string_buffer(64)
@@ -46,8 +51,8 @@ SCRIPT = """
 
     def prepares():
         if rank == 1:
-            until = time.monotonic() + 24
-            while time.monotonic() < until: pass
+            until = time.monotonic() + 14
+            while time.monotonic() < until: compute()
         dist.barrier()
 
     def step(pause=0.0):
@@ -63,12 +68,13 @@ SCRIPT = """
             step(pause=0.1 if fault == "asleep" and number > 20 else 0.0)
 
     def healthy():
-        for number in range(1000):
+        for number in range(int(sys.argv[3])):
             if number % 250 == 100 and rank == 0:
                 net.eval()
                 until = time.monotonic() + 5
                 while time.monotonic() < until:
                     net(torch.ones(2))
+                    compute()
             if number % 250 == 200 and rank == 1:
                 with open(sys.argv[2], "wb") as file:
                     for _ in range(100):
@@ -82,41 +88,54 @@ SCRIPT = """
 STUCK = ("loop", "native", "frozen", "skipped", "uneven")
 
 
+Done = subprocess.CompletedProcess[str]
+
+
+def run(folder: Path, fault: str, *options: str, steps: int = 0) -> Done:
+    """Runs the script with a fault; instead of arguments there are the failure, the stacks and the events."""
+    (folder / "train.py").write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
+    words = ["run", "-n", "2", "--run-dir", fault, "--json", f"{fault}.json", *options, "train.py", fault, "saved"]
+    command = [sys.executable, "-m", "samestep", *words, str(steps)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250, check=False
+    )
+    told = json.loads((folder / f"{fault}.json").read_text(encoding="utf-8"))
+    stacks = {path.name: path.read_text(encoding="utf-8") for path in (folder / fault).rglob("rank*.stacks")}
+    events = [*Reader(folder / fault / "events.jsonl").events()]
+    return subprocess.CompletedProcess([told["failure"], stacks, events], done.returncode, "", done.stderr)
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
     """What became of each, all at once: most of their time they wait."""
     folder = tmp_path_factory.mktemp("hangs")
-    (folder / "train.py").write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
 
-    def run(fault: str) -> subprocess.CompletedProcess[str]:
-        options = ["--hang-after", "4", "--run-dir", fault, "--json", f"{fault}.json"]
+    def one(fault: str) -> Done:
+        options = ["--hang-after", "1" if fault == "prepares" else "3"]
         options += ["--on-hang", "stop"] if fault in {"loop", "native", "frozen", "prepares"} else []
-        options += ["--hang-after", "2"] if fault == "prepares" else []
-        command = [sys.executable, "-m", "samestep", "run", "-n", "2", *options, "train.py", fault, "saved"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250, check=False)
-        told = json.loads((folder / f"{fault}.json").read_text(encoding="utf-8"))
-        stacks = {path.name: path.read_text(encoding="utf-8") for path in (folder / fault).rglob("rank*.stacks")}
-        events = [*Reader(folder / fault / "events.jsonl").events()]
-        return subprocess.CompletedProcess([told["failure"], stacks, events], done.returncode, "", done.stderr)
+        return run(folder, fault, *options, steps=150)
 
-    with ThreadPoolExecutor(3) as pool:
-        faults = (*STUCK, "asleep", "healthy", "prepares")
-        return dict(zip(faults, pool.map(run, faults), strict=True))
+    with ThreadPoolExecutor(4) as pool:
+        faults = ("prepares", "asleep", "healthy", *STUCK)
+        return dict(zip(faults, pool.map(one, faults), strict=True))
 
 
 @pytest.mark.parametrize(
     ("fault", "words", "line"),
     [
-        ("loop", "rank 1 computes without finishing a step, and the other waits for it", "while True: pass"),
+        (
+            "loop",
+            "rank 1 computes without finishing a step, and the other waits for it",
+            "sum(range(2_000_000)), time.sleep(0.1)",
+        ),
         ("native", "rank 1 sleeps, and the other waits for it", "holds the interpreter"),
         ("frozen", "rank 1 is frozen, by SIGSTOP, Ctrl-Z or a debugger, and the other waits for it", "kill -CONT"),
         ("skipped", "the ranks wait in different collectives, each for the others", "dist.barrier()"),
         ("uneven", "the ranks wait in different collectives, each for the others", "dist.barrier()"),
     ],
 )
-def test_a_rank_that_is_stuck_is_named_with_its_line(
-    runs: dict[str, subprocess.CompletedProcess[str]], fault: str, words: str, line: str
-) -> None:
+def test_a_rank_that_is_stuck_is_named_with_its_line(runs: dict[str, Done], fault: str, words: str, line: str) -> None:
     failure, stacks, (event,) = runs[fault].args
     said = runs[fault].stderr
     assert runs[fault].returncode == 124, said
@@ -134,7 +153,7 @@ def test_a_rank_that_is_stuck_is_named_with_its_line(
     assert words in event["text"]
 
 
-def test_what_goes_on_by_itself_is_waited_for(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
+def test_what_goes_on_by_itself_is_waited_for(runs: dict[str, Done]) -> None:
     said = runs["asleep"].stderr
     assert runs["asleep"].returncode == 0, said
     assert "rank 1 sleeps, and the other waits for it" in said
@@ -144,25 +163,33 @@ def test_what_goes_on_by_itself_is_waited_for(runs: dict[str, subprocess.Complet
 
 
 def test_what_is_done_before_the_first_step_is_told_of_and_never_stopped(
-    runs: dict[str, subprocess.CompletedProcess[str]],
+    runs: dict[str, Done],
 ) -> None:
     said = runs["prepares"].stderr
     assert runs["prepares"].returncode == 0, said
     assert "rank 1 computes without finishing a step, and the other waits for it" in said
-    assert "while time.monotonic() < until: pass" in said
+    assert "sum(range(2_000_000)), time.sleep(0.1)" in said
     assert "before the second step much takes long that is right, so it is waited for: Ctrl-C ends it" in said
 
 
-def test_a_thousand_healthy_steps_raise_no_alarm(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
-    said = runs["healthy"].stderr
-    assert runs["healthy"].returncode == 0, said
-    assert "nothing has moved" not in said
-    assert "hang" not in [event["kind"] for event in runs["healthy"].args[2]]
+def test_healthy_steps_raise_no_alarm(runs: dict[str, Done]) -> None:
+    assert_healthy(runs["healthy"])
+
+
+@pytest.mark.prove
+def test_a_thousand_healthy_steps_raise_no_alarm(tmp_path: Path) -> None:
+    assert_healthy(run(tmp_path, "healthy", "--hang-after", "4", steps=1000))
+
+
+def assert_healthy(done: Done) -> None:
+    assert done.returncode == 0, done.stderr
+    assert "nothing has moved" not in done.stderr
+    assert "hang" not in [event["kind"] for event in done.args[2]]
 
 
 @pytest.mark.parametrize("given", [["--hang-after", "0"], ["--hang-after", "soon"], ["--on-hang", "pray"]])
-def test_what_is_no_such_time_or_choice_is_refused_in_one_line(given: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "samestep", "run", *given, "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
+def test_what_is_no_such_time_or_choice_is_refused_in_one_line(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", *given, "train.py"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

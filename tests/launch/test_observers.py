@@ -30,6 +30,13 @@ class Watch(Observer):
         (self.seat.folder / f"rank{self.seat.rank}.watch").write_text(json.dumps(told))
 """
 
+LAUNCH = """
+import os, sys
+sys.path.append(os.getcwd())  # where forked ranks find the observer
+from samestep.cli import main
+sys.exit(main())
+"""
+
 TRAINING = """
     join()
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
@@ -46,10 +53,14 @@ TRAINING = """
 def watched(folder):
     """Runs a script with an observer, and returns what that wrote down, by rank."""
     (folder.path / "watch.py").write_text(WATCH)
+    (folder.path / "launch.py").write_text(LAUNCH)
 
-    def run(*arguments):
-        environment = {"SAMESTEP_OBSERVERS": "watch:Watch", "PYTHONPATH": str(folder.path)}
-        done = folder.run(*arguments, env=environment)
+    def run(*arguments, start="fork"):
+        environment = {"SAMESTEP_OBSERVERS": "watch:Watch"}
+        if start == "spawn":
+            done = folder.run("--start", start, *arguments, env=environment | {"PYTHONPATH": str(folder.path)})
+        else:
+            done = folder.run("--start", start, *arguments, env=environment, program=["launch.py"])
         files = sorted(folder.path.glob("runs/*/0/**/*.watch"))
         return done, [json.loads(file.read_text()) for file in files]
 
@@ -59,7 +70,7 @@ def watched(folder):
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_an_unchanged_script_is_watched_from_its_first_line_to_its_last(folder, watched, start):
     ranks = 2 if start == "fork" else 1
-    done, told = watched("-n", ranks, "--start", start, folder.script(TRAINING))
+    done, told = watched("-n", ranks, folder.script(TRAINING), start=start)
     assert done.returncode == 0, done.stderr
     assert [(one["rank"], one["size"], one["spawned"]) for one in told] == [
         (rank, ranks, False) for rank in range(ranks)
@@ -100,7 +111,7 @@ def test_ranks_that_a_script_spawns_are_watched_from_when_they_join(folder, watc
             [worker.join() for worker in workers]
             print([worker.exitcode for worker in workers])
     """)
-    done, told = watched("-n", 1, "--start", "fork", script)
+    done, told = watched("-n", 1, script)
     assert "[0, 0]" in done.stdout, done.stderr
     own, *theirs = sorted(told, key=lambda one: one["spawned"])
     assert (own["rank"], own["size"], own["collectives"]) == (0, 1, 0)
@@ -123,7 +134,7 @@ def test_workers_of_a_data_loader_do_not_write_into_the_record_of_their_rank(fol
         if __name__ == "__main__":
             print(sum(len(batch) for batch in torch.utils.data.DataLoader(Data(), 2, num_workers=2)))
     """)
-    done, told = watched("-n", 1, "--start", "fork", script)
+    done, told = watched("-n", 1, script)
     assert (done.returncode, done.stdout) == (0, "8\n")
     assert [one["steps"] for one in told] == [1]
 

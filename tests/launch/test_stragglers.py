@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import subprocess
@@ -73,7 +74,7 @@ def test_who_keeps_up_again_is_told_too():
 
 
 @pytest.mark.parametrize("noise", [0.05, 0.3])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.prove) for seed in range(2, 20))])
 def test_healthy_ranks_raise_no_alarm(seed, noise):
     one_long_step = lambda look: 5.0 if look == 20 else 0.3  # noqa: E731
     assert lines([0.3, one_long_step, 0.33], [0.02, 0.03, 0.02], looks=1000, seed=seed, noise=noise) == []
@@ -122,22 +123,29 @@ TURNS = """
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(160):
-        time.sleep(0.15 if dist.get_rank() == 1 and step >= 100 else 0.05)
+    for step in range(80):
+        time.sleep(0.15 if dist.get_rank() == 1 and step >= 40 else 0.05)
         model(torch.ones(4, 16)).mean().backward()
         optimizer.step()
     dist.destroy_process_group()
 """
 
 
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "samestep", "run", "-n", "2", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
 def test_a_rank_that_turns_slow_is_named_within_20_steps_of_50_ms(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(TURNS), encoding="utf-8")
-    command = [sys.executable, "-m", "samestep", "run", "-n", "2", "--run-dir", "run", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    done = run(tmp_path, "--run-dir", "run", "train.py")
     assert done.returncode == 0, done.stderr
-    named = [event for event in opened(tmp_path / "run").said if event["kind"] == "straggler" and event["step"] > 100]
+    named = [event for event in opened(tmp_path / "run").said if event["kind"] == "straggler" and event["step"] > 40]
     assert named[0]["text"].startswith("rank 1 is slow: its own work takes 1")
-    assert named[0]["step"] <= 120
+    assert named[0]["step"] <= 60
 
 
 SCRIPT = """
@@ -152,7 +160,7 @@ SCRIPT = """
 
     class Samples(Dataset):
         def __len__(self):
-            return 1600
+            return 960
 
         def __getitem__(self, index):
             if kind == "data" and rank == 1:
@@ -176,8 +184,7 @@ def test_a_script_that_knows_nothing_of_it_has_its_slow_rank_named(tmp_path: Pat
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
 
     def said(kind: str) -> str:
-        command = [sys.executable, "-m", "samestep", "run", "-n", "2", "--run-dir", kind, "train.py", kind]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+        done = run(tmp_path, "--run-dir", kind, "train.py", kind)
         assert done.returncode == 0, done.stderr
         return done.stderr + done.stdout
 

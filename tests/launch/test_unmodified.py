@@ -29,17 +29,15 @@ SPAWNED_FAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(name, marks=[] if name in {"raised", "segfault"} else pytest.mark.prove) for name in SPAWNED_FAULTS],
-)
-def test_the_rank_that_failed_among_those_a_script_spawned_is_named(folder, fault):
+@pytest.mark.parametrize(("fault", "method"), [("raised", "spawn"), *((fault, "fork") for fault in SPAWNED_FAULTS)])
+def test_the_rank_that_failed_among_those_a_script_spawned_is_named(folder, fault, method):
     """The script numbers its ranks the other way round than torch.multiprocessing its processes."""
     statement, code, exception, message, shows_line = SPAWNED_FAULTS[fault]
     text = TUTORIAL.format(port=free_port(), fault=f"if rank == 1: {statement}")
     turned = "def turned(index, size):\n    print(os.getpid(), flush=True) if index == 0 else None\n"
     turned += "    work(size - 1 - index, size)\n    time.sleep(60)\n"  # the others are ended by torch
-    script = folder.script(f"{text}\n{turned}\nif __name__ == '__main__':\n    mp.spawn(turned, (2,), nprocs=2)")
+    begin = f"mp.start_processes(turned, (2,), nprocs=2, start_method={method!r})"
+    script = folder.script(f"{text}\n{turned}\nif __name__ == '__main__':\n    {begin}")
     done = folder.run("--start", "fork", script)
     failure = folder.result["failure"]
     assert (done.returncode, failure["exception"]) == (code, exception), done.stderr
@@ -50,8 +48,13 @@ def test_the_rank_that_failed_among_those_a_script_spawned_is_named(folder, faul
 
 
 def test_a_process_that_fails_before_it_joins_has_the_number_that_torch_gave_it(folder):
-    text = "def work(index):\n    if index == 1: raise KeyError('early')\n"
-    text += "if __name__ == '__main__':\n    import torch.multiprocessing as mp\n    mp.spawn(work, nprocs=2)"
+    text = """
+        def work(index):
+            if index == 1: raise KeyError("early")
+        if __name__ == "__main__":
+            import torch.multiprocessing as mp
+            mp.start_processes(work, nprocs=2, start_method="fork")
+    """
     folder.run("--start", "fork", folder.script(text))
     assert folder.result["failure"]["message"] == "'early' (in process 1 of those it spawned)"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ports import free_port
 from samestep.launch.failure import Failure
 from samestep.launch.verdict import Verdict
 from samestep.launch.watcher import SILENT, exit_code, last_words
@@ -43,91 +44,136 @@ def start(tmp_path):
     """Starts a script under another launcher; returns how that has ended."""
 
     def run(command, fault="pass", join=WORLD):
-        (tmp_path / "train.py").write_text(SCRIPT.format(fault=fault, join=join))
-        gone = ("PMI", "MPI", "GLOO", "OMP", "RANK", "WORLD_SIZE", "MASTER", "SAMESTEP", "TORCHELASTIC", "PYTHONUNB")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(gone)}
-        return subprocess.run(
-            [*map(str, command), "train.py"],
+        done = subprocess.run(
+            [*map(str, command), prepared(tmp_path, fault, join)],
             cwd=tmp_path,
-            env=environment,
+            env=no_launcher(),
             capture_output=True,
             text=True,
             timeout=90,
             check=False,
         )
+        return done.stdout, done.stderr, done.returncode
 
     return run
+
+
+@pytest.fixture
+def start_by_hand(tmp_path):
+    """Starts some ranks of a script as a shell would; returns what they wrote and their exit codes."""
+
+    def run(size, fault="pass", join=WORLD, **variables):
+        script = prepared(tmp_path, fault, join)
+        ours = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+            ranks = []
+            for rank in range(size):
+                told = ours | {"RANK": rank, "LOCAL_RANK": rank} | variables
+                environment = no_launcher() | {name: str(value) for name, value in told.items()}
+                command = [sys.executable, script]
+                ranks.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=out, stderr=err))
+            codes = [rank.wait(90) for rank in ranks]
+        return (tmp_path / "out").read_text(), (tmp_path / "err").read_text(), codes
+
+    return run
+
+
+def prepared(folder, fault, join):
+    (folder / "train.py").write_text(SCRIPT.format(fault=fault, join=join))
+    return "train.py"
+
+
+def no_launcher():
+    """This process's environment without what a launcher would have put there."""
+    gone = ("PMI", "MPI", "GLOO", "OMP", "RANK", "WORLD_SIZE", "MASTER", "SAMESTEP", "TORCHELASTIC", "PYTHONUNB")
+    return {name: value for name, value in os.environ.items() if not name.startswith(gone)}
 
 
 def torchrun(ranks):
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
 
 
-def words(done):
+def words(err):
     """Returns what the watcher said."""
-    lines = done.stderr.splitlines()
+    lines = err.splitlines()
     begun = [number for number, line in enumerate(lines) if line.startswith("samestep: error:")]
     return lines[begun[0] :] if len(begun) == 1 else begun
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=[] if name in {"raises", "killed"} else pytest.mark.prove) for name in FAULTS]
-)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_right_rank_is_named(start_by_hand, fault):
+    _, err, codes = start_by_hand(3, FAULTS[fault][0])
+    assert any(codes)
+    assert_named(fault, err)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("fault", FAULTS)
 def test_under_torchrun_the_right_rank_is_named(start, fault):
+    _, err, code = start(torchrun(3), FAULTS[fault][0])
+    assert code != 0
+    assert_named(fault, err)
+
+
+def assert_named(fault, err):
     statement, message, has_line = FAULTS[fault]
-    done = start(torchrun(3), statement)
-    assert done.returncode != 0
-    said = words(done)
-    assert said[0].removeprefix("samestep: error: rank 1 of 3 failed: ").startswith((message, *UNKNOWN)), done.stderr
+    said = words(err)
+    assert said[0].removeprefix("samestep: error: rank 1 of 3 failed: ").startswith((message, *UNKNOWN)), err
     assert (said[1].strip().endswith(statement)) == has_line
     assert any("2 other ranks (0, 2) merely lost it" in line for line in said)
 
 
-def test_torchrun_sees_the_culprit_end_first(start):
+def test_torchrun_starts_ranks_again_which_join_again_and_sees_the_one_that_failed_end_first(start):
     """A rank that merely lost a peer waits for the watcher's words before it leaves."""
-    done = start(torchrun(3), "sys.exit(3)")
-    root = done.stderr.partition("Root Cause")[2]
+    once = "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise KeyError('once')\n        os._exit(3)"
+    _, err, _ = start([*torchrun(2), "--max-restarts", 1], once)
+    first, second = (line for line in err.splitlines() if line.startswith("samestep: error:"))
+    assert first == "samestep: error: rank 1 of 2 failed: KeyError: 'once'"
+    assert second.removeprefix("samestep: error: rank 1 of 2 failed: ").startswith((FAULTS["leaves"][1], *UNKNOWN))
+    root = err.partition("Root Cause")[2]
     assert "exitcode  : 3" in root
     assert "rank      : 1" in root
 
 
-def test_where_nobody_fails_nothing_is_said(start):
-    done = start(torchrun(2))
-    assert (done.returncode, done.stdout) == (0, "done\ndone\n"), done.stderr
-    assert "samestep" not in done.stderr
+def test_where_nobody_fails_nothing_is_said(start_by_hand):
+    out, err, codes = start_by_hand(2)
+    assert (codes, out) == ([0, 0], "done\ndone\n"), err
+    assert "samestep" not in err
 
 
-def test_a_script_that_makes_its_own_group_is_watched_from_when_it_joins_the_world(start):
-    done = start(torchrun(2), "raise KeyError('label')", OWN)
-    assert words(done)[0] == "samestep: error: rank 1 of 2 failed: KeyError: 'label'", done.stderr
+def test_a_script_that_makes_its_own_group_is_watched_from_when_it_joins_the_world(start_by_hand):
+    _, err, _ = start_by_hand(2, "raise KeyError('label')", OWN)
+    assert words(err)[0] == "samestep: error: rank 1 of 2 failed: KeyError: 'label'", err
 
 
-def test_one_watcher_serves_a_host(start):
-    ranks = "$(pgrep -d, -P {os.getppid()})"
-    count = f"import subprocess; print(subprocess.getoutput(f'pgrep -c -f [l]aunch.watcher -P {ranks}'))"
-    done = start(torchrun(2), count)
-    assert done.stdout.split()[0] == "1", done.stderr
+def test_one_watcher_serves_a_host(start_by_hand):
+    """Each rank looks at the processes that it has started itself."""
+    listed = "subprocess.getoutput(f'pgrep -f [l]aunch.watcher -P {os.getpid()}')"
+    count = f"pass\n    import subprocess\n    os.write(1, b'watcher\\n' * len({listed}.split()))"
+    out, err, codes = start_by_hand(2, count)
+    assert (codes, out.count("watcher")) == ([0, 0], 1), err
 
 
 @pytest.mark.skipif(not (BIN / "mpiexec").exists(), reason="no mpiexec beside this Python: pip install mpich has one")
-@pytest.mark.parametrize("fault", ["raises", "killed", "early"])
+@pytest.mark.parametrize(
+    "fault", ["killed", *(pytest.param(each, marks=pytest.mark.prove) for each in ("raises", "early"))]
+)
 def test_under_mpiexec_too_and_nobody_waits_for_the_dead(start, fault):
-    done = start([BIN / "mpiexec", "-n", 3, sys.executable], FAULTS[fault][0])
-    said = words(done)[0].removeprefix("samestep: error: ")
+    _, err, _ = start([BIN / "mpiexec", "-n", 3, sys.executable], FAULTS[fault][0])
+    said = words(err)[0].removeprefix("samestep: error: ")
     said = said.removeprefix("rank 1 of 3 failed: ")
     if fault == "killed":  # mpiexec kills the others within 1 ms
         said = re.sub(r"^(all 3 ranks|rank \d of 3) failed: ", "", said)
     at_once = "ranks 0-2 on host" if fault == "killed" else FAULTS[fault][1]
-    assert said.startswith((FAULTS[fault][1], at_once, *UNKNOWN)), done.stderr
+    assert said.startswith((FAULTS[fault][1], at_once, *UNKNOWN)), err
 
 
-@pytest.mark.skipif(not (BIN / "mpiexec").exists(), reason="no mpiexec beside this Python: pip install mpich has one")
-def test_a_rank_that_cannot_notice_is_ended_with_the_others(start):
+def test_a_rank_that_cannot_notice_is_ended_with_the_others(start_by_hand):
     script = "if dist.get_rank() == 0:\n        time.sleep(600)\n    if dist.get_rank() == 1:\n        raise KeyError"
-    done = start([BIN / "mpiexec", "-n", 2, sys.executable], "pass\n    " + script)
-    assert words(done)[0] == "samestep: error: rank 1 of 2 failed: KeyError", done.stderr
-    assert "rank 0 stood at" in done.stderr
-    assert "time.sleep(600)" in done.stderr
+    _, err, _ = start_by_hand(2, "pass\n    " + script)
+    assert words(err)[0] == "samestep: error: rank 1 of 2 failed: KeyError", err
+    assert "rank 0 stood at" in err
+    assert "time.sleep(600)" in err
 
 
 def test_ranks_that_their_launcher_has_ended_all_at_once_are_not_blamed_one_by_one():
@@ -164,10 +210,3 @@ def test_the_exit_code_of_a_process_is_known_until_its_parent_has_taken_it():
     child.wait()
     assert exit_code(child.pid) is None
     assert exit_code(os.getpid()) is None
-
-
-def test_ranks_that_torchrun_starts_again_join_again(start):
-    again = "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise KeyError('once')"
-    done = start([*torchrun(2), "--max-restarts", 1], again)
-    assert (done.returncode, done.stdout) == (0, "done\ndone\n"), done.stderr
-    assert words(done)[0] == "samestep: error: rank 1 of 2 failed: KeyError: 'once'"
