@@ -114,6 +114,7 @@ def test_links_need_two_ranks_and_even_hosts():
 
 def uneven(local):
     dist.init_process_group("gloo")
+    dist.barrier()  # who leaves at once would leave others that are still connecting
     with pytest.raises(UsageError, match=f"among 3 ranks, {local} on each host"):
         measure.measure(dist.group.WORLD, local)
 

@@ -181,7 +181,6 @@ def test_a_sample_that_is_no_batch_is_refused(chain, sample):
 
 
 def carried_out(**options):
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))  # an optimizer wants parameters of any stage
     generator = torch.Generator().manual_seed(1)

@@ -35,15 +35,6 @@ CUTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As ranks have: how a product is cut among threads shows in its last bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def model(dropout=0.3, dtype=torch.float32):
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(12, 12), nn.Dropout(dropout), nn.LayerNorm(12))
@@ -233,7 +224,6 @@ def accuracy(outputs, targets):
 
 def looped(path, epochs, stages=1, devices=None, ends=(4, 8)):
     """Losses of this part of the training, the evaluation after it, and the state; goes on from `path`."""
-    torch.set_num_threads(1)
     with samestep.world(pipeline=stages, device="cpu") as world:
         ends = ends if devices is not None or world.pipeline.size > 1 else ends[-1:]
         stage = Pipeline(model(0.3, torch.float64), world, F.cross_entropy, ends=ends, devices=devices)
@@ -280,7 +270,6 @@ def test_a_loop_over_shards_goes_on_from_any_checkpoint(two_ranks, tmp_path):
 
 
 def hybrid(stages, devices, options):
-    torch.set_num_threads(1)
     with samestep.world(pipeline=stages, device="cpu") as world:
         return trained(world, 3, devices=devices, **options)
 
@@ -316,7 +305,6 @@ def test_two_processes_of_two_devices_take_the_step_of_one_process(two_ranks):
 
 def one_of_them_has_nothing(devices):
     """Losses of an epoch whose last batch leaves the second replica without samples."""
-    torch.set_num_threads(1)
     with samestep.world(device="cpu") as world:
         ends = (8,) if devices is None else (4, 8)
         stage = Pipeline(model(0.0, torch.float64), world, F.cross_entropy, ends=ends, devices=devices)
@@ -389,7 +377,6 @@ def test_devices_that_are_not_there_or_do_not_fit_are_refused():
 
 
 def of_a_rank(devices):
-    torch.set_num_threads(1)
     with samestep.world(pipeline=2, device="cpu") as world:
         try:
             return Pipeline(model(), world, F.cross_entropy, ends=(3, 8), devices=devices).step(batch(0))

@@ -56,7 +56,6 @@ def counted(targets):
 
 def trained(ranks, schedule, path, updates, dropout=0.3, dtype=torch.float32):
     """Goes on from `path` up to some updates, and saves; returns all that it has seen, by update."""
-    torch.set_num_threads(1)
     with samestep.world(pipeline=ranks) as world:
         ends = DEALT[ranks] if schedule == "interleaved" and ranks > 1 else ENDS[ranks]
         name = schedule if ranks > 1 else "1f1b"
@@ -92,36 +91,24 @@ class Counter:
         self._held.update(state)
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """What one process finds."""
-    threads = torch.get_num_threads()
-    found = trained(1, "1f1b", str(tmp_path_factory.mktemp("whole")), 4)
-    torch.set_num_threads(threads)
-    return found
+    return trained(1, "1f1b", str(tmp_path_factory.mktemp("whole")), 4)
 
 
-DAILY = {(2, "1f1b"), (2, "interleaved"), (4, "zero-bubble"), (4, "interleaved")}
+IN_MAKE_TEST = {(2, "1f1b"), (2, "interleaved"), (4, "zero-bubble"), (4, "interleaved")}
 
 
 @pytest.mark.parametrize(
     ("ranks", "schedule"),
     [
-        pytest.param(ranks, name, marks=() if (ranks, name) in DAILY else pytest.mark.prove)
+        pytest.param(ranks, name, marks=() if (ranks, name) in IN_MAKE_TEST else pytest.mark.prove)
         for ranks in (2, 4)
         for name in NAMES
     ],
 )
-def test_every_schedule_has_the_bits_of_one_process(
-    schedule, ranks, whole, two_ranks, four_ranks, tmp_path, one_thread
-):
+def test_every_schedule_has_the_bits_of_one_process(schedule, ranks, whole, two_ranks, four_ranks, tmp_path):
     run = {2: two_ranks, 4: four_ranks}[ranks]
     begun = run(trained, ranks, schedule, str(tmp_path / "cut"), 2)
     alone = trained(1, schedule, str(tmp_path / "cut"), 3)  # one process goes on from it, and they from that
@@ -135,7 +122,7 @@ def test_every_schedule_has_the_bits_of_one_process(
     assert told == whole.keys()
 
 
-def test_without_dropout_it_is_the_model_with_whole_batches(tmp_path, one_thread):
+def test_without_dropout_it_is_the_model_with_whole_batches(tmp_path):
     """Whose weight is one, and whose norm torch computes."""
     found = trained(1, "1f1b", str(tmp_path / "run"), 4, dropout=0.0, dtype=torch.float64)
     whole = model(0.0, torch.float64)

@@ -97,7 +97,6 @@ def model():
 
 def trained(ranks):
     """Losses and gradients of every cut into two, or of the whole."""
-    torch.set_num_threads(1)
     batch = torch.randn(8, 5, 8, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
     found, last = {}, len(model())
     with samestep.world(pipeline=ranks) as world:
@@ -110,9 +109,7 @@ def trained(ranks):
 
 @pytest.fixture(scope="module")
 def whole():
-    threads = torch.get_num_threads()
     (found,) = trained(1).values()
-    torch.set_num_threads(threads)
     return found
 
 

@@ -20,15 +20,6 @@ from samestep.topology import cut_evenly
 HOST = ["cpu", "cpu", "cpu"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As ranks have: how a product is cut among threads shows in its last bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Encoder(nn.Module):
     """Two inputs; gives what goes on, a way around, and a mask that wants no gradient."""
 
@@ -85,7 +76,6 @@ def of(steps, stage):
 
 
 def by_hand(size, make=stages, devices=None, **options):
-    torch.set_num_threads(1)
     with samestep.world(pipeline=size, device="cpu") as world:
         options = {"loss_fn": F.cross_entropy, "micro_batches": 4} | options
         return of(2, samestep.pipeline(make(), world, devices=devices, **options))
@@ -138,7 +128,6 @@ def test_one_process_has_the_same_bits_without_devices():
 
 
 def planned(size):
-    torch.set_num_threads(1)
     with samestep.world(pipeline=size) as world:
         every = stages()
         plan = samestep.plan_pipeline(
@@ -166,7 +155,6 @@ def blocks():
 
 
 def sequential(size, schedule):
-    torch.set_num_threads(1)
     with samestep.world(pipeline=size) as world:
         stage = samestep.pipeline(blocks(), world, loss_fn=F.cross_entropy, schedule=schedule)
         held = [
@@ -290,7 +278,6 @@ def exported(kind, *, training=True, free=True, module=False):
 
 
 def trained(kind, *, stages=1, ranks=1, **options):
-    torch.set_num_threads(1)
     devices = ["cpu"] * stages if stages > ranks else None
     with samestep.world(pipeline=ranks, device="cpu") as world:
         torch.manual_seed(0)
@@ -311,10 +298,7 @@ def trained(kind, *, stages=1, ranks=1, **options):
 @pytest.fixture(scope="module")
 def plain():
     """What the model gives that nobody has exported, in one stage."""
-    threads = torch.get_num_threads()
-    found = trained(Net, plain=True)
-    torch.set_num_threads(threads)
-    return found
+    return trained(Net, plain=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"training": False}, {"module": True}])

@@ -86,7 +86,6 @@ def alone(kind, steps):
 
 def piped(name, chunks, steps):
     """By kind of layers what this rank has after each step."""
-    torch.set_num_threads(1)
     with samestep.world(pipeline=int(os.environ["WORLD_SIZE"])) as world:
         return {kind: steps_of(world, name, chunks, kind, steps) for kind in KINDS}
 
@@ -117,10 +116,7 @@ def steps_of(world, name, chunks, kind, steps):
 
 
 def check(results, steps):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the ranks have
     expected = {kind: alone(kind, steps) for kind in KINDS}
-    torch.set_num_threads(threads)
     for kind in KINDS:
         for step, (gradients, losses) in enumerate(expected[kind]):
             merged = {name: each for result in results for name, each in result[kind][step][0].items()}
@@ -150,7 +146,6 @@ def test_two_stages_a_rank_leave_the_bits_of_one_process(two_ranks, three_ranks)
 
 
 def evaluated():
-    torch.set_num_threads(1)
     with samestep.world(pipeline=2) as world:
         plan = forward_only(2, len(SIZES))
         every = layers("plain")

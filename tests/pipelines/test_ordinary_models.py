@@ -242,15 +242,6 @@ def trained(name, stages, schedule, ranks):
         return losses, list(outputs) if isinstance(outputs, tuple) else [outputs], stage.whole_state_dict()
 
 
-@pytest.fixture
-def one_thread():
-    """As ranks have: how a product is cut among threads shows in its last bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def check_bits(found, expected):
     """The same losses, evaluations and weights, with dropout, whatever was measured and wherever it was cut."""
     for one, other in zip(found, expected, strict=True):
@@ -258,7 +249,7 @@ def check_bits(found, expected):
 
 
 @pytest.mark.parametrize("name", ordinary.MODELS)
-def test_ordinary_models_train_in_two_stages_as_in_one(name, one_thread):
+def test_ordinary_models_train_in_two_stages_as_in_one(name):
     check_bits(trained(name, 2, "zero-bubble", 1), trained(name, 1, "1f1b", 1))
 
 
@@ -266,7 +257,7 @@ def test_ordinary_models_train_in_two_stages_as_in_one(name, one_thread):
 @pytest.mark.parametrize(
     "name", [name if name == "language" else pytest.param(name, marks=pytest.mark.prove) for name in ordinary.MODELS]
 )
-def test_ordinary_models_train_on_two_ranks_as_on_one(name, schedule, two_ranks, one_thread):
+def test_ordinary_models_train_on_two_ranks_as_on_one(name, schedule, two_ranks):
     alone = trained(name, 1, schedule, 1)
     for found in two_ranks(trained, name, 2, schedule, 2):
         check_bits(found, alone)

@@ -44,7 +44,6 @@ def counted(targets):
 
 
 def piped(ends, schedule, stages, dtype, padded, steps, devices=None):
-    torch.set_num_threads(1)
     options = {"ends": ends, "schedule": schedule, "weight": counted if padded else None, "devices": devices}
     with samestep.world(pipeline=stages, device="cpu") as world:
         pipeline = Pipeline(model(dtype), world, F.cross_entropy, **options)
@@ -58,8 +57,6 @@ def piped(ends, schedule, stages, dtype, padded, steps, devices=None):
 
 def one_after_another(steps):
     """One process that takes the micro-batches of one replica, in their order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     alone, found = model(), []
     for step in range(steps):
         alone.zero_grad()
@@ -70,7 +67,6 @@ def one_after_another(steps):
             loss.backward()
             total += loss.detach().double()
         found.append((float(total), {name: each.grad.clone() for name, each in alone.named_parameters()}))
-    torch.set_num_threads(threads)
     return found
 
 
@@ -100,9 +96,7 @@ def check_bits(results):
     [((3, 8), "fill-drain"), ((5, 8), "1f1b"), ((1, 8), "zero-bubble"), ((2, 4, 6, 8), "interleaved")],
 )
 def test_stages_of_one_process_have_its_bits(ends, schedule):
-    threads = torch.get_num_threads()
     found = piped(ends, schedule, 1, torch.float32, False, len(BATCHES), ["cpu", "cpu"])
-    torch.set_num_threads(threads)
     check_bits([found])
 
 
@@ -118,7 +112,6 @@ NORMS = 2.0, float("inf")
 
 
 def clipped(ends, schedule):
-    torch.set_num_threads(1)
     with samestep.world(pipeline=2) as world:
         pipeline, found = Pipeline(model(), world, F.cross_entropy, ends=ends, schedule=schedule), {}
         for norm_type in NORMS:
@@ -132,8 +125,6 @@ def clipped(ends, schedule):
 @pytest.mark.parametrize(("ends", "schedule"), [((4, 8), "1f1b"), ((2, 4, 6, 8), "interleaved")])
 def test_clipping_is_by_the_norm_of_the_whole_model(two_ranks, ends, schedule):
     results = two_ranks(clipped, ends, schedule)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     ((_, gradients),) = one_after_another(1)
     for norm_type in NORMS:
         alone = model()
@@ -144,7 +135,6 @@ def test_clipping_is_by_the_norm_of_the_whole_model(two_ranks, ends, schedule):
         for found, own in (result[norm_type] for result in results):
             assert found == float(norm)
             assert_same_bits(own, {name: expected[name] for name in own})
-    torch.set_num_threads(threads)
 
 
 def check_numbers(results, expected):
@@ -163,7 +153,6 @@ def test_two_replicas_of_two_stages_take_the_step_of_one_process(four_ranks):
 
 
 def accumulated():
-    torch.set_num_threads(1)
     with samestep.world(pipeline=2) as world:
         pipeline = Pipeline(model(torch.float64), world, F.cross_entropy, ends=(4, 8))
         for step in range(3):
@@ -180,9 +169,7 @@ def test_steps_add_up_until_the_gradients_are_set_to_nothing(four_ranks):
 
 
 def test_padding_in_micro_batches_changes_nothing():
-    threads = torch.get_num_threads()
     found = piped((4, 8), "fill-drain", 1, torch.float64, True, 3, ["cpu", "cpu"])
-    torch.set_num_threads(threads)
     check_numbers([found], at_once(3, 1, padded=True))
 
 
@@ -287,13 +274,10 @@ def test_all_ranks_take_the_plan_of_the_first(two_ranks):
 
 def test_one_process_takes_a_plan_for_several(two_ranks):
     whole = model()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with samestep.world(pipeline=2) as world:
         plan = samestep.plan_pipeline(whole, batch(0, 0), F.cross_entropy, micro_batches=4, repeats=1)
         stage = samestep.pipeline(whole, world, plan)
         loss = float(stage.step(batch(0, 0)))
-    torch.set_num_threads(threads)
     assert [found[0][0] for found, _ in two_ranks(piped, (3, 8), "1f1b", 2, torch.float32, False, 1)] == [loss] * 2
 
 

@@ -109,7 +109,6 @@ def whole_losses(batch_size, epochs=2):
 
 
 def piped(ends, schedule, options, devices=None):
-    torch.set_num_threads(1)
 
     def make(world):
         return Pipeline(model(), world, F.cross_entropy, ends=ends, schedule=schedule, devices=devices)
@@ -140,10 +139,8 @@ def test_two_stages_train_as_one_process_does(two_ranks):
 
 
 def test_so_do_stages_of_one_process_that_interleave_and_take_several_micro_batches():
-    threads = torch.get_num_threads()
     options = {"batch_size": 9, "micro_batch_size": 4}
     found = piped((1, 3, 4, 6), "interleaved", options, devices=["cpu", "cpu"])
-    torch.set_num_threads(threads)
     check([found], 9)
 
 
@@ -229,7 +226,6 @@ def test_a_batch_without_targets_is_refused(batch):
 
 def drawn(ends, schedule, ranks=1):
     """Gradients of two steps with dropout, and whether the stream of the process stands where it stood."""
-    torch.set_num_threads(1)
     devices = ["cpu", "cpu"] if ranks == 1 and len(ends) > 1 else None
     with samestep.world(pipeline=ranks, device="cpu") as world:
         stage = Pipeline(model(dropout=0.5), world, F.cross_entropy, ends=ends, schedule=schedule, devices=devices)
@@ -244,11 +240,9 @@ def drawn(ends, schedule, ranks=1):
 
 
 def test_dropout_is_that_of_one_stage_wherever_the_model_is_cut(two_ranks):
-    threads = torch.get_num_threads()
     alone = drawn((6,), "1f1b")
     assert any(not torch.equal(alone[0][name], alone[1][name]) for name in alone[0])  # a step has masks of its own
     found = [drawn((1, 6), "fill-drain"), drawn((4, 6), "zero-bubble"), drawn((1, 2, 5, 6), "interleaved")]
-    torch.set_num_threads(threads)
     for results in [*found, *two_ranks(drawn, (4, 6), "zero-bubble", 2)]:
         for own, expected in zip(results, alone, strict=True):
             assert_same_bits(own, {name: expected[name] for name in own})

@@ -94,7 +94,6 @@ def test_pipelines_that_are_called_in_another_order_are_named(two_ranks):
 
 def thawed(stages, ends, schedule):
     """Steps with stages that want no gradients, and then do, and others that do not."""
-    torch.set_num_threads(1)
     with samestep.world(pipeline=stages) as world:
         stage = Pipeline(model(), world, F.cross_entropy, ends=ends, schedule=schedule)
         optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
@@ -119,9 +118,7 @@ def thawed(stages, ends, schedule):
     ],
 )
 def test_stages_can_be_frozen_and_thawed_between_steps(two_ranks, ends, schedule):
-    threads = torch.get_num_threads()
     alone = thawed(1, (5,), "1f1b")
-    torch.set_num_threads(threads)
     for found in two_ranks(thawed, 2, ends, schedule):
         assert_same_bits(found, alone)
 

@@ -80,16 +80,7 @@ def on_two_ranks(two_ranks, tmp_path_factory):
     return path, two_ranks(in_stages, 2, path)
 
 
-@pytest.fixture
-def one_thread():
-    """As ranks have: how a product is cut among threads shows in its last bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def test_copies_in_two_stages_have_the_bits_of_one_process(on_two_ranks, one_thread):
+def test_copies_in_two_stages_have_the_bits_of_one_process(on_two_ranks):
     told, state, names = in_stages(1)
     assert names == ["head.weight", "hidden.bias", "hidden.weight", "tokens.weight"]
     for rank, (theirs, whole, own) in enumerate(on_two_ranks[1]):
@@ -139,7 +130,7 @@ def resumed(ranks, path):
         return stage.whole_state_dict()
 
 
-def test_a_checkpoint_knows_one_weight(two_ranks, on_two_ranks, one_thread):
+def test_a_checkpoint_knows_one_weight(two_ranks, on_two_ranks):
     """What two ranks save goes on in one process, on two ranks, and in the model that is not split."""
     path, _ = on_two_ranks
     state = resumed(1, path)
@@ -230,7 +221,6 @@ def set_frozen(module, names, frozen):
 
 def thawed(ranks):
     """Trains, freezes the tied weight, trains, and thaws it; two steps are added up for each of the optimizer."""
-    torch.set_num_threads(1)
     with samestep.world(pipeline=ranks) as world:
         whole = model()
         plan = samestep.plan_pipeline(whole, batch(), loss, stages=ranks, micro_batches=4, schedule="1f1b", repeats=1)
@@ -252,9 +242,7 @@ def test_a_weight_of_two_stages_can_be_frozen_and_thawed(two_ranks):
         nn.utils.clip_grad_norm_(whole.parameters(), 0.3)
         optimizer.step()
         optimizer.zero_grad()
-    threads = torch.get_num_threads()
     alone = thawed(1)
-    torch.set_num_threads(threads)
     for state in two_ranks(thawed, 2):
         assert_same_bits(state, alone)
         for name, value in whole.state_dict().items():

@@ -208,7 +208,6 @@ def taken(name, stages, schedule, ranks=None):
 
     On as many ranks as there are stages, or on one that computes several stages.
     """
-    torch.set_num_threads(1)
     case, seconds = CASES[name], []
     devices = ["cpu"] * stages if ranks == 1 else None
 
@@ -249,9 +248,7 @@ def taken(name, stages, schedule, ranks=None):
 @cache
 def undivided(name):
     """The same on one rank with one stage."""
-    threads = torch.get_num_threads()
     found, _ = taken(name, 1, "1f1b")
-    torch.set_num_threads(threads)
     return found
 
 
@@ -267,9 +264,7 @@ def check(name, results):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_trap_ends_in_the_bits_of_one_stage(name):
-    threads = torch.get_num_threads()
     found = taken(name, CASES[name].stages, "zero-bubble", ranks=1)
-    torch.set_num_threads(threads)
     check(name, [found])
 
 
@@ -292,7 +287,6 @@ ENDS = {"interleaved": (1, 2, 4, 5)}
 
 def replicated(schedule):
     """Three steps of two replicas of two stages."""
-    torch.set_num_threads(1)
     with samestep.world(pipeline=2) as world:
         torch.manual_seed(0)
         whole = chain(nn.Tanh)().double()
