@@ -11,6 +11,25 @@ import samestep
 from samestep.recipes import demo, equality
 
 
+def test_it_trains_compares_and_says_where_its_files_lie(monkeypatch, tmp_path, capfd, two_ranks):
+    """One epoch and three steps of it, of which the ranks are those of the session."""
+    trained = demo.train
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "train", lambda words: trained([*words, "--epochs", "1"]))
+    monkeypatch.setattr(demo, "difference", lambda n: equality.difference(n, 3))
+    started = {2: two_ranks, 1: lambda fn, *given: [fn(*given)]}
+    monkeypatch.setattr(samestep, "spawn", lambda fn, n, *given: started[n](fn, *given))
+    assert demo.main() == 0
+    shown = capfd.readouterr().out
+    assert re.search(r"digits: [\d.]+ % of 360 held-out samples right, 1 epoch, 2 ranks", shown), shown
+    apart = re.search(r"([\d,]+) parameters, at most ([\d.e+-]+) apart .*: the same training", shown)
+    assert apart is not None, shown
+    assert int(apart[1].replace(",", "")) > 1000
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert f"The run's files lie in {run_dir}" in shown
+
+
+@pytest.mark.prove
 def test_the_demonstration_trains_compares_and_says_where_its_files_lie(tmp_path):
     command = [sys.executable, "-m", "samestep.recipes.demo"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)

@@ -11,29 +11,63 @@ import torch
 
 import samestep
 from samestep.recipes import imagenet
+from samestep.recipes.architectures import architecture
 from samestep.recipes.imagenet_options import parse
-from samestep.recipes.resnet import resnet
 from samestep.testing import assert_same_bits
 
 SMALL = ["--image-size", "32", "-j", "0", "-b", "20", "--lr", "0.01", "--no-accel"]
+
+
+class Small(torch.nn.Module):
+    """A network with BatchNorm that takes a hundredth of a ResNet-18's time."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.conv1, self.bn1 = torch.nn.Conv2d(3, 8, 5, stride=2), torch.nn.BatchNorm2d(8)
+        self.conv2, self.fc = torch.nn.Conv2d(8, 16, 3, stride=2), torch.nn.Linear(16, classes)
+
+    def forward(self, x):
+        return self.fc(self.conv2(self.bn1(self.conv1(x)).relu()).relu().mean(dim=(2, 3)))
+
+
+def small_or_by_name(name, *, classes, zero_init=False):
+    """In the place of a ResNet-18 a small network; others as ever."""
+    return Small(classes) if name == "resnet18" else architecture(name, classes=classes, zero_init=zero_init)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(imagenet, "architecture", small_or_by_name)
 
 
 def run(folder, *more):
     return imagenet.main([str(folder), *SMALL, *map(str, more)])
 
 
+MAIN = """
+import sys
+from samestep.recipes import imagenet
+from samestep.recipes.architectures import architecture
+
+if __name__ == "__main__":
+    sys.exit(imagenet.main())
+"""
+
+
 def python(*arguments, cwd):
-    command = [sys.executable, *map(str, arguments)]
+    (cwd / "imagenet.py").write_text(MAIN)
+    command = [sys.executable, "imagenet.py", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # one thread each: ranks that share two cores with spinning threads mostly wait
     return subprocess.Popen(command, cwd=cwd, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
 
 
 def trained(folder, *more):
-    """Parameters and buffers after an epoch of a ResNet-18 in float64, and its exact top-1 and top-5."""
+    """Parameters and buffers after an epoch in float64, and its exact top-1 and top-5."""
     asked = parse([folder, *SMALL, "--precision", "float64", "-b", "41", *more])
     train_set, val_set = imagenet.datasets(asked)
-    with samestep.world(virtual_ranks=asked.virtual_ranks) as world:
+    with pytest.MonkeyPatch.context() as patch, samestep.world(virtual_ranks=asked.virtual_ranks) as world:
+        patch.setattr(imagenet, "architecture", small_or_by_name)
         training = imagenet.build(asked, world, train_set, seed=0)
         training.epoch(0.01, training.batches.commit)
         shares = imagenet.top_1_and_5(training, val_set, world, asked)
@@ -48,7 +82,7 @@ def test_training_and_evaluation_on_two_ranks_are_those_on_one(two_ranks, digit_
     assert list(state) == list(one)
     apart = {name: float((state[name] - one[name]).abs().max()) for name in state}
     assert max(apart.values()) < 1e-12, max(apart, key=apart.get)
-    fresh = resnet("resnet18", classes=10).double().state_dict()
+    fresh = Small(10).double().state_dict()
     assert not torch.equal(one["bn1.running_mean"], fresh["bn1.running_mean"])
 
 
@@ -98,7 +132,7 @@ def test_resume_goes_on_with_the_next_epoch(digit_folder, tmp_path, capsys):
 
 
 def test_pretrained_weights_of_the_official_format_are_taken(digit_folder, tmp_path, capsys):
-    weights = {f"module.{name}": tensor for name, tensor in resnet("resnet18", classes=10).state_dict().items()}
+    weights = {f"module.{name}": tensor for name, tensor in Small(10).state_dict().items()}
     weights["module.fc.bias"] = torch.tensor([100.0, *[0.0] * 9])  # sure of class 0
     torch.save({"state_dict": weights, "epoch": 90}, tmp_path / "model_best.pth.tar")
     assert run(digit_folder, "-e", "--pretrained", tmp_path / "model_best.pth.tar") == 0
@@ -145,17 +179,32 @@ DUMMY = ["--dummy", "--dummy-images", 20, "--epochs", 1]
 
 def test_multiprocessing_distributed_starts_the_ranks(tmp_path):
     options = ("--multiprocessing-distributed", "--processes", 2)
-    started = python("-m", "samestep.recipes.imagenet", *SMALL, *DUMMY, *options, cwd=tmp_path)
+    started = python(*SMALL, *DUMMY, *options, cwd=tmp_path)
     printed, said = started.communicate(timeout=120)
     assert started.returncode == 0, said
     assert "1 epoch, 2 ranks" in printed
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--world-size", "2", "--rank", "1", "--dist-url", "tcp://a:1"], (3, 6, "tcp://a:1")),
+        (["--world-size", "2", "--dist-url", "tcp://a:1"], (0, 6, "tcp://a:1")),
+        ([], (-1, -1, None)),
+    ],
+)
+def test_the_first_of_three_processes_of_a_machine_has_its_rank_among_all(monkeypatch, words, told):
+    seen = []
+    monkeypatch.setattr(imagenet, "train", lambda asked: seen.append((asked.rank, asked.world_size, asked.dist_url)))
+    imagenet.join_and_train(parse(["--dummy", *words]), 3)
+    assert seen == [told]
+
+
+@pytest.mark.prove
 def test_two_machines_of_one_rank_each_meet_at_the_dist_url(tmp_path):
     options = ["--multiprocessing-distributed", "--processes", 1, "--world-size", 2]
     options += ["--dist-url", f"file://{tmp_path}/meeting", "--dist-backend", "gloo"]
-    command = ["-m", "samestep.recipes.imagenet", *SMALL, *DUMMY, *options]
-    machines = [python(*command, "--rank", rank, cwd=tmp_path) for rank in (0, 1)]
+    machines = [python(*SMALL, *DUMMY, *options, "--rank", rank, cwd=tmp_path) for rank in (0, 1)]
     (printed, said), (silent, other) = (machine.communicate(timeout=120) for machine in machines)
     assert [machine.returncode for machine in machines] == [0, 0], said + other
     assert "1 epoch, 2 ranks" in printed
