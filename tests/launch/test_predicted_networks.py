@@ -82,7 +82,20 @@ def measured(lab, folder, *sizes, meet_at=None, by="rounds"):
     for number, name in enumerate(lab.names):
         where = ["--nnodes", str(len(lab.names)), "--node-rank", str(number)]
         meet = ["--rendezvous", f"{meet_at or lab.address('node1')}:29517", "--no-events"]
-        words = [sys.executable, "-m", "samestep", "run", "-n", "1", *where, *meet, "measure.py", by, *map(str, sizes)]
+        words = [
+            sys.executable,
+            "-P",
+            "-m",
+            "samestep",
+            "run",
+            "-n",
+            "1",
+            *where,
+            *meet,
+            "measure.py",
+            by,
+            *map(str, sizes),
+        ]
         environment = {**os.environ, "SAMESTEP_TOKEN": SECRET, "OMP_NUM_THREADS": "1"}
         piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment, "cwd": folder}
         started.append(lab.start(name, words, **piped))

@@ -41,15 +41,26 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("seconds", [12, pytest.param(300, marks=[pytest.mark.prove, pytest.mark.timeout(700)])])
 def test_a_slow_link_is_no_hang_and_no_slow_rank(tmp_path: Path, seconds: int) -> None:
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
-    environment = {**os.environ, "SAMESTEP_TOKEN": "between these two hosts alone"}
+    environment = {**os.environ, "SAMESTEP_TOKEN": "between these two hosts alone", "OMP_NUM_THREADS": "1"}
     with hosts(tmp_path, 2, servers=False) as lab:
         for name in lab.names:
             lab.limit(name, "40mbit")
         started: list[Any] = []
         for number, name in enumerate(lab.names):
             where = ["--nnodes", "2", "--node-rank", str(number), "--rendezvous", f"{lab.address('node1')}:29517"]
-            options = ["-n", "1", "--hang-after", "4", "--run-dir", "run", "--json", f"{number}.json"]
-            words = [sys.executable, "-m", "samestep", "run", *where, *options, "train.py", str(seconds)]
+            options = [
+                "-n",
+                "1",
+                "--start",
+                "fork",
+                "--hang-after",
+                "4",
+                "--run-dir",
+                "run",
+                "--json",
+                f"{number}.json",
+            ]
+            words = [sys.executable, "-P", "-m", "samestep", "run", *where, *options, "train.py", str(seconds)]
             piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment, "cwd": tmp_path}
             started.append(lab.start(name, words, **piped))
         said = [process.communicate(timeout=seconds + 200)[0].decode() for process in started]
