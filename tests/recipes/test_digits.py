@@ -56,6 +56,7 @@ def test_alone_it_names_98_percent_of_the_held_out_digits(capsys):
     assert "15 epochs, 1 rank, " in printed.splitlines()[-1]
 
 
+@pytest.mark.prove
 def test_torchrun_trains_it_on_two_processes(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     ended = python(*torchrun, "-m", "samestep.recipes.digits", "--epochs", 2, cwd=tmp_path)
