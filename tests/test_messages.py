@@ -31,8 +31,13 @@ def script():
     del sys.modules["messages"]
 
 
+@pytest.fixture(scope="module")
 def raised():
     """Where an error is raised with a sentence that stands right there, and the sentence's fixed parts."""
+    return list(sentences_raised())
+
+
+def sentences_raised():
     for path in sorted(SOURCES.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             call = node.exc if isinstance(node, ast.Raise) else None
@@ -54,8 +59,8 @@ def test_the_page_is_what_the_script_writes():
     assert done.returncode == 0, done.stdout
 
 
-def test_every_sentence_that_is_raised_is_there():
-    sentences = dict(raised())
+def test_every_sentence_that_is_raised_is_there(raised):
+    sentences = dict(raised)
     assert len(sentences) > 300
     rows = [line for line in PAGE.splitlines() if line.startswith("| ")]
     missing = [
@@ -81,8 +86,8 @@ def test_a_new_sentence_comes_with_its_class_and_what_a_run_fills_in(script, tmp
     }
 
 
-def test_every_module_that_raises_belongs_to_one_part(script):
-    for where, _ in raised():
+def test_every_module_that_raises_belongs_to_one_part(script, raised):
+    for where, _ in raised:
         module = where.partition(":")[0]
         assert any(module.startswith(prefix) for area in script.AREAS for prefix in area.where), module
 

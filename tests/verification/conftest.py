@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import pytest
 
@@ -43,9 +42,7 @@ def _fork_all_runs(request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatc
         is_fresh = script.mpi or needs_fresh_interpreter(source_of(script.program, is_module=script.is_module))
         yield None if is_fresh else request.getfixturevalue("forks_runs")
 
-    def started(
-        arguments: list[str], environment: Mapping[str, str], output: int, nursery: Nursery | None
-    ) -> Process:
+    def started(arguments: list[str], environment: Mapping[str, str], output: int, nursery: Nursery | None) -> Process:
         if (at := arguments.index("--start")) and arguments[at : at + 3] == FRESH:
             arguments = [*arguments[:at], "--start", "fork", *arguments[at + 3 :]]
         return (nursery or request.getfixturevalue("forks_runs")).command(arguments, environment, output)

@@ -8,12 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from journals import record
 
 import samestep
 from samestep.launch import failure
 from samestep.launch.failure import as_json, death, lost_host
 from samestep.verification import machine, runner
-from samestep.verification.runs import Ended
+from samestep.verification.judging.single import Run
+from samestep.verification.runs import Ended, Script
 
 STORE = (
     "The server socket has failed to listen on any local network address. port: {port}, useIpv6: false, code: -98, "
@@ -141,3 +143,30 @@ def test_ranks_that_take_a_port_twice_are_a_difference(tmp_path: Path) -> None:
     report = samestep.verify(script)
     assert [finding.code for finding in report.errors] == ["crash"]
     assert "address already in use" in report.errors[0].cause
+
+
+@pytest.mark.parametrize(
+    ("message", "waits", "times"),
+    [
+        ("[Errno 98] Address already in use", False, 2),  # of no port that is known
+        (STORE.format(port=2950), True, 2),
+        (STORE.format(port=2950), False, 1),
+        ("only here", True, 1),
+    ],
+)
+def test_a_run_is_made_once_more_for_a_port_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str, *, waits: bool, times: int
+) -> None:
+    monkeypatch.setattr(machine, "comes_free", lambda port, _: waits and port == 2950)
+    names: list[str] = []
+
+    class Failing(runner.Runner):
+        def _once(self, name: str, *_: object) -> Run:
+            names.append(name)
+            return Run(failed(message), record())
+
+    said: list[str] = []
+    script = Script(program="train.py")
+    Failing(script=script, ranks=2, folder=tmp_path, still_s=60.0, say=said.append).recorded("again", 2)
+    assert names == ["again", "again, once more"][:times]
+    assert said == ["again", "again: once more, for a port was taken"][:times]
