@@ -219,8 +219,8 @@ def test_who_needs_no_secret_is_out_of_reach_of_other_hosts(lab, folder, name):
     environment = {**ONE_THREAD, "SAMESTEP_TOKEN": secret}
     first = folder.start("--node-rank", 0, *words, env=environment)
     until(first, "waiting")
-    knock = lab.start("node1", [sys.executable, "-c", CONNECT, lab.bridge, str(port)], stderr=subprocess.PIPE)
-    _, said = knock.communicate(timeout=60)
+    outsider = lab.start("node1", [sys.executable, "-c", CONNECT, lab.bridge, str(port)], stderr=subprocess.PIPE)
+    _, said = outsider.communicate(timeout=60)
     assert (b"ConnectionRefusedError" in said) == (not secret)
     second = folder.start("--node-rank", 1, *words, env=environment)
     assert finish(second)[0] == finish(first)[0] == 0

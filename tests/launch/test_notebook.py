@@ -250,7 +250,7 @@ def test_nothing_is_drawn_for_a_call_that_asks_for_nothing(notebook):
 STAY = """
     import signal, subprocess
     def stay():
-        if {deaf}:
+        if {ignoring}:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         child = subprocess.Popen(["sleep", "1000"])
         print("at work", os.getpid(), child.pid)
@@ -259,10 +259,10 @@ STAY = """
 """
 
 
-@pytest.mark.parametrize("deaf", [False, True], ids=["willing", "deaf"])
-def test_interrupting_the_kernel_ends_all_ranks_and_what_they_started(notebook, deaf):
+@pytest.mark.parametrize("ignoring", [False, True], ids=["ends at SIGTERM", "ignores SIGTERM"])
+def test_interrupting_the_kernel_ends_all_ranks_and_what_they_started(notebook, ignoring):
     notebook.when(r"(?s)at work .*at work .*\n", notebook.interrupt)
-    cell = notebook.run(STAY.format(deaf=deaf))
+    cell = notebook.run(STAY.format(ignoring=ignoring))
     took = time.monotonic() - notebook.interrupted
     name, _, shown = cell.error
     assert name == "KeyboardInterrupt"
@@ -270,7 +270,9 @@ def test_interrupting_the_kernel_ends_all_ranks_and_what_they_started(notebook, 
     pids = [int(pid) for line in cell.lines() for pid in line.split()[-2:]]
     assert len(pids) == 4
     assert [pid for pid in pids if is_running(pid)] == []
-    assert deaf or in_time(took, ENDS_WITHIN)  # the deaf are given a grace, and a busy machine may add to it
+    assert ignoring or in_time(
+        took, ENDS_WITHIN
+    )  # who ignores the signal is given a grace, and a busy machine may add to it
 
 
 def test_a_second_interrupt_while_the_ranks_are_being_ended_leaves_none(notebook):
@@ -290,5 +292,5 @@ def test_a_second_interrupt_while_the_ranks_are_being_ended_leaves_none(notebook
 
 def test_the_kernel_goes_on_after_an_interrupt(notebook):
     notebook.when(r"(?s)at work .*at work .*\n", notebook.interrupt)
-    notebook.run(STAY.format(deaf=False))
+    notebook.run(STAY.format(ignoring=False))
     assert notebook.run("samestep.spawn(divmod, 2, 7, 3)").result == "[(2, 1), (2, 1)]"
