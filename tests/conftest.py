@@ -1,38 +1,54 @@
-"""Real ranks for every test: processes start at a set's first use and stay until the session ends."""
+"""Real ranks for every test: they start at their first use and stay until the session ends."""
 
 from __future__ import annotations
 
 import faulthandler
+import gc
+import importlib
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import deadline
 import forkserver
 from samestep import progress
-from samestep.testing import ranks
+from samestep.launch.nursery import Nursery
+from samestep.testing import VARIABLES, ranks
 
-LEAVING = 30.0  # seconds between the summary and the end of the process
-
-
-@pytest.fixture(scope="session")
-def two_ranks():
-    with ranks(2) as run:
-        yield run
+EXIT_S = 30.0  # seconds between the summary and the end of the process
 
 
 @pytest.fixture(scope="session")
-def three_ranks():
-    with ranks(3) as run:
+def rank_server():
+    """Forks the ranks of all sets, and imports torch once for them."""
+    server = Nursery(VARIABLES)
+    yield server
+    server.close()
+
+
+def sharing(server, size):
+    with ranks(size) as run:
+        run._nursery = server
         yield run
+        run._nursery = None  # others use it
 
 
 @pytest.fixture(scope="session")
-def four_ranks():
-    with ranks(4) as run:
-        yield run
+def two_ranks(rank_server):
+    yield from sharing(rank_server, 2)
+
+
+@pytest.fixture(scope="session")
+def three_ranks(rank_server):
+    yield from sharing(rank_server, 3)
+
+
+@pytest.fixture(scope="session")
+def four_ranks(rank_server):
+    yield from sharing(rank_server, 4)
 
 
 @pytest.fixture(scope="session")
@@ -75,6 +91,16 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session):
+    """Makes garbage collections cheap, which end every world: they pass over what the collection of tests has made."""
+    torch.set_num_threads(1)  # the models are so small that threads only wait for each other
+    if len(session.items) > 500:
+        importlib.import_module("torch._dynamo")  # the first optimizer does
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report):
     """Names what fails at once: a run that is cut off has no summary."""
     if report.failed and sys.__stderr__ is not None and "PYTEST_XDIST_WORKER" not in os.environ:
@@ -87,4 +113,4 @@ def pytest_unconfigure(config):
     """Says where python stands, and fails, if it cannot end: a thread or a process that a test left is waited for."""
     if hasattr(config, "workerinput"):
         return  # one of several that test side by side waits for the others, and is ended with them
-    faulthandler.dump_traceback_later(LEAVING, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(EXIT_S, exit=True, file=sys.__stderr__)
