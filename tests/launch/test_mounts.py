@@ -52,7 +52,7 @@ def test_no_limit_is_known_where_the_quota_cannot_be_read(tmp_path, quota):
 def test_a_run_starts_beside_a_mount_without_a_source(folder):
     (folder.path / "mount").mkdir()
     script = folder.script("print('here')")
-    run = f"mount -t tmpfs '' mount && exec '{sys.executable}' -P -m samestep run -n 2 {script}"
+    run = f"mount -t tmpfs '' mount && exec '{sys.executable}' -P -m samestep run -n 2 --start spawn {script}"
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", run], cwd=folder.path, capture_output=True, text=True, timeout=120, check=False
     )

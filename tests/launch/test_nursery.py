@@ -12,6 +12,7 @@ import textwrap
 import pytest
 import torch
 
+from samestep import testing
 from samestep.errors import RankFailure
 from samestep.launch.nursery import Nursery
 from samestep.testing import RankSet, ranks
@@ -91,18 +92,33 @@ def test_what_a_rank_writes_goes_where_this_process_writes(two, capfd):
     assert capfd.readouterr().out.count("from a rank") == 2
 
 
-def test_a_killed_nursery_takes_its_ranks_along_and_is_replaced():
-    with ranks(2) as run:
-        (first, parent), (second, _) = run(place)
-        handles = [os.pidfd_open(pid) for pid in (first, second, parent)]
-        with pytest.raises(RankFailure):
-            run(kill_parent)
-        assert_ended(handles)
-        assert {new for _, new in run(place)} != {parent}
+def test_a_killed_parent_takes_its_ranks_along_and_is_replaced(two):
+    (first, parent), (second, _) = two(place)
+    handles = [os.pidfd_open(pid) for pid in (first, second, parent)]
+    with pytest.raises(RankFailure):
+        two(kill_parent)
+    assert_ended(handles)
+    assert {new for _, new in two(place)} != {parent}
+
+
+class NoForks:
+    """Stands for a process that has started threads when it imported torch."""
+
+    def __init__(self, variables):
+        pass
+
+    def objection(self):
+        return "importing torch has started threads"
+
+    def has_ended(self):
+        return False
+
+    def close(self):
+        pass
 
 
 def test_where_nothing_can_be_forked_ranks_are_fresh_interpreters(monkeypatch):
-    monkeypatch.setattr(Nursery, "objection", lambda _: "importing torch has started threads")
+    monkeypatch.setattr(testing, "Nursery", NoForks)
     run = RankSet(1)
     try:
         assert run(place)[0][1] == os.getpid()
@@ -110,7 +126,7 @@ def test_where_nothing_can_be_forked_ranks_are_fresh_interpreters(monkeypatch):
         run.close()
 
 
-def test_nursery_and_ranks_end_with_a_caller_that_is_killed(tmp_path):
+def test_all_forked_processes_end_with_a_caller_that_is_killed(tmp_path):
     script = tmp_path / "caller.py"
     script.write_text(
         textwrap.dedent("""\

@@ -54,7 +54,7 @@ def test_a_package_is_imported_by_the_ranks_alone(folder, start):
 def test_a_package_that_refuses_to_be_imported_is_the_ranks_failure(folder):
     folder.script("pass", "package/train.py")
     (folder.path / "package/__init__.py").write_text("raise SystemExit('needs a licence')\n")
-    done = folder.run("-n", 2, "-m", "package.train", env=found_from(folder))
+    done = folder.run("-n", 2, "--start", "spawn", "-m", "package.train", env=found_from(folder))
     assert done.returncode == 1
     assert "all 2 ranks failed: exit code 1" in done.stderr
     assert "its last line: needs a licence" in done.stderr
