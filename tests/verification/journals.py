@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from samestep.verification.findings import Finding
+from samestep.verification.journal import value_path
 from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.single import Run
+from samestep.verification.report import Report
+from samestep.verification.runs import Ended
 
 Event = dict[str, Any]
+
+
+def findings(judge: Any, ranks: Record) -> list[Finding]:
+    """Returns what a module of `samestep.verification.judging` finds in a record."""
+    report = Report(ranks=ranks.size, steps=ranks.steps)
+    judge.judge(ranks, report)
+    return report.findings
+
+
+def trained(folder: Path, gradients: Sequence[torch.Tensor], more: Sequence[Event] = (), **of_steps: Any) -> Run:
+    """A process that has kept the one gradient of each of its steps; `of_steps` is in every step's event."""
+    events: list[Event] = list(more)
+    value_path(folder, 0, 0).parent.mkdir(parents=True)
+    for number, gradient in enumerate(gradients):
+        torch.save([gradient], value_path(folder, 0, number))
+        events += [
+            {"kind": "rates", "event": number, "optimizer": 0, "rates": [0.1]},
+            {"kind": "window", "number": number, "others": {}},
+            {"kind": "backward", "window": number, "where": "train.py:25"},
+            step(number, "g", kept=number, **of_steps),
+            stepped(number),
+        ]
+    return Run(Ended(code=0, hung=False, failure=None, folder=folder), Record(folder, [Rank(0, events)]))
 
 
 def record(*ranks: list[Event]) -> Record:
@@ -61,6 +92,12 @@ def call(where: str, op: str = "all_reduce", shape: tuple[int, ...] = (4,), **mo
         "window": 0,
         **more,
     }
+
+
+def wrap(*names: str, wrapper: str = "DistributedDataParallel", **more: Any) -> Event:
+    """A model that is wrapped."""
+    about = {"wrapper": wrapper, "names": list(names), "trained": list(names), "norms": False, "where": "train.py:12"}
+    return {"kind": "wrap", **about, **more}
 
 
 def passed(indices: list[int], *, samples: int, number: int = 0, window: int = 0, **more: Any) -> list[Event]:

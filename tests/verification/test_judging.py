@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from journals import Event, call, ended, passed, record, step, stepped
+from journals import Event, call, ended, findings, passed, record, step, stepped
 
-from samestep.verification.findings import Finding
 from samestep.verification.judging import chance, communication, control, samples, states
 from samestep.verification.judging.record import Record
-from samestep.verification.report import Report
 
 
-def found(room: object, ranks: Record) -> list[Finding]:
-    report = Report(ranks=ranks.size, steps=ranks.steps)
-    room.judge(ranks, report)  # type: ignore[attr-defined]
-    return report.findings
-
-
-def codes(room: object, ranks: Record) -> list[tuple[str, str]]:
-    return [(finding.code, finding.severity) for finding in found(room, ranks)]
+def codes(judge: object, ranks: Record) -> list[tuple[str, str]]:
+    return [(finding.code, finding.severity) for finding in findings(judge, ranks)]
 
 
 def test_replicas_that_stay_alike_are_no_finding() -> None:
@@ -29,7 +21,7 @@ def test_replicas_that_stay_alike_are_no_finding() -> None:
 def test_other_gradients_are_found_where_they_begin() -> None:
     first = [step(0, "g"), stepped(0), step(1, "h"), stepped(1)]
     other = [step(0, "g"), stepped(0), step(1, "x"), stepped(1, "q")]
-    (finding,) = found(states, record(first, other))
+    (finding,) = findings(states, record(first, other))
     assert (finding.code, finding.rank, finding.step, finding.tensor) == ("gradients-not-synchronised", 1, 1, "w")
 
 
@@ -55,7 +47,7 @@ def test_the_last_of_such_steps_is_none_either() -> None:
 
 
 def test_another_rate_is_found_with_its_ratio() -> None:
-    (finding,) = found(control, record([step(0, "g")], [step(0, "g", rates=[0.2])]))
+    (finding,) = findings(control, record([step(0, "g")], [step(0, "g", rates=[0.2])]))
     assert (finding.code, finding.rank, finding.factor) == ("learning-rate-differs", 1, 2.0)
 
 
@@ -78,7 +70,7 @@ def test_a_rank_that_had_time_for_fewer_samples_has_no_other_dataset() -> None:
     first, other = passed([0, 2], samples=4), passed([1, 3], samples=4)
     assert codes(samples, record([*first, shown("a", "b", "c")], [*other, shown("a")])) == []
     assert codes(samples, record([*first, shown("a", "b", "c")], [*other, shown()])) == []
-    (finding,) = found(samples, record([*first, shown("a", "b")], [*other, shown("a", "x", "c")]))
+    (finding,) = findings(samples, record([*first, shown("a", "b")], [*other, shown("a", "x", "c")]))
     assert (finding.code, finding.rank) == ("datasets-differ", 1)
     assert "another sample 9 than" in finding.cause
 
@@ -95,7 +87,7 @@ def test_padding_by_another_sampler_is_a_note_where_only_the_last_batches_repeat
         later = [{**first, "index": i, "indices": batch} for i, batch in enumerate(batches[1:], 1)]
         return [about, first, backward, *later, *rest]
 
-    (note,) = found(samples, record(cut([0, 1], [4, 0]), cut([2, 3], [5, 2])))
+    (note,) = findings(samples, record(cut([0, 1], [4, 0]), cut([2, 3], [5, 2])))
     assert (note.code, note.severity, "Filling pads" in note.cause) == ("samples-repeated", "note", True)
     assert codes(samples, record(cut([0, 1], [4, 0]), cut([0, 3], [5, 2]))) == [("samples-repeated", "error")]
 
@@ -179,7 +171,7 @@ def skips() -> Event:
 
 def test_a_schedule_that_steps_between_the_micro_batches_of_a_step_is_an_error() -> None:
     rank = [backward(), scheduled(), backward(), step(0, "g"), stepped(0)]
-    (finding,) = found(control, record(rank, rank))
+    (finding,) = findings(control, record(rank, rank))
     assert (finding.code, finding.where) == ("learning-rate-differs", "train.py:31")
     assert "after every micro-batch, 2 times for one step" in finding.cause
     again = [backward(), skips(), scheduled(), *rank]
@@ -194,7 +186,7 @@ def test_a_schedule_that_steps_where_a_scaler_left_the_step_out_is_none_of_micro
 
 def test_the_same_noise_on_two_ranks_is_an_error_wherever_the_script_lies() -> None:
     drawn = {"kind": "draw", "place": "3|/data/a|b/train.py:4|0", "digest": "d", "name": "torch.randn", "shape": [64]}
-    (finding,) = found(chance, record([drawn], [drawn]))
+    (finding,) = findings(chance, record([drawn], [drawn]))
     assert (finding.code, finding.step, finding.where) == ("random-streams", 3, "/data/a|b/train.py:4")
 
 

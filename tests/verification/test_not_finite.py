@@ -7,34 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from journals import Event, step, stepped
+from journals import Event, trained
 
-from samestep.verification.journal import value_path
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.virtual_ranks import VirtualRanks
 from samestep.verification.report import Report
-from samestep.verification.runs import Ended
 
 NAN = math.nan
 
 
 def run(folder: Path, gradients: Sequence[float], more: Sequence[Event] = (), first: float = 1.0) -> Run:
     """One process, or the first of several: of each step a gradient of two numbers, the first always the same."""
-    events: list[Event] = list(more)
-    value_path(folder, 0, 0).parent.mkdir(parents=True)
-    for number, gradient in enumerate(gradients):
-        torch.save([torch.tensor([first, gradient])], value_path(folder, 0, number))
-        events += [
-            {"kind": "rates", "event": number, "optimizer": 0, "rates": [0.1]},
-            {"kind": "window", "number": number, "others": {}},
-            {"kind": "backward", "window": number, "where": "train.py:25"},
-            step(number, "g", kept=number),
-            stepped(number),
-        ]
-    return Run(Ended(code=0, hung=False, failure=None, folder=folder), Record(folder, [Rank(0, events)]))
+    return trained(folder, [torch.tensor([first, gradient]) for gradient in gradients], more)
 
 
 def judged(

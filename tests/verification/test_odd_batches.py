@@ -13,7 +13,6 @@ import samestep
 from samestep.verification.journal import Journal
 from samestep.verification.judging.record import Record
 from samestep.verification.recording import rows
-from samestep.verification.recording.passes import scale_of
 from samestep.verification.recording.witness import EnoughError
 from samestep.verification.reference.alone import Alone
 
@@ -83,12 +82,6 @@ def test_rows_are_told_apart_by_what_has_rows() -> None:
     assert rows.row_digests((x, torch.eye(3).to_sparse())) == rows.row_digests((x,))
     assert rows.row_digests(torch.eye(3).to_sparse()) == []
     assert rows.row_digests(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)) == []
-
-
-def test_a_mean_of_nothing_has_no_factor() -> None:
-    total = torch.ones(1, requires_grad=True).sum()
-    assert scale_of(total / torch.tensor(4.0))["factor"] == 0.25
-    assert scale_of(total / torch.tensor(0.0))["factor"] == 1.0
 
 
 def test_the_script_alone_ends_where_no_more_batches_were_kept(tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+"""What ranks do at a step: scale, clip, accumulate, skip, draw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from journals import Event, ended, findings, record, step, stepped, wrap
+
+from samestep.verification.judging import chance, control
+
+
+def scaler(*, scale: float = 65536.0, skipped: bool = False) -> Event:
+    return {"kind": "scaler", "window": 0, "scale": scale, "skipped": skipped, "where": "train.py:29"}
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (scaler(skipped=True), "rank 1 skips and has the scale 65536, rank 0 does not skip"),
+        (scaler(scale=32768.0), "rank 1 does not skip and has the scale 32768, rank 0 does not skip and has 65536"),
+        (scaler(), None),
+    ],
+)
+def test_a_scaler_that_skips_or_scales_otherwise_on_a_rank_is_found(other: Event, said: str | None) -> None:
+    found = findings(control, record([scaler(), step(0, "g")], [other, step(0, "g")]))
+    assert [(one.code, one.rank, one.where) for one in found] == (
+        [] if said is None else [("steps-differ", 1, "train.py:29")]
+    )
+    assert said is None or said in found[0].cause
+
+
+def test_a_schedule_that_steps_on_one_rank_only_is_found() -> None:
+    moved = {"kind": "scheduler", "window": 1, "event": 1, "where": "train.py:31"}
+    first, other = [step(0, "g"), moved, ended()], [step(0, "g"), ended()]
+    (finding,) = findings(control, record(first, other))
+    assert (finding.code, finding.rank, finding.where) == ("steps-differ", 1, "train.py:31")
+    assert "rank 1 stepped its schedule 0 times, rank 0 1" in finding.cause
+    assert findings(control, record(first, other[:1])) == []  # it was stopped
+
+
+def test_a_rate_that_differs_is_told_with_what_a_schedule_has_seen() -> None:
+    moved = {"kind": "scheduler", "window": 1, "event": 1, "where": "train.py:31"}
+    reduced = {"kind": "collective", "op": "reduce", "where": "train.py:28", "window": 1}
+    first, other = ([step(0, "g"), moved, step(1, "g", rates=[rate])] for rate in (0.1, 0.05))
+    (finding,) = findings(control, record(first, other))
+    assert (finding.step, finding.factor, finding.where) == (1, 0.5, "train.py:31")
+    (finding,) = findings(control, record(first, [reduced, *other]))
+    assert finding.where == "train.py:28"
+    assert "reduce() brings its result to one rank only" in finding.cause
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_gradients_that_are_clipped_while_they_are_scaled_are_found(scale: float) -> None:
+    clipped = {"kind": "clipped_scaled", "window": 0, "scale": scale, "where": "train.py:27"}
+    found = findings(control, record([clipped, step(0, "g")], [step(0, "g")]))
+    assert [(one.code, one.factor, one.where) for one in found] == (
+        [("gradient-scale", 1024.0, "train.py:27")] if scale > 1 else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("norm", "most", "window", "is_found"),
+    [(3.0, 1.0, 0, True), (3.0, 5.0, 0, False), (2.0, 1.0, 0, False), (2.00001, 1.0, 0, False), (3.0, 1.0, 1, False)],
+)
+def test_ranks_that_clip_norms_of_their_own_are_found(norm: float, most: float, window: int, *, is_found: bool) -> None:
+    clip = {"kind": "clip", "norm": 2.0, "most": most, "window": window, "where": "train.py:27"}
+    found = findings(control, record([clip, step(0, "g")], [{**clip, "norm": norm}, step(0, "g")]))
+    assert [(one.code, one.rank, one.factor) for one in found] == ([("gradient-differs", 1, 1.5)] if is_found else [])
+
+
+def micro_batches(count: int, factor: float, *, probe: float = 1.0, window: int = 0, **more: Any) -> list[Event]:
+    """A step of so many micro-batches, each of whose losses, a mean, has this factor."""
+    loss = {"loss": "MeanBackward0", "mean": True, "factor": factor, "window": window, "where": "train.py:25"}
+    batch = {"kind": "batch", "training": True, "window": window, "key": "train.py:10#1"}
+    norm = {"kind": "accumulated", "norm": 1.0, "window": window}
+    pairs = [batch, {"kind": "backward", **loss, **more}] * count
+    return [*pairs, norm, step(window, "g", probe=probe), stepped(window)]
+
+
+OPTIMIZER: Event = {"kind": "optimizer", "number": 0, "where": "train.py:15"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "factor"),
+    [
+        (micro_batches(4, 1.0), 4.0),
+        (micro_batches(4, 1 / 16), 0.25),
+        (micro_batches(4, 1 / 4), None),
+        (micro_batches(4, 1.0, probe=0.25), None),  # what is divided is the sum
+        ([{"kind": "clip", "window": 0, "norm": 4.0, "most": 1.0}, *micro_batches(4, 1.0, probe=0.25)], 4.0),
+        (micro_batches(4, 1.0, mean=False), None),
+        (micro_batches(4, 1.0, loss="AddBackward0"), None),
+        ([{"kind": "scaled", "window": 0}, *micro_batches(4, 1.0)], None),
+        (micro_batches(1, 1.0), None),
+        ([*micro_batches(4, 1 / 4), *micro_batches(1, 1 / 4, window=1)], 0.25),  # the last ones of an epoch
+        ([*micro_batches(4, 1 / 4), *micro_batches(1, 1.0, window=1)], None),
+    ],
+)
+def test_micro_batches_whose_sum_is_no_mean_are_found(steps: list[Event], factor: float | None) -> None:
+    found = findings(control, record([OPTIMIZER, *steps], [OPTIMIZER, *steps]))
+    assert [(one.code, one.where) for one in found] == ([] if factor is None else [("gradient-scale", "train.py:25")])
+    assert factor is None or found[0].factor == pytest.approx(factor, rel=1e-4)
+
+
+def test_a_model_in_data_parallel_is_found() -> None:
+    (finding,) = findings(control, record([wrap("w", wrapper="DataParallel"), step(0, "g")], [step(0, "g")]))
+    assert (finding.code, finding.rank, finding.where) == ("data-parallel-module", 0, "train.py:12")
+
+
+def stream(window: int, state: str) -> Event:
+    return {"kind": "stream", "window": window, "state": state, "where": "train.py:24"}
+
+
+@pytest.mark.parametrize(
+    ("other", "severity", "window"),
+    [("ab", "note", 0), ("xb", "error", 1), ("xy", None, None)],
+)
+def test_dropout_that_is_the_same_on_two_ranks_is_found(other: str, severity: str | None, window: int | None) -> None:
+    """From the beginning it is a habit; alike after they differed, it is a mistake."""
+    ranks = [[stream(0, states[0]), stream(1, states[1])] for states in ("ab", other)]
+    found = findings(chance, record(*ranks))
+    assert [(one.code, one.severity, one.step) for one in found] == (
+        [] if severity is None else [("random-streams", severity, window)]
+    )
+
+
+def test_workers_that_begin_with_the_same_random_state_are_found() -> None:
+    def worker(number: int, state: str, *used: str) -> Event:
+        return {"kind": "worker", "key": "a.py:9#1", "worker": number, "used": used, "states": {"numpy": state}}
+
+    (finding,) = findings(chance, record([worker(0, "s", "numpy"), worker(1, "s", "numpy")]))
+    assert (finding.code, finding.rank, finding.where) == ("random-streams", 0, "a.py:9")
+    assert "workers 0 and 1 of rank 0 begin with the same state of numpy's generator" in finding.cause
+    assert findings(chance, record([worker(0, "s", "numpy"), worker(1, "t", "numpy")])) == []
+    assert findings(chance, record([worker(0, "s"), worker(1, "s")])) == []  # neither draws from it
+
+
+@pytest.mark.parametrize(("name", "shape"), [("torch.randn", [15]), ("torch.randperm", [64])])
+def test_draws_that_may_be_equal_are_no_noise(name: str, shape: list[int]) -> None:
+    drawn = {"kind": "draw", "place": "3|train.py:4|0", "digest": "d", "name": name, "shape": shape}
+    assert findings(chance, record([drawn], [drawn])) == []

@@ -1,0 +1,233 @@
+"""What gradients are that are not those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from journals import Event, passed, step, trained
+
+from samestep.verification.journal import value_path
+from samestep.verification.judging import moved
+from samestep.verification.judging.others import Others
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.reference import Comparison
+from samestep.verification.judging.single import Run
+from samestep.verification.judging.virtual_ranks import VirtualRanks
+from samestep.verification.judging.windows import Windows
+from samestep.verification.report import Report
+from samestep.verification.runs import Ended
+
+ONE, OTHER = torch.tensor([1.0, 2.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 3.0, -1.0])  # of each rank's samples
+MEAN = (ONE + OTHER) / 2
+APART = torch.tensor([5.0, -1.0, 1.0, 7.0])  # no combination of these
+
+
+def two_ranks(folder: Path, gradients: Sequence[torch.Tensor], more: Sequence[Event] = (), **of_steps: Any) -> Record:
+    first = trained(folder, gradients, more, **of_steps).record.ranks[0]
+    return Record(folder, [first, Rank(1, [{**event, "kept": None} for event in first.events])])
+
+
+def judged(
+    folder: Path,
+    ranks: Sequence[torch.Tensor],
+    alone: Sequence[torch.Tensor],
+    parts: Sequence[torch.Tensor] = (ONE, OTHER),
+    at_step: Sequence[torch.Tensor] = (),
+    more: Sequence[Event] = (),
+    **of_steps: Any,
+) -> Report:
+    def of_ranks(kind: str, gradients: Sequence[torch.Tensor]) -> list[Run]:
+        return [trained(folder / f"{kind} {i}", [one] * len(ranks)) for i, one in enumerate(gradients)]
+
+    record = two_ranks(folder / "ranks", ranks, more, **of_steps)
+    others = Others(
+        lambda: trained(folder / "again", alone),
+        lambda: of_ranks("part", parts),
+        list,
+        at_step=lambda _: of_ranks("at step", at_step),
+    )
+    report = Report(ranks=2)
+    Comparison(record, trained(folder / "alone", alone), others).judge(report)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("factor", "micro", "said"),
+    [
+        (0.5, 1, "1/2, the number of ranks: a sum is averaged"),
+        (2.0, 1, "2, the number of ranks: the loss, or the gradient, is multiplied by it"),
+        (0.25, 4, "1/4, the number of micro-batches: it is divided by it twice"),
+        (4.0, 4, "4, the number of micro-batches: it is not divided by it"),
+        (4.0, 1, "a constant factor"),
+    ],
+)
+def test_a_factor_is_told_with_what_it_means(tmp_path: Path, factor: float, micro: int, said: str) -> None:
+    (error,) = judged(tmp_path, [factor * MEAN], [MEAN], micro=micro).errors
+    assert (error.code, error.step, error.where) == ("gradient-scale", 0, "train.py:25")
+    assert error.factor == pytest.approx(factor, rel=1e-4)
+    assert said in error.cause
+
+
+@pytest.mark.parametrize(
+    ("ranks", "alone", "severity", "said"),
+    [
+        (MEAN, 0.75 * ONE + 0.25 * OTHER, "error", "one process weighs them 0.750, 0.250, the ranks 0.500 each"),
+        (ONE + OTHER, APART, "error", "the ranks' gradients are added up, not averaged"),
+        (0.25 * ONE + 0.75 * OTHER, MEAN, "error", "count 0.25, 0.75 times, where a mean counts each 0.5 times"),
+        (MEAN, APART, "note", "the loss of the whole batch is no mean over its parts"),
+        (APART, MEAN, "error", "the gradients are not those of one process, most of all that of w"),
+    ],
+    ids=["mean of means", "added up", "weighed", "composed", "unexplained"],
+)
+def test_what_the_ranks_make_of_their_parts_is_told(
+    tmp_path: Path, ranks: torch.Tensor, alone: torch.Tensor, severity: str, said: str
+) -> None:
+    report = judged(tmp_path, [ranks], [alone])
+    (found,) = report.findings
+    assert (found.code, found.severity, found.step) == ("gradient-differs", severity, 0)
+    assert said in found.cause
+    assert report.coverage["gradients"] == ("refuted" if severity == "error" else "agrees as declared")
+
+
+@pytest.mark.parametrize(("at_step", "severity"), [((APART, OTHER), "error"), ((ONE, OTHER), "note")])
+def test_what_each_rank_carries_from_step_to_step_is_an_error(
+    tmp_path: Path, at_step: tuple[torch.Tensor, torch.Tensor], severity: str
+) -> None:
+    (found,) = judged(tmp_path, [MEAN, MEAN], [MEAN, APART], at_step=at_step).findings
+    assert (found.code, found.severity, found.step) == ("gradient-differs", severity, 1)
+    assert ("carried from step to step" in found.cause) == (severity == "error")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "severity", "code"),
+    [
+        (MEAN + 0.01 * APART, "note", "gradient-differs"),
+        (MEAN + 0.05 * APART, "error", "gradient-differs"),
+        (2 * MEAN, "error", "gradient-scale"),
+    ],
+)
+def test_a_hook_may_round_and_no_more(tmp_path: Path, ranks: torch.Tensor, severity: str, code: str) -> None:
+    hook = {"kind": "hook", "name": "fp16_compress_hook", "where": "train.py:12"}
+    (found,) = judged(tmp_path, [ranks], [MEAN], more=[hook]).findings
+    assert (found.code, found.severity, found.where) == (code, severity, "train.py:12")
+    assert "fp16_compress_hook" in found.cause
+
+
+def test_a_buffer_that_nobody_keeps_alike_is_named(tmp_path: Path) -> None:
+    record = two_ranks(tmp_path / "ranks", [APART])
+    for rank, value in zip(record.ranks, "ab", strict=True):
+        next(event for event in rank.events if event["kind"] == "window")["others"] = {"centre": value}
+    parts = [trained(tmp_path / name, [part]) for name, part in (("one", ONE), ("other", OTHER))]
+    alone, report = trained(tmp_path / "alone", [MEAN]), Report(ranks=2)
+    Comparison(record, alone, Others(lambda: alone, lambda: parts, list)).judge(report)
+    (error,) = report.errors
+    assert error.tensor == "centre"
+    assert "the buffer centre is another on each rank" in error.cause
+
+
+def test_a_step_that_one_process_does_not_take_is_found_with_the_rank_that_skips(tmp_path: Path) -> None:
+    about, batch, backward, *_ = passed([0, 1], samples=8)
+    first, other = [backward, batch], [batch, backward]
+    ranks = [Rank(i, [about, batch, *middle, step(0, "g")]) for i, middle in enumerate((first, other))]
+    record = Record(tmp_path, ranks)
+    for window, own, does in (
+        (0, 1, "one process takes a step that the ranks do not take"),
+        (1, 0, "one process skips a step of the ranks"),
+    ):
+        gone = Run(
+            Ended(code=0, hung=False, failure=None, folder=tmp_path),
+            Record(tmp_path, [Rank(0, [{"kind": "out_of_step", "window": window, "own": own}])]),
+        )
+        report = Report(ranks=2)
+        Comparison(record, gone, Others(lambda gone=gone: gone, list, list)).judge(report)
+        (error,) = report.errors
+        assert (error.code, error.rank, error.where) == ("steps-differ", 1, "train.py:30")
+        assert does in error.cause
+        assert "rank 1 leaves out a batch that the others train on" in error.cause
+
+
+@pytest.mark.parametrize(
+    ("ranks", "code", "factor"),
+    [
+        (MEAN, None, None),
+        (ONE + OTHER, None, None),  # their own losses are parts of a mean
+        (2 * (ONE + OTHER), "gradient-scale", 4.0),
+        (APART, "gradient-differs", None),
+    ],
+)
+def test_gradients_are_held_against_virtual_ranks(
+    tmp_path: Path, ranks: torch.Tensor, code: str | None, factor: float | None
+) -> None:
+    record, report = two_ranks(tmp_path / "ranks", [ranks]), Report(ranks=2)
+    parts = [trained(tmp_path / name, [part]) for name, part in (("one", ONE), ("other", OTHER))]
+    VirtualRanks(record, lambda: parts).judge(record.ranks[0].steps, report)
+    assert [finding.code for finding in report.errors] == ([] if code is None else [code])
+    assert report.coverage["gradients"] == ("agrees as declared" if code is None else "refuted")
+    assert factor is None or report.errors[0].factor == pytest.approx(factor, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("merged", "sizes", "severity"),
+    [
+        (0.5 * ONE + 1.5 * OTHER, (4, 4), "error"),
+        (0.5 * ONE + 1.5 * OTHER, (2, 6), "note"),
+        (ONE + OTHER, (4, 4), None),
+        (APART, (4, 4), None),  # a loss that compares samples
+    ],
+)
+def test_micro_batches_that_count_alike_and_are_not_are_found(
+    tmp_path: Path, merged: torch.Tensor, sizes: tuple[int, int], severity: str | None
+) -> None:
+    batches = [{"kind": "batch", "training": True, "key": "a.py:1#1", "window": 0, "size": size} for size in sizes]
+    record = two_ranks(tmp_path / "ranks", [ONE + OTHER], batches)
+    alone, whole = (trained(tmp_path / name, [one]) for name, one in (("alone", ONE + OTHER), ("merged", merged)))
+
+    def apart(_: list[Event]) -> Run:
+        run = trained(tmp_path / "apart", [ONE, ONE + OTHER])  # what has added up after each micro-batch
+        run.record.ranks[0].events.extend({"kind": "micro", "kept": kept} for kept in (0, 1))
+        return run
+
+    report = Report(ranks=2)
+    Windows(record, lambda _: whole, apart).judge(record.ranks[0].steps, alone, report)
+    assert [(one.code, one.severity, one.where) for one in report.findings] == (
+        [] if severity is None else [("gradient-differs", severity, "train.py:25")]
+    )
+    assert severity is None or "they would count 0.500, 1.500 times" in report.findings[0].cause
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "gradients", "is_found"),
+    [
+        ("queue", [1.0, 2.5], "agrees", True),
+        ("queue", [1.0, 2.5], "agrees as declared", True),
+        ("queue", [1.0, 2.5], "refuted", False),
+        ("queue", [1.0, 2.001], "agrees", False),
+        ("bn.running_mean", [1.0, 2.5], "agrees", False),
+        ("queue", [1.0, 2.5, 3.0], "agrees", False),
+    ],
+)
+def test_a_buffer_that_a_step_leaves_otherwise_than_in_one_process_is_found(
+    tmp_path: Path, name: str, theirs: list[float], gradients: str, *, is_found: bool
+) -> None:
+    def kept(folder: str, number: int, value: Any) -> Path:
+        path = value_path(tmp_path / folder, 0, number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(value, path)
+        return tmp_path / folder
+
+    mine = kept("ranks", 1, {"buffers": {name: torch.tensor([1.0, 2.0])}})
+    alone = kept("alone", 1, {name: torch.tensor(theirs)})
+    window = {"kind": "window", "number": 1, "kept": 1}
+    events = [{"kind": "backward", "window": 0, "where": "train.py:25"}, step(0, "g"), window]
+    record = Record(mine, [Rank(0, events), Rank(1, [*events[:2], {**window, "kept": None}])])
+    ended = Ended(code=0, hung=False, failure=None, folder=alone)
+    whole = Run(ended, Record(alone, [Rank(0, [{"kind": "moved", "window": 1, "kept": 1}])]))
+    report = Report(ranks=2, coverage={"gradients": gradients})
+    moved.judge(record, whole, report)
+    assert [(one.code, one.step, one.tensor, one.where) for one in report.errors] == (
+        [("buffers-diverged", 0, name, "train.py:25")] if is_found else []
+    )

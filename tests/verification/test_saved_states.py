@@ -1,0 +1,117 @@
+"""Whether a training that was saved and loaded goes on as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from journals import Event, findings, passed, record, step, stepped
+
+from samestep.verification.judging import storage
+from samestep.verification.report import Report
+
+STATE: dict[str, Any] = {
+    "parameters": {"w": "p1"},
+    "buffers": {"mean": "m1"},
+    "optimizers": [{"state": "momentum 1", "rates": [0.1]}],
+}
+
+
+def save(digests: dict[str, str], **more: Any) -> Event:
+    about = {"path": "best.pt", "digests": digests, "event": 1, "where": "train.py:40", "state": STATE}
+    return {"kind": "save", **about, **more}
+
+
+def load(digests: dict[str, str]) -> Event:
+    return {"kind": "load", "path": "best.pt", "digests": digests, "event": 1, "where": "train.py:45"}
+
+
+def resumed(**more: Any) -> Event:
+    optimizers = [{"state": "momentum 1", "rates": [0.1]}]
+    return {
+        "kind": "resumed",
+        "path": "best.pt",
+        "event": 1,
+        "buffers": {"mean": "m1"},
+        "optimizers": optimizers,
+    } | more
+
+
+def judged(*events: Event) -> Report:
+    report = Report(ranks=1)
+    storage.judge(record([step(0, "g"), stepped(0), *events, step(1, "h"), stepped(1)]), report)
+    return report
+
+
+WHOLE = {"w": "p1", "mean": "m1"}
+
+
+def test_a_state_that_comes_back_whole_is_proved() -> None:
+    report = judged(save(WHOLE), load(WHOLE), resumed())
+    assert (report.findings, report.coverage["checkpoint"]) == ([], "proved")
+
+
+@pytest.mark.parametrize(
+    ("state", "after", "lost"),
+    [
+        ({"parameters": {"w": "other"}}, {}, "and the parameters did not come back"),
+        ({}, {"buffers": {"mean": "other"}}, "and mean did not come back"),
+        ({}, {"optimizers": [{"state": None, "rates": [0.1]}]}, "and the optimizer's state did not come back"),
+        (
+            {},
+            {"optimizers": [{"state": "momentum 1", "rates": [0.2]}]},
+            "and the learning rate ([0.1] is now [0.2]) did not come back",
+        ),
+    ],
+)
+def test_what_does_not_come_back_is_named(state: dict[str, Any], after: dict[str, Any], lost: str) -> None:
+    (error,) = judged(save(WHOLE, state=STATE | state), load(WHOLE), resumed(**after)).errors
+    assert (error.code, error.rank, error.step, error.where) == ("checkpoint-inexact", 0, 1, "train.py:45")
+    assert lost in error.cause
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [save(WHOLE), load({"w": "of another run"}), resumed(buffers={"mean": "other"})],
+        [save(WHOLE, state=STATE | {"parameters": {}, "buffers": {}}), load(WHOLE), resumed(buffers={"mean": "x"})],
+        [save(WHOLE, event=2), load(WHOLE), resumed(buffers={"mean": "other"})],
+    ],
+    ids=["another file", "saved before there was an optimizer", "saved later"],
+)
+def test_what_was_not_loaded_from_there_is_not_held_against_it(events: list[Event]) -> None:
+    assert judged(*events).findings == []
+
+
+def test_where_nothing_is_saved_or_loaded_nothing_is_said() -> None:
+    assert judged().coverage["checkpoint"] == "not checked: nothing was saved"
+    assert judged(save(WHOLE)).coverage["checkpoint"] == "not checked: nothing that was saved was loaded again"
+
+
+def test_parameters_that_are_saved_without_their_buffers_are_found() -> None:
+    (error,) = judged(save({"w": "p1"})).errors
+    assert (error.code, error.where) == ("checkpoint-inexact", "train.py:40")
+    assert "all parameters are saved, and no buffer (mean)" in error.cause
+    assert judged(save({"v": "another model's"})).findings == []
+
+
+@pytest.mark.parametrize(
+    ("missing", "unexpected", "is_found"), [(2, 2, True), (1, 2, False), (2, 0, False), (0, 0, False)]
+)
+def test_weights_none_of_whose_names_the_model_knows_are_found(
+    missing: int, unexpected: int, *, is_found: bool
+) -> None:
+    event = {"kind": "weights", "event": 1, "missing": missing, "held": 2, "unexpected": unexpected, "where": "a.py:3"}
+    errors = judged(event).errors
+    assert [(one.code, one.where) for one in errors] == ([("checkpoint-inexact", "a.py:3")] if is_found else [])
+
+
+def test_an_epoch_that_begins_again_when_its_middle_is_loaded_is_found() -> None:
+    about, batch, backward, *_ = passed([0, 1], samples=8)
+    later = {**batch, "index": 1, "indices": [2, 3]}
+    under_way = [about, batch, backward, later, backward, save(WHOLE, state=None), load(WHOLE)]
+    (error,) = findings(storage, record([*under_way, batch, backward]))
+    assert (error.code, error.where) == ("samples-repeated", "train.py:10")
+    assert "a state was saved after 2 batches of an epoch" in error.cause
+    assert findings(storage, record([*under_way, {**batch, "indices": [4, 5]}, backward])) == []
+    assert findings(storage, record([*under_way, batch, later, backward])) == []  # the first ones are skipped

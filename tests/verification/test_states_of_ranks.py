@@ -1,0 +1,183 @@
+"""What differs between the states of ranks, and what is said to be the cause."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from journals import Event, call, findings, record, step, stepped, wrap
+
+from samestep.verification.judging import evaluation, states
+from samestep.verification.report import Report
+
+OPTIMIZER: Event = {"kind": "optimizer", "number": 0, "where": "train.py:15"}
+
+
+def start(**parameters: str) -> Event:
+    return {"kind": "start", "parameters": parameters}
+
+
+def names(*of_parameters: str) -> Event:
+    return {"kind": "names", "names": list(of_parameters)}
+
+
+def alike(*more: Event) -> list[Event]:
+    return [*more, step(0, "g"), stepped(0)]
+
+
+@pytest.mark.parametrize(
+    ("made", "where", "fix"),
+    [([wrap("w")], "train.py:12", "before DistributedDataParallel(model)"), ([], "train.py:15", "dist.broadcast")],
+)
+def test_other_parameters_before_the_first_step_are_found(made: list[Event], where: str, fix: str) -> None:
+    first, other = (alike(*made, OPTIMIZER, start(v="a", w=value)) for value in "bc")
+    (finding,) = findings(states, record(first, first, other))
+    assert (finding.code, finding.rank, finding.step, finding.tensor) == ("initial-state-differs", 2, 0, "w")
+    assert finding.where == where
+    assert fix in (finding.fix or "")
+
+
+def test_parts_that_lie_at_other_places_are_not_compared() -> None:
+    first, other, third = (alike(start(w=part)) for part in ("0:2 a", "2:4 b", "2:4 c"))
+    report = Report(ranks=2)
+    states.judge(record(first, other), report)
+    assert (report.findings, report.coverage["initial_state"]) == ([], "agrees")
+    (finding,) = findings(states, record(first, other, third))
+    assert (finding.code, finding.rank) == ("initial-state-differs", 2)
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "said"),
+    [
+        (wrap("a", "b"), wrap("b", "a"), "rank 1 registers b where rank 0 has a (parameter 0)"),
+        (wrap("a", "b"), wrap("a", "c"), "rank 1 registers c where rank 0 has b (parameter 1)"),
+        (names("a", "b"), names("b", "a"), "rank 1 gives its optimizer b where rank 0 has a (parameter 0)"),
+        (names("a"), names("b"), None),  # an optimizer for each rank's own part
+        (names("a", "b"), names("a", "b"), None),
+    ],
+)
+def test_another_order_of_the_parameters_is_found(first: Event, other: Event, said: str | None) -> None:
+    found = findings(states, record(alike(first), alike(other)))
+    assert [finding.code for finding in found] == ([] if said is None else ["parameter-order-differs"])
+    assert said is None or said in found[0].cause
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"gradients": {"w": None}, "orphans": ["model.w"]}, "parameters that the model no longer has"),
+        ({"left_out": ["head.w"]}, "head.w get gradients and are in no optimizer"),
+        ({"orphans": ["model.w"]}, None),
+        ({"gradients": {"w": None}}, None),
+    ],
+)
+def test_parameters_that_train_and_are_in_no_optimizer_are_found(more: dict[str, Any], said: str | None) -> None:
+    rank = [OPTIMIZER, step(0, "g", **more), stepped(0)]
+    found = findings(states, record(rank, rank))
+    assert [(one.code, one.where) for one in found] == (
+        [] if said is None else [("optimizer-misses-parameters", "train.py:15")]
+    )
+    assert said is None or said in found[0].cause
+
+
+def test_values_that_are_written_over_what_a_rank_alone_has_stepped_are_found() -> None:
+    """Each rank's optimizer holds other parameters, and somebody sends the wrong rank's."""
+
+    def rank(own: str, before: dict[str, str], after: dict[str, str], then: dict[str, str]) -> list[Event]:
+        steps = [step(0, "g", parameters=before), step(1, "g", parameters=then)]
+        return [names(own), steps[0], {"kind": "stepped", "event": 0, "parameters": after}, steps[1], stepped(1)]
+
+    before = {"v": "v0", "w": "w0"}
+    first = rank("v", before, {"v": "v1", "w": "w0"}, {"v": "v1", "w": "w0"})
+    (finding,) = findings(states, record(first, rank("w", before, {"v": "v0", "w": "w1"}, {"v": "v1", "w": "w0"})))
+    assert (finding.code, finding.rank, finding.tensor) == ("parameters-diverged", 1, "w")
+    assert "another rank's values were written over them" in finding.cause
+    right = {"v": "v1", "w": "w1"}
+    first = rank("v", before, {"v": "v1", "w": "w0"}, right)
+    assert findings(states, record(first, rank("w", before, {"v": "v0", "w": "w1"}, right))) == []
+
+
+def forward(*, bare: bool = False, synchronises: bool = True) -> Event:
+    return {"kind": "forward", "window": 0, "bare": bare, "synchronises": synchronises, "where": "train.py:24"}
+
+
+BACKWARD: Event = {"kind": "backward", "window": 0, "where": "train.py:25"}
+NO_SYNC: Event = {"kind": "no_sync", "window": 0, "where": "train.py:23"}
+PART = "world:0,1"
+
+
+@pytest.mark.parametrize(
+    ("events", "said", "where"),
+    [
+        ([wrap("w", trained=[])], "they were frozen when the model was wrapped", "train.py:12"),
+        ([wrap("other")], "they belong to no DistributedDataParallel model", "train.py:30"),
+        ([wrap("w"), forward(bare=True)], "the model inside the wrapper was called", "train.py:24"),
+        (
+            [wrap("w"), NO_SYNC, forward(synchronises=False), BACKWARD],
+            "every micro-batch of the step ran under no_sync()",
+            "train.py:23",
+        ),
+        (
+            [wrap("w"), forward(), forward(synchronises=False), BACKWARD],
+            "the last micro-batch of the step ran under no_sync()",
+            "train.py:25",
+        ),
+        ([wrap("w"), BACKWARD], "no forward went through the wrapper", "train.py:25"),
+        ([wrap("w"), forward(), BACKWARD], "the reducer did not reach them", "train.py:30"),
+        ([call("train.py:26", "broadcast")], "nothing averages them before the step", "train.py:30"),
+        ([call("train.py:26", between_two=True)], "nothing averages them before the step", "train.py:30"),
+        ([call("train.py:26", group=PART)], "all_reduce runs in a group of 2 ranks, and never between", "train.py:26"),
+        ([call("train.py:26")], "what the script communicates before the step does not make them equal", "train.py:26"),
+    ],
+)
+def test_why_gradients_differ_is_told_by_what_came_before_the_step(events: list[Event], said: str, where: str) -> None:
+    begun = {"kind": "begin", "size": 3}
+    first, other = ([begun, *events, step(0, gradient), stepped(0)] for gradient in "gh")
+    (finding,) = findings(states, record(first, first, other))
+    assert (finding.code, finding.rank, finding.step) == ("gradients-not-synchronised", 2, 0)
+    assert said in finding.cause
+    assert finding.where == where
+
+
+def test_parameters_that_an_average_leaves_out_are_told() -> None:
+    first, other = (
+        [call("train.py:26"), step(0, "g", gradients={"v": "same", "w": value}), stepped(0)] for value in "gh"
+    )
+    (finding,) = findings(states, record(first, other))
+    assert (finding.tensor, finding.where) == ("w", "train.py:26")
+    assert "what averages the others leaves these out" in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("more", "loads", "said"),
+    [
+        ({"decays": [0.1]}, [], "rank 1 has weight decay [0.1], rank 0 [0.0]"),
+        ({}, [{"kind": "weights", "event": 1, "where": "train.py:40"}], "they were loaded, and the ranks have loaded"),
+        ({}, [], "something changes them outside the optimizer, on some ranks only"),
+    ],
+)
+def test_why_parameters_part_is_told(more: dict[str, Any], loads: list[Event], said: str) -> None:
+    loads = [{**event, "missing": 0, "held": 1, "unexpected": 0} for event in loads]
+    first = [step(0, "g"), stepped(0), step(1, "g")]
+    other = [step(0, "g", **more), stepped(0), *loads, step(1, "g", "q")]
+    (finding,) = findings(states, record(first, other))
+    assert (finding.code, finding.rank, finding.step, finding.tensor) == ("parameters-diverged", 1, 0, "w")
+    assert said in finding.cause
+    assert finding.where == (loads[0]["where"] if loads else "train.py:30")
+
+
+def test_ranks_that_evaluate_with_other_buffers_are_found() -> None:
+    def rank(mean: str, **more: str) -> list[Event]:
+        digests = {"mean": mean, **more}
+        return alike({"kind": "buffers", "key": "train.py:50#1", "number": 0, "digests": digests})
+
+    def judged(*ranks: list[Event]) -> Report:
+        report = Report(ranks=2)
+        evaluation.judge(record(*ranks), None, report)
+        return report
+
+    (finding,) = judged(rank("a"), rank("b")).findings
+    assert (finding.code, finding.rank, finding.tensor) == ("buffers-diverged", 1, "mean")
+    assert finding.where == "train.py:50"
+    same = judged(rank("a"), rank("a", other="b"))
+    assert (same.findings, same.coverage["buffers"]) == ([], "proved")
