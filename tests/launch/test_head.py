@@ -25,7 +25,7 @@ def start(lab, folder):
     """Starts a run in which the second host takes so long to import torch."""
 
     def begin(seconds):
-        python = other_version_on("node2", folder.path, __version__)
+        python = other_version_on(lab, "node2", folder.path, __version__)
         team = folder.path / f"samestep-{__version__}" / "samestep" / "launch" / "team.py"
         wait = f"        import time; open('importing', 'w').close(); time.sleep({seconds})\n"
         text = team.read_text()
