@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from small import small
 
 from samestep.bench import buckets
 from samestep.bench.harness import Options
@@ -24,7 +25,7 @@ def compared(case):
 @pytest.mark.parametrize("reduce", buckets.WAYS)
 def test_every_rank_returns_a_time_of_both_for_each_pair_and_the_same_choice(two_ranks, reduce):
     case = buckets.Case(MLP, reduce, "cpu", 2, auto_first=reduce is None)
-    (times, chosen, setting), (_, other, _) = two_ranks(compared, case)
+    (times, chosen, setting), (_, other, _) = two_ranks(small, compared, (case,))
     assert [len(side) for side in times] == [2, 2]
     assert min(map(min, times)) > 0
     assert chosen == other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from small import small
 
 import samestep
 from samestep.bench import guard
@@ -40,10 +41,11 @@ def test_a_block_ends_with_a_check_or_has_none(two_ranks):
 
 
 def test_every_rank_returns_a_time_for_each_pair_each_check_and_the_conditions(two_ranks):
-    for ours, theirs, check_s, conditions in two_ranks(guard.compare, 2, "cpu"):
-        assert (len(ours), len(theirs), len(check_s)) == (2, 2, guard.CHECKS)
+    found = two_ranks(lambda: small(guard.compare, (2, "cpu"), EVERY=3, CHECKS=4))
+    for ours, theirs, check_s, conditions in found:
+        assert (len(ours), len(theirs), len(check_s)) == (2, 2, 4)
         assert min(*ours, *theirs, *check_s) > 0
-        assert (conditions["ranks"], conditions["steps_per_block"]) == (2, guard.EVERY)
+        assert (conditions["ranks"], conditions["steps_per_block"]) == (2, 3)
 
 
 def test_a_checks_share_is_that_of_the_steps_between_two():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 
 import pytest
+from small import in_place_of_spawn
 
+from samestep.bench import links
 from samestep.bench.harness import Options
 from samestep.bench.links import Found, alike, cluster_text, run
 from samestep.cli import bench
@@ -15,7 +17,8 @@ from samestep.network.cluster import parse
 from samestep.network.links import Link, Links
 
 
-def test_real_ranks_are_measured_and_the_file_is_read_again():
+def test_real_ranks_are_measured_and_the_file_is_read_again(two_ranks, monkeypatch):
+    monkeypatch.setattr(links, "spawn", in_place_of_spawn(two_ranks))
     report = run(Options(2, 2))
     found = parse(report.file)
     assert (found.nodes, found.devices) == (1, 2)

@@ -5,14 +5,36 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
+import torch.distributed as dist
+from small import small
 
+import samestep
 from samestep.bench import mpi
+from samestep.bench.allreduce import KIB
 from samestep.bench.harness import Options
 from samestep.errors import UsageError
 
 NAMES = {"polling", "blocking", "gloo", "samestep"}
 
 
+def in_a_world(function):
+    with samestep.world(device="cpu"):
+        return small(function)
+
+
+def timed():
+    groups = {name: dist.new_group(backend=name) for name in ("gloo", "samestep")}
+    return mpi._all_reduces(groups, 64 * KIB, 3), mpi._steps(groups, 2)
+
+
+def test_every_group_takes_its_turn_with_the_same_work(two_ranks):
+    for sums, steps in two_ranks(in_a_world, timed):
+        assert {name: len(times) for name, times in sums.items()} == {"gloo": 3, "samestep": 3}
+        assert {name: len(times) for name, times in steps.items()} == {"gloo": 2, "samestep": 2}
+        assert min(map(min, [*sums.values(), *steps.values()])) > 0
+
+
+@pytest.mark.prove
 @pytest.mark.skipif(find_spec("mpi4py") is None, reason="needs mpi4py: pip install 'samestep[mpi]'")
 def test_a_job_of_mpiexec_times_every_way():
     rows, conditions = mpi._job(Options(2, 2))

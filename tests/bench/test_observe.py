@@ -2,10 +2,43 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
+
 import pytest
+from small import small
 
 from samestep.bench import observe
 from samestep.errors import RankFailure
+from samestep.launch.nursery import Nursery
+from samestep.launch.pool import RankPool
+
+
+class ForkServer(Nursery):
+    """Keeps exit codes: the threads of a set both ask for those of its ranks."""
+
+    def __init__(self, variables):
+        super().__init__(variables)
+        self._codes, self._asking = {}, threading.Lock()
+
+    def look(self, pid, *, reap):
+        with self._asking:
+            code = self._codes[pid] if pid in self._codes else super().look(pid, reap=reap)
+            if reap:
+                self._codes[pid] = code
+            return code
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_ranks():
+    """Forks the ranks of both sets from one process, and gives them a small network."""
+    train, server = observe.train, ForkServer({"OMP_NUM_THREADS": "1"})
+    assert server.objection() is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(observe, "RankPool", partial(RankPool, nursery=server))
+        patch.setattr(observe, "train", lambda path, device: small(train, (path, device)))
+        yield
+    server.close()
 
 
 def test_both_sets_take_the_steps_and_only_one_writes_a_journal(tmp_path):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small import small
 
 import samestep
 from samestep.bench import peers, step
@@ -25,7 +26,7 @@ def distance_trained(make, steps):
 
 def test_both_sides_train_as_far_in_as_many_steps(two_ranks):
     (ours, also_ours), (theirs, also_theirs) = (
-        two_ranks(distance_trained, make, 8) for make in (step.our_steps, step.their_steps)
+        two_ranks(small, distance_trained, (make, 8)) for make in (step.our_steps, step.their_steps)
     )
     assert (ours, theirs) == (also_ours, also_theirs)
     assert ours > 0
@@ -35,7 +36,7 @@ def test_both_sides_train_as_far_in_as_many_steps(two_ranks):
 
 @pytest.mark.parametrize("as_it_comes", [True, False])
 def test_every_rank_returns_a_time_of_each_loop_for_each_pair_and_the_setting(two_ranks, as_it_comes):
-    for times, setting in two_ranks(step.compare, step.Case(MLP, as_it_comes, "cpu", 3, ours_first=True)):
+    for times, setting in two_ranks(small, step.compare, (step.Case(MLP, as_it_comes, "cpu", 3, ours_first=True),)):
         assert [len(side) for side in times] == [3] * (3 if as_it_comes else 2)
         assert min(map(min, times)) > 0
         assert (setting["ranks"], setting["backend"], setting["batch_size"]) == (2, "gloo", 2 * MLP.batch)
@@ -46,7 +47,7 @@ def test_every_rank_returns_a_time_of_each_loop_for_each_pair_and_the_setting(tw
 def test_other_libraries_train_as_far_where_they_are_installed(two_ranks, peer):
     if peer not in peers.installed():
         pytest.skip(f"{peer} is not installed")
-    for times, _ in two_ranks(step.compare, step.Case(MLP, True, "cpu", 2, ours_first=True, peer=peer)):
+    for times, _ in two_ranks(small, step.compare, (step.Case(MLP, True, "cpu", 2, ours_first=True, peer=peer),)):
         assert [len(side) for side in times] == [2, 2]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small import small
 
 import samestep
 from samestep.bench import virtual
@@ -25,11 +26,11 @@ def trained(slices):
 
 def test_both_sides_take_the_same_steps(two_ranks):
     """1e-6: float32 sums of 128 samples in another order; a step moves a weight by some 1e-3."""
-    assert largest_difference(two_ranks(trained, 4)[0], two_ranks(trained, None)[0]) < 1e-6
+    assert largest_difference(two_ranks(small, trained, (4,))[0], two_ranks(small, trained, (None,))[0]) < 1e-6
 
 
 def test_every_rank_returns_a_time_for_each_pair_and_the_conditions(two_ranks):
-    for ours, theirs, conditions in two_ranks(virtual.compare, 2, "cpu", 2):
+    for ours, theirs, conditions in two_ranks(small, virtual.compare, (2, "cpu", 2)):
         assert (len(ours), len(theirs)) == (2, 2)
         assert min(*ours, *theirs) > 0
         assert (conditions["ranks"], conditions["batch_size"]) == (2, 2 * MLP.batch)
@@ -54,7 +55,7 @@ def threads_of(slices):
 
 
 def test_ranks_without_virtual_ones_keep_their_threads(two_ranks):
-    assert two_ranks(threads_of, 1) == [([1, 3], 3)] * 2
+    assert two_ranks(small, threads_of, (1,)) == [([1, 3], 3)] * 2
 
 
 def test_a_number_of_ranks_that_cannot_share_is_refused():

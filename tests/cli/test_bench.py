@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from samestep.bench import step
 from samestep.bench.harness import Comparison, Options, Report
 from samestep.cli import bench
 from samestep.errors import UsageError
@@ -84,9 +85,12 @@ def test_help_lists_the_benchmarks_without_importing_torch():
     assert shown.strip().endswith("False")
 
 
-def test_the_real_thing_runs_on_two_processes(tmp_path, capsys):
+def test_the_real_thing_runs_on_two_processes(tmp_path, capsys, two_ranks, monkeypatch):
+    monkeypatch.setattr(step, "spawn", lambda function, n, case, progress: two_ranks(function, case))
+    monkeypatch.setattr(step, "SOONER", step.SOONER[1:2])  # the mlp
+    monkeypatch.setattr(step, "installed", list)  # no other library
     assert bench.main(["step", "--repeats", "2", "--json", str(tmp_path / "step.json")]) == 0
     told = json.loads((tmp_path / "step.json").read_text())
     assert told["setting"]["ranks"] == 2
-    assert len(told["comparisons"][0]["ours"]["times"]) == 2
+    assert [len(one["ours"]["times"]) for one in told["comparisons"]] == [2, 2]
     assert "overhead" in capsys.readouterr().out
