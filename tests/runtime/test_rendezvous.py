@@ -45,7 +45,7 @@ def files(folder):
 
 @pytest.mark.parametrize("variables", [slurm, mpi])
 def test_a_clean_run_under_srun_or_mpiexec_leaves_no_file(tmp_path, variables):
-    ranks = [start(None, 2, code=TRAIN, TMPDIR=str(tmp_path), **variables(rank)) for rank in range(2)]
+    ranks = [start(tmp_path, code=TRAIN, TMPDIR=str(tmp_path), **variables(rank)) for rank in range(2)]
     assert [(code, out) for code, out, _ in finish(*ranks)] == [(0, "2")] * 2
     assert list(tmp_path.glob("samestep-*"))  # it was here that they met
     assert not files(tmp_path)
@@ -54,7 +54,7 @@ def test_a_clean_run_under_srun_or_mpiexec_leaves_no_file(tmp_path, variables):
 def test_a_file_of_the_users_own_is_gone_after_a_clean_run_and_takes_the_next(tmp_path):
     where = f"init_method='file://{tmp_path}/meet', size=2, join_timeout=30"
     for _ in range(2):
-        ranks = [start(None, 2, f"{where}, rank={rank}", TRAIN) for rank in range(2)]
+        ranks = [start(tmp_path, f"{where}, rank={rank}", TRAIN) for rank in range(2)]
         assert [(code, out) for code, out, _ in finish(*ranks)] == [(0, "2")] * 2
         assert not (tmp_path / "meet").exists()
 
@@ -72,7 +72,7 @@ HOLD = """
 
 def test_the_file_goes_though_torch_which_does_not_always_remove_it_still_holds_it(tmp_path):
     where = f"init_method='file://{tmp_path}/meet', size=2, join_timeout=30"
-    ranks = [start(None, 2, f"{where}, rank={rank}", HOLD) for rank in range(2)]
+    ranks = [start(tmp_path, f"{where}, rank={rank}", HOLD) for rank in range(2)]
     assert [(code, out) for code, out, _ in finish(*ranks)] == [(0, "2")] * 2
     assert not (tmp_path / "meet").exists()
 
@@ -86,7 +86,7 @@ STAY = """
 
 
 def test_nothing_is_left_of_ranks_that_were_killed_once_they_had_met(tmp_path):
-    ranks = [start(None, 2, code=STAY, TMPDIR=str(tmp_path), **mpi(rank)) for rank in range(2)]
+    ranks = [start(tmp_path, code=STAY, TMPDIR=str(tmp_path), **mpi(rank)) for rank in range(2)]
     assert sorted(rank.stdout.readline() for rank in ranks) == ["0\n", "1\n"]
     for rank in ranks:
         rank.kill()
@@ -95,14 +95,15 @@ def test_nothing_is_left_of_ranks_that_were_killed_once_they_had_met(tmp_path):
 
 
 def test_a_requeued_job_does_not_take_what_its_first_start_has_left_for_its_own(tmp_path):
-    early = start(None, 2, code=STAY, TMPDIR=str(tmp_path), **slurm(0))
-    while not files(tmp_path):  # the test's own deadline ends this
+    early = start(tmp_path, code=STAY, TMPDIR=str(tmp_path), **slurm(0))
+    while not files(tmp_path):
+        assert early.poll() is None
         time.sleep(0.02)
     early.kill()
     early.communicate()
     assert files(tmp_path)
     second, first = (
-        start(None, 2, code=TRAIN, TMPDIR=str(tmp_path), **slurm(rank, RESTART_COUNT=1)) for rank in (1, 0)
+        start(tmp_path, code=TRAIN, TMPDIR=str(tmp_path), **slurm(rank, RESTART_COUNT=1)) for rank in (1, 0)
     )
     assert [(code, out) for code, out, _ in finish(first, second)] == [(0, "2")] * 2
     assert len(files(tmp_path)) == 1  # that of the start that was killed

@@ -2,9 +2,11 @@ import copy
 import os
 import pickle
 import select
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -33,13 +35,16 @@ JOIN = """
 """
 
 
-def start(rank, size, arguments="", code=JOIN, **variables):
-    """Starts one rank by hand, as a fresh interpreter with nothing but these variables."""
+def start(folder, arguments="", code=JOIN, **variables):
+    """Starts one rank by hand, from a script in a folder, with nothing but these variables."""
     clean = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}}
-    named = {} if rank is None else {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    number, script = tempfile.mkstemp(".py", "rank", folder)
+    with os.fdopen(number, "w") as file:
+        file.write("import tempfile\ntempfile.tempdir = None  # the fork server has found its own\n")
+        file.write(textwrap.dedent(code).format(arguments=arguments))
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code).format(arguments=arguments)],
-        env={**clean, "OMP_NUM_THREADS": "1", **named, **variables},
+        [sys.executable, script],
+        env={**clean, "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -71,8 +76,8 @@ def test_a_process_that_nobody_launched_is_a_world_of_one_without_a_group():
         world.barrier()
 
 
-def test_a_launched_world_of_one_needs_no_address():
-    assert finish(start(0, 1)) == [(0, "0 1 0 1 cpu None", "")]
+def test_a_launched_world_of_one_needs_no_address(tmp_path):
+    assert finish(start(tmp_path, RANK="0", WORLD_SIZE="1")) == [(0, "0 1 0 1 cpu None", "")]
 
 
 def joined():
@@ -87,25 +92,26 @@ def test_ranks_know_their_place(three_ranks):
 @pytest.mark.parametrize("method", ["file", "env"])
 def test_ranks_started_by_hand_meet(tmp_path, method):
     if method == "file":
-        ranks = [start(None, 2, f"init_method='file://{tmp_path}/meet', rank={rank}, size=2") for rank in range(2)]
+        ranks = [start(tmp_path, f"init_method='file://{tmp_path}/meet', rank={rank}, size=2") for rank in range(2)]
     else:  # mpiexec's variables and nothing else: they meet through a file named for the process that started them
+        here = {"TMPDIR": str(tmp_path)}
         ranks = [
-            start(None, 2, PMI_RANK=str(rank), PMI_SIZE="2", MPI_LOCALRANKID=str(rank), MPI_LOCALNRANKS="2")
+            start(tmp_path, PMI_RANK=str(rank), PMI_SIZE="2", MPI_LOCALRANKID=str(rank), MPI_LOCALNRANKS="2", **here)
             for rank in range(2)
         ]
     results = finish(*ranks)
     assert [(code, out) for code, out, _ in results] == [(0, f"{rank} 2 {rank} 2 cpu gloo") for rank in range(2)]
 
 
-def test_ranks_meet_at_a_tcp_address():
+def test_ranks_meet_at_a_tcp_address(tmp_path):
     serving = """
         import samestep
         with samestep.world(init_method="tcp://127.0.0.1:PORT?rank=0&world_size=2") as world:
             print(world.rank)
     """
     port = free_port()
-    first = start(None, 2, code=serving.replace("PORT", str(port)))
-    second = start(None, 2, f"init_method='tcp://127.0.0.1:{port}', rank=1, size=2")
+    first = start(tmp_path, code=serving.replace("PORT", str(port)))
+    second = start(tmp_path, f"init_method='tcp://127.0.0.1:{port}', rank=1, size=2")
     (code, out, _), (other_code, other_out, _) = finish(first, second)
     assert (code, out, other_code, other_out) == (0, "0", 0, "1 2 1 2 cpu gloo")
 
@@ -176,7 +182,7 @@ def test_a_second_world_over_the_same_file_does_not_read_the_firsts_addresses(tm
         print(int(total))
     """
     where = f"init_method='file://{tmp_path}/meet', size=2, join_timeout=30"
-    ranks = [start(None, 2, f"{where}, rank={rank}", code) for rank in range(2)]
+    ranks = [start(tmp_path, f"{where}, rank={rank}", code) for rank in range(2)]
     assert [(status, out) for status, out, _ in finish(*ranks)] == [(0, "2"), (0, "2")]
 
 
@@ -242,13 +248,16 @@ def test_without_a_seed_the_global_generator_is_left_alone():
         assert torch.equal(before, torch.get_rng_state())
 
 
-def test_deterministic_mode_is_asked_of_torch_and_cudnn():
-    code = """
-        import samestep, torch
-        with samestep.world(deterministic=True):
-            print(torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic)
-    """
-    assert finish(start(None, 1, code=code))[0][:2] == (0, "True True")
+def deterministic():
+    torch.backends.cudnn.deterministic = False
+    with samestep.world(deterministic=True):
+        asked = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = False
+    return asked
+
+
+def test_deterministic_mode_is_asked_of_torch_and_cudnn(two_ranks):
+    assert two_ranks(deterministic) == [(True, True)] * 2
 
 
 # --- bad input: one clear line each ---
@@ -281,8 +290,8 @@ def test_what_cannot_be_joined_is_refused_in_one_line(options, error, message):
     assert caught.value.exit_code == 2
 
 
-def test_half_set_variables_are_named():
-    (code, _, err) = finish(start(None, 2, RANK="0"))[0]
+def test_half_set_variables_are_named(tmp_path):
+    (code, _, err) = finish(start(tmp_path, RANK="0"))[0]
     assert code == 1
     assert "RANK is set ('0') but WORLD_SIZE is not" in last_line(err)
 
@@ -304,23 +313,20 @@ def test_missing_ranks_are_named(tmp_path):
         samestep.world(init_method=f"file://{tmp_path}/meet", rank=2, size=4, join_timeout=0.5)
 
 
-def test_a_file_left_over_from_a_dead_run_is_recognised(tmp_path):
-    alone = start(None, 2, f"init_method='file://{tmp_path}/meet', rank=0, size=2, join_timeout=0.5")
+def test_a_file_left_over_from_a_dead_run_is_recognised(tmp_path, monkeypatch):
+    alone = start(tmp_path, f"init_method='file://{tmp_path}/meet', rank=0, size=2, join_timeout=0.5")
     assert "never came: 1" in last_line(finish(alone)[0][2])
+    shutil.copy(tmp_path / "meet", tmp_path / "elsewhere")
+    again = {"rank": 0, "size": 2, "join_timeout": 0.5}
     with pytest.raises(RendezvousError, match=f"left over from a dead run: pid {alone.pid}.*Delete the file"):
-        samestep.world(init_method=f"file://{tmp_path}/meet", rank=0, size=2, join_timeout=0.5)
-
-
-def test_a_file_that_another_host_has_signed_is_not_said_to_be_a_dead_runs(tmp_path, monkeypatch):
-    alone = start(None, 2, f"init_method='file://{tmp_path}/meet', rank=0, size=2, join_timeout=0.5")
-    assert "never came: 1" in last_line(finish(alone)[0][2])
-    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        samestep.world(init_method=f"file://{tmp_path}/meet", **again)
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")  # there nobody knows whether it is dead
     with pytest.raises(RendezvousError, match=f"is in use, or left over.*pid {alone.pid} on"):
-        samestep.world(init_method=f"file://{tmp_path}/meet", rank=0, size=2, join_timeout=0.5)
+        samestep.world(init_method=f"file://{tmp_path}/elsewhere", **again)
 
 
 def test_a_rank_that_is_there_twice_is_named(tmp_path):
-    twins = [start(None, 2, f"init_method='file://{tmp_path}/meet', rank=0, size=3") for _ in range(2)]
+    twins = [start(tmp_path, f"init_method='file://{tmp_path}/meet', rank=0, size=3") for _ in range(2)]
     handles = {os.pidfd_open(twin.pid): twin for twin in twins}
     (ended, *_), _, _ = select.select(list(handles), [], [], 60)  # the other one waits for ranks 1 and 2
     (_, _, err), *_ = finish(handles[ended])
@@ -331,12 +337,15 @@ def test_a_rank_that_is_there_twice_is_named(tmp_path):
     assert "rank 0 is there twice: pid" in last_line(err)
 
 
-def test_ranks_that_disagree_on_the_world_say_so(tmp_path):
-    first = start(None, 2, f"init_method='file://{tmp_path}/meet', rank=0, size=2, pipeline=2, join_timeout=8")
-    second = start(None, 2, f"init_method='file://{tmp_path}/meet', rank=1, size=2, join_timeout=8")
-    for code, _, err in finish(first, second):
-        assert code == 1
-        assert "the ranks do not agree on pipeline: rank 0: 2; rank 1: 1" in last_line(err)
+def disagreeing():
+    with pytest.raises(RendezvousError) as refused:
+        samestep.world(pipeline=2 if os.environ["RANK"] == "0" else 1)
+    return str(refused.value)
+
+
+def test_ranks_that_disagree_on_the_world_say_so(two_ranks):
+    for said in two_ranks(disagreeing):
+        assert said.startswith("the ranks do not agree on pipeline: rank 0: 2; rank 1: 1")
 
 
 def saved_axis():
