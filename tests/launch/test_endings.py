@@ -212,7 +212,7 @@ def test_many_equal_lines_do_not_hold_up_the_run(folder):
 
 
 def test_what_a_rank_has_left_writing_does_not_hold_up_the_end(folder):
-    script = folder.script("import subprocess\nif rank == 1: subprocess.Popen(['yes'])")
+    script = folder.script("import subprocess\nif rank == 1: subprocess.Popen(['yes', 'y' * 500])")
     process = folder.start("-n", 2, script, stdout=subprocess.DEVNULL)
     assert ended(process)[0] == 0
 
