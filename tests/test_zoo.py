@@ -1,4 +1,4 @@
-"""The zoo is complete and well-formed, and its referee counts what it should; no process is started here."""
+"""The zoo is complete and well-formed, and its scoring counts what it should; no process is started here."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ KEYS = {"id", "title", "why", "codes", "rank", "tensor", "factor", "where", "not
 GIVE_AWAYS = ("bug", "wrong", "forgot", "oops", "should be", "fixme")
 
 
-def load_referee():
-    spec = importlib.util.spec_from_file_location("zoo_referee", ROOT / "scripts" / "zoo.py")
+def load_scoring():
+    spec = importlib.util.spec_from_file_location("zoo_scoring", ROOT / "scripts" / "zoo.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
-referee = load_referee()
+scoring = load_scoring()
 
 
 def changed_lines(buggy: str, fixed: str) -> int:
@@ -39,7 +39,7 @@ def name(path: Path) -> str:
     return path.stem if path.suffix else path.name
 
 
-def test_there_are_enough_animals():
+def test_there_are_enough_scripts():
     assert len(PAIRS) >= 45
     assert len(HEALTHY) >= 15
 
@@ -55,7 +55,7 @@ def test_what_is_expected_is_valid(folder):
     expected = tomllib.loads((folder / "expected.toml").read_text())
     assert {"id", "title", "why", "codes"} <= set(expected) <= KEYS
     assert expected["codes"]
-    assert set(expected["codes"]) | set(expected.get("notes", [])) <= referee.CODES
+    assert set(expected["codes"]) | set(expected.get("notes", [])) <= scoring.CODES
     assert isinstance(expected.get("factor", 1.0), float)
     assert isinstance(expected.get("rank", 0), int)
 
@@ -64,7 +64,7 @@ def test_what_is_expected_is_valid(folder):
 def test_a_culprit_line_stands_in_the_buggy_script(folder):
     expected = tomllib.loads((folder / "expected.toml").read_text())
     source = (folder / "buggy.py").read_text()
-    if wanted := referee.texts(expected.get("where", [])):
+    if wanted := scoring.texts(expected.get("where", [])):
         assert any(text in source for text in wanted)
 
 
@@ -99,17 +99,17 @@ def test_no_script_knows_of_verify():
 def test_a_healthy_scripts_options_are_valid(beside):
     expected = tomllib.loads(beside.read_text())
     assert set(expected) <= {"notes", "args", "ranks"}
-    assert set(expected.get("notes", [])) <= referee.CODES
+    assert set(expected.get("notes", [])) <= scoring.CODES
     assert beside.with_suffix(".py").exists()
 
 
-# --- the referee -------------------------------------------------------------------------------------------------
+# --- the scoring -------------------------------------------------------------------------------------------------
 
 
 def case(tmp_path, kind="buggy", **expected):
     script = tmp_path / f"{kind}.py"
     script.write_text("import torch\nloss = loss * 2\n")
-    return referee.Case("sample", kind, script, {"codes": ["gradient-scale", "gradient-differs"], **expected})
+    return scoring.Case("sample", kind, script, {"codes": ["gradient-scale", "gradient-differs"], **expected})
 
 
 def finding(code="gradient-scale", severity="error", **traits):
@@ -117,7 +117,7 @@ def finding(code="gradient-scale", severity="error", **traits):
 
 
 def judged(made, *findings, verdict="different"):
-    return referee.judge(made, {"verdict": verdict, "findings": list(findings)}, 1, 2.0)
+    return scoring.judge(made, {"verdict": verdict, "findings": list(findings)}, 1, 2.0)
 
 
 def test_an_error_with_an_acceptable_code_is_a_detection(tmp_path):
@@ -127,9 +127,9 @@ def test_an_error_with_an_acceptable_code_is_a_detection(tmp_path):
 
 
 def test_a_missing_report_is_a_miss_and_counts_as_inconclusive(tmp_path):
-    result = referee.judge(case(tmp_path), None, None, 180.0)
+    result = scoring.judge(case(tmp_path), None, None, 180.0)
     assert result.detected is False
-    assert referee.score([result])["inconclusive"] == 1
+    assert scoring.score([result])["inconclusive"] == 1
 
 
 def test_a_culprit_is_named_when_every_given_trait_is_told(tmp_path):
@@ -170,15 +170,15 @@ def test_an_error_on_a_clean_script_is_a_false_alarm_and_an_allowed_note_is_not(
 
 def test_the_targets_are_95_and_90_per_cent_and_no_false_alarm():
     right = {"buggy": 20, "detected": 19, "with_culprit": 10, "named": 9, "clean": 5, "false_alarms": 0}
-    assert referee.passed(right)
+    assert scoring.passed(right)
     for key, value in [("detected", 18), ("named", 8), ("false_alarms", 1)]:
-        assert not referee.passed(right | {key: value})
+        assert not scoring.passed(right | {key: value})
 
 
 def test_results_survive_a_restart_and_fill_the_page(tmp_path):
     made = case(tmp_path, id="B3", title="summed")
     results = [judged(made, finding()), judged(case(tmp_path, "fixed"), verdict="same")]
-    referee.write(tmp_path / "zoo.json", results)
-    assert list(referee.read(tmp_path / "zoo.json").values()) == results
-    page = referee.markdown([made], results)
+    scoring.write(tmp_path / "zoo.json", results)
+    assert list(scoring.read(tmp_path / "zoo.json").values()) == results
+    page = scoring.markdown([made], results)
     assert "| `sample` | B3 | summed | `gradient-scale` | - | same |" in page

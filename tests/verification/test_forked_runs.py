@@ -1,4 +1,4 @@
-"""Runs of `samestep verify` that a nursery forks: what was imported before the script is watched none the less."""
+"""Runs of `samestep verify` that are forked: what was imported before the script is watched none the less."""
 
 from __future__ import annotations
 
@@ -119,6 +119,7 @@ WAITS = """
 """
 
 
+@pytest.mark.fresh_interpreter
 def test_a_verification_that_is_killed_takes_a_forked_run_along(tmp_path: Path) -> None:
     path, pids = tmp_path / "train.py", tmp_path / "pids"
     path.write_text(textwrap.dedent(WAITS), encoding="utf-8")
