@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from ports import free_port
+from samestep.launch.control import Pipe
 from samestep.launch.failure import Failure
+from samestep.launch.loop import Loop
+from samestep.launch.stacks import STACKS_SIGNAL
 from samestep.launch.verdict import Verdict
-from samestep.launch.watcher import SILENT, exit_code, last_words
+from samestep.launch.watcher import SILENT, Watch, _Rank, exit_code, last_words
 
 BIN = Path(sys.executable).parent
 SCRIPT = """
@@ -210,3 +214,16 @@ def test_the_exit_code_of_a_process_is_known_until_its_parent_has_taken_it():
     child.wait()
     assert exit_code(child.pid) is None
     assert exit_code(os.getpid()) is None
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+def test_a_rank_whose_interpreter_ends_is_not_asked_for_its_stacks(leaving):
+    rank, watcher = socket.socketpair()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    handle = os.pidfd_open(child.pid)
+    with rank, watcher, child:
+        one = _Rank(0, child.pid, handle, Pipe(watcher), stacks=-1, record=-1, leaving=leaving)
+        Watch(Loop(), [one]).order("ask", [0])
+        child.communicate(b"\n")
+    os.close(handle)
+    assert child.returncode == (0 if leaving else -STACKS_SIGNAL)  # without faulthandler the signal ends a process

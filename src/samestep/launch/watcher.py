@@ -139,7 +139,7 @@ class Watch:
             elif what == "waiting":
                 where, source = place_in(self._stacks(one))
                 self.supervisor.hear(self, "waiting", {"rank": one.rank, "where": where, "source": source})
-            else:
+            elif what != "ask" or not one.leaving:  # faulthandler may be gone by then, and the signal would kill it
                 numbers = {"ask": STACKS_SIGNAL, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(one.handle, numbers.get(what, number))
