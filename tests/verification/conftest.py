@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from samestep.launch.fork import needs_fresh_interpreter, source_of
 from samestep.launch.nursery import Nursery
 from samestep.launch.process import Process
 from samestep.verification import runner, runs, verify
@@ -36,11 +35,8 @@ def forks_runs() -> Iterator[Nursery]:
 def _fork_all_runs(request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatch]:
     """Has all runs of verifications forked; a module's reports are made while this is in force."""
 
-    @contextlib.contextmanager
-    def shared(script: runs.Script, ranks: int) -> Iterator[Nursery | None]:
-        del ranks
-        is_fresh = script.mpi or needs_fresh_interpreter(source_of(script.program, is_module=script.is_module))
-        yield None if is_fresh else request.getfixturevalue("forks_runs")
+    def shared(*_: object) -> contextlib.AbstractContextManager[Nursery]:
+        return contextlib.nullcontext(request.getfixturevalue("forks_runs"))
 
     def started(arguments: list[str], environment: Mapping[str, str], output: int, nursery: Nursery | None) -> Process:
         if (at := arguments.index("--start")) and arguments[at : at + 3] == FRESH:
