@@ -71,11 +71,20 @@ def as_indexed(size, options, ranks):
     return ranks(seen, TensorDataset(torch.arange(size)), {"shuffle": False, **options})
 
 
-CASES = [(24, {}), (22, {"micro_batch_size": 2, "workers": 2}), (22, {"weight": len, "drop_last": True})]
+CASES = [(24, {}), (22, {"weight": len, "drop_last": True}), (22, {"micro_batch_size": 2})]
+WITH_WORKERS = (22, {"micro_batch_size": 2, "workers": 2})
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("size", "options"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "size", "options"),
+    [
+        *((kind, *case) for kind in KINDS for case in CASES),
+        ("seeks", *WITH_WORKERS),
+        ("unknown", *WITH_WORKERS),
+        pytest.param("repeats", *WITH_WORKERS, marks=pytest.mark.prove),
+    ],
+    ids=str,
+)
 def test_a_stream_is_cut_as_if_it_had_random_access(three_ranks, kind, options, size):
     indexed = as_indexed(size, options, three_ranks)
     for (mine, state), (theirs, other) in zip(three_ranks(seen, KINDS[kind](size), options), indexed, strict=True):
@@ -416,9 +425,15 @@ def test_a_worker_that_dies_is_named_with_its_item():
         list(samestep.shards(Dies(), world, batch_size=4, workers=1))
 
 
-@pytest.mark.parametrize("kind", [Says, Seeks])
-@pytest.mark.parametrize(("said", "message"), [(12, "and gave 10"), (8, "and gave more")])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "said", "message", "workers"),
+    [
+        (Says, 12, "and gave 10", 0),
+        (Says, 8, "and gave more", 2),
+        (Seeks, 12, "and gave 10", 2),
+        (Seeks, 8, "and gave more", 0),
+    ],
+)
 def test_a_length_that_is_not_true_is_an_error(kind, said, message, workers):
     data = kind(10)
     data.said = said

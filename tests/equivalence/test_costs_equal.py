@@ -116,15 +116,18 @@ def train_alone(case: Case):
     return losses, model.state_dict()
 
 
-@pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} ranks")
-def ranks(request):
-    if request.param == 1:
-        return lambda fn, *args: [fn(*args)]
-    return request.getfixturevalue({2: "two_ranks", 3: "three_ranks"}[request.param])
+ALWAYS = {1: {"bucketed"}, 2: {"whole"}, 3: {case.name for case in CASES}}  # of ranks; the others by `make prove`
+NUMBERED = [
+    pytest.param(ranks, case, marks=[] if case.name in always else [pytest.mark.prove], id=f"{ranks} ranks-{case.name}")
+    for ranks, always in ALWAYS.items()
+    for case in CASES
+]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_n_ranks_train_as_one_process(ranks, case):
+@pytest.mark.parametrize(("count", "case"), NUMBERED)
+def test_n_ranks_train_as_one_process(request, count, case):
+    names = {2: "two_ranks", 3: "three_ranks"}
+    ranks = request.getfixturevalue(names[count]) if count > 1 else lambda fn, *args: [fn(*args)]
     losses, state = train(case) if case.batchnorm and case.micro_batches > 1 else train_alone(case)
     for mine, found in ranks(train, case):
         assert mine == pytest.approx(losses, abs=TOLERANCE)

@@ -159,7 +159,13 @@ def alone(fn, *args):
         torch.set_rng_state(before)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+PROVEN = {"plain", "dropout", "batchnorm", "channels last", "eight virtual ranks"}  # `everything` has the first three
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.prove] if case.name in PROVEN else [], id=case.name) for case in CASES],
+)
 def test_any_number_of_ranks_gives_the_same_bits(request, case):
     expected = alone(train, case)
     for size in (2, 4):
@@ -175,7 +181,9 @@ def test_the_number_of_virtual_ranks_is_part_of_the_run():
 
 
 @pytest.mark.parametrize(
-    "sizes", [(4, 1, 2, 4), (1, 4), (2, 2), (2, 1)], ids=lambda sizes: " to ".join(map(str, sizes))
+    "sizes",
+    [(4, 1, 2, 4), *(pytest.param(sizes, marks=pytest.mark.prove) for sizes in ((1, 4), (2, 2), (2, 1)))],
+    ids=lambda sizes: " to ".join(map(str, sizes)),
 )
 def test_a_run_may_change_its_size_in_mid_epoch_without_one_bit_changed(request, tmp_path, sizes):
     case = Case("all", ("conv", "norm", "dropout"), "adamw", batch_size=8)

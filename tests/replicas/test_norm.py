@@ -389,7 +389,7 @@ def train_a_network(steps, batch_size, micro_batch_size, batchnorm):
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("batch_size", [8, 5])
+@pytest.mark.parametrize("batch_size", [5, pytest.param(8, marks=pytest.mark.prove)])
 def test_twenty_steps_of_a_network_equal_one_process(three_ranks, batch_size):
     expected = train_a_network(20, batch_size, None, None)
     results = three_ranks(train_a_network, 20, batch_size, None, None)
@@ -402,7 +402,7 @@ def test_local_statistics_are_another_training(two_ranks):
     assert largest_difference(two_ranks(train_a_network, 20, 8, None, "local")[0], expected) > 1e-3
 
 
-@pytest.mark.parametrize("batch_size", [8, 10, 5])
+@pytest.mark.parametrize("batch_size", [10, *(pytest.param(size, marks=pytest.mark.prove) for size in (8, 5))])
 def test_with_micro_batches_n_ranks_equal_one_process_with_micro_batches_as_large_as_theirs_together(
     three_ranks, batch_size
 ):

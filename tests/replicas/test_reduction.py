@@ -225,6 +225,7 @@ with samestep.world() as world:
 """
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small /dev/shm takes root")
 def test_in_a_container_with_a_small_memory_file_system_training_goes_on(tmp_path):
     (tmp_path / "train.py").write_text(SMALL)
@@ -276,25 +277,18 @@ def test_ranks_that_cannot_open_each_others_memory_add_in_order_by_messages(two_
 
 
 DYING = """
-import os, signal, sys, time, torch
+import os, signal, sys, torch
 import samestep
-from samestep.errors import PeerError
 with samestep.world(init_method=sys.argv[1], rank=int(sys.argv[2]), size=2) as world:
     model = samestep.replicate(torch.nn.Linear(1000, 1000), world)
     for step in range(100):
         if step == 5 and world.rank == 1:
-            print("died", time.monotonic(), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            model(torch.ones(1, 1000)).sum().backward()
-        except PeerError:
-            print("named", time.monotonic(), flush=True)
-            raise
+        model(torch.ones(1, 1000)).sum().backward()
 """
 
 
 def test_a_rank_killed_while_others_wait_is_named_and_leaves_nothing_behind(tmp_path):
-    before = set(Path("/dev/shm").iterdir())
     (tmp_path / "train.py").write_text(DYING)
     ranks = [
         subprocess.Popen(
@@ -306,11 +300,11 @@ def test_a_rank_killed_while_others_wait_is_named_and_leaves_nothing_behind(tmp_
         )
         for rank in range(2)
     ]
-    (out, err), (died, _) = [rank.communicate(timeout=60) for rank in ranks]
+    (_, err), _ = [rank.communicate(timeout=60) for rank in ranks]
     assert ranks[1].returncode == -signal.SIGKILL
     assert re.search(rf"PeerError: rank 1 \(process {ranks[1].pid}\) has left, and rank 0 waited to add gradients", err)
-    print(float(out.split()[-1]) - float(died.split()[-1]), "s from the death to the error")
-    assert set(Path("/dev/shm").iterdir()) <= before
+    left = [file.name for file in Path("/dev/shm").iterdir() if any(str(rank.pid) in file.name for rank in ranks)]
+    assert not left
 
 
 TWO_HOSTS = """
@@ -325,6 +319,7 @@ with samestep.world() as world:
 """
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces of process numbers take root")
 def test_ranks_that_do_not_see_each_others_processes_add_as_two_hosts(tmp_path):
     (tmp_path / "train.py").write_text(TWO_HOSTS)

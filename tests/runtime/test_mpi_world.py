@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from mpi_jobs import mpiexec
 
+from ports import free_port
 from samestep.cli import main
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-HELLO = EXAMPLES / "mpi_hello.py"
+HELLO = Path(__file__).parents[2] / "examples" / "mpi_hello.py"
 SAMESTEP = [sys.executable, "-P", "-m", "samestep"]
 
 WORLD = """
@@ -65,7 +65,8 @@ with samestep.world(backend="mpi") as world:
 """
 
 TWO_BACKENDS = """
-import torch, torch.distributed as dist, samestep
+import os, sys, torch, torch.distributed as dist, samestep
+os.environ.update(RANK=os.environ["PMI_RANK"], WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
 dist.init_process_group("cpu:gloo,cuda:mpi")
 x = torch.full((3,), dist.get_rank() + 1.0)
 dist.all_reduce(x)
@@ -81,7 +82,8 @@ for ranks in ([1, 2], [0, 1], [2, 0]):
     if dist.get_rank() in ranks:
         dist.all_reduce(x, group=pair)
 group = dist.group.WORLD
-print(type(group).__name__, x.tolist(), dist.get_backend_config(), group.others["cpu"]._get_backend_name())
+names = type(group).__name__, dist.get_backend_config(), group.others["cpu"]._get_backend_name()
+print(dist.get_rank(), names[0], x.tolist(), *names[1:])
 """
 
 
@@ -116,9 +118,9 @@ def test_compressed_gradients_have_the_same_bits_over_mpi_and_over_gloo(tmp_path
 
 def test_another_backend_serves_the_tensors_of_another_device(tmp_path):
     (tmp_path / "train.py").write_text(TWO_BACKENDS)
-    done = mpiexec("mpich", 3, *SAMESTEP, "run", "train.py", folder=tmp_path)  # which says rank and size
+    done = mpiexec("mpich", 3, sys.executable, "train.py", free_port(), folder=tmp_path)
     sums = [30.0, 18.0, 30.0]  # 6, 6, 6; then 6, 12, 12; then 18, 18, 12
-    said = [f"[rank {rank}] MpiGroup {[sum_] * 3} cpu:gloo,cuda:mpi gloo" for rank, sum_ in enumerate(sums)]
+    said = [f"{rank} MpiGroup {[sum_] * 3} cpu:gloo,cuda:mpi gloo" for rank, sum_ in enumerate(sums)]
     assert sorted(done.stdout.splitlines()) == said, done.stderr
 
 
@@ -141,9 +143,29 @@ def test_hello_is_said_and_sent_and_received(tmp_path):
     ]
 
 
-def test_verify_finds_the_training_over_mpi_to_be_that_of_one_process():
+SYNCHRONISED = """
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("mpi")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+data = TensorDataset(torch.randn(24, 4), torch.randn(24, 2))
+for x, y in DataLoader(data, batch_size=4, sampler=DistributedSampler(data)):
+    (model(x) - y).square().mean().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def test_verify_finds_the_training_over_mpi_to_be_that_of_one_process(tmp_path):
     mpiexec("mpich", 1, "true")
-    done = samestep("verify", "--mpi", "--steps", "3", EXAMPLES / "mpi_training.py")
+    (tmp_path / "train.py").write_text(SYNCHRONISED)
+    done = samestep("verify", "--mpi", "--steps", "3", tmp_path / "train.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "on 2 ranks: the same training" in done.stdout
 
