@@ -7,10 +7,9 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent / "src" / "samestep"
 FLOORS = [  # bottom first; a module may import its own floor or any floor below
@@ -37,11 +36,16 @@ def module(path: Path) -> str:
 MODULES = {module(path) for path in FILES}
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Returns the module of a file and all within it."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imports(path: Path, *, lazy: bool) -> Iterator[tuple[int, str]]:
     """Yields (line, dotted name) of what a file imports; `lazy` includes what functions import."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = ast.walk(tree) if lazy else iter(tree.body)
-    for node in nodes:
+    module, *_ = nodes = nodes_of(path)
+    for node in nodes if lazy else module.body:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: write absolute imports"
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
@@ -61,15 +65,15 @@ def own_imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 # `samestep/__init__` re-exports from every floor, so it stands on top and nothing below may import from it
-@pytest.mark.parametrize("path", FILES, ids=module)
-def test_imports_go_down_or_sideways(path: Path) -> None:
-    here = FLOOR_OF[module(path).split(".")[0]]
-    for line, target in own_imports(path):
-        there = FLOOR_OF.get(target.split(".")[0])
-        if target == "__version__":
-            continue
-        assert there is not None, f"{path}:{line}: {target} stands on no floor; give it one in FLOORS"
-        assert there <= here, f"{path}:{line}: floor {here} must not import {target} (floor {there})"
+def test_imports_go_down_or_sideways() -> None:
+    for path in FILES:
+        here = FLOOR_OF[module(path).split(".")[0]]
+        for line, target in own_imports(path):
+            there = FLOOR_OF.get(target.split(".")[0])
+            if target == "__version__":
+                continue
+            assert there is not None, f"{path}:{line}: {target} stands on no floor; give it one in FLOORS"
+            assert there <= here, f"{path}:{line}: floor {here} must not import {target} (floor {there})"
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -79,10 +83,9 @@ def test_no_module_imports_itself_through_others() -> None:
     list(TopologicalSorter(graph).static_order())
 
 
-@pytest.mark.parametrize("path", FILES, ids=module)
-def test_files_stay_small(path: Path) -> None:
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MAX_LINES, f"{path} has {lines} lines (limit {MAX_LINES}): split it along a noun"
+def test_files_stay_small() -> None:
+    lines = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}, "split it along a noun"
 
 
 def test_no_two_files_of_tests_have_one_name() -> None:
@@ -91,19 +94,18 @@ def test_no_two_files_of_tests_have_one_name() -> None:
     assert [name for name, count in names.items() if count > 1 and name != "conftest.py"] == []
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if module(p).split(".")[0] in WITHOUT_TORCH], ids=module)
-def test_the_launchers_floors_do_not_import_torch(path: Path) -> None:
-    for line, name in imports(path, lazy=False):
-        assert name.split(".")[0] not in {"torch", "numpy"}, f"{path}:{line} imports {name} at module level"
+def test_the_launchers_floors_do_not_import_torch() -> None:
+    for path in FILES:
+        if module(path).split(".")[0] in WITHOUT_TORCH:
+            for line, name in imports(path, lazy=False):
+                assert name.split(".")[0] not in {"torch", "numpy"}, f"{path}:{line} imports {name} at module level"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module)
-def test_only_rankenv_touches_the_environment(path: Path) -> None:
-    if path.name == "rankenv.py":
-        return
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        touched = isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "putenv"}
-        assert not touched, f"{path}:{node.lineno}: rankenv owns os.environ"
+def test_only_rankenv_touches_the_environment() -> None:
+    for path in FILES:
+        for node in nodes_of(path):
+            touched = isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "putenv"}
+            assert not touched or path.name == "rankenv.py", f"{path}:{node.lineno}: rankenv owns os.environ"
 
 
 def test_importing_has_no_effects_and_loads_no_torch() -> None:

@@ -12,7 +12,10 @@ import pytest
 import chromium
 from chromium import PROGRAM, Browser
 
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no chromium on this machine")
+pytestmark = [
+    pytest.mark.skipif(PROGRAM is None, reason="there is no chromium on this machine"),
+    pytest.mark.prove,
+]
 
 SEEN = """data:text/html,<div style='height:4000px'></div><p id=end>.</p><script>seen = 0;
 new IntersectionObserver((all) => all.forEach((one) => seen += one.isIntersecting)).observe(end)</script>"""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
 import samestep
+from help_texts import options_of
 from samestep.cli import COMMANDS
-from samestep.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -100,16 +98,16 @@ def two_ranks_reduce():
         return buffer.tolist()
 
 
-def test_all_reduce_runs_on_ranks():
-    assert run_ranks(two_ranks_reduce, 2) == [[3.0] * 16] * 2
+def test_all_reduce_runs_on_ranks(two_ranks):
+    assert two_ranks(two_ranks_reduce) == [[3.0] * 16] * 2
 
 
-def test_an_algorithm_is_chosen_from_links_that_are_measured():
-    assert run_ranks(among, 2, "all-reduce.md", 1, {}) == [2, 2]
+def test_an_algorithm_is_chosen_from_links_that_are_measured(two_ranks):
+    assert two_ranks(among, "all-reduce.md", 1, {}) == [2, 2]
 
 
-def test_gradients_are_compressed():
-    assert run_ranks(among, 2, "compression.md", 0, {"Net": net}) == [2, 2]
+def test_gradients_are_compressed(two_ranks):
+    assert two_ranks(among, "compression.md", 0, {"Net": net}) == [2, 2]
 
 
 def test_drift_is_guarded_against(world):
@@ -206,8 +204,8 @@ def by_hand():
     return list(known["stage"].parts), known["stage"].micro_batches
 
 
-def test_stages_by_hand_are_one_for_each_rank():
-    assert run_ranks(by_hand, 3) == [([0], 8), ([1], 8), ([2], 8)]
+def test_stages_by_hand_are_one_for_each_rank(three_ranks):
+    assert three_ranks(by_hand) == [([0], 8), ([1], 8), ([2], 8)]
 
 
 class Branches(nn.Module):
@@ -231,17 +229,14 @@ def test_stages_made_by_hand_take_a_step():
     torch.testing.assert_close(known["loss"], expected, check_dtype=False)
 
 
-def test_the_process_group_is_made(tmp_path):
-    end = "\ndist.all_reduce(torch.ones(3))\ndist.destroy_process_group()\n"
-    script = tmp_path / "train.py"
-    for number, head in (
-        (0, "import torch\n"),
-        (1, "import torch\nimport torch.distributed as dist\nimport samestep\n"),
-    ):
-        script.write_text(head + blocks("process-group.md")[number] + end, encoding="utf-8")
-        command = [sys.executable, "-P", "-m", "samestep", "run", "-n", "2", str(script)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+def process_group_of(number):
+    known = run(block("process-group.md", number) + "\ntotal = torch.ones(3)\ndist.all_reduce(total)\n")
+    return dist.get_backend(), known["total"].tolist()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_process_group_is_made(two_ranks, number):
+    assert two_ranks(process_group_of, number) == [("samestep", [2.0] * 3)] * 2
     assert block("process-group.md", 1) != block("process-group.md")
 
 
@@ -296,11 +291,6 @@ def own_options(line):
 
 @pytest.fixture(scope="module")
 def known():
-    def options_of(name):
-        asked = [sys.executable, "-m", "samestep", name, "--help"]
-        done = subprocess.run(asked, capture_output=True, text=True, check=True)
-        return set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", done.stdout))
-
     return {name: options_of(name) for name in COMMANDS}
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from dataclasses import is_dataclass
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 import samestep
+from help_texts import options_of
 from samestep import errors
 from samestep.cli import COMMANDS
 from samestep.data.shards import Shards
@@ -79,12 +78,6 @@ def test_every_error_is_one_of_samesteps():
     named = {word for row in ROWS for cell in row for word in re.findall(r"\b[A-Z]\w+Error\b", cell)}
     assert len(named) > 3
     assert named - set(errors.__all__) == set()
-
-
-def options_of(command):
-    asked = [sys.executable, "-m", "samestep", command, "--help"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=True)
-    return set(re.findall(r"--[a-z][a-z-]*", done.stdout))
 
 
 def test_commands_and_options_are_there():

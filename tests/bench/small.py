@@ -17,13 +17,13 @@ def wide():
     return nn.Sequential(nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 1024))
 
 
-def small(function, args=(), **constants):
-    """Calls a benchmark's function on a rank, with small networks and other constants of the function's module."""
+def small(function, args=(), module=None, **constants):
+    """Calls a function on a rank, with small networks and other constants of its module, or of a benchmark's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(networks, "WIDTHS", WIDTHS)
         patch.setattr(networks, "_wide", wide)
         for name, value in constants.items():
-            patch.setattr(sys.modules[function.__module__], name, value)
+            patch.setattr(module or sys.modules[function.__module__], name, value)
         return function(*args)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +16,9 @@ from samestep.cli import main as run_command
 from samestep.cli.plan import main
 from samestep.errors import UsageError
 from samestep.launch.cores import Cores
+from samestep.network.cluster import parse
 from samestep.pipelines.layers import Layer
-from samestep.planning import here
+from samestep.planning import here, profiling
 from samestep.planning.observing import FEWEST
 from samestep.planning.profile import Gradient, Profile, Size
 from samestep.planning.settings import load
@@ -149,7 +152,7 @@ def test_a_batch_that_grows_is_said_to_be_larger(files, capsys) -> None:
     [
         ((), "no script is given: `samestep plan train.py`"),
         (("nowhere.py",), "there is no script nowhere.py"),
-        (("--profile", "nowhere.json"), "nowhere.json: no such file"),
+        (("--cluster", "{cluster}", "--profile", "nowhere.json"), "nowhere.json: no such file"),
         (("--cluster", "nowhere.toml", "--profile", "{profile}"), "nowhere.toml: no such file"),
         (("--cluster", "{cluster}", "--profile", "{profile}", "train.py"), "leave one of them out"),
         (("--cluster", "{cluster}", "--profile", "{profile}", "--ranks", "17"), "the cluster has 16: give 1 to that"),
@@ -176,12 +179,21 @@ def test_a_mistake_is_one_line(files, monkeypatch, tmp_path, arguments, said) ->
 
 
 def test_options_behind_the_script_are_its_own_and_that_is_said(tmp_path, monkeypatch, capsys) -> None:
-    (tmp_path / "train.py").write_text("import sys; sys.exit(3)")
+    given = []
+
+    def fails(program, arguments, **options):
+        given.append((program, arguments, options["steps"]))
+        raise UsageError("train.py fails by itself")
+
+    monkeypatch.setattr(profiling, "profile_script", fails)
+    monkeypatch.setattr(here, "cluster", lambda: parse("[nodes]\ncount = 1", "this machine"))
+    (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     assert run_command(["plan", "train.py", "--cluster=mine.toml"]) == 2
     said = capsys.readouterr().err
     assert "note: --cluster=mine.toml stands behind train.py, so train.py gets it" in said
-    assert run_command(["plan", "train.py", "--lr", "0.1"]) == 2
+    assert run_command(["plan", "--steps", "5", "train.py", "--lr", "0.1"]) == 2
+    assert given == [("train.py", ["--cluster=mine.toml"], 10), ("train.py", ["--lr", "0.1"], 5)]
     assert "stands behind" not in capsys.readouterr().err
 
 
@@ -195,6 +207,17 @@ def test_this_machine_has_no_more_ranks_than_its_quota_has_cores(monkeypatch) ->
     monkeypatch.setattr(here, "visible_gpus", lambda: 0)
     monkeypatch.setattr(here, "read_cores", lambda: Cores(usable=tuple(range(64)), machine=64, quota=2.5))
     assert here.devices() == 2
+
+
+def test_without_a_cluster_file_the_links_of_this_machine_are_measured(two_ranks, monkeypatch) -> None:
+    monkeypatch.setattr(here, "devices", lambda: 2)
+    monkeypatch.setattr("samestep.launch.spawn.spawn", lambda function, n, *args, progress: two_ranks(function, *args))
+    found = here.cluster()
+    assert (found.nodes, found.devices) == (1, 2)
+    assert found.shared is not None
+    assert found.links.inside.bytes_per_s > 1e6
+    monkeypatch.setattr(here, "devices", lambda: 1)
+    assert here.cluster().ranks == 1
 
 
 def test_the_picture_is_a_page_that_needs_no_network(files, tmp_path) -> None:
@@ -215,10 +238,12 @@ def test_a_better_order_of_the_ranks_is_proposed(files, tmp_path, capsys) -> Non
 
 def test_who_reads_no_further_is_no_failure_to_complain_of(files, tmp_path) -> None:
     words = [sys.executable, "-m", "samestep", "plan", "--profile", files[0], "--cluster", files[1]]
-    command = " ".join(map(str, [*words, "--json", tmp_path / "plan.json"]))
-    done = subprocess.run(["sh", "-c", f"{command} | head -1"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("train.py: a step of 64 samples")
-    assert done.stderr == ""
+    command = [*map(str, words), "--json", str(tmp_path / "plan.json")]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
     assert json.loads((tmp_path / "plan.json").read_text())["alone_s"] > 0
 
 

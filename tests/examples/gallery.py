@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -19,6 +22,7 @@ PROGRAMS = ("samestep", "python", "torchrun", "mpiexec")
 COMMAND = re.compile(rf"^(?:(node\d)\$ )?((?:{'|'.join(PROGRAMS)}) .*?)(?: {{2,}}.*)?$", re.MULTILINE)
 TOGETHER = 2  # commands at a time
 LONGEST = 150  # seconds
+ON_RANKS = re.compile(r"samestep run -n (\d) (examples/\w+\.py)(.*)")  # a command that needs ranks and nothing else
 
 
 @dataclass(frozen=True)
@@ -60,3 +64,23 @@ def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
             out, err = process.communicate()
             err += f"\nit took longer than {LONGEST} s"
         return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def main_of(script: str, arguments: Sequence[str], folder: str) -> str:
+    """Runs a script within this process, which is a rank or alone, and returns what it printed."""
+    printed, words, before = io.StringIO(), sys.argv, Path.cwd()
+    sys.argv = [script, *arguments]
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        sys.argv = words
+        os.chdir(before)
+    return printed.getvalue()
+
+
+def run_on_ranks(ranks, script: Path, arguments: Sequence[str], folder: Path) -> str:
+    """Runs a script on ranks that are there already; returns what they printed, as `samestep run` shows it."""
+    texts = ranks(main_of, str(script), list(arguments), str(folder))
+    return "".join(f"[rank {rank}] {line}" for rank, text in enumerate(texts) for line in text.splitlines(True))

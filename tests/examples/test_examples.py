@@ -1,4 +1,8 @@
-"""Every example runs as its docstring says, and prints what it promises."""
+"""Every example runs as its docstring says, and prints what it promises.
+
+`make test` runs those that need some ranks and nothing else on ranks that are there already, and one under torchrun;
+`make prove` runs every command.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from gallery import EXAMPLES, ROOT, TOGETHER, commands_of, run
+from gallery import EXAMPLES, ON_RANKS, ROOT, TOGETHER, commands_of, run, run_on_ranks
 
 pytestmark = pytest.mark.timeout(600)  # the first that asks for an example waits for its commands
 ROUNDING = 1e-12  # in float64: sums in another order
@@ -50,6 +54,19 @@ def said():
     return texts
 
 
+@pytest.fixture(params=["ranks", pytest.param("commands", marks=pytest.mark.prove)])
+def printed(request, tmp_path):
+    """Returns what an example printed: on ranks that are there already, or by its commands, one text for each."""
+
+    def texts(name):
+        for command in commands_of(ROOT / "examples" / name):
+            if found := ON_RANKS.fullmatch(command.line):
+                ranks = request.getfixturevalue({"2": "two_ranks", "3": "three_ranks", "4": "four_ranks"}[found[1]])
+                yield run_on_ranks(ranks, ROOT / found[2], found[3].split(), tmp_path)
+
+    return (lambda name: [*texts(name)]) if request.param == "ranks" else request.getfixturevalue("said")
+
+
 def largest(text):
     """The largest difference that an example has printed."""
     return max(float(number) for number in APART.findall(text))
@@ -64,7 +81,7 @@ def test_an_example_says_how_it_is_run_and_stays_small(example):
 
 def test_what_every_example_prints_is_judged_here():
     text = (ROOT / "tests" / "examples" / "test_examples.py").read_text(encoding="utf-8")
-    assert [name for name in NAMES if f'said("{name}")' not in text and name not in BY_HAND] == []
+    assert [name for name in NAMES if not re.search(rf'(said|printed)\("{name}"\)', text) and name not in BY_HAND] == []
 
 
 def test_the_index_names_every_example_and_only_commands_that_docstrings_hold():
@@ -75,6 +92,14 @@ def test_the_index_names_every_example_and_only_commands_that_docstrings_hold():
     assert shown - {command.line for example in EXAMPLES for command in commands_of(example)} == set()
 
 
+def test_hello_adds_up_under_torchrun():
+    (command,) = [each for each in commands_of(ROOT / "examples" / "hello_process_group.py") if "torchrun" in each.line]
+    process = run(command.words())
+    assert process.returncode == 0, process.stderr
+    assert sorted(re.findall(r"rank ([01]) of 2 on cpu: the sum is 3 of 3", process.stdout)) == ["0", "1"]
+
+
+@pytest.mark.prove
 def test_hello_adds_up_on_whatever_started_it(said):
     *two, alone = said("hello_process_group.py")
     assert len(two) == 3
@@ -83,8 +108,8 @@ def test_hello_adds_up_on_whatever_started_it(said):
     assert alone == "rank 0 of 1 on cpu: the sum is 1 of 1\n"
 
 
-def test_collectives_end_where_they_should(said):
-    (text,) = said("collectives.py")
+def test_collectives_end_where_they_should(printed):
+    (text,) = printed("collectives.py")
     rows = [line.replace("[rank 0] ", "").split("  ") for line in text.splitlines()[1:]]
     assert {name: [cell.strip() for cell in cells if cell] for name, *cells in rows} == {
         "broadcast": ["10", "10", ".", "10"],
@@ -96,15 +121,18 @@ def test_collectives_end_where_they_should(said):
     }
 
 
+@pytest.mark.prove
 def test_own_processes_meet_by_variables_and_by_a_file(said):
     texts = said("own_processes.py")
     assert [sorted(text.splitlines()) for text in texts] == [[f"rank {r} of 2: the sum is 3 of 3" for r in (0, 1)]] * 2
 
 
+@pytest.mark.prove
 def test_spawn_and_its_counterpart_train_alike(said):
     assert largest(said("spawn.py")[0]) < ROUNDING
 
 
+@pytest.mark.prove
 def test_a_torchrun_script_trains_the_same_under_both_launchers(said):
     theirs, ours, checked = said("torchrun_style.py")
     losses = re.findall(r"epoch \d: loss (\d\.\d{4})", theirs)
@@ -115,36 +143,37 @@ def test_a_torchrun_script_trains_the_same_under_both_launchers(said):
         assert text.count("those of rank 0: True") == 2
 
 
-def test_messages_arrive(said):
-    three, over_mpi = said("send_recv.py")
+def test_messages_arrive(printed):
+    three, *over_mpi = printed("send_recv.py")
     assert "rank 1: send 42, isend 43, from the left 0 (rank 0)" in three
     assert "rank 0: send 42, isend 43, from the left 2 (rank 2)" in three
     assert "rank 2: send 0, isend 0, from the left 1 (rank 1)" in three
-    assert "rank 1: send 42, isend 43, from the left 0 (rank 0)" in over_mpi
+    assert all("rank 1: send 42, isend 43, from the left 0 (rank 0)" in text for text in over_mpi)
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_what_is_done_by_hand_and_by_samestep_is_one_training(said, name):
-    for text in said(name):
+def test_what_is_done_by_hand_and_by_samestep_is_one_training(printed, name):
+    for text in printed(name):
         assert largest(text) < ROUNDING
 
 
-def test_reduced_precision_trains_as_well(said):
-    for text in said("mixed_precision.py"):
+def test_reduced_precision_trains_as_well(printed):
+    for text in printed("mixed_precision.py"):
         full, half = (float(loss) for loss in re.findall(r"loss (\d\.\d{3})", text))
         assert full < 0.2
         assert half == pytest.approx(full, abs=0.05)
         assert re.search(r"bfloat16: .*outputs are torch.bfloat16, weights torch.float32\n", text)
 
 
-def test_only_the_mean_of_means_is_another_training(said):
-    (text,) = said("uneven_data.py")
+def test_only_the_mean_of_means_is_another_training(printed):
+    (text,) = printed("uneven_data.py")
     apart = {line.split("  ")[0].replace("[rank 0] ", "").strip(): largest(line) for line in text.splitlines()}
     assert apart["mean of means"] > 1e-4
     assert apart["by the sum"] < ROUNDING
     assert apart["samestep"] < ROUNDING
 
 
+@pytest.mark.prove
 def test_a_resumed_run_ends_where_it_would_have(said):
     plain, virtual = said("resume.py")[0].split("virtual_ranks=4\n")
     for text in (plain, virtual):
@@ -153,6 +182,7 @@ def test_a_resumed_run_ends_where_it_would_have(said):
     assert "same bits: True" in virtual
 
 
+@pytest.mark.prove
 def test_a_run_in_which_a_rank_dies_has_the_bits_of_one_in_which_nobody_does(said):
     ends = [
         re.findall(r"world of (\d), from step (\d+): weights ([0-9a-f]{16})\n", text) for text in said("elastic.py")
@@ -168,18 +198,20 @@ def test_a_model_on_two_devices_has_one_devices_gradients(said):
     assert "devices cpu, cpu; two streams: no" in text or "devices cuda:0, cuda:1; two streams: yes" in text
 
 
+@pytest.mark.prove
 def test_two_machines_work_as_one_does(said):
     losses = {loss for text in said("two_machines.py") for loss in re.findall(r"loss (\d\.\d{12})", text)}
     assert len({loss[:-2] for loss in losses}) == 1
 
 
-def test_a_ring_adds_up_exactly_and_sends_what_it_should(said):
-    for text, ranks in zip(said("ring_all_reduce.py"), (4, 3), strict=True):
+def test_a_ring_adds_up_exactly_and_sends_what_it_should(printed):
+    texts = printed("ring_all_reduce.py")
+    for text, ranks in zip(texts, (4, 3)[: len(texts)], strict=True):
         assert text.count(f"equal True, sent {2 * (ranks - 1) / ranks:.3f} times the tensor") == ranks
 
 
-def test_eight_bits_train_as_well_with_a_quarter_of_the_bytes(said):
-    rows = re.findall(r"\] (\S.*?) +loss (\d\.\d{4}), +([\d,]+) bytes", said("quantised_gradients.py")[0])
+def test_eight_bits_train_as_well_with_a_quarter_of_the_bytes(printed):
+    rows = re.findall(r"\] (\S.*?) +loss (\d\.\d{4}), +([\d,]+) bytes", printed("quantised_gradients.py")[0])
     loss, sent = ({name: float(row[at].replace(",", "")) for name, *row in rows} for at in (0, 1))
     assert sent["float32"] == 2 * 1 / 2 * 4 * 9610 * 5 * 29  # a ring of two; 29 steps an epoch
     for name in ("int8 by hand", 'compress="int8"'):
@@ -187,6 +219,7 @@ def test_eight_bits_train_as_well_with_a_quarter_of_the_bytes(said):
         assert 0.25 < sent[name] / sent["float32"] < 0.3
 
 
+@pytest.mark.prove
 def test_mpi_says_hello_and_trains(said):
     for text in said("mpi_hello.py"):
         assert "rank 1 has 1" in text
@@ -195,6 +228,7 @@ def test_mpi_says_hello_and_trains(said):
     assert re.findall(r"loss \d\.\d{3}", over_mpi) == re.findall(r"loss \d\.\d{3}", over_gloo)
 
 
+@pytest.mark.prove
 def test_a_pipeline_learns_on_one_process_and_on_several(said):
     for text in said("pipeline_training.py"):
         ((loss, right),) = re.findall(r"epoch 1: loss (\d\.\d{3}), (\d+\.\d)% of the held-out digits", text)
@@ -202,12 +236,14 @@ def test_a_pipeline_learns_on_one_process_and_on_several(said):
         assert float(right) > 30
 
 
+@pytest.mark.prove
 def test_imagenets_recipe_comes_to_the_same_figures_on_two_ranks(said):
     told = r"loss (\d\.\d{4}).*\n.*(top-1 .* of 70 validation images)"
     (two,), (alone,) = (re.findall(told, text) for text in said("imagenet.py"))
     assert two == alone
 
 
+@pytest.mark.prove
 def test_commands_for_two_machines_work_where_a_file_is_their_meeting_point(tmp_path):
     """The four commands by hand, two and two, as on machines that share a folder."""
     (example,) = [each for each in EXAMPLES if each.name == "two_machines.py"]
@@ -237,6 +273,7 @@ def test_commands_that_need_other_machines_are_understood():
         assert "two_machines.py" in process.stdout
 
 
+@pytest.mark.prove
 def test_a_failing_rank_of_own_processes_does_not_leave_the_others(tmp_path):
     source = (ROOT / "examples" / "own_processes.py").read_text(encoding="utf-8")
     (tmp_path / "broken.py").write_text(

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import pytest
-from gallery import ROOT, TOGETHER, run
+from gallery import ROOT, TOGETHER, main_of, run, run_on_ranks
 
 pytestmark = pytest.mark.timeout(600)  # the first that asks for a way waits for its runs
 MOVING = ROOT / "examples" / "moving"
@@ -29,7 +29,12 @@ def on(ranks, script):
     launcher = [] if ranks == 1 else ["-P", "-m", "samestep", "run", "-n", str(ranks)]
     process = run([sys.executable, *launcher, str(script)])
     assert process.returncode == 0, process.stderr
-    (loss,) = re.findall(r"final loss (\d\.\d{6})", process.stdout)
+    return final_loss(process.stdout)
+
+
+def final_loss(text):
+    """The loss that a script has printed, once."""
+    (loss,) = re.findall(r"final loss (\d\.\d{6})", text)
     return float(loss)
 
 
@@ -67,12 +72,22 @@ def test_what_is_never_run_compiles_and_the_page_says_so():
     assert "Horovod comes as source alone" in PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", ["plain", "torchrun"])
+def test_after_the_move_ranks_that_are_there_come_to_one_process_loss(name, two_ranks, tmp_path):
+    script = MOVING / name / "after.py"
+    alone = final_loss(main_of(str(script), [], str(tmp_path)))
+    assert final_loss(run_on_ranks(two_ranks, script, [], tmp_path)) == pytest.approx(alone, abs=1e-4)
+    assert alone < 0.8
+
+
+@pytest.mark.prove
 @pytest.mark.parametrize("name", FROM)
 def test_after_the_move_two_ranks_come_to_one_process_loss(name):
     assert losses(name)[2] == pytest.approx(losses(name)[1], abs=1e-4)  # float32, 48 steps
     assert losses(name)[1] < 0.8
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("name", BEFORE)
 def test_before_the_move_it_learns_too(name):
     if name not in INSTALLED:

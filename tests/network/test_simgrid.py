@@ -18,7 +18,7 @@ from samestep.network import placement, rounds
 from samestep.network.contention import price
 from samestep.network.flows import play
 from samestep.network.links import Link
-from samestep.network.rounds import Round, Shift
+from samestep.network.rounds import Shift
 from samestep.network.routing import MINIMAL, flow
 from samestep.network.topologies.cables import Cables
 from samestep.network.topologies.fat_tree import FatTree
@@ -52,10 +52,15 @@ def case_of(network):
     return {"network": "routes", "hosts": network.hosts, "routes": ways}
 
 
-def simulated(network, placed, each):
+@cache
+def simulated(network, choice, ranks):
+    """SimGrid's seconds of every round; asked once for a network and a placement."""
+    if reason_to_skip():
+        pytest.skip(reason_to_skip())
+    placed = choice(network, ranks)
     messages = [
         [(placed.hosts[a], placed.hosts[b], n) for a, b, n in zip(one.sources, one.targets, one.nbytes, strict=True)]
-        for one in each
+        for one in patterns(ranks)
     ]
     case = {**case_of(network), "bytes_per_s": LINK.bytes_per_s, "latency_s": LINK.latency_s, "rounds": messages}
     done = subprocess.run(
@@ -70,12 +75,10 @@ def simulated(network, placed, each):
     return json.loads(done.stdout)
 
 
-def both(network, placed):
+def both(network, choice, ranks):
     """Seconds of every round, ours and SimGrid's."""
-    if reason_to_skip():
-        pytest.skip(reason_to_skip())
-    each: list[Round] = list(patterns(placed.ranks))
-    return [price([one], network, placed).seconds for one in each], simulated(network, placed, each)
+    theirs, placed = simulated(network, choice, ranks), choice(network, ranks)
+    return [price([one], network, placed).seconds for one in patterns(ranks)], theirs
 
 
 def patterns(ranks):
@@ -99,14 +102,14 @@ CASES = [
 
 @pytest.mark.parametrize(("network", "ranks"), CASES, ids=[network.name for network, _ in CASES])
 def test_every_round_of_ranks_in_order_takes_as_long_in_simgrid(network, ranks):
-    ours, theirs = both(network, placement.linear(network, ranks))
+    ours, theirs = both(network, placement.linear, ranks)
     assert ours == pytest.approx(theirs, rel=0.05)
 
 
 @pytest.mark.parametrize(("network", "ranks"), CASES, ids=[network.name for network, _ in CASES])
 def test_all_rounds_of_ranks_at_random_take_as_long_in_simgrid(network, ranks):
     """On a torus a message may be held up on one link while another, busier one waits for it: 1 round in 20."""
-    ours, theirs = both(network, placement.random(network, ranks))
+    ours, theirs = both(network, placement.random, ranks)
     assert sum(ours) == pytest.approx(sum(theirs), rel=0.05)
     assert ours == pytest.approx(theirs, rel=0.2 if isinstance(network, Torus) else 0.05)
 
@@ -115,9 +118,6 @@ def test_all_rounds_of_ranks_at_random_take_as_long_in_simgrid(network, ranks):
 @pytest.mark.parametrize("choice", [placement.linear, placement.random])
 def test_messages_followed_in_time_take_as_long_in_simgrid(network, ranks, choice):
     """Also where the load of links says too little: in both, rates are max-min fair, with shares by latency."""
-    if reason_to_skip():
-        pytest.skip(reason_to_skip())
-    placed = choice(network, ranks)
-    each = list(patterns(ranks))
-    ours = [play([one], network, placed, by_latency=True) for one in each]
-    assert ours == pytest.approx(simulated(network, placed, each), rel=0.01)
+    theirs, placed = simulated(network, choice, ranks), choice(network, ranks)
+    ours = [play([one], network, placed, by_latency=True) for one in patterns(ranks)]
+    assert ours == pytest.approx(theirs, rel=0.01)

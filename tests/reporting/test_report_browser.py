@@ -70,8 +70,10 @@ def scroll_through(browser):
         browser.settle()
 
 
-def test_every_section_is_there_and_every_chart_is_drawn(browser, tmp_path):
-    browser.open(page_of(everything(tmp_path)))
+def test_every_chart_is_drawn_nothing_complains_and_no_script_of_others_runs(browser, tmp_path):
+    address = page_of(everything(tmp_path))
+    browser.before_each_page("window.hits = 0; window.hit = () => (hits += 1)")
+    browser.open(address)
     scroll_through(browser)
     assert browser.evaluate("[...document.querySelectorAll('main > section')].map((each) => each.id)") == SECTIONS
     visible = "[...document.querySelectorAll('.chart')].filter((each) => each.offsetParent)"
@@ -79,13 +81,6 @@ def test_every_section_is_there_and_every_chart_is_drawn(browser, tmp_path):
     assert browser.evaluate(f"{visible}.every((each) => each.querySelector('.main-svg'))")
     assert browser.evaluate("document.querySelectorAll('#timeline .barlayer .point').length") > 3 * 5
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_nothing_complains_nothing_is_asked_for_and_nobodys_script_runs(browser, tmp_path):
-    address = page_of(everything(tmp_path))
-    browser.before_each_page("window.hits = 0; window.hit = () => (hits += 1)")
-    browser.open(address)
-    scroll_through(browser)
     for tab in ("course", "heat"):
         browser.evaluate(f"document.getElementById('tab-{tab}').click()")
         browser.settle()
@@ -94,6 +89,7 @@ def test_nothing_complains_nothing_is_asked_for_and_nobodys_script_runs(browser,
     assert [url for url in browser.requests if not url.startswith(("data:", "blob:"))] == [address]
 
 
+@pytest.mark.prove
 def test_a_script_that_got_into_the_page_would_not_run(browser, tmp_path):
     browser.before_each_page("window.hits = 0; window.hit = () => (hits += 1)")
     made = everything(tmp_path)
@@ -106,6 +102,7 @@ def test_a_script_that_got_into_the_page_would_not_run(browser, tmp_path):
     assert browser.evaluate(DRAWN) > 0
 
 
+@pytest.mark.prove
 def test_the_page_can_be_used_without_a_mouse(browser, tmp_path):
     browser.open(page_of(everything(tmp_path)))
     browser.press("Tab")
@@ -129,6 +126,7 @@ def test_the_page_can_be_used_without_a_mouse(browser, tmp_path):
     assert browser.evaluate(FOCUS) == "tab-step"
 
 
+@pytest.mark.prove
 def test_another_step_is_drawn_when_it_is_chosen(browser, tmp_path):
     made = Made(tmp_path, steps=30, own=lambda rank, step: OWN | {"forward": 50_000 if step == 17 else 4_000})
     made.write()
@@ -147,6 +145,7 @@ def test_another_step_is_drawn_when_it_is_chosen(browser, tmp_path):
     assert "64.0 ms" in browser.evaluate("document.getElementById('step-told').textContent")
 
 
+@pytest.mark.prove
 def test_light_and_dark_follow_the_system_and_the_button(browser, tmp_path):
     browser.open(page_of(everything(tmp_path)))
 
@@ -164,6 +163,7 @@ def test_light_and_dark_follow_the_system_and_the_button(browser, tmp_path):
     assert ground() == light
 
 
+@pytest.mark.prove
 def test_a_narrow_window_needs_no_scrolling_sideways(browser, tmp_path):
     browser.resize(360, 800)
     browser.open(page_of(everything(tmp_path)))
@@ -171,6 +171,7 @@ def test_a_narrow_window_needs_no_scrolling_sideways(browser, tmp_path):
     assert browser.evaluate("document.documentElement.scrollWidth") <= 360
 
 
+@pytest.mark.prove
 def test_everything_is_printed(browser, tmp_path):
     browser.open(page_of(everything(tmp_path)))
     browser.print(tmp_path / "report.pdf")
@@ -179,6 +180,7 @@ def test_everything_is_printed(browser, tmp_path):
     assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
 
 
+@pytest.mark.prove
 def test_ten_thousand_steps_of_eight_ranks_open(browser, tmp_path, capsys):
     made = Made(
         tmp_path,

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import pytest
 from made_runs import T0, Made
@@ -218,7 +219,8 @@ def test_control_z_gives_the_terminal_back_until_it_goes_on(sit, made):
     seat.sees("hello from 0")
     seat.process.send_signal(signal.SIGTSTP)
     seat.sees(lambda screen: screen.modes == {25})
-    os.waitid(os.P_PID, seat.process.pid, os.WSTOPPED)
+    stat = Path(f"/proc/{seat.process.pid}/stat")
+    seat.sees(lambda screen: stat.read_text().rpartition(")")[2].split()[0] == "T")
     seat.is_as_before()
     seat.screen.cells = [[" "] * 100 for _ in range(30)]
     seat.process.send_signal(signal.SIGCONT)
