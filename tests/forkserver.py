@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -94,6 +95,8 @@ class Popen(subprocess.Popen):
             "environment": {os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if env is None else env).items()},
             "cores": os.sched_getaffinity(0),
         }
+        if command[:2] == ("module", "samestep"):  # which forks no ranks if torch was imported for other threads
+            about["environment"].setdefault("OMP_NUM_THREADS", THREADS["OMP_NUM_THREADS"])
         if not Path(about["folder"]).is_dir():
             raise FileNotFoundError(2, os.strerror(2), os.fspath(cwd))
         self.pid = server.ask("command", command, about, descriptors=streams)
@@ -103,8 +106,9 @@ class Popen(subprocess.Popen):
     def _internal_poll(self, *args, **options):
         if self._forked_by is None:
             return super()._internal_poll(*args, **options)
-        if self.returncode is None:
-            self.returncode = self._forked_by.ask("poll", self.pid)
+        with self._waitpid_lock:
+            if self.returncode is None:
+                self.returncode = self._forked_by.ask("poll", self.pid)
         return self.returncode
 
     def _wait(self, timeout):
@@ -117,7 +121,9 @@ class Popen(subprocess.Popen):
                     raise subprocess.TimeoutExpired(self.args, timeout)
             finally:
                 os.close(handle)
-            self.returncode = self._forked_by.ask("reap", self.pid)
+            with self._waitpid_lock:
+                if self.returncode is None:
+                    self.returncode = self._forked_by.ask("reap", self.pid)
         return self.returncode
 
 
@@ -262,6 +268,7 @@ def run_command(command, about):
     kind, name, arguments = command
     os.chdir(about["folder"])
     os.sched_setaffinity(0, about["cores"])
+    tempfile.tempdir = None  # TMPDIR may be another
     renew_random_numbers()
     try:
         if kind == "script":

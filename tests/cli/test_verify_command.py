@@ -44,7 +44,6 @@ def started(tmp_path):
     verification.stderr.close()
 
 
-@pytest.mark.fresh_interpreter
 def test_a_signal_ends_what_runs_and_removes_what_it_has_left(started):
     verification, processes, temporary = started
     assert list(temporary.glob("samestep-verify-*"))
@@ -58,7 +57,6 @@ def test_a_signal_ends_what_runs_and_removes_what_it_has_left(started):
     assert list(temporary.glob("samestep-verify-*")) == []
 
 
-@pytest.mark.fresh_interpreter
 def test_what_runs_ends_with_a_verification_that_is_killed(started):
     verification, processes, _ = started
     handles = [os.pidfd_open(pid) for pid in set(processes)]
