@@ -14,7 +14,7 @@ WIDTHS = (512, 64, 48, 512)  # of the mlp: 61,040 parameters
 
 def wide():
     """Returns a network of two layers, with the inputs and outputs of the wide one."""
-    return nn.Sequential(nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 1024))
+    return nn.Sequential(nn.Linear(1024, 256), nn.ReLU(), nn.Linear(256, 1024))
 
 
 def small(function, args=(), module=None, **constants):

@@ -8,10 +8,13 @@ from functools import partial
 import pytest
 from small import small
 
+from samestep import events
 from samestep.bench import observe
 from samestep.errors import RankFailure
 from samestep.launch.nursery import Nursery
 from samestep.launch.pool import RankPool
+
+TRAIN = observe.train
 
 
 class ForkServer(Nursery):
@@ -29,14 +32,26 @@ class ForkServer(Nursery):
             return code
 
 
+def small_train(path, device):
+    """Trains a small network, and has all events written before each answer, not every half second."""
+    answer = observe._answer
+
+    def written(*args):
+        for file in events._files:
+            file._write()
+        answer(*args)
+
+    small(TRAIN, (path, device), _answer=written)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forked_ranks():
     """Forks the ranks of both sets from one process, and gives them a small network."""
-    train, server = observe.train, ForkServer({"OMP_NUM_THREADS": "1"})
+    server = ForkServer({"OMP_NUM_THREADS": "1"})
     assert server.objection() is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(observe, "RankPool", partial(RankPool, nursery=server))
-        patch.setattr(observe, "train", lambda path, device: small(train, (path, device)))
+        patch.setattr(observe, "train", small_train)
         yield
     server.close()
 
