@@ -14,7 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from gallery import EXAMPLES, ON_RANKS, ROOT, TOGETHER, commands_of, run, run_on_ranks
 
-pytestmark = pytest.mark.timeout(600)  # the first that asks for an example waits for its commands
+pytestmark = [
+    pytest.mark.timeout(600),  # the first that asks for an example waits for its commands
+    pytest.mark.usefixtures("fork_server"),  # started before the threads that run commands ask for it
+]
 ROUNDING = 1e-12  # in float64: sums in another order
 NAMES = [example.name for example in EXAMPLES]
 BY_HAND = [

@@ -81,6 +81,7 @@ def test_after_the_move_ranks_that_are_there_come_to_one_process_loss(name, two_
 
 
 @pytest.mark.prove
+@pytest.mark.usefixtures("fork_server")  # started before the threads of `losses` ask for it
 @pytest.mark.parametrize("name", FROM)
 def test_after_the_move_two_ranks_come_to_one_process_loss(name):
     assert losses(name)[2] == pytest.approx(losses(name)[1], abs=1e-4)  # float32, 48 steps
@@ -88,6 +89,7 @@ def test_after_the_move_two_ranks_come_to_one_process_loss(name):
 
 
 @pytest.mark.prove
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("name", BEFORE)
 def test_before_the_move_it_learns_too(name):
     if name not in INSTALLED:
