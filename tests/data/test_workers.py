@@ -147,11 +147,11 @@ def leave_in_mid_epoch(dataset):
 
 
 @pytest.mark.parametrize("dataset", ["range(64)", "WithStuckSample()"])
-def test_a_script_that_ends_in_mid_epoch_ends_with_its_workers(dataset):
-    code = f"from {__name__} import *; leave_in_mid_epoch({dataset})"
+def test_a_script_that_ends_in_mid_epoch_ends_with_its_workers(dataset, tmp_path):
     folder = Path(__file__).parent
-    beside = {**os.environ, "PYTHONPATH": str(folder.parent)}  # where this file's own imports are found
+    found = f"import sys; sys.path += {[str(folder), str(folder.parent)]}"  # this file, and its own imports
+    (tmp_path / "train.py").write_text(f"{found}\nfrom {__name__} import *\nleave_in_mid_epoch({dataset})\n")
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=beside, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1, 2, 3]\n", "")

@@ -332,6 +332,7 @@ with samestep.world() as world:
 """
 
 
+@pytest.mark.prove
 def test_a_rank_killed_while_others_wait_is_named(tmp_path):
     (tmp_path / "train.py").write_text(DYING)
     command = [sys.executable, "-m", "samestep", "run", "-n", "2", "train.py"]

@@ -52,10 +52,9 @@ ENDS = {
 
 PROVE = pytest.mark.prove
 ENDINGS = [
-    ("mpich", "sys.exit(7)"),
     ("mpich", "an exception"),
     ("mpich", "an early end with 0"),
-    pytest.param("mpich", "os._exit", marks=PROVE),
+    *(pytest.param("mpich", end, marks=PROVE) for end in ("sys.exit(7)", "os._exit")),
     ("openmpi", "an exception"),
     ("openmpi", "an early end with 0"),
     *(pytest.param("openmpi", end, marks=PROVE) for end in ("sys.exit(7)", "os._exit")),

@@ -109,6 +109,7 @@ def test_a_world_over_mpi_takes_the_steps_of_one_process(tmp_path):
     assert_close(tensor(eval(ranks)), tensor(eval(alone)))
 
 
+@pytest.mark.prove
 def test_compressed_gradients_have_the_same_bits_over_mpi_and_over_gloo(tmp_path):
     over_mpi = job(tmp_path, "mpich", COMPRESSED, 2).splitlines()
     over_gloo = job(tmp_path, "mpich", COMPRESSED.replace('"mpi"', '"gloo"'), 2).splitlines()

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 import samestep
+from ports import free_port
 from samestep.errors import UsageError
 from samestep.reporting.record import Run, opened
 from samestep.runtime.tracking import Track
@@ -38,11 +40,32 @@ SCRIPT = """
 """
 
 
-def run(folder: Path, *command: str) -> Run:
+def run(folder: Path, *command: str, ranks: int | None = None) -> Run:
+    """Runs the script, on ranks that are started one by one where there are some."""
     (folder / "train.py").write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP")}
-    subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, check=False)
+    port = free_port()
+    started = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            cwd=folder,
+            env=environment | ({} if ranks is None else variables(rank, ranks, port)),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(ranks or 1)
+    ]
+    for process in started:
+        process.wait(100)
     return opened(folder / "run")
+
+
+def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in told.items()}}
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
 
 
 def board(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -51,9 +74,13 @@ def board(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(each.step, each.value) for each in files.Scalars(tag)] for tag in files.Tags()["scalars"]}
 
 
-def test_ranks_of_torchrun_keep_events_where_the_world_has_a_folder(tmp_path: Path) -> None:
-    told = run(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
-    zero, one = told.attempt(0)
+@pytest.mark.parametrize(
+    ("command", "ranks"), [(["train.py"], 2), pytest.param(TORCHRUN, None, marks=pytest.mark.prove)]
+)
+def test_ranks_of_another_launcher_keep_events_where_the_world_has_a_folder(
+    tmp_path: Path, command: Sequence[str], ranks: int | None
+) -> None:
+    zero, one = run(tmp_path, *command, ranks=ranks).attempt(0)
     for log in (zero, one):
         assert [(event["step"], event["steps"]) for event in log.steps] == [*((n, 1) for n in range(1, 7)), (6, 0)]
         assert log.steps[3]["work"] == {"samples": 4, "weight": 4, "epoch": 1}
