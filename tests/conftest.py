@@ -8,6 +8,7 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -62,9 +63,15 @@ def fork_server():
 @pytest.fixture(scope="session", autouse=True)
 def _start_by_forks(request):
     """Lets the fork server start what tests and fixtures start by `subprocess`; it starts at the first use."""
+    first_use = threading.Lock()
+
+    def server():
+        with first_use:  # a test may start processes on several threads
+            return request.getfixturevalue("fork_server")
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", forkserver.Popen)
-        patch.setattr(forkserver.Popen, "server", lambda: request.getfixturevalue("fork_server"))
+        patch.setattr(forkserver.Popen, "server", server)
         yield
 
 

@@ -199,7 +199,8 @@ def test_a_message_to_nobody_and_an_unknown_option_are_refused(tmp_path):
             try:
                 act()
             except Exception as error:
-                print(type(error).__name__, error)
+                print(type(error).__name__, error, flush=True)
+        dist.barrier()  # mpiexec ends the other rank when one fails
         dist.destroy_process_group()
         dist.init_process_group("mpi", pg_options={"waiting": "nonsense"})
     """
