@@ -53,6 +53,7 @@ class ForkServer:
         self._connection = Connection(ours.detach())
         self._lock = threading.Lock()
         self._owner = os.getpid()
+        self.closed = False
 
     def ask(self, *request, descriptors=()):
         with self._lock:
@@ -71,6 +72,7 @@ class ForkServer:
         return ForkedRanks(self, self.ask("ranks", function, ranks, str(folder), args), Path(folder))
 
     def close(self):
+        self.closed = True
         self._connection.close()
         self._process.wait(TIMEOUT)
 
@@ -107,7 +109,7 @@ class Popen(subprocess.Popen):
         if self._forked_by is None:
             return super()._internal_poll(*args, **options)
         with self._waitpid_lock:
-            if self.returncode is None:
+            if self.returncode is None and not self._forked_by.closed:
                 self.returncode = self._forked_by.ask("poll", self.pid)
         return self.returncode
 
@@ -286,6 +288,7 @@ def run_command(command, about):
         if not isinstance(end.code, int | None):
             print(end.code, file=sys.stderr)
     except BaseException as error:  # noqa: BLE001  (the interpreter would end here, too)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, own_frames_removed(error.__traceback__))
         if isinstance(error, KeyboardInterrupt):
             sys.stdout.flush()
