@@ -69,7 +69,14 @@ def test_the_newest_run_is_reported_where_none_is_named(tmp_path):
 def test_page_trace_and_data_go_where_they_are_wanted(tmp_path):
     run = Made(tmp_path / "run").write()
     before = sorted(file.name for file in run.iterdir())
-    options = ["-o", tmp_path / "a" / "page.html", "--trace", tmp_path / "trace.json", "--json", tmp_path / "data.json"]
+    options = [
+        "--output",
+        tmp_path / "a" / "page.html",
+        "--trace",
+        tmp_path / "trace.json",
+        "--json",
+        tmp_path / "data.json",
+    ]
     assert report(run, *options).returncode == 0
     assert (tmp_path / "a" / "page.html").exists()
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

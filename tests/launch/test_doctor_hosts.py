@@ -89,6 +89,19 @@ def test_every_host_looks_at_itself_and_they_are_measured_against_each_other(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json"]
 
 
+def test_hosts_of_a_file_are_reached_by_pdsh_and_measured_on_the_interface_that_was_asked_for(tmp_path, quick):
+    try:
+        require("pdsh")
+    except UsageError as error:
+        pytest.skip(str(error))
+    (tmp_path / "hosts.txt").write_text("node1\nnode2\n")
+    code, _, lines = told(tmp_path, "--hostfile", "hosts.txt", "--via", "pdsh", *quick, "--interface", "lo")
+    assert code == 1
+    assert [line["host"] for line in about(lines, "disk speed")] == ["node1", "node2"]
+    (line,) = about(lines, "between hosts")
+    assert "cannot reach host node2 on its lo, 127.0.0.1 (" in line["text"]
+
+
 def test_a_host_that_nobody_knows_is_named_and_the_others_are_looked_at(tmp_path, quick):
     code, shown, lines = told(tmp_path, "--hosts", "node1,nowhere", *quick, "--wrong")
     assert code == 1

@@ -249,6 +249,15 @@ def test_the_interface_that_was_asked_for_is_used(on_hosts, folder):
     assert sorted(out.splitlines()) == ["[rank 0] 2 eth0", "[rank 1] 2 eth0"]
 
 
+def test_hosts_of_a_file_get_the_variables_that_are_taken_along(lab, folder):
+    (folder.path / "hosts.txt").write_text("node1 slots=1\nnode2 slots=1\n")
+    script = folder.script("print(rank, os.environ.get('MINE'), os.environ.get('OTHER'))")
+    words = ["--hostfile", "hosts.txt", *lab.reached, *FORKED, "--env", "MINE", script]
+    code, out, err = finish(folder.start(*words, env=ONE_THREAD | {"MINE": "a b", "OTHER": "c"}))
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["[rank 0] 0 a b None", "[rank 1] 1 a b None"]
+
+
 def test_hosts_that_are_slow_to_come_are_named(on_hosts, folder, lab, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -64,6 +64,11 @@ def test_the_rank_that_was_killed_is_named():
     assert (failure.value.rank, failure.value.exit_code) == (1, 137)
 
 
+def test_ranks_that_give_no_answer_in_time_are_ended():
+    with pytest.raises(RankFailure, match="gave no answer within 0.5 s"):
+        samestep.spawn(signal.pause, 2, timeout=0.5)
+
+
 def test_a_world_without_ranks_is_refused():
     with pytest.raises(UsageError, match="at least one rank, not 0"):
         samestep.spawn(name, 0)

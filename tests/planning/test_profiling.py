@@ -5,16 +5,18 @@ from __future__ import annotations
 import statistics
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from samestep.cli import main
 from samestep.errors import UsageError
 from samestep.launch.nursery import Nursery
-from samestep.planning import measuring
+from samestep.planning import measuring, profiling
 from samestep.planning.moments import Mark, Moments
-from samestep.planning.profile import Profile
+from samestep.planning.profile import Profile, load
 from samestep.planning.profiling import profile_script
 
 MLP = """
@@ -343,6 +345,25 @@ def test_a_module_is_run_as_python_does_and_progress_is_told(nursery: Nursery, t
     profile = profile_script("package.train", ["1000"], is_module=True, steps=3, nursery=nursery, progress=said.append)
     assert (profile.script, profile.steps) == ("-m package.train 1000", 3)
     assert said[0] == "starting package.train"
+
+
+def test_the_command_profiles_a_module_for_as_many_steps_as_asked_for_and_keeps_the_profile(
+    nursery: Nursery, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(textwrap.dedent(MLP), encoding="utf-8")
+    (tmp_path / "cluster.toml").write_text(
+        '[nodes]\ncount = 2\n[links]\nbetween = { latency = "5 us", bandwidth = "10 GB/s" }', encoding="utf-8"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(profiling, "profile_script", partial(profile_script, nursery=nursery))
+    words = ["--cluster", "cluster.toml", "--steps", "4", "--save-profile", "kept.json", "-m", "package.train", "1000"]
+    assert main(["plan", *words]) == 0
+    kept = load(tmp_path / "kept.json")
+    assert (kept.script, kept.steps) == ("-m package.train 1000", 4)
+    said = capsys.readouterr().out
+    assert main(["plan", "--cluster", "cluster.toml", "--profile", "kept.json"]) == 0
+    assert capsys.readouterr().out == said
 
 
 FAILS = """

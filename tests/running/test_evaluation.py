@@ -175,6 +175,20 @@ def probabilities():
         )
 
 
+def test_batches_are_made_by_the_function_that_was_given():
+    with samestep.world(device="cpu") as world:
+        batches = []
+        samestep.evaluate(
+            lambda batch: (batches.append(batch.tolist()) or batch, batch),
+            range(3),
+            world,
+            batch_size=2,
+            metrics={},
+            collate_fn=lambda samples: 10 * torch.tensor(samples),
+        )
+    assert batches == [[0, 10], [20]]
+
+
 def test_auc_which_is_no_mean_is_exact(three_ranks):
     expected = probabilities()
     assert 0 < expected["auc"] < 1

@@ -260,6 +260,15 @@ def test_steps_are_saved_as_often_as_asked_and_as_many_stay_as_asked(tmp_path):
     assert names(tmp_path) == ["step-00000004", "step-00000006", "step-00000008"]
 
 
+def test_steps_that_keep_each_divides_stay(tmp_path):
+    with samestep.world(device="cpu") as world:
+        state = a_state(tmp_path, world, every=1, keep=2, keep_each=3)
+        for _ in range(8):
+            state.commit()
+        state.close()
+    assert names(tmp_path) == [f"step-0000000{step}" for step in (3, 6, 7, 8)]
+
+
 def test_without_an_interval_only_the_ends_of_epochs_are_saved(tmp_path):
     with samestep.world(device="cpu") as world:
         state = a_state(tmp_path, world, keep=9)
