@@ -132,8 +132,9 @@ PROMISES: dict[str, list[str]] = {
         "tests/pipelines/test_pipeline.py::test_two_replicas_of_two_stages_take_the_step_of_one_process",
     ],
     "mission: pictures of pipelines from real runs": [
+        "tests/test_page_code.py::test_a_pipeline_is_planned_trained_and_drawn",
+        "tests/launch/test_timeline.py::test_stages_wait_for_each_other_and_draw_their_first_steps",
         "tests/pipelines/test_pipeline_report.py::test_a_picture_shows_every_action",
-        "tests/pipelines/test_pipeline_report.py::test_an_image_shows_every_action_where_it_was",
     ],
     "mission: destroy_process_group always, also on error": [
         "tests/runtime/test_world.py::test_the_group_is_destroyed_on_the_way_out_of_an_error",
@@ -620,6 +621,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/runtime/test_world.py::test_what_cannot_be_joined_is_refused_in_one_line",
     ],
     "samestep.checkpoint(path)": [
+        "tests/running/checkpoints/test_commit.py::test_steps_are_saved_as_often_as_asked_and_as_many_stay_as_asked",
         "tests/running/checkpoints/test_commit.py::test_without_a_path_nothing_is_saved_and_all_else_stays",
     ],
     "samestep.checkpoint(world)": [
@@ -721,6 +723,7 @@ PROMISES: dict[str, list[str]] = {
     ],
     "samestep.plan_pipeline(loss_fn)": [
         "tests/pipelines/test_choose_pipeline.py::test_a_plan_is_carried_out_alike_on_all_ranks",
+        "tests/pipelines/test_measured_layers.py::test_the_loss_is_the_last_layers",
     ],
     "samestep.plan_pipeline(stages)": [
         "tests/pipelines/test_ties.py::test_a_tied_model_can_be_planned_for_any_number_of_stages",
