@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -95,6 +96,9 @@ def record():
 def pytest_configure(config):
     """Holds promises of seconds to the letter where the long sweeps run, on a machine that does nothing else."""
     deadline.hold_to(deadline.BUSY if "not prove" in config.option.markexpr else 0.0)
+    for number in (signal.SIGINT, signal.SIGHUP):  # ignored under nohup and in the background: tests send them
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.hookimpl(trylast=True)
