@@ -59,7 +59,7 @@ test-times: compiled
 
 prove: compiled
 	@scripts/install-test-tools
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -m prove -n $(TESTERS) --dist loadscope
 
 zoo: $(VENV)/tested
 	@$(BIN)/python scripts/zoo.py
