@@ -80,8 +80,7 @@ WITH_WORKERS = (22, {"micro_batch_size": 2, "workers": 2})
     [
         *((kind, *case) for kind in KINDS for case in CASES),
         ("seeks", *WITH_WORKERS),
-        ("unknown", *WITH_WORKERS),
-        pytest.param("repeats", *WITH_WORKERS, marks=pytest.mark.prove),
+        *(pytest.param(kind, *WITH_WORKERS, marks=pytest.mark.prove) for kind in ("unknown", "repeats")),
     ],
     ids=str,
 )

@@ -85,7 +85,7 @@ def test_four_directions_over_four_ports_quarter_a_square_toruss_transfer():
     assert four.transfer_s == one.transfer_s / 4
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 7])
+@pytest.mark.parametrize("chunks", [1, 2, pytest.param(7, marks=pytest.mark.prove)])
 def test_a_double_tree_takes_its_formula_or_one_round_less_a_phase(chunks, links):
     for ranks in RANKS[1:]:
         most = formulas.double_tree_broadcast(ranks, N, links, chunks)

@@ -128,7 +128,7 @@ class Llama(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.tokens, self.blocks = nn.Embedding(12, 8), nn.ModuleList(Rotary() for _ in range(3))
+        self.tokens, self.blocks = nn.Embedding(12, 8), nn.ModuleList(Rotary() for _ in range(2))
         self.norm, self.head = nn.RMSNorm(8), nn.Linear(8, 12, bias=False)
         self.head.weight = self.tokens.weight
         self.register_buffer("speeds", 1.0 / 100 ** torch.arange(1.0), persistent=False)
@@ -262,13 +262,21 @@ def check(name, results):
     return [one for _, seconds in results for one in seconds]
 
 
-@pytest.mark.parametrize("name", CASES)
+ON_RANKS = ["4 inputs that want no gradient", "9 fewer micro-batches than stages", "10 skips over three stages"]
+IN_ONE_PROCESS = [
+    "2 no forward beside those of the step",
+    "5 dropout is off in evaluation",
+    "8 a module that decides by values",
+    "8 rotary positions",
+]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_ONE_PROCESS else pytest.param(name, marks=pytest.mark.prove) for name in CASES]
+)
 def test_a_trap_ends_in_the_bits_of_one_stage(name):
     found = taken(name, CASES[name].stages, "zero-bubble", ranks=1)
     check(name, [found])
-
-
-ON_RANKS = ["4 inputs that want no gradient", "9 fewer micro-batches than stages", "10 skips over three stages"]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.prove)])

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from mpi_jobs import mpiexec
 
 import samestep
 from ports import free_port
@@ -116,15 +116,9 @@ def test_ranks_meet_at_a_tcp_address(tmp_path):
     assert (code, out, other_code, other_out) == (0, "0", 0, "1 2 1 2 cpu gloo")
 
 
-MPIEXEC = Path(sys.executable).with_name("mpiexec")
-
-
-@pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec beside this Python: pip install mpich brings one")
-def test_ranks_of_a_real_mpiexec_meet():
-    code = textwrap.dedent(JOIN).format(arguments="")
-    done = subprocess.run(
-        [MPIEXEC, "-n", "2", sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+def test_ranks_of_a_real_mpiexec_meet(tmp_path):
+    (tmp_path / "join.py").write_text(textwrap.dedent(JOIN).format(arguments=""))
+    done = mpiexec("mpich", 2, sys.executable, "join.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 2 0 2 cpu gloo", "1 2 1 2 cpu gloo"]
 
