@@ -1,9 +1,10 @@
+import gc
 import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, _utils
 
 import samestep
 from samestep.errors import DataError
@@ -54,7 +55,16 @@ def loader_of(kind, rank, sizes, **options):
     return stateful.StatefulDataLoader(kind(rank, sizes[rank]), batch_size=2, **shuffle, **options)
 
 
-def run(kind, sizes, path, options, stop=None, batch_size=None):
+def run(*given):
+    """Trains; a worker that still loads when its loader goes is not waited for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+        found = trained(*given)
+        gc.collect()
+    return found
+
+
+def trained(kind, sizes, path, options, stop=None, batch_size=None):
     """Trains two epochs, or up to a step; returns the samples of each step of this rank."""
     warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
     with samestep.world() as world:
@@ -86,7 +96,7 @@ def test_ranks_whose_loaders_are_unequal_end_at_the_same_step(two_ranks):
 
 
 def test_several_batches_of_a_loader_make_a_step_where_batch_size_says_so():
-    assert [x for x, _ in run(Walk, [7], None, {}, batch_size=4)][:2] == [[0, 1, 2, 3], [4, 5, 6]]
+    assert [x for x, _ in run(Walk, [7], None, {}, None, 4)][:2] == [[0, 1, 2, 3], [4, 5, 6]]
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ def test_a_root_may_leave_when_the_others_have_yet_to_receive(tmp_path):
     assert done.stdout.count("got 2.0") == 2
 
 
+@pytest.mark.prove
 def test_under_samestep_run_the_culprit_is_named(tmp_path):
     words = (sys.executable, "-P", "-m", "samestep", "run")
     (tmp_path / "train.py").write_text(f"{BEGIN}if rank == 1:\n    sys.exit(7)\ndist.barrier()\n")

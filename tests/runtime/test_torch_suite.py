@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 SUITE = Path(__file__).parents[2] / "scripts" / "torch_suite.py"
-SOME = "test_all_reduce_coalesced_sum or test_sparse_all_reduce_sum or test_barrier_full"
-MORE = "test_isend_autograd or test_ddp_hook_parity_allreduce or test_DistributedDataParallelCPU"
+SOME = "test_all_reduce_coalesced_sum or test_sparse_all_reduce_sum"
+MORE = "test_barrier_full or test_isend_autograd or test_ddp_hook_parity_allreduce or test_DistributedDataParallelCPU"
 
 pytestmark = pytest.mark.skipif(find_spec("expecttest") is None, reason="PyTorch's tests need expecttest: pip has it")
 
