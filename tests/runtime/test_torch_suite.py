@@ -1,4 +1,4 @@
-"""PyTorch's own tests of process groups, which ship inside torch, over ours, in `make prove`."""
+"""PyTorch's own tests of process groups, which ship inside torch, over ours: some always, all in `make prove`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 SUITE = Path(__file__).parents[2] / "scripts" / "torch_suite.py"
+SOME = "test_all_reduce_coalesced_sum or test_sparse_all_reduce_sum"
+MORE = "test_barrier_full or test_isend_autograd or test_ddp_hook_parity_allreduce or test_DistributedDataParallelCPU"
 
 pytestmark = pytest.mark.skipif(find_spec("expecttest") is None, reason="PyTorch's tests need expecttest: pip has it")
 
@@ -32,6 +34,11 @@ def failures(*options, timeout):
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=environment)
     assert " passed" in done.stdout, done.stderr
     return done.returncode, done.stdout if done.returncode else ""
+
+
+@pytest.mark.parametrize("some", [SOME, pytest.param(MORE, marks=pytest.mark.prove)])
+def test_some_of_pytorchs_tests_pass(some):
+    assert failures("-k", some, timeout=280) == (0, "")
 
 
 @pytest.mark.prove
