@@ -1,6 +1,7 @@
 """A rank's record: what is written is what is read, by whoever holds the memory, at any moment."""
 
 import os
+import sys
 import threading
 
 import pytest
@@ -95,6 +96,21 @@ def test_nobody_reads_half_of_what_is_being_written(record):
     finally:
         done.set()
         writer.join()
+
+
+def test_the_version_is_odd_while_a_record_is_written(record):
+    """A reader that sees an odd version reads again."""
+
+    def version():
+        return int.from_bytes(os.pread(record, 8, progress._AT_VERSION), sys.byteorder)
+
+    (writer,) = progress._takers
+    before = version()
+    writer._begin_writing()
+    assert version() == before + 1
+    writer._end_writing()
+    assert version() == before + 2
+    assert before % 2 == 0
 
 
 def test_a_place_whose_name_is_no_utf8_is_noted_all_the_same(record):

@@ -9,6 +9,7 @@ import pytest
 from samestep.errors import UsageError
 from samestep.schedule.choose import NAMES, named
 from samestep.schedule.fill_drain import fill_drain
+from samestep.schedule.forward_only import forward_only
 from samestep.schedule.plan import Action, Plan
 
 PAIR = fill_drain(2, 2)
@@ -64,6 +65,8 @@ def test_a_rank_without_a_stage_and_a_step_without_micro_batches_are_refused():
                 named(name, ranks, micro_batches)
     with pytest.raises(UsageError, match="cannot have 0 stages a rank"):
         named("interleaved", 2, 2, 0)
+    with pytest.raises(UsageError, match="forward only: a pipeline cannot have 0 stages a rank"):
+        forward_only(2, 2, 0)
     with pytest.raises(UsageError, match="there is no schedule 'gpipe': fill-drain, 1f1b,"):
         named("gpipe", 2, 2)
     with pytest.raises(UsageError, match="1f1b has one stage a rank; 2 are for 'interleaved'"):
