@@ -89,6 +89,7 @@ def test_the_real_thing_runs_on_two_processes(tmp_path, capsys, two_ranks, monke
     monkeypatch.setattr(step, "spawn", lambda function, n, case, progress: two_ranks(function, case))
     monkeypatch.setattr(step, "SOONER", step.SOONER[1:2])  # the mlp
     monkeypatch.setattr(step, "installed", list)  # no other library
+    monkeypatch.setattr(step, "SETS", 1)  # of processes
     assert bench.main(["step", "--repeats", "2", "--json", str(tmp_path / "step.json")]) == 0
     told = json.loads((tmp_path / "step.json").read_text())
     assert told["setting"]["ranks"] == 2

@@ -52,15 +52,26 @@ def quick(monkeypatch):
     monkeypatch.setattr("samestep.doctor.trial._mpi", lambda _: [])
 
 
+@pytest.mark.usefixtures("quick")
 def test_this_machine_trains(asked, tmp_path: Path) -> None:
+    assert_trains(asked, tmp_path)
+
+
+@pytest.mark.prove
+def test_this_machine_trains_with_its_packages_its_disk_and_mpi(asked, tmp_path: Path) -> None:
+    found = assert_trains(asked, tmp_path)
+    if find_spec("mpi4py") is not None:
+        assert found["step over mpi"]["level"] == "fine"
+
+
+def assert_trains(asked, tmp_path: Path) -> dict[str, dict[str, str]]:
     code, shown, found = asked()
     assert code == 0, shown
     assert {found[f"step over {backend}"]["level"] for backend in ("gloo", "samestep")} == {"fine"}
     assert all(line["mend"] for line in found.values() if line["level"] in {"warning", "error"})
-    if find_spec("mpi4py") is not None:
-        assert found["step over mpi"]["level"] == "fine"
     assert "training would work" in shown[-1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json"]
+    return found
 
 
 @pytest.mark.usefixtures("quick")

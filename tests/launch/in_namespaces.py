@@ -1,4 +1,4 @@
-"""Enters namespaces and runs a module: `python in_namespaces.py /run/netns/node1 samestep run train.py`.
+"""Enters namespaces and runs a module, or a script: `python in_namespaces.py /run/netns/node1 samestep run train.py`.
 
 The first argument is a list of files, separated by commas, of the network and the host name (/proc/PID/ns/uts).
 It is a script, so that the fork server of the session can start it: what has imported torch need not do so on each
@@ -29,4 +29,7 @@ if __name__ == "__main__":
     if not sys.flags.safe_path or sys.path[0] == str(Path(__file__).parent):
         del sys.path[0]  # of this script
     sys.argv[:] = [module, *arguments]
-    runpy._run_module_as_main(module)
+    if module.endswith(".py"):
+        runpy.run_path(module, run_name="__main__")
+    else:
+        runpy._run_module_as_main(module)

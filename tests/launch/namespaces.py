@@ -200,6 +200,8 @@ class Lab:
         entering = ["nsenter", f"--net={space}"]
         if command[:3] == [sys.executable, "-P", "-m"]:
             entering, command = [sys.executable, str(HERE / "in_namespaces.py"), space], command[3:]
+        elif command[0] == sys.executable and command[1].endswith(".py"):
+            entering, command = [sys.executable, str(HERE / "in_namespaces.py"), space], command[1:]
         return subprocess.Popen([*entering, *command], **options)  # type: ignore[call-overload, no-any-return]
 
     def run(self, name: str, command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from namespaces import hosts
@@ -14,6 +15,7 @@ from test_hosts import FORKED, ONE_THREAD, SECRET, finish
 from ports import free_port
 
 RUN = [sys.executable, "-P", "-m", "samestep", "run"]
+IMPATIENT = [sys.executable, str(Path(__file__).with_name("impatient.py")), "run"]  # says after 0.5 s for whom it waits
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +60,9 @@ def by_hand(lab, folder):
     port = free_port()
     started = []
 
-    def start(name, index, count, *arguments, env=None):
+    def start(name, index, count, *arguments, env=None, run=RUN):
         where = ["--nnodes", count, "--node-rank", index, "--rendezvous", f"{lab.address('node1')}:{port}"]
-        command = [*RUN, *map(str, [*where, *FORKED, *arguments])]
+        command = [*run, *map(str, [*where, *FORKED, *arguments])]
         piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder.path}
         environment = {**os.environ, **ONE_THREAD, "SAMESTEP_TOKEN": SECRET, **(env or {})}
         started.append(lab.start(name, command, env=environment, **piped))
@@ -177,10 +179,10 @@ def test_who_has_gone_while_others_are_waited_for_may_come_again(by_hand, folder
 
 def test_both_sides_say_for_whom_they_wait(by_hand, folder, lab):
     script = folder.script("join()\nmeet()")
-    second = by_hand("node2", 1, 3, script)
+    second = by_hand("node2", 1, 3, script, run=IMPATIENT)
     line = until(second, "waiting")
     assert line.startswith(f"samestep: waiting for up to 300 s for node 0 to answer at {lab.address('node1')}:")
-    first = by_hand("node1", 0, 3, script)
+    first = by_hand("node1", 0, 3, script, run=IMPATIENT)
     line = until(first, "waiting")
     assert line.startswith(f"samestep: waiting for up to 300 s for node 2 to come in at {lab.address('node1')}:")
     third = by_hand("node3", 2, 3, script)
@@ -201,7 +203,7 @@ def test_a_person_at_another_host_hears_where_the_output_comes_and_how_it_ended(
 
 def test_a_port_that_is_taken_may_be_that_of_a_second_node_0(by_hand, folder):
     script = folder.script("join()\nmeet()")
-    first = by_hand("node1", 0, 2, script)
+    first = by_hand("node1", 0, 2, script, run=IMPATIENT)
     until(first, "waiting")
     code, _, err = finish(by_hand("node1", 0, 2, script))
     assert (code, "give it another --node-rank" in err) == (2, True), err
@@ -217,7 +219,7 @@ def test_who_needs_no_secret_is_out_of_reach_of_other_hosts(lab, folder, name):
     port = free_port()
     words = ["--nnodes", 2, "--rendezvous", f"{host}:{port}", *FORKED, folder.script("join()\nmeet()")]
     environment = {**ONE_THREAD, "SAMESTEP_TOKEN": secret}
-    first = folder.start("--node-rank", 0, *words, env=environment)
+    first = folder.start("--node-rank", 0, *words, env=environment, program=IMPATIENT[1:2])
     until(first, "waiting")
     outsider = lab.start("node1", [sys.executable, "-c", CONNECT, lab.bridge, str(port)], stderr=subprocess.PIPE)
     _, said = outsider.communicate(timeout=60)

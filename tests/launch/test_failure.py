@@ -86,7 +86,7 @@ def test_the_scripts_own_raise_is_not_taken_for_a_peers_whatever_it_says():
 def test_a_peer_lost_in_native_code_that_the_script_called_is_not_the_scripts_error(folder, call):
     script = folder.script(f"""
         import datetime, torch, torch.distributed as dist
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1))
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
         value = torch.ones(2)
         loss = model(value).sum()

@@ -116,7 +116,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
         options += ["--on-hang", "stop"] if fault in {"loop", "native", "frozen", "prepares"} else []
         return run(folder, fault, *options, steps=150)
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(8) as pool:
         faults = ("prepares", "asleep", "healthy", *STUCK)
         return dict(zip(faults, pool.map(one, faults), strict=True))
 

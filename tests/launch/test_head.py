@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 from namespaces import hosts
@@ -11,7 +12,9 @@ from test_versions import other_version_on
 
 from deadline import in_time
 from samestep._version import __version__
-from samestep.launch.head import SILENCE
+
+SILENCE = 4.0  # of `samestep run` here
+IMPATIENT = [str(Path(__file__).with_name("impatient.py"))]
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def start(lab, folder):
         head, line, rest = text.partition("        self._forks = False\n")
         team.write_text(head + wait + line + rest)
         words = ["--hosts", "node1,node2", "--ssh-args", lab.ssh_args, "--remote-python", python, "-n", 1]
-        return folder.start(*words, folder.script("join()\nprint(meet())"))
+        return folder.start(*words, folder.script("join()\nprint(meet())"), program=IMPATIENT)
 
     return begin
 

@@ -40,7 +40,9 @@ print(meet(), os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["LOCAL_WO
 """
 
 
-@pytest.mark.parametrize(("tasks", "words", "size"), [(2, [], 2), (2, ["-n", "2"], 4)])
+@pytest.mark.parametrize(
+    ("tasks", "words", "size"), [pytest.param(2, [], 2, marks=pytest.mark.prove), (2, ["-n", "2"], 4)]
+)
 def test_tasks_are_ranks_or_bring_several(folder, tasks, words, size):
     done = mpiexec(folder, tasks, *RUN, *words, folder.script(MEET))
     assert done.returncode == 0, done.stderr

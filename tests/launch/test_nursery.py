@@ -86,19 +86,15 @@ def test_forked_ranks_compute(two):
     assert two(multiply) == [300.0**3] * 2
 
 
-def test_what_a_rank_writes_goes_where_this_process_writes(two, capfd):
-    two.close()
-    two(print, "from a rank")
-    assert capfd.readouterr().out.count("from a rank") == 2
-
-
-def test_a_killed_parent_takes_its_ranks_along_and_is_replaced(two):
+def test_a_killed_parent_takes_its_ranks_along_and_is_replaced_by_one_that_writes_where_this_process_does(two, capfd):
     (first, parent), (second, _) = two(place)
     handles = [os.pidfd_open(pid) for pid in (first, second, parent)]
     with pytest.raises(RankFailure):
         two(kill_parent)
     assert_ended(handles)
     assert {new for _, new in two(place)} != {parent}
+    two(print, "from a rank")
+    assert capfd.readouterr().out.count("from a rank") == 2
 
 
 class NoForks:

@@ -142,16 +142,16 @@ def test_a_cable_that_is_put_back_brings_its_host_back(lab, start, folder):
 
 
 def test_a_host_that_does_not_come_back_ends_the_run_with_its_cause(lab, start, folder):
-    process = start("--join-timeout", 4, folder.script(SCRIPT))
+    process = start("--join-timeout", 2, folder.script(SCRIPT))
     running = await_ranks(folder, 4)
     lost_at = time.monotonic()
     lab.crash("node2")  # its sshd as well
     code, _, err = finish(process)
     assert code == 1
     took = time.monotonic() - lost_at
-    assert took > 4
-    assert in_time(took, 4 + 5)
-    assert "no replacement came within 4 s for host node2 (host node2: nothing listens there" in err
+    assert took > 2
+    assert in_time(took, 2 + 5)
+    assert "no replacement came within 2 s for host node2 (host node2: nothing listens there" in err
     assert (folder.result["failure"]["host"], folder.result["failure"]["exception"]) == ("node2", "HostLost")
     last = err[err.index("not started again") :].splitlines()
     assert last[1].startswith("samestep: error: rank 2 of 4 failed: host node2 is lost")
@@ -176,6 +176,7 @@ def test_a_signal_ends_the_wait_at_once(lab, start, folder, number, code):
     wait_until_gone(running)
 
 
+@pytest.mark.prove
 def test_a_host_that_is_lost_for_the_second_time_has_used_the_restarts_up(lab, start, folder):
     process = start(folder.script(SCRIPT.replace("attempt == 0", "True").replace('f"pids', 'f"{attempt}pids')))
     for attempt in (0, 1):
@@ -288,6 +289,7 @@ def test_who_comes_in_under_a_number_that_is_not_missing_is_turned_away(lab, by_
     finish(third)
 
 
+@pytest.mark.prove
 def test_a_replacement_that_is_lost_while_it_is_examined_is_waited_for_again(lab, start, folder):
     dies = folder.path / "dies"
     python = other_version_on(lab, "node2", folder.path, __version__, only_if=dies)

@@ -29,7 +29,10 @@ SPAWNED_FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("fault", "method"), [("raised", "spawn"), *((fault, "fork") for fault in SPAWNED_FAULTS)])
+@pytest.mark.parametrize(
+    ("fault", "method"),
+    [pytest.param("raised", "spawn", marks=pytest.mark.prove), *((fault, "fork") for fault in SPAWNED_FAULTS)],
+)
 def test_the_rank_that_failed_among_those_a_script_spawned_is_named(folder, fault, method):
     """The script numbers its ranks the other way round than torch.multiprocessing its processes."""
     statement, code, exception, message, shows_line = SPAWNED_FAULTS[fault]

@@ -159,9 +159,8 @@ def test_one_watcher_serves_a_host(start_by_hand):
 
 
 @pytest.mark.skipif(not (BIN / "mpiexec").exists(), reason="no mpiexec beside this Python: pip install mpich has one")
-@pytest.mark.parametrize(
-    "fault", ["killed", *(pytest.param(each, marks=pytest.mark.prove) for each in ("raises", "early"))]
-)
+@pytest.mark.prove  # test_mpiexec has a rank of a plain script that raises
+@pytest.mark.parametrize("fault", ["killed", "raises", "early"])
 def test_under_mpiexec_too_and_nobody_waits_for_the_dead(start, fault):
     _, err, _ = start([BIN / "mpiexec", "-n", 3, sys.executable], FAULTS[fault][0])
     said = words(err)[0].removeprefix("samestep: error: ")

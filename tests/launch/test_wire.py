@@ -384,7 +384,7 @@ HELLO = b'{"protocol": 1, "nonce": "00"}'
     ids=["ssh", "list", "nested", "version", "letters", "drip"],
 )
 def test_whoever_answers_in_place_of_the_head_is_named(token, lines, reason):
-    patience = 3.0 if lines else 0.5  # who answers is named, on a busy machine a moment later
+    patience = 1.0 if lines else 0.5  # who answers is named, on a busy machine a moment later
     with Impostor(*lines) as other, pytest.raises(RendezvousError, match=reason):
         connect([HERE], other.port, token, {}, seconds=patience)
 
