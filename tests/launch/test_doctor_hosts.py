@@ -113,6 +113,7 @@ def test_a_host_that_nobody_knows_is_named_and_the_others_are_looked_at(tmp_path
     assert "training would fail: 2 errors" in shown
 
 
+@pytest.mark.prove
 def test_hosts_that_cannot_hear_each_other_are_named(tmp_path, lab, quick):
     lab.separate("node1", "node2")
     try:

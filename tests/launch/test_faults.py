@@ -89,6 +89,7 @@ def test_a_rank_that_ignores_every_order_is_killed_after_the_grace(folder):
     assert in_time(seconds_since(folder), GRACE + 1)
 
 
+@pytest.mark.prove  # as a hang is ended: test_hanging_runs
 def test_a_rank_that_is_frozen_is_cleaned_up(folder):
     script = folder.script("""
         if rank == 0:

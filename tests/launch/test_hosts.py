@@ -61,7 +61,7 @@ print(value, os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"], socket.gethostn
 """
 
 
-@pytest.mark.parametrize("via", VIAS)
+@pytest.mark.parametrize("via", ["ssh", "pdsh", pytest.param("clush", marks=pytest.mark.prove)])
 def test_ranks_on_two_hosts_meet(on_hosts, folder, lab, via):
     code, out, err = finish(on_hosts("-n", 2, folder.script(MEET), via=via))
     assert code == 0, err

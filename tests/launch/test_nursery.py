@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from samestep import testing
 from samestep.errors import RankFailure
-from samestep.launch.nursery import Nursery
 from samestep.testing import RankSet, ranks
 
 
@@ -113,6 +113,7 @@ class NoForks:
         pass
 
 
+@pytest.mark.prove
 def test_where_nothing_can_be_forked_ranks_are_fresh_interpreters(monkeypatch):
     monkeypatch.setattr(testing, "Nursery", NoForks)
     run = RankSet(1)
@@ -120,6 +121,17 @@ def test_where_nothing_can_be_forked_ranks_are_fresh_interpreters(monkeypatch):
         assert run(place)[0][1] == os.getpid()
     finally:
         run.close()
+
+
+def test_where_nothing_can_be_forked_a_set_of_ranks_is_given_no_process_to_fork_them_from(monkeypatch):
+    given = []
+    pool = SimpleNamespace(call=lambda *_, **__: [1], close=lambda: None)
+    monkeypatch.setattr(testing, "Nursery", NoForks)
+    monkeypatch.setattr(testing, "RankPool", lambda size, **options: given.append((size, options["nursery"])) or pool)
+    run = RankSet(1)
+    assert run(place) == [1]
+    run.close()
+    assert given == [(1, None)]
 
 
 def test_all_forked_processes_end_with_a_caller_that_is_killed(tmp_path):
@@ -142,9 +154,10 @@ def test_all_forked_processes_end_with_a_caller_that_is_killed(tmp_path):
     assert len(out.split()) == 4
 
 
-def test_a_copy_of_its_caller_that_lives_on_does_not_keep_it():
-    nursery = Nursery({})
-    assert nursery.objection() is None
+def test_a_copy_of_its_caller_that_lives_on_does_not_keep_it(two):
+    two(place)
+    nursery, two._nursery = two._nursery, None
+    two.close()  # the ranks
     listening, held = os.pipe()
     copy = os.fork()  # as DataLoader forks its workers: with every descriptor
     if not copy:

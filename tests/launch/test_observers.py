@@ -67,7 +67,7 @@ def watched(folder):
     return run
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.prove)])
 def test_an_unchanged_script_is_watched_from_its_first_line_to_its_last(folder, watched, start):
     ranks = 2 if start == "fork" else 1
     done, told = watched("-n", ranks, folder.script(TRAINING), start=start)
@@ -94,7 +94,9 @@ def test_an_observer_that_is_not_there_fails_the_run_by_name(folder):
     assert "ModuleNotFoundError: No module named 'nowhere'" in done.stderr
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.prove)])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(one, marks=pytest.mark.prove) for one in ("spawn", "forkserver"))]
+)
 def test_ranks_that_a_script_spawns_are_watched_from_when_they_join(folder, watched, method):
     script = folder.script(f"""
         import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

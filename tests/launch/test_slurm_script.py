@@ -183,6 +183,7 @@ def test_a_line_break_cannot_smuggle_an_option_in(tmp_path, field):
         batch_script(batch(tmp_path, **{field: "x\n#SBATCH --uid=0"}))
 
 
+@pytest.mark.prove  # as test_slurm has it with a training
 def test_a_job_that_has_saved_is_queued_again_and_goes_on(here, tmp_path):
     stand_in = StandIn(tmp_path, 'echo "start ${SLURM_RESTART_COUNT:-0}"; [ -n "$SLURM_RESTART_COUNT" ] || exit 75')
     code, said, restarts = run_to_its_end(here, batch(tmp_path, nodes=2, python=str(stand_in.path)))
