@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -87,7 +88,9 @@ def test_help_lists_the_benchmarks_without_importing_torch():
 
 def test_the_real_thing_runs_on_two_processes(tmp_path, capsys, two_ranks, monkeypatch):
     monkeypatch.setattr(step, "spawn", lambda function, n, case, progress: two_ranks(function, case))
-    monkeypatch.setattr(step, "SOONER", step.SOONER[1:2])  # the mlp
+    small = replace(step.MLP, batch=4, samples=256)
+    monkeypatch.setattr(step, "MLP", small)
+    monkeypatch.setattr(step, "SOONER", ((small, step.SOONER[1][1]),))
     monkeypatch.setattr(step, "installed", list)  # no other library
     monkeypatch.setattr(step, "SETS", 1)  # of processes
     assert bench.main(["step", "--repeats", "2", "--json", str(tmp_path / "step.json")]) == 0
