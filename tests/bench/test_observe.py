@@ -73,7 +73,8 @@ def test_events_are_kept_in_one_set_of_the_two(tmp_path):
     assert [path.name for path in tmp_path.rglob("rank0.*")] == ["rank0.events.jsonl"]
 
 
-def test_the_events_of_a_step_are_timed_with_what_writes_them():
+def test_the_events_of_a_step_are_timed_with_what_writes_them(monkeypatch):
+    monkeypatch.setattr(observe, "NOTED_STEPS", 30)
     comparison = observe._notes(repeats=2)
     assert min(comparison.ours) > 1e-6
     assert comparison.theirs == (observe.EVENTS_S,) * 2

@@ -23,7 +23,9 @@ def waited():
 
 
 def test_stages_that_wait_take_what_their_schedule_allows_or_longer(two_ranks):
-    for ((ours, predicted), near), ((even, uneven), figures) in two_ranks(waited):
+    for ((ours, predicted), near), ((even, uneven), figures) in two_ranks(
+        lambda: small(waited, (), pipeline, PASSES=1)
+    ):
         assert near["of_ideal"] < predicted[0] / statistics.median(ours)  # of less: without messages
         assert len(set(predicted)) == 1
         assert min(*ours, *predicted) >= 9 * 0.030  # 8 micro-batches, and the other stage's first and last
@@ -76,7 +78,7 @@ def beside():
 
 
 def test_both_sides_compute_the_same(two_ranks):
-    assert two_ranks(beside, timeout=200.0) == [(2, 2, True)] * 2
+    assert two_ranks(lambda: small(beside, (), pipeline, SAMPLES=32, WIDTH=64), timeout=200.0) == [(2, 2, True)] * 2
 
 
 @pytest.mark.parametrize(("ranks", "said"), [(1, "samestep bench pipeline -n 2"), (9, "8 blocks make no 9 stages")])

@@ -55,7 +55,7 @@ def text_trained(seed, codec, *more):
     "codec", ["int8", *(pytest.param(name, marks=pytest.mark.prove) for name in sorted(NAMES) if name != "int8")]
 )
 def test_digits_learn_under_every_codec(two_ranks, codec):
-    for loss, accuracy in two_ranks(digits_trained, 0, codec, "--epochs", "3"):
+    for loss, accuracy in two_ranks(digits_trained, 0, codec, "--epochs", "2"):
         assert accuracy > 0.5, (loss, accuracy)
 
 

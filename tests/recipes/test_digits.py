@@ -49,6 +49,11 @@ def test_an_empty_batch_gives_no_scores():
     assert digits.DigitNet()(torch.zeros(0, 1, 8, 8)).shape == (0, 10)
 
 
+def test_15_epochs_are_trained_where_nothing_else_is_asked_for():
+    assert digits.parser().parse_args([]).epochs == 15
+
+
+@pytest.mark.prove
 def test_alone_it_names_98_percent_of_the_held_out_digits(capsys):
     assert digits.main([]) == 0
     printed = capsys.readouterr().out

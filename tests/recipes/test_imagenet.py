@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
 import shutil
@@ -175,8 +177,32 @@ def test_a_seed_asks_for_deterministic_kernels(two_ranks, digit_folder):
 
 
 DUMMY = ["--dummy", "--dummy-images", 20, "--epochs", 1]
+JOIN_AND_TRAIN = imagenet.join_and_train
 
 
+def join_and_train_small(asked, number):
+    """Returns what this rank prints."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(imagenet, "architecture", small_or_by_name)
+        JOIN_AND_TRAIN(asked, number)
+    return printed.getvalue()
+
+
+def test_multiprocessing_distributed_trains_on_so_many_ranks(two_ranks, monkeypatch, tmp_path):
+    """The ranks are those of the session."""
+    printed = []
+
+    def in_place_of_spawn(function, number, *given, progress):
+        assert (function, number, progress) == (join_and_train_small, 2, False)
+        printed.extend(two_ranks(function, *given))
+
+    monkeypatch.setattr(imagenet, "join_and_train", join_and_train_small)
+    monkeypatch.setattr(samestep, "spawn", in_place_of_spawn)
+    assert run(tmp_path, *DUMMY, "--multiprocessing-distributed", "--processes", 2) == 0
+    assert ["1 epoch, 2 ranks" in text for text in printed] == [True, False]
+
+
+@pytest.mark.prove
 def test_multiprocessing_distributed_starts_the_ranks(tmp_path):
     options = ("--multiprocessing-distributed", "--processes", 2)
     started = python(*SMALL, *DUMMY, *options, cwd=tmp_path)

@@ -87,7 +87,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Lazily[Report]:
     return Lazily(lambda name: makers[name]())
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.prove)])
 def test_a_training_with_samestep_is_the_same_also_in_float64_and_through_a_kill(
     reports: Lazily[Report], size: int
 ) -> None:
@@ -103,9 +103,10 @@ def test_as_virtual_ranks_processes_and_one_have_the_same_bits_where_their_numbe
     reports: Lazily[Report],
 ) -> None:
     (two,) = [remark for remark in reports["2 ranks"].remarks if "virtual ranks" in remark]
-    (three,) = [remark for remark in reports["3 ranks"].remarks if "virtual ranks" in remark]
     assert "2 processes and one have the same bits in all gradients and parameters (9 steps" in two
-    assert "3 is no power of two" in three
+    three = Report(ranks=3)
+    equality.bit_for_bit(None, 3, 6, three)  # type: ignore[arg-type]  # nothing is run
+    assert three.remarks == ["not compared bit for bit with virtual ranks: 3 is no power of two"]
 
 
 def test_an_error_in_the_sixth_digit_shows_in_float64(reports: Lazily[Report]) -> None:

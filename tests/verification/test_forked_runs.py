@@ -66,6 +66,7 @@ def names(when: str, folder: Path) -> tuple[list[str], list[str]]:
     return changed, left
 
 
+@pytest.mark.prove
 def test_what_was_imported_before_is_changed_wherever_somebody_has_it(tmp_path: Path) -> None:
     changed, left = names("before", tmp_path)
     assert "torch.distributed.fsdp.fully_shard" in changed

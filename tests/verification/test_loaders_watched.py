@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections import UserDict
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, dataloader
+from torch.utils.data import DataLoader, Dataset, Sampler, _utils, dataloader
 
 from samestep.verification.checking import loaders as checking
 from samestep.verification.checking import values
@@ -29,6 +30,15 @@ class Told(Listener):
         for batch in own:
             self.passes[-1].append(batch)
             yield batch.value
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_waiting() -> Iterator[None]:
+    """A worker that still loads when its loader goes is not waited for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+        yield
+        gc.collect()
 
 
 @pytest.fixture

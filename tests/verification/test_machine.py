@@ -137,6 +137,7 @@ def test_ranks_whose_port_comes_free_are_run_once_more(
     assert report.steps == 1
 
 
+@pytest.mark.prove
 def test_ranks_that_take_a_port_twice_are_a_difference(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(TWICE), encoding="utf-8")
