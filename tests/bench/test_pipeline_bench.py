@@ -24,13 +24,13 @@ def waited():
 
 def test_stages_that_wait_take_what_their_schedule_allows_or_longer(two_ranks):
     for ((ours, predicted), near), ((even, uneven), figures) in two_ranks(
-        lambda: small(waited, (), pipeline, PASSES=1)
+        lambda: small(waited, (), pipeline, PASSES=1, FORWARD_S=0.004, BACKWARD_S=0.008)
     ):
         assert near["of_ideal"] < predicted[0] / statistics.median(ours)  # of less: without messages
         assert len(set(predicted)) == 1
-        assert min(*ours, *predicted) >= 9 * 0.030  # 8 micro-batches, and the other stage's first and last
-        assert min(even) >= 7 * 7 / 8 * 0.030
-        assert min(uneven) >= 6.5 * 0.030
+        assert min(*ours, *predicted) >= 9 * 0.012  # 8 micro-batches, and the other stage's first and last
+        assert min(even) >= 7 * 7 / 8 * 0.012
+        assert min(uneven) >= 6.5 * 0.012
         assert figures["predicted_ratio"] == pytest.approx(18.375 / 19.5)
 
 
