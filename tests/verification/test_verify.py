@@ -173,9 +173,7 @@ def test_a_broken_script_is_found_and_its_line_named(reports: Lazily[Report], na
         assert text in Path(path).read_text(encoding="utf-8").splitlines()[int(line) - 1]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.prove) if name == "own_spawning" else name for name in HEALTHY]
-)
+@pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_script_is_the_same_training(reports: Lazily[Report], name: str) -> None:
     reports[name].require_same()
     assert reports[name].steps > 0
