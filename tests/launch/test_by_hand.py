@@ -182,7 +182,7 @@ def test_both_sides_say_for_whom_they_wait(by_hand, folder, lab):
     second = by_hand("node2", 1, 3, script, run=IMPATIENT)
     line = until(second, "waiting")
     assert line.startswith(f"samestep: waiting for up to 300 s for node 0 to answer at {lab.address('node1')}:")
-    first = by_hand("node1", 0, 3, script, run=IMPATIENT)
+    first = by_hand("node1", 0, 3, script)
     line = until(first, "waiting")
     assert line.startswith(f"samestep: waiting for up to 300 s for node 2 to come in at {lab.address('node1')}:")
     third = by_hand("node3", 2, 3, script)

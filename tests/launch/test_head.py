@@ -13,7 +13,7 @@ from test_versions import other_version_on
 from deadline import in_time
 from samestep._version import __version__
 
-SILENCE = 4.0  # of `samestep run` here
+SILENCE = 5.0  # of `samestep run` here
 IMPATIENT = [str(Path(__file__).with_name("impatient.py"))]
 
 

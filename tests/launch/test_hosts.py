@@ -41,9 +41,9 @@ def lab(lab_of_all):
 def on_hosts(lab, folder):
     """Starts `samestep run` on two hosts of the lab."""
 
-    def start(*arguments, listed="node1,node2", via="ssh", **options):
+    def start(*arguments, listed="node1,node2", via="ssh"):
         words = ["--json", folder.json, "--hosts", listed, "--via", via, *lab.reached, *FORKED, *arguments]
-        return folder.start(*words, env=ONE_THREAD, **options)
+        return folder.start(*words, env=ONE_THREAD)
 
     return start
 
@@ -264,8 +264,7 @@ def test_hosts_that_are_slow_to_come_are_named(on_hosts, folder, lab, tmp_path):
     slow = tmp_path / "python"
     slow.write_text(f'#!/bin/sh\n[ "$(hostname)" = node1 ] || read line <{pipe}\nexec {lab.python} "$@"\n')
     slow.chmod(0o755)
-    impatient = [str(Path(__file__).with_name("impatient.py"))]
-    process = on_hosts("--remote-python", slow, folder.script(""), program=impatient)
+    process = on_hosts("--remote-python", slow, folder.script(""))
     line = process.stderr.readline()
     assert line == "samestep: waiting for up to 15 s for node2 to answer over ssh and to connect to this host\n"
     pipe.write_text("go\n")
