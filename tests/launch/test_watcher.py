@@ -69,15 +69,18 @@ def start_by_hand(tmp_path):
     def run(size, fault="pass", join=WORLD, **variables):
         script = prepared(tmp_path, fault, join)
         ours = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        reader, writer = os.pipe()  # the watcher holds it, too, and writes last
+        with (tmp_path / "out").open("w") as out, os.fdopen(reader, encoding="utf-8") as err:
             ranks = []
             for rank in range(size):
                 told = ours | {"RANK": rank, "LOCAL_RANK": rank} | variables
                 environment = no_launcher() | {name: str(value) for name, value in told.items()}
                 command = [sys.executable, script]
-                ranks.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=out, stderr=err))
+                ranks.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=out, stderr=writer))
+            os.close(writer)
+            said = err.read()
             codes = [rank.wait(90) for rank in ranks]
-        return (tmp_path / "out").read_text(), (tmp_path / "err").read_text(), codes
+        return (tmp_path / "out").read_text(), said, codes
 
     return run
 
