@@ -73,6 +73,8 @@ class ForkServer:
 
     def close(self):
         self.closed = True
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as link:
+            link.shutdown(socket.SHUT_RDWR)  # a process that this one has forked may hold it, too
         self._connection.close()
         self._process.wait(TIMEOUT)
 
