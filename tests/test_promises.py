@@ -61,7 +61,7 @@ def promises():
 
 @pytest.fixture(scope="module")
 def run_by_make_test(request):
-    """Returns the tests that `make test` runs: those of this session, or as pytest collects their files."""
+    """Returns the tests that `make test` runs: those of this run, or as pytest collects their files."""
     named = {test for tests in PROMISES.values() for test in tests}
     items = [item for item in request.session.items if item.get_closest_marker("prove") is None]
     here = {item.nodeid.partition("[")[0] for item in items}
