@@ -198,6 +198,7 @@ def test_what_is_new_is_seen_unless_it_is_paused(sit, made):
     seat.leaves()
 
 
+@pytest.mark.fresh_interpreter  # the second signal may come while it ends, which takes a fork with torch longer
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=str)
 def test_a_signal_leaves_the_terminal_as_it_was(sit, made, number, code):
     seat = sit(made.path)
