@@ -21,10 +21,10 @@ from samestep.rankenv import fresh_environment
 def found_by(folder, code):
     """Returns what a doctor that has ended with a code has written in a folder."""
     told = json.loads((folder / "found.json").read_text(encoding="utf-8"))
-    assert told["v"] == 1
+    assert told["v"] == 2
     assert told["verdict"] == ("fails" if code else "works")
-    assert all(set(line) == {"about", "level", "text", "effect", "mend", "host"} for line in told["lines"])
-    return {line["about"]: line for line in told["lines"]}
+    assert all(set(line) == {"check", "level", "text", "effect", "fix", "host"} for line in told["lines"])
+    return {line["check"]: line for line in told["lines"]}
 
 
 @pytest.fixture
@@ -61,14 +61,14 @@ def test_this_machine_trains(asked, tmp_path: Path) -> None:
 def test_this_machine_trains_with_its_packages_its_disk_and_mpi(asked, tmp_path: Path) -> None:
     found = assert_trains(asked, tmp_path)
     if find_spec("mpi4py") is not None:
-        assert found["step over mpi"]["level"] == "fine"
+        assert found["step over mpi"]["level"] == "ok"
 
 
 def assert_trains(asked, tmp_path: Path) -> dict[str, dict[str, str]]:
     code, shown, found = asked()
     assert code == 0, shown
-    assert {found[f"step over {backend}"]["level"] for backend in ("gloo", "samestep")} == {"fine"}
-    assert all(line["mend"] for line in found.values() if line["level"] in {"warning", "error"})
+    assert {found[f"step over {backend}"]["level"] for backend in ("gloo", "samestep")} == {"ok"}
+    assert all(line["fix"] for line in found.values() if line["level"] in {"warning", "error"})
     assert "training would work" in shown[-1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json"]
     return found
@@ -78,13 +78,13 @@ def assert_trains(asked, tmp_path: Path) -> dict[str, dict[str, str]]:
 def test_a_variable_that_ends_training_is_found_and_so_is_what_it_does(asked) -> None:
     code, shown, found = asked("--wrong", GLOO_SOCKET_IFNAME="eth77", RANK="1")
     assert code == 1
-    assert found["GLOO_SOCKET_IFNAME"]["mend"] == "unset GLOO_SOCKET_IFNAME"
+    assert found["GLOO_SOCKET_IFNAME"]["fix"] == "unset GLOO_SOCKET_IFNAME"
     assert "WORLD_SIZE is not" in found["rank variables"]["text"]
     assert found["step over gloo"]["level"] == "error"
     assert "eth77" in found["step over gloo"]["text"]
-    assert "samestep run -n 2 -m samestep.doctor.step" in found["step over gloo"]["mend"]
+    assert "samestep run -n 2 -m samestep.doctor.step" in found["step over gloo"]["fix"]
     assert "training would fail" in shown[-1]
-    assert not any(line.startswith("fine") for line in shown)
+    assert not any(line.startswith("ok") for line in shown)
 
 
 @pytest.mark.usefixtures("quick")
@@ -94,7 +94,7 @@ def test_ranks_that_nobody_started_are_found(asked, monkeypatch) -> None:
     code, _, found = asked(**left)
     assert code == 1
     assert found["ranks of this job"]["text"].startswith("env says that this is rank 0 of 3, and they do not meet: ")
-    assert found["step over gloo"]["level"] == "fine"
+    assert found["step over gloo"]["level"] == "ok"
 
 
 QUICK = """
@@ -115,7 +115,7 @@ def test_processes_of_mpiexec_are_looked_at_together(tmp_path: Path) -> None:
     found = found_by(tmp_path, done.returncode)
     assert done.returncode == 0, done.stdout + done.stderr
     assert found["links"]["text"].startswith("1 pair, median ")
-    assert found["clocks"]["level"] == found["shared folder"]["level"] == "fine"
+    assert found["clocks"]["level"] == found["shared folder"]["level"] == "ok"
     assert done.stdout.count("training would work") == 1
 
 
@@ -146,5 +146,5 @@ def test_the_result_may_go_to_standard_output(tmp_path: Path, monkeypatch, capsy
     monkeypatch.setattr("samestep.doctor.examine.examine", lambda *_: [])
     monkeypatch.setattr(doctor, "_launched", lambda: None)
     assert doctor.main(["--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"v": 1, "verdict": "works", "lines": []}
+    assert json.loads(capsys.readouterr().out) == {"v": 2, "verdict": "works", "lines": []}
     assert os.listdir(tmp_path) == []  # noqa: PTH208

@@ -21,9 +21,9 @@ LOOK = """
 import sys
 from samestep.doctor.{module} import look
 for line in look():
-    if line.level != "fine" and line.about in {about}:
-        print(line.mend)
-        print(line.level, line.about, line.text, file=sys.stderr)
+    if line.level != "ok" and line.check in {check}:
+        print(line.fix)
+        print(line.level, line.check, line.text, file=sys.stderr)
 """
 
 
@@ -70,19 +70,19 @@ RAISED = {"few open files", "no large files at all"}  # above what the user may 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_and_gone_when_its_mend_is_pasted(fault, tmp_path):
-    provoked, module, about = FAULTS[fault]
+    provoked, module, check = FAULTS[fault]
     if "core" in fault and len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core is all there is here, and the fault is to have one of several")
     if fault in RAISED and not may_raise_limits():
-        pytest.skip("this root lacks CAP_SYS_RESOURCE, with which the mend raises a hard limit")
-    (tmp_path / "look.py").write_text(LOOK.format(module=module, about=set(about)), encoding="utf-8")
+        pytest.skip("this root lacks CAP_SYS_RESOURCE, with which the fix raises a hard limit")
+    (tmp_path / "look.py").write_text(LOOK.format(module=module, check=set(check)), encoding="utf-8")
     shutil.copy("/etc/hosts", tmp_path / "hosts")
     look = f"{sys.executable} look.py"
     script = f"""
         mount --bind hosts /etc/hosts
         {provoked}
-        {look} > mend || exit 3
-        . ./mend > pasted 2>&1 || {{ cat pasted; exit 4; }}
+        {look} > fix || exit 3
+        . ./fix > pasted 2>&1 || {{ cat pasted; exit 4; }}
         {look} > again || exit 5
     """
     command = ["unshare", "-m", "-n", "-u", "bash", "-c", script]
@@ -90,7 +90,7 @@ def test_a_fault_is_found_and_gone_when_its_mend_is_pasted(fault, tmp_path):
         command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False, env=fresh_environment()
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "mend").read_text(encoding="utf-8").strip(), "the fault was not found"
+    assert (tmp_path / "fix").read_text(encoding="utf-8").strip(), "the fault was not found"
     assert (tmp_path / "again").read_text(encoding="utf-8") == "", done.stderr
 
 

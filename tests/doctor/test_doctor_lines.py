@@ -11,38 +11,38 @@ import pytest
 
 from samestep.cli import doctor as command
 from samestep.doctor import gpus, software, trial, variables
-from samestep.doctor.line import Line, fine, kept, worst
+from samestep.doctor.line import Line, kept, ok, worst
 
 
 def levels(lines):
-    return [(line.about, line.level) for line in lines]
+    return [(line.check, line.level) for line in lines]
 
 
 # --- lines -------------------------------------------------------------------------------------
 
 
 def test_the_worst_line_decides():
-    assert worst([]) == worst([fine("a", "b")]) == "fine"
-    assert worst([Line("a", "error", "b"), Line("a", "warning", "b"), fine("a", "b")]) == "error"
+    assert worst([]) == worst([ok("a", "b")]) == "ok"
+    assert worst([Line("a", "error", "b"), Line("a", "warning", "b"), ok("a", "b")]) == "error"
 
 
 def test_a_look_that_fails_is_a_line():
     def look():
-        yield fine("a", "seen")
+        yield ok("a", "seen")
         raise ValueError("odd")
 
     assert [line.text for line in kept("a", look)] == ["seen", "cannot be looked at: ValueError: odd"]
 
 
 def test_hosts_that_agree_are_told_once():
-    lines = [Line("torch", "fine", "2.13", host=host) for host in "ab"]
+    lines = [Line("torch", "ok", "2.13", host=host) for host in "ab"]
     lines += [Line("disk", "warning", "full", "no room", "rm", host="b")]
     told = command.shown(lines, wrong=False, coloured=False)
     assert [" ".join(line.split()) for line in told] == [
-        "fine torch all hosts: 2.13",
+        "ok torch all hosts: 2.13",
         "WARNING disk b: full",
         "causes: no room",
-        "mend: rm",
+        "fix: rm",
         "",
         "training would work: 1 warning",
     ]
@@ -66,31 +66,31 @@ def test_long_lines_are_broken_where_the_terminal_ends():
         (None, 0, "error"),
         ("2.10.0", 0, "error"),
         ("1.13.1+cu117", 4, "error"),
-        ("2.13.0+cpu", 0, "fine"),
+        ("2.13.0+cpu", 0, "ok"),
         ("2.13.0+cpu", 2, "warning"),
-        ("2.13.0+cu128", 2, "fine"),
-        ("2.11.0a0+git1", 0, "fine"),
+        ("2.13.0+cu128", 2, "ok"),
+        ("2.11.0a0+git1", 0, "ok"),
     ],
 )
 def test_torch_must_be_there_new_enough_and_for_the_gpus(installed, gpus_here, level):
     line = software.torch(installed, gpus_here, (12, 8) if installed and "cu" in installed else (0,))
     assert line.level == level
-    assert bool(line.mend) == (level != "fine")
+    assert bool(line.fix) == (level != "ok")
 
 
 def test_packages_that_contradict_each_other_are_named():
     said = "torchvision 0.27.0 has requirement torch==2.12.0, but you have torch 2.13.0.\nblack 1 requires click."
     (line,) = software.quarrels((1, said))
     assert (line.level, line.text) == ("warning", said.splitlines()[0])
-    assert line.mend == f"{shlex.quote(sys.executable)} -m pip install --upgrade torchvision torch==2.13.0"
-    assert [line.level for line in software.quarrels((0, "No broken requirements found."))] == ["fine"]
-    assert [line.level for line in software.quarrels((1, "black 1 requires click."))] == ["fine"]
+    assert line.fix == f"{shlex.quote(sys.executable)} -m pip install --upgrade torchvision torch==2.13.0"
+    assert [line.level for line in software.quarrels((0, "No broken requirements found."))] == ["ok"]
+    assert [line.level for line in software.quarrels((1, "black 1 requires click."))] == ["ok"]
 
 
 @pytest.mark.parametrize("answer", [(1, "/usr/bin/python: No module named pip"), (-1, "timed out")])
 def test_an_environment_without_pip_is_not_called_sound(answer):
     (line,) = software.quarrels(answer)
-    assert (line.level, line.mend) == ("note", f"{shlex.quote(sys.executable)} -m ensurepip")
+    assert (line.level, line.fix) == ("note", f"{shlex.quote(sys.executable)} -m ensurepip")
 
 
 def test_slurm_is_judged_by_its_nodes():
@@ -98,7 +98,7 @@ def test_slurm_is_judged_by_its_nodes():
     assert line.text == "slurm 23.11.4, nodes: 4 idle, 1 down*"
     assert software.slurm((0, "2 drained\n1 down*"), configured=True).level == "warning"
     assert software.slurm((1, "sinfo: error: no controller"), configured=True).level == "warning"
-    assert software.slurm((1, "no configuration"), configured=False).level == "fine"
+    assert software.slurm((1, "no configuration"), configured=False).level == "ok"
 
 
 # --- variables ---------------------------------------------------------------------------------
@@ -131,8 +131,8 @@ def test_slurm_is_judged_by_its_nodes():
 )
 def test_a_variable_that_surprises_is_named(name, value, level, monkeypatch):
     monkeypatch.setattr(variables, "visible_gpus", lambda: 0)
-    found = [(line.about, line.level) for line in variables.look({name: value}.get, [name])]
-    assert found == ([("variables", "fine")] if level is None else [(name, level)])
+    found = [(line.check, line.level) for line in variables.look({name: value}.get, [name])]
+    assert found == ([("variables", "ok")] if level is None else [(name, level)])
 
 
 def test_whatever_else_is_set_for_a_library_is_told_together():
@@ -140,7 +140,7 @@ def test_whatever_else_is_set_for_a_library_is_told_together():
     lines = list(variables.look(made.get, made))
     assert levels(lines) == [("NCCL_*", "note"), ("OMP_*", "note")]
     assert lines[0].text == "NCCL_ALGO=Ring, NCCL_PROTO=LL"
-    assert lines[0].mend == "unset NCCL_ALGO NCCL_PROTO"
+    assert lines[0].fix == "unset NCCL_ALGO NCCL_PROTO"
 
 
 def test_libraries_that_stand_before_torchs_own_are_named(tmp_path):
@@ -148,7 +148,7 @@ def test_libraries_that_stand_before_torchs_own_are_named(tmp_path):
     (tmp_path / "libpng.so").touch()
     (line,) = variables.look({"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"}.get, [])
     assert line.text == f"{tmp_path} holds libnccl.so.2"
-    assert line.mend == "export LD_LIBRARY_PATH=/nowhere"
+    assert line.fix == "export LD_LIBRARY_PATH=/nowhere"
 
 
 @pytest.mark.parametrize(("visible", "level"), [(2, "note"), (1, "warning"), (0, "note")])
@@ -176,16 +176,16 @@ NIC0\tPXB\tSYS\t X
 def test_gpus_in_use_closed_or_unlike_are_named():
     users = gpus.read_users("GPU-b1, 4242, python, 70000 MiB\nGPU-c2, 77, /bin/a, b, 12 MiB\nNo running processes")
     lines = list(gpus.judge(gpus.read_cards(CARDS), users))
-    assert [level for _, level in levels(lines)] == ["note", "warning", "fine", "error"]
+    assert [level for _, level in levels(lines)] == ["note", "warning", "ok", "error"]
     assert lines[0].text == "1 x NVIDIA A100-SXM4-40GB, 2 x NVIDIA H100 80GB HBM3, driver 550.54.15"
-    assert lines[0].mend == "export CUDA_VISIBLE_DEVICES=0,1"
+    assert lines[0].fix == "export CUDA_VISIBLE_DEVICES=0,1"
     assert lines[1].text == "GPU 1 holds 73.5 GB already; 4242 python (70000 MiB)"
-    assert lines[1].mend == "export CUDA_VISIBLE_DEVICES=0,2"
+    assert lines[1].fix == "export CUDA_VISIBLE_DEVICES=0,2"
     assert lines[2].text == "GPU 2: 77 /bin/a, b (12 MiB)"
     (_, alone) = gpus.judge(gpus.read_cards(CARDS.splitlines()[1]), users)
-    assert alone.mend == "kill 4242  # if they are yours, and no longer wanted"
+    assert alone.fix == "kill 4242  # if they are yours, and no longer wanted"
     alike = list(gpus.judge(gpus.read_cards(CARDS.splitlines()[0]), []))
-    assert levels(alike) == [("GPUs", "fine")]
+    assert levels(alike) == [("GPUs", "ok")]
 
 
 def test_how_gpus_are_joined_is_told():
@@ -205,9 +205,9 @@ def test_backends_without_a_step_are_errors():
     steps = [{"backend": "gloo", **RIGHT}]
     failures = {"samestep": "rank 1: RuntimeError: no", "nccl": "ended by SIGBUS"}
     lines = list(trial.judge(["gloo", "samestep", "nccl"], steps, failures))
-    assert [line.level for line in lines] == ["fine", "error", "error"]
+    assert [line.level for line in lines] == ["ok", "error", "error"]
     assert [line.text for line in lines] == ["2 ranks, right, 2.00 ms", "rank 1: RuntimeError: no", "ended by SIGBUS"]
-    assert lines[2].mend.endswith(" run -n 2 -m samestep.doctor.step /dev/null nccl  # its whole traceback")
+    assert lines[2].fix.endswith(" run -n 2 -m samestep.doctor.step /dev/null nccl  # its whole traceback")
 
 
 def test_what_stands_behind_a_backend_that_fails_is_taken_all_the_same(tmp_path, monkeypatch):
@@ -219,7 +219,7 @@ def test_what_stands_behind_a_backend_that_fails_is_taken_all_the_same(tmp_path,
 
     monkeypatch.setattr(trial, "_said", run)
     lines = list(trial._run(tmp_path, ["gloo", "samestep", "nccl"], 2))
-    assert [line.level for line in lines] == ["fine", "error", "fine", "fine"]
+    assert [line.level for line in lines] == ["ok", "error", "ok", "ok"]
     assert lines[1].text == "samestep cannot"
     assert (
         lines[3].text == "gloo of 2.13.0, no NCCL, no MPI of its own: mpi4py carries it; OpenMP 4.5; 1 threads a rank"
@@ -240,7 +240,7 @@ def test_a_step_over_nccl_is_taken_where_torch_could(gpus, cuda, taken, monkeypa
 def test_processes_that_do_not_find_each_other_are_an_error():
     (line,) = trial.judge(["mpi"], [{"backend": "mpi", **RIGHT, "ranks": 1}] * 2, {})
     assert line.text == "2 processes were started, and each finds itself in a world of 1"
-    assert "install --force-reinstall mpi4py mpich" in line.mend
+    assert "install --force-reinstall mpi4py mpich" in line.fix
 
 
 def test_a_wrong_gradient_is_an_error():

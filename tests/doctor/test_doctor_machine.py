@@ -14,7 +14,7 @@ from samestep.launch.cores import Cores
 
 
 def levels(lines):
-    return [(line.about, line.level) for line in lines]
+    return [(line.check, line.level) for line in lines]
 
 
 # --- machine -----------------------------------------------------------------------------------
@@ -22,7 +22,7 @@ def levels(lines):
 
 def test_shared_memory_must_be_there_and_large(tmp_path):
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    assert machine.shared_memory(tmp_path).level == ("fine" if free >= machine.LEAST_SHM else "warning")
+    assert machine.shared_memory(tmp_path).level == ("ok" if free >= machine.LEAST_SHM else "warning")
     missing = machine.shared_memory(tmp_path / "no")
     assert (missing.level, missing.text) == ("warning", "cannot be used: No such file or directory")
 
@@ -32,17 +32,17 @@ def test_shared_memory_of_a_container_is_too_small(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda _: of_docker)
     line = machine.shared_memory(tmp_path)
     assert (line.level, line.text) == ("warning", "67.1 MB free of 67.1 MB")
-    assert "--shm-size" in line.mend
+    assert "--shm-size" in line.fix
 
 
 def test_open_files_are_counted():
     assert machine.open_files(1024, 524288).level == "note"
     assert machine.open_files(64, 64).level == "warning"
-    assert machine.open_files(65536, 65536).level == machine.open_files(*2 * [resource.RLIM_INFINITY]).level == "fine"
+    assert machine.open_files(65536, 65536).level == machine.open_files(*2 * [resource.RLIM_INFINITY]).level == "ok"
 
 
 @pytest.mark.parametrize(
-    ("hard", "mend"),
+    ("hard", "fix"),
     [
         (524288, "ulimit -n 65536"),
         (resource.RLIM_INFINITY, "ulimit -n 65536"),
@@ -50,8 +50,8 @@ def test_open_files_are_counted():
         (1024, "prlimit --pid $$ --nofile=65536:65536"),
     ],
 )
-def test_files_are_raised_as_far_as_this_user_may(hard, mend):
-    assert mend in machine.open_files(1024, hard).mend
+def test_files_are_raised_as_far_as_this_user_may(hard, fix):
+    assert fix in machine.open_files(1024, hard).fix
 
 
 def test_processes_are_those_that_the_control_group_still_allows(tmp_path):
@@ -65,7 +65,7 @@ def test_processes_are_those_that_the_control_group_still_allows(tmp_path):
         (tmp_path / name).write_text(text)
     line = machine.processes(tmp_path, resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     assert (line.level, line.text) == ("warning", "40 more in this control group, of 300")
-    assert f"echo max > {tmp_path}/sys/fs/cgroup/job/pids.max" in line.mend
+    assert f"echo max > {tmp_path}/sys/fs/cgroup/job/pids.max" in line.fix
     (tmp_path / "sys/fs/cgroup/job/pids.max").write_text("max\n")
     assert machine.processes(tmp_path, *2 * [resource.RLIM_INFINITY]).text == "unlimited"
 
@@ -74,33 +74,33 @@ def test_a_limit_of_users_binds_users_and_not_root(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     line = machine.processes(tmp_path, 100, 100)
     assert (line.level, line.text) == ("warning", "100 of this user")
-    assert line.mend.startswith("sudo prlimit --pid $$ --nproc=65536:65536")
+    assert line.fix.startswith("sudo prlimit --pid $$ --nproc=65536:65536")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert machine.processes(tmp_path, 100, 100).level == "fine"
+    assert machine.processes(tmp_path, 100, 100).level == "ok"
 
 
 def test_a_limit_of_files_is_told_where_checkpoints_can_reach_it():
     assert [*machine.largest_file(*2 * [resource.RLIM_INFINITY]), *machine.largest_file(1 << 50, 1 << 50)] == []
     (line,) = machine.largest_file(1 << 30, resource.RLIM_INFINITY)
-    assert (line.level, line.text, line.mend) == ("warning", "at most 1.1 GB", "ulimit -f unlimited")
+    assert (line.level, line.text, line.fix) == ("warning", "at most 1.1 GB", "ulimit -f unlimited")
     (line,) = machine.largest_file(1 << 30, 1 << 30)
-    assert "prlimit --pid $$ --fsize=unlimited:unlimited" in line.mend
+    assert "prlimit --pid $$ --fsize=unlimited:unlimited" in line.fix
 
 
 @pytest.mark.parametrize(
     ("cores", "busy", "level", "said"),
     [
-        (Cores(usable=(0, 1), machine=2), 0.0, "fine", "2 cores, 0.0 of them busy"),
+        (Cores(usable=(0, 1), machine=2), 0.0, "ok", "2 cores, 0.0 of them busy"),
         (Cores(usable=(0, 1), machine=2), 1.5, "warning", "wait for cores"),
         (Cores(usable=(3,), machine=8), 0.0, "warning", "taskset -cp 0-7 $$"),
         (Cores(usable=(0, 1), machine=2, quota=0.5), 0.0, "warning", "docker update --cpus=2 "),
-        (Cores(usable=(0, 1), machine=2, quota=1.5), 0.0, "fine", "1.5 cores by the cgroup's quota"),
+        (Cores(usable=(0, 1), machine=2, quota=1.5), 0.0, "ok", "1.5 cores by the cgroup's quota"),
     ],
 )
 def test_cores_are_those_that_may_be_used_and_that_others_leave(cores, busy, level, said):
     line = machine.judge_cores(cores, busy)
     assert line.level == level
-    assert said in line.text + line.effect + line.mend
+    assert said in line.text + line.effect + line.fix
 
 
 def test_nodes_of_memory_are_counted(tmp_path):
@@ -130,8 +130,8 @@ def test_memory_is_that_of_the_control_group(tmp_path):
 
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path):
     found = levels(disk.look(tmp_path))
-    assert [about for about, _ in found] == ["disk", "disk speed", "file locks"]
-    assert ("file locks", "fine") in found
+    assert [check for check, _ in found] == ["disk", "disk speed", "file locks"]
+    assert ("file locks", "ok") in found
     assert list(tmp_path.iterdir()) == []
 
 
@@ -143,5 +143,5 @@ def test_a_folder_that_may_not_be_written_is_an_error(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_an_error():
     ((line),) = disk.look(Path("/proc"))
-    assert (line.about, line.level) == ("disk", "error")
-    assert "--run-dir" in line.mend
+    assert (line.check, line.level) == ("disk", "error")
+    assert "--run-dir" in line.fix

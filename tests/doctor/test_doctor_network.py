@@ -17,7 +17,7 @@ LOOPBACK = Interface("lo", "127.0.0.1")
 
 
 def levels(lines):
-    return [(line.about, line.level) for line in lines]
+    return [(line.check, line.level) for line in lines]
 
 
 # --- names -------------------------------------------------------------------------------------
@@ -26,7 +26,7 @@ def levels(lines):
 @pytest.mark.parametrize(
     ("address", "level", "said"),
     [
-        ("10.0.0.5", "fine", ""),
+        ("10.0.0.5", "ok", ""),
         ("127.0.1.1", "note", "connect to themselves"),
         ("10.9.9.9", "warning", "not this host"),
         (None, "warning", "leads nowhere"),
@@ -42,11 +42,11 @@ def test_the_hosts_own_name_must_lead_to_it(address, level, said, monkeypatch, t
     line = names.own_name("node7", [ETHERNET, LOOPBACK])
     assert line.level == level
     assert said in line.text + line.effect
-    if level == "fine":
+    if level == "ok":
         return
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.1.1 node7\n" if address else "")
-    mended = line.mend.replace("/etc/hosts", str(hosts)).replace("sudo ", "")
+    mended = line.fix.replace("/etc/hosts", str(hosts)).replace("sudo ", "")
     subprocess.run(["sh", "-c", mended], check=True)
     assert hosts.read_text().splitlines() == ["10.0.0.5 node7", *(["127.0.1.1 node7"] if address else [])]
 
@@ -54,7 +54,7 @@ def test_the_hosts_own_name_must_lead_to_it(address, level, said, monkeypatch, t
 def test_a_host_without_a_network_has_its_own_name_all_the_same(monkeypatch):
     own = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: own)
-    assert names.own_name("node7", []).level == "fine"
+    assert names.own_name("node7", []).level == "ok"
 
 
 def test_localhost_must_lead_here(monkeypatch):
@@ -79,8 +79,8 @@ def test_ports_that_are_all_taken_are_not_called_a_loopback_that_is_down(monkeyp
 
     monkeypatch.setattr(socket, "create_server", taken)
     (line,) = names.loopback()
-    assert (line.about, line.level) == ("ports", "error")
-    assert "sysctl -w net.ipv4.ip_local_port_range=" in line.mend
+    assert (line.check, line.level) == ("ports", "error")
+    assert "sysctl -w net.ipv4.ip_local_port_range=" in line.fix
 
 
 def test_a_port_that_is_taken_is_named():
@@ -88,7 +88,7 @@ def test_a_port_that_is_taken_is_named():
         number = taken.getsockname()[1]
         line = list(names.ports(number))[-1]
     assert (line.level, line.text) == ("note", f"{number} is taken")
-    assert list(names.ports(number))[-1].level == "fine"
+    assert list(names.ports(number))[-1].level == "ok"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_adapters_that_are_down_are_named(tmp_path):
         port.mkdir(parents=True)
         (port / "state").write_text(state + "\n")
         (port / "rate").write_text("200 Gb/sec (4X HDR)\n")
-    assert levels(names.adapters(tmp_path)) == [("InfiniBand mlx5_0", "fine"), ("InfiniBand mlx5_0", "warning")]
+    assert levels(names.adapters(tmp_path)) == [("InfiniBand mlx5_0", "ok"), ("InfiniBand mlx5_0", "warning")]
 
 
 # --- between hosts -------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def found(**changes):
 def test_hosts_alike_are_fine():
     lines = list(judge(found()))
     assert levels(lines) == [
-        (about, "fine") for about in ("links", "from a", "from b", "names", "clocks", "shared folder")
+        (check, "ok") for check in ("links", "from a", "from b", "names", "clocks", "shared folder")
     ]
     assert [line.text for line in lines][1:3] == ["b 0.10 ms, 1.0 GB/s; c 0.10 ms, 1.0 GB/s", "c 0.10 ms, 1.0 GB/s"]
 
@@ -143,18 +143,18 @@ def test_a_slow_link_a_wrong_clock_and_a_folder_of_ones_own_are_named():
     odd = found(shared={"see": [0, 1], "get": []})
     odd["pairs"][1] |= {"bytes_per_s": 1e8, "ahead_s": -30.0}
     odd["pairs"][2] |= {"latency_s": 0.02}
-    lines = {line.about: line for line in judge(odd)}
-    texts = [line.text for line in judge(odd) if line.about == "link"]
+    lines = {line.check: line for line in judge(odd)}
+    texts = [line.text for line in judge(odd) if line.check == "link"]
     assert texts == ["a - c: 0.10 ms, 100.0 MB/s", "b - c: 20.0 ms, 1.0 GB/s"]
     assert lines["clock"].text == "that of c is 30.0 s behind that of a"
     assert (lines["shared folder"].level, lines["shared folder"].text) == ("warning", "/work is not seen by c")
 
 
 def test_hosts_that_do_not_know_each_other_by_name_are_told():
-    (line,) = [one for one in judge(found(unknown=[[1, 2], [], []])) if one.about == "names"]
+    (line,) = [one for one in judge(found(unknown=[[1, 2], [], []])) if one.check == "names"]
     assert (line.level, line.text) == ("note", "b, c: not known on a")
-    assert "echo '10.0.0.2 b' | " in line.mend
-    assert "echo '10.0.0.3 c' | " in line.mend
+    assert "echo '10.0.0.2 b' | " in line.fix
+    assert "echo '10.0.0.3 c' | " in line.fix
 
 
 def test_names_are_looked_up_from_every_host(monkeypatch):
@@ -168,9 +168,9 @@ def test_names_are_looked_up_from_every_host(monkeypatch):
 
 
 def test_locks_that_do_not_hold_are_named():
-    (line,) = [one for one in judge(found(shared={"see": [0, 1, 2], "get": [2]})) if one.about == "shared folder"]
+    (line,) = [one for one in judge(found(shared={"see": [0, 1, 2], "get": [2]})) if one.check == "shared folder"]
     assert line.text == "locks in /work do not keep out c"
-    (line,) = [one for one in judge(found(shared={"see": [0], "get": []})) if one.about == "shared folder"]
+    (line,) = [one for one in judge(found(shared={"see": [0], "get": []})) if one.check == "shared folder"]
     assert (line.level, line.text) == ("note", "/work is each host's own")
 
 
@@ -186,12 +186,12 @@ SECOND = DEFAULT.replace("eth0", "eth1")
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        (DEFAULT + NETWORK, ["fine"]),
-        (NETWORK, ["fine", "note"]),
-        (DEFAULT + NETWORK + DROPPED, ["fine", "warning"]),
-        (DEFAULT + NETWORK + DROPPED.replace("0001", "0201"), ["fine", "warning"]),
-        (DEFAULT + SECOND, ["fine", "warning"]),
-        (DEFAULT + SECOND.replace("0003\t0\t0\t0", "0003\t0\t0\t100"), ["fine"]),
+        (DEFAULT + NETWORK, ["ok"]),
+        (NETWORK, ["ok", "note"]),
+        (DEFAULT + NETWORK + DROPPED, ["ok", "warning"]),
+        (DEFAULT + NETWORK + DROPPED.replace("0001", "0201"), ["ok", "warning"]),
+        (DEFAULT + SECOND, ["ok", "warning"]),
+        (DEFAULT + SECOND.replace("0003\t0\t0\t0", "0003\t0\t0\t100"), ["ok"]),
         ("", []),
     ],
 )
@@ -204,4 +204,4 @@ def test_routes_are_told_as_a_person_writes_them():
     assert line.text == "default by 192.0.2.1 on eth0, 192.0.2.0/24 on eth0"
     *_, line = routes.judge(routes.read(HEAD + DEFAULT + DROPPED))
     assert line.text == "what goes to 10.16.0.0/16 is dropped here"
-    assert line.mend.endswith("ip route del 10.16.0.0/16")
+    assert line.fix.endswith("ip route del 10.16.0.0/16")

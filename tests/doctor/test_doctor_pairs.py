@@ -35,19 +35,19 @@ def test_packages_that_break_each_other_are_named(installed, said):
 
 def test_another_build_is_fetched_from_where_it_lies():
     (line,) = pairs.packages({"torch": "2.13.0+cpu", "torchvision": "0.28.0"}.get)
-    assert line.mend.endswith("torchvision --index-url https://download.pytorch.org/whl/cpu")
+    assert line.fix.endswith("torchvision --index-url https://download.pytorch.org/whl/cpu")
 
 
 def test_a_build_of_pypi_is_fetched_from_pypi():
     (line,) = pairs.packages({"torch": "2.13.0", "torchvision": "0.28.0+cpu"}.get)
-    assert line.mend.endswith("install --force-reinstall --no-deps torchvision")
+    assert line.fix.endswith("install --force-reinstall --no-deps torchvision")
 
 
 def test_packages_that_wrote_the_same_file_are_named():
     library = "nvidia/nccl/lib/libnccl.so.2"
     (line,) = pairs.overwritten({"nvidia-nccl-cu12": {library}, "nvidia-nccl-cu13": {library}, "nvidia-x": set()})
     assert line.text == f"nvidia-nccl-cu12 and nvidia-nccl-cu13 both wrote {library}"
-    assert "pip uninstall -y nvidia-nccl-cu1" in line.mend
+    assert "pip uninstall -y nvidia-nccl-cu1" in line.fix
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_torchs_cuda_needs_a_driver_and_gpus_that_it_has_kernels_for(cuda, drive
 
 def test_an_old_driver_is_given_a_build_that_it_can_run():
     (line,) = pairs.with_driver(CUDA_13, "550.54.15", {})
-    assert "whl/cu126" in line.mend
+    assert "whl/cu126" in line.fix
     (line,) = pairs.with_driver(CUDA_13, "470.82.01", {})
-    assert "whl/cpu" in line.mend
+    assert "whl/cpu" in line.fix
 
 
 @pytest.mark.parametrize(("release", "count"), [("5.4.0-150-generic", 1), ("5.5.0", 0), ("6.18.44", 0), ("odd", 0)])

@@ -22,8 +22,8 @@ __all__ = ["main"]
 
 DESCRIPTION = """Looks at this machine, or at several, as a training would find them: versions that do not fit, GPUs in
 use, cores and memory, /dev/shm, limits, the disk, names and networks, variables that surprise; and two
-ranks take a real step of DistributedDataParallel over every backend. Each line is fine, or says what is
-wrong, what that will cause, and the command that mends it. It changes nothing, and takes some seconds.
+ranks take a real step of DistributedDataParallel over every backend. Each line is ok, or says what is
+wrong, what that will cause, and the command that fixes it. It changes nothing, and takes some seconds.
 
 Between hosts: every pair's latency and bandwidth, clocks, and whether a folder is shared and locks hold."""
 
@@ -34,15 +34,15 @@ EXAMPLES = """examples:
   srun --nodes 2 --ntasks-per-node 1 samestep doctor        inside a job of Slurm
   mpiexec -n 2 samestep doctor                  as mpiexec starts ranks
   samestep doctor --json doctor.json            for programs; - is standard output
-  samestep doctor --wrong                       only what is not fine
+  samestep doctor --wrong                       only what is not ok
 
 exit code: 1 when training would fail, else 0; 2 for a usage error."""
 
-FORMAT = 1  # of --json
-WORDS = {"fine": "fine", "note": "note", "warning": "WARNING", "error": "ERROR"}
-COLOURS = {"fine": "32", "note": "36", "warning": "33;1", "error": "31;1"}
+FORMAT = 2  # of --json
+WORDS = {"ok": "ok", "note": "note", "warning": "WARNING", "error": "ERROR"}
+COLOURS = {"ok": "32", "note": "36", "warning": "33;1", "error": "31;1"}
 STANDARD = "-"
-ABOUT, INDENT = 20, 11  # letters of what a line is about; before what follows from it
+CHECK_WIDTH, INDENT = 20, 11  # characters of the name of a check; before what follows from it
 NARROWEST = 30  # letters in a line
 
 
@@ -66,7 +66,7 @@ def _parser() -> Parser:
     add("--ssh-args", metavar="TEXT", default="", help="more options for ssh: --ssh-args '-p 2222 -F config'")
     add("--remote-python", metavar="PATH", help="the interpreter there, if it is not where it is here")
     add("--interface", metavar="NAME", help="the network between the hosts; found by trying them if not given")
-    add("--wrong", action="store_true", help="show only what is not fine")
+    add("--wrong", action="store_true", help="show only what is not ok")
     add("--json", metavar="FILE", type=Path, help="write all lines to this file; - is standard output")
     return parser
 
@@ -142,12 +142,12 @@ def shown(lines: Sequence[Line], *, wrong: bool, coloured: bool, width: int | No
     """Returns what a person reads: what several hosts have in common once, in lines of at most `width` letters."""
     hosts: dict[Line, list[str]] = {}
     for line in lines:
-        common = Line(line.about, line.level, line.text, line.effect, line.mend)
+        common = Line(line.check, line.level, line.text, line.effect, line.fix)
         hosts.setdefault(common, []).append(line.host)
     everybody = len({line.host for line in lines if line.host})
     told: list[str] = []
     for line, named in hosts.items():
-        if not wrong or line.level != "fine":
+        if not wrong or line.level != "ok":
             told += _lines(line, _where(named, everybody), coloured=coloured, width=width)
     return [*told, "", verdict(lines)]
 
@@ -161,10 +161,10 @@ def _where(named: Sequence[str], everybody: int) -> str:
 
 def _lines(line: Line, where: str, *, coloured: bool, width: int | None) -> list[str]:
     word = f"{WORDS[line.level]:<8}"
-    head = f"{word} {printable(line.about):<{ABOUT}} "
+    head = f"{word} {printable(line.check):<{CHECK_WIDTH}} "
     rows = _wrapped(f"{head}{printable(where)}{printable(line.text)}", len(head), width)
-    if line.level != "fine":
-        for name, text in (("causes", line.effect), ("mend", line.mend)):
+    if line.level != "ok":
+        for name, text in (("causes", line.effect), ("fix", line.fix)):
             label = f"{'':<{INDENT}}{name + ':':<8}"
             rows += _wrapped(label + printable(text), len(label), width) if text else []
     if coloured:
@@ -188,4 +188,4 @@ def verdict(lines: Sequence[Line]) -> str:
     counts = {level: sum(line.level == level for line in lines) for level in ("error", "warning", "note")}
     told = ", ".join(f"{count} {level}{'s' * (count > 1)}" for level, count in counts.items() if count)
     works = "training would fail" if counts["error"] else "training would work"
-    return f"{works}: {told or 'all is fine'}"
+    return f"{works}: {told or 'everything is ok'}"

@@ -1,4 +1,4 @@
-"""Floor 6: whether training would work here, and quickly: every line is fine, or says what to do.
+"""Floor 6: whether training would work here, and quickly: every line is ok, or says what to do.
 
     software    python, torch, MPI, Slurm, ssh; packages that contradict each other
     machine     cores, memory, /dev/shm, limits, the disk

@@ -13,7 +13,7 @@ from statistics import median
 
 from filelock import FileLock, Timeout
 
-from samestep.doctor.line import Line, fine
+from samestep.doctor.line import Line, ok
 from samestep.reporting.words import seconds, size
 
 __all__: list[str] = []
@@ -27,16 +27,16 @@ LEAST = 1 << 30  # bytes
 
 def look(folder: Path) -> Iterator[Line]:
     """Yields what the disk under a folder is like; writes, and removes, a file there."""
-    about = "disk"
+    check = "disk"
     try:
         with tempfile.TemporaryDirectory(prefix=".samestep-doctor-", dir=folder) as name:
             yield _room(folder)
             yield _speed(Path(name))
             yield locks(Path(name))
     except OSError as error:
-        mend = "mkdir -p ~/runs && cd ~/runs  # or name a folder by --run-dir"
+        fix = "mkdir -p ~/runs && cd ~/runs  # or name a folder by --run-dir"
         text = f"{folder} cannot be written: {error.strerror}"
-        yield Line(about, "error", text, "a run cannot keep its logs and checkpoints", mend)
+        yield Line(check, "error", text, "a run cannot keep its logs and checkpoints", fix)
 
 
 def _room(folder: Path) -> Line:
@@ -48,7 +48,7 @@ def _room(folder: Path) -> Line:
         return Line(
             "disk", "warning", text, effect, f"du -xh --max-depth=2 {shlex.quote(str(folder))} | sort -h | tail"
         )
-    return fine("disk", text)
+    return ok("disk", text)
 
 
 def kind_of(folder: Path) -> str:
@@ -75,7 +75,7 @@ def _speed(folder: Path) -> Line:
     if rate < SLOW or safe > LONG:
         effect = "checkpoints take long; they are written beside the training, but a preempted run must wait"
         return Line("disk speed", "warning", text, effect, "df -hT  # give checkpoints a folder on a local disk")
-    return fine("disk speed", text)
+    return ok("disk speed", text)
 
 
 def _sync(path: Path) -> float:
@@ -95,11 +95,11 @@ def locks(folder: Path) -> Line:
                 with FileLock(name, timeout=0):
                     pass
             except Timeout:
-                return fine("file locks", "hold")
+                return ok("file locks", "hold")
     except (OSError, NotImplementedError, Timeout) as error:
         text = f"do not work here: {error}"
     else:
         text = "keep nobody out"
     effect = "samestep.once may download twice, and two runs may write one checkpoint"
-    mend = "findmnt -T . -o TARGET,FSTYPE,OPTIONS  # NFS: mount it without nolock; or use a local folder"
-    return Line("file locks", "warning", text, effect, mend)
+    fix = "findmnt -T . -o TARGET,FSTYPE,OPTIONS  # NFS: mount it without nolock; or use a local folder"
+    return Line("file locks", "warning", text, effect, fix)

@@ -35,27 +35,27 @@ def examine(folder: Path, tell: Callable[[str], None] = lambda _: None, *, steps
         steps: whether ranks take steps.
     """
     all_of_them = looks(folder, machine.busy_before())
-    chosen = {about: look for about, look in all_of_them.items() if steps or look is not trial.look}
+    chosen = {check: look for check, look in all_of_them.items() if steps or look is not trial.look}
     with ThreadPoolExecutor(len(chosen)) as pool:
-        under_way = {pool.submit(_listed, about, look): about for about, look in chosen.items()}
+        under_way = {pool.submit(_listed, check, look): check for check, look in chosen.items()}
         tell(_left(under_way.values(), ()))
         done: dict[str, list[Line]] = {}
         for future in as_completed(under_way):
             done[under_way[future]] = future.result()
             tell(_left(under_way.values(), done))
-    return [line for about in chosen for line in done[about]]
+    return [line for check in chosen for line in done[check]]
 
 
-def _listed(about: str, look: Callable[[], Iterable[Line]]) -> list[Line]:
-    return list(kept(about, look))
+def _listed(check: str, look: Callable[[], Iterable[Line]]) -> list[Line]:
+    return list(kept(check, look))
 
 
 def _left(all_of_them: Iterable[str], done: Iterable[str]) -> str:
     finished = set(done)
-    return ", ".join(about for about in all_of_them if about not in finished)
+    return ", ".join(check for check in all_of_them if check not in finished)
 
 
 def at(host: str, lines: Iterable[Line]) -> Iterator[Line]:
     """Yields lines with the host that they are of."""
     for line in lines:
-        yield Line(line.about, line.level, line.text, line.effect, line.mend, host)
+        yield Line(line.check, line.level, line.text, line.effect, line.fix, host)

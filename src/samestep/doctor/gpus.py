@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from samestep.doctor.line import Level, Line, fine
-from samestep.doctor.mend import as_root
+from samestep.doctor.fixes import as_root
+from samestep.doctor.line import Level, Line, ok
 from samestep.doctor.pairs import cuda_of_torch, with_driver
 from samestep.doctor.software import said_by
 from samestep.launch.devices import DRIVER
@@ -79,9 +79,9 @@ def _none(said: str) -> Line:
     if DRIVER.is_dir() and any(DRIVER.iterdir()):
         effect = "torch finds no GPU, or fails at the first call"
         text = f"the driver knows some, and nvidia-smi fails: {said.splitlines()[0] if said else 'no answer'}"
-        mend = as_root("modprobe nvidia && nvidia-smi") + "  # after a driver's update: reboot; docker run --gpus all"
-        return Line("GPUs", "error", text, effect, mend)
-    return fine("GPUs", "none; training on the CPU")
+        fix = as_root("modprobe nvidia && nvidia-smi") + "  # after a driver's update: reboot; docker run --gpus all"
+        return Line("GPUs", "error", text, effect, fix)
+    return ok("GPUs", "none; training on the CPU")
 
 
 def read_cards(text: str) -> list[Card]:
@@ -126,13 +126,13 @@ def judge(cards: list[Card], users: list[User]) -> Iterator[Line]:
         yield Line("GPUs", "note", f"{kinds}, driver {driver}", effect, f"export CUDA_VISIBLE_DEVICES={alike}")
     else:
         memory = size(cards[0].total) if cards else "?"
-        yield fine("GPUs", f"{kinds} of {memory}, driver {driver}")
+        yield ok("GPUs", f"{kinds} of {memory}, driver {driver}")
     for card in cards:
         theirs = [user for user in users if user.uuid == card.uuid]
         if card.total and card.used > USED * card.total:
             yield _in_use(card, theirs, cards)
         elif theirs:
-            yield fine("GPU users", f"GPU {card.index}: {'; '.join(map(str, theirs))}")
+            yield ok("GPU users", f"GPU {card.index}: {'; '.join(map(str, theirs))}")
         if card.mode in CLOSED:
             level, text, effect = CLOSED[card.mode]
             yield Line("GPUs", level, f"GPU {card.index} {text}", effect, as_root(f"nvidia-smi -i {card.index} -c 0"))
@@ -143,12 +143,12 @@ def _in_use(card: Card, users: list[User], cards: list[Card]) -> Line:
     others = ",".join(str(other.index) for other in cards if other.used <= USED * other.total)
     effect = "less memory, and slower: out of memory in mid-training"
     if others:
-        mend = f"export CUDA_VISIBLE_DEVICES={others}"
+        fix = f"export CUDA_VISIBLE_DEVICES={others}"
     elif users:
-        mend = f"kill {' '.join(str(user.pid) for user in users)}  # if they are yours, and no longer wanted"
+        fix = f"kill {' '.join(str(user.pid) for user in users)}  # if they are yours, and no longer wanted"
     else:
-        mend = "nvidia-smi  # who holds it; in a container ask outside it"
-    return Line("GPUs", "warning", f"GPU {card.index} holds {size(card.used)} already{by}", effect, mend)
+        fix = "nvidia-smi  # who holds it; in a container ask outside it"
+    return Line("GPUs", "warning", f"GPU {card.index} holds {size(card.used)} already{by}", effect, fix)
 
 
 def topology(text: str, cards: int) -> Iterator[Line]:
@@ -165,4 +165,4 @@ def topology(text: str, cards: int) -> Iterator[Line]:
         "PXB": "over PCIe switches",
         "PIX": "over one PCIe switch",
     }
-    yield fine("GPU links", told.get(worst, "NVLink") + f" ({', '.join(sorted(ways))}: nvidia-smi topo -m)")
+    yield ok("GPU links", told.get(worst, "NVLink") + f" ({', '.join(sorted(ways))}: nvidia-smi topo -m)")

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from samestep.doctor.between import MARK
+from samestep.doctor.fixes import samestep
 from samestep.doctor.judge import judge
 from samestep.doctor.line import Line, told_by
-from samestep.doctor.mend import samestep
 from samestep.doctor.trial import read_failure
 from samestep.launch.transport import Started, explain, plan, start
 from samestep.rankenv import fresh_environment
@@ -59,13 +59,13 @@ class _Answer:
 def examine(named: Named) -> list[Line]:
     """Returns the lines of every host, and of what lies between them."""
     lines = list(_each(named))
-    unreached = {line.host for line in lines if line.about == "host"}
+    unreached = {line.host for line in lines if line.check == "host"}
     if unreached:
         text = f"not measured, for want of {', '.join(sorted(unreached))}"
         rest = ",".join(host for host in named.hosts if host not in unreached)
-        mend = f"{samestep()} doctor {shlex.join(['--hosts', rest, *_reached_by(named)])}  # the others" if rest else ""
+        fix = f"{samestep()} doctor {shlex.join(['--hosts', rest, *_reached_by(named)])}  # the others" if rest else ""
         effect = "a run on these hosts does not start"
-        return [*lines, Line("between hosts", "error", text, effect, mend or "mend what is said of each host")]
+        return [*lines, Line("between hosts", "error", text, effect, fix or "fix what is said of each host")]
     return [*lines, *_between(named)]
 
 
@@ -81,8 +81,8 @@ def _each(named: Named) -> Iterator[Line]:
         found = _told(answer.out)
         if found is None:
             text = explain(host, named.via, answer.code, "\n".join(answer.err), named.python)
-            mend = f"ssh {named.ssh_args} {shlex.quote(host)} true".replace("  ", " ")
-            yield Line("host", "error", text, "no rank can be started there", mend, host)
+            fix = f"ssh {named.ssh_args} {shlex.quote(host)} true".replace("  ", " ")
+            yield Line("host", "error", text, "no rank can be started there", fix, host)
         else:
             yield from told_by(host, found)
 
@@ -150,5 +150,5 @@ def _reached_by(named: Named) -> list[str]:
 
 def _failed(named: Named, why: str) -> Line:
     words = ["--hosts", ",".join(named.hosts), *_reached_by(named), "-n", "1", "-m", "samestep.doctor.between"]
-    mend = f"{samestep()} run {shlex.join(words)}  # the same alone, with all that it says"
-    return Line("between hosts", "error", why.removeprefix("samestep: error: "), "a run on these hosts fails", mend)
+    fix = f"{samestep()} run {shlex.join(words)}  # the same alone, with all that it says"
+    return Line("between hosts", "error", why.removeprefix("samestep: error: "), "a run on these hosts fails", fix)

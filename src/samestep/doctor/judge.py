@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from samestep.doctor.line import Line, fine
-from samestep.doctor.mend import as_root, hosts_entry, samestep
+from samestep.doctor.fixes import as_root, hosts_entry, samestep
+from samestep.doctor.line import Line, ok
 from samestep.reporting.words import seconds, size
 
 __all__: list[str] = []
@@ -41,8 +41,8 @@ def _links(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Li
         if len(pairs) > 1 and pair["bytes_per_s"] < SLOW * bandwidth:
             odd = True
             effect = f"every all-reduce waits for it: the others have {size(bandwidth)}/s"
-            mend = "ip -s link  # errors and drops, on both; another network: --interface NAME"
-            yield Line("link", "warning", text, effect, mend)
+            fix = "ip -s link  # errors and drops, on both; another network: --interface NAME"
+            yield Line("link", "warning", text, effect, fix)
         elif len(pairs) > 1 and pair["latency_s"] > LATE * latency:
             odd = True
             effect = f"small messages wait for it: the others take {seconds(latency)}"
@@ -52,10 +52,10 @@ def _links(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Li
     text = f"{'1 pair' if len(pairs) == 1 else f'{len(pairs)} pairs'}, median {seconds(latency)}, {size(bandwidth)}/s"
     if bandwidth < NARROW and not odd:
         effect = "a gradient of 100 MB takes more than a second"
-        mend = f"{samestep()} bench compress  # whether samestep.replicate(…, compress='int8') pays"
-        yield Line("links", "note", text, effect, mend)
+        fix = f"{samestep()} bench compress  # whether samestep.replicate(…, compress='int8') pays"
+        yield Line("links", "note", text, effect, fix)
     else:
-        yield fine("links", text)
+        yield ok("links", text)
 
 
 def _matrix(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[Line]:
@@ -63,7 +63,7 @@ def _matrix(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[L
     for rank, host in enumerate(hosts[:-1] if len(hosts) > 2 else ()):
         row = [pair for pair in pairs if pair["first"] == rank]
         told = (f"{hosts[pair['second']]} {_figures(pair)}" for pair in sorted(row, key=lambda pair: pair["second"]))
-        yield fine(f"from {host}", "; ".join(told))
+        yield ok(f"from {host}", "; ".join(told))
 
 
 def _names(hosts: Sequence[str], unknown: Sequence[Sequence[int]], addresses: Sequence[str]) -> Iterator[Line]:
@@ -75,7 +75,7 @@ def _names(hosts: Sequence[str], unknown: Sequence[Sequence[int]], addresses: Se
             entries = [hosts_entry(f"{addresses[other]} {hosts[other]}", first=False) for other in others]
             yield Line("names", "note", text, effect, f"{' && '.join(entries)}  # on {hosts[rank]}")
     if not any(unknown):
-        yield fine("names", "each host knows the others")
+        yield ok("names", "each host knows the others")
 
 
 def _figures(pair: dict[str, Any]) -> str:
@@ -98,7 +98,7 @@ def _clocks(hosts: Sequence[str], pairs: Sequence[dict[str, Any]]) -> Iterator[L
         effect = "times in logs, events and file names do not fit together; make and caches go wrong"
         yield Line("clock", "warning", text, effect, as_root("timedatectl set-ntp true") + f"  # on {hosts[rank]}")
     if ahead and not far:
-        yield fine("clocks", f"at most {seconds(max(map(abs, ahead.values())))} apart")
+        yield ok("clocks", f"at most {seconds(max(map(abs, ahead.values())))} apart")
 
 
 def _folder(hosts: Sequence[str], shared: dict[str, list[int]], folder: str) -> Line:
@@ -112,6 +112,6 @@ def _folder(hosts: Sequence[str], shared: dict[str, list[int]], folder: str) -> 
     if shared["get"]:
         names = ", ".join(hosts[rank] for rank in shared["get"])
         effect = "samestep.once downloads once a host, and two runs may write one checkpoint"
-        mend = f"findmnt -T {shlex.quote(folder)} -o TARGET,FSTYPE,OPTIONS  # NFS: mount it without nolock"
-        return Line("shared folder", "warning", f"locks in {folder} do not keep out {names}", effect, mend)
-    return fine("shared folder", f"{folder}, seen by all; locks hold")
+        fix = f"findmnt -T {shlex.quote(folder)} -o TARGET,FSTYPE,OPTIONS  # NFS: mount it without nolock"
+        return Line("shared folder", "warning", f"locks in {folder} do not keep out {names}", effect, fix)
+    return ok("shared folder", f"{folder}, seen by all; locks hold")

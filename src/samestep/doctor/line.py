@@ -1,4 +1,4 @@
-"""One line of the doctor's: fine, or what is wrong, what that will cause, and the command that mends it."""
+"""One finding of doctor: ok, or what is wrong, what that will cause, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from samestep.reporting.words import printable
 
 __all__: list[str] = []
 
-Level = Literal["fine", "note", "warning", "error"]
-LEVELS: tuple[Level, ...] = ("fine", "note", "warning", "error")
-FIELDS = ("about", "level", "text", "effect", "mend")  # of a line, in its order
+Level = Literal["ok", "note", "warning", "error"]
+LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")
+FIELDS = ("check", "level", "text", "effect", "fix")  # of a line, in its order
 
 
 @dataclass(frozen=True)
@@ -20,34 +20,34 @@ class Line:
     """What was found of one thing.
 
     Attributes:
-        about: the thing.
+        check: the thing.
         level: "error" where training would fail, "warning" where it would be slow or would fail sometimes, "note" where
             something may surprise.
         text: what is so.
-        effect: what it will cause; "" where it is fine.
-        mend: a command that works when pasted; behind `#` stands a remark.
+        effect: what it will cause; "" where it is ok.
+        fix: a command that works when pasted; behind `#` stands a remark.
         host: where; "" for all.
     """
 
-    about: str
+    check: str
     level: Level
     text: str
     effect: str = ""
-    mend: str = ""
+    fix: str = ""
     host: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def fine(about: str, text: str) -> Line:
+def ok(check: str, text: str) -> Line:
     """A line that needs nothing to be done."""
-    return Line(about, "fine", text)
+    return Line(check, "ok", text)
 
 
 def worst(lines: Iterable[Line]) -> Level:
     """Returns the level of the worst line."""
-    return max((line.level for line in lines), key=LEVELS.index, default="fine")
+    return max((line.level for line in lines), key=LEVELS.index, default="ok")
 
 
 def told_by(host: str, found: dict[str, Any]) -> Iterator[Line]:
@@ -59,14 +59,14 @@ def told_by(host: str, found: dict[str, Any]) -> Iterator[Line]:
             yield Line(level=line["level"], host=host, **words)
 
 
-def kept(about: str, look: Callable[[], Iterable[Line]]) -> Iterator[Line]:
+def kept(check: str, look: Callable[[], Iterable[Line]]) -> Iterator[Line]:
     """Yields what is seen; a look that fails itself is a line too, so that the others are still shown.
 
-    >>> [line.text for line in kept("disk", lambda: [fine("disk", "300 MB/s")])]
+    >>> [line.text for line in kept("disk", lambda: [ok("disk", "300 MB/s")])]
     ['300 MB/s']
     """
     try:
         yield from look()
     except Exception as error:  # noqa: BLE001  (a machine has more ways to be odd than are known here)
         text = f"cannot be looked at: {type(error).__name__}: {error}"
-        yield Line(about, "note", text, "unknown")
+        yield Line(check, "note", text, "unknown")

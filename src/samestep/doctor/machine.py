@@ -9,8 +9,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from samestep.doctor.line import Level, Line, fine
-from samestep.doctor.mend import as_root, raised
+from samestep.doctor.fixes import as_root, raised
+from samestep.doctor.line import Level, Line, ok
 from samestep.launch.busy import busy_cores
 from samestep.launch.cores import MACHINE, Cores, groups, read_cores
 from samestep.launch.memory import read_memory
@@ -52,17 +52,17 @@ def judge_cores(cores: Cores, busy: float) -> Line:
     text = f"{cores.limit}, {busy:.1f} of them busy"
     if cores.reason == "affinity" and len(cores.usable) == 1 < cores.machine:
         effect = "all ranks share one core"
-        mend = f"taskset -cp 0-{cores.machine - 1} $$  # this shell; or srun --cpu-bind=none, mpiexec --bind-to none"
-        return Line("cores", "warning", text, effect, mend)
+        fix = f"taskset -cp 0-{cores.machine - 1} $$  # this shell; or srun --cpu-bind=none, mpiexec --bind-to none"
+        return Line("cores", "warning", text, effect, fix)
     if cores.amount < 1:
         effect = "every step is stopped for a part of each tenth of a second"
-        mend = f"docker update --cpus={min(2, cores.machine)} {socket.gethostname()}"
-        mend += "  # on the machine that holds this container; of a pod: resources.limits.cpu"
-        return Line("cores", "warning", text, effect, mend)
+        fix = f"docker update --cpus={min(2, cores.machine)} {socket.gethostname()}"
+        fix += "  # on the machine that holds this container; of a pod: resources.limits.cpu"
+        return Line("cores", "warning", text, effect, fix)
     if busy > BUSY * len(cores.usable):
         effect = "ranks wait for cores, and for each other"
         return Line("cores", "warning", text, effect, "top -o %CPU  # who computes")
-    return fine("cores", text)
+    return ok("cores", text)
 
 
 def numa(root: Path) -> Line:
@@ -70,8 +70,8 @@ def numa(root: Path) -> Line:
     nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
     if nodes > 1:
         text = f"{nodes} nodes: `samestep run --pin` keeps each rank's memory beside its cores"
-        return fine("NUMA", text)
-    return fine("NUMA", "1 node: all memory is as near to every core")
+        return ok("NUMA", text)
+    return ok("NUMA", "1 node: all memory is as near to every core")
 
 
 def _memory(left: int, whole: int) -> Line:
@@ -79,24 +79,24 @@ def _memory(left: int, whole: int) -> Line:
     if left < LEAST_MEMORY:
         effect = "the kernel ends ranks without a word (exit code 137)"
         return Line("memory", "warning", text, effect, "ps aux --sort=-rss | head  # who holds it")
-    return fine("memory", text)
+    return ok("memory", text)
 
 
 def shared_memory(folder: Path) -> Line:
     """Judges the folder in which DataLoader workers and ranks of one host share memory."""
-    about, effect = str(folder), "DataLoader workers and MPI's ranks crash; gradients of ranks on CPUs go over gloo"
-    mend = as_root(f"mount -o remount,size=8G {folder}") + "  # or start the container by docker run --shm-size=8g"
+    check, effect = str(folder), "DataLoader workers and MPI's ranks crash; gradients of ranks on CPUs go over gloo"
+    fix = as_root(f"mount -o remount,size=8G {folder}") + "  # or start the container by docker run --shm-size=8g"
     try:
         room = os.statvfs(folder)
     except OSError as error:
         return Line(
-            about, "warning", f"cannot be used: {error.strerror}", effect, as_root(f"mount -t tmpfs shm {folder}")
+            check, "warning", f"cannot be used: {error.strerror}", effect, as_root(f"mount -t tmpfs shm {folder}")
         )
     free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
     text = f"{size(free)} free of {size(whole)}"
     if not os.access(folder, os.W_OK | os.X_OK):
-        return Line(about, "warning", f"{text}, and not writable", effect, as_root(f"chmod 1777 {folder}"))
-    return Line(about, "warning", text, effect, mend) if free < LEAST_SHM else fine(about, text)
+        return Line(check, "warning", f"{text}, and not writable", effect, as_root(f"chmod 1777 {folder}"))
+    return Line(check, "warning", text, effect, fix) if free < LEAST_SHM else ok(check, text)
 
 
 def open_files(soft: int, hard: int) -> Line:
@@ -107,7 +107,7 @@ def open_files(soft: int, hard: int) -> Line:
         wanted = hard if LEAST_FILES <= hard < WANTED_FILES else WANTED_FILES
         level: Level = "warning" if soft < FEWEST_FILES else "note"
         return Line("open files", level, text, effect, raised("n", "nofile", wanted, hard))
-    return fine("open files", text)
+    return ok("open files", text)
 
 
 def processes(root: Path, soft: int, hard: int) -> Line:
@@ -115,13 +115,13 @@ def processes(root: Path, soft: int, hard: int) -> Line:
     own = math.inf if soft == UNLIMITED or os.geteuid() == 0 else soft
     group, held, folder = _group_processes(root)
     if group - held < min(own, FEWEST_PROCESSES):
-        mend = as_root(f"sh -c 'echo max > {folder / 'pids.max'}'") + "  # or docker run --pids-limit=-1"
+        fix = as_root(f"sh -c 'echo max > {folder / 'pids.max'}'") + "  # or docker run --pids-limit=-1"
         text = f"{group - held:,.0f} more in this control group, of {group:,.0f}"
     elif own < FEWEST_PROCESSES:
-        text, mend = f"{own:,.0f} of this user", raised("u", "nproc", 65536, hard)
+        text, fix = f"{own:,.0f} of this user", raised("u", "nproc", 65536, hard)
     else:
-        return fine("processes", "unlimited" if min(own, group) == math.inf else f"{min(own, group):,.0f} with threads")
-    return Line("processes", "warning", text, "ranks, workers and threads end with 'cannot allocate'", mend)
+        return ok("processes", "unlimited" if min(own, group) == math.inf else f"{min(own, group):,.0f} with threads")
+    return Line("processes", "warning", text, "ranks, workers and threads end with 'cannot allocate'", fix)
 
 
 def _group_processes(root: Path) -> tuple[float, float, Path]:
@@ -142,8 +142,8 @@ def largest_file(soft: int, hard: int) -> Iterator[Line]:
     if soft != UNLIMITED and soft < LARGEST_FILE:
         effect = "checkpoints and logs that are larger fail: 'File too large'"
         whole = as_root("prlimit --pid $$ --fsize=unlimited:unlimited") + "  # this shell; docker run --ulimit fsize=-1"
-        mend = "ulimit -f unlimited" if hard == UNLIMITED else whole
-        yield Line("file size", "warning", f"at most {size(soft)}", effect, mend)
+        fix = "ulimit -f unlimited" if hard == UNLIMITED else whole
+        yield Line("file size", "warning", f"at most {size(soft)}", effect, fix)
 
 
 def _told(limit: int) -> str:
@@ -156,7 +156,7 @@ def _locked(root: Path) -> Iterator[Line]:
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if adapters.is_dir() and any(adapters.iterdir()) and soft != resource.RLIM_INFINITY:
         effect = "InfiniBand cannot register memory: NCCL and MPI fail, or fall back to TCP"
-        mend = (
+        fix = (
             as_root("prlimit --pid $$ --memlock=unlimited:unlimited") + "  # this shell; docker run --ulimit memlock=-1"
         )
-        yield Line("locked memory", "warning", size(soft), effect, mend)
+        yield Line("locked memory", "warning", size(soft), effect, fix)

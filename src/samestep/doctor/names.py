@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from samestep.doctor.line import Line, fine
-from samestep.doctor.mend import as_root, hosts_entry
+from samestep.doctor.fixes import as_root, hosts_entry
+from samestep.doctor.line import Line, ok
 from samestep.launch.network import Interface, addresses
 from samestep.rankenv import variable
 
@@ -47,7 +47,7 @@ def own_name(name: str, found: Sequence[Interface]) -> Line:
     """Judges where the host's own name leads."""
     outer = next((interface.address for interface in found if not interface.is_loopback), None)
     entry = f"{outer or '127.0.0.1'} {name}"
-    mend = hosts_entry(entry, first=True)
+    fix = hosts_entry(entry, first=True)
     begun = time.monotonic()
     try:
         led = sorted({entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)})
@@ -59,14 +59,14 @@ def own_name(name: str, found: Sequence[Interface]) -> Line:
     known = {interface.address for interface in found}
     if outer is not None and all(str(address).startswith("127.") for address in led):
         effect = "torchrun's ranks on other hosts that are told it connect to themselves; samestep run does not use it"
-        return Line("own name", "note", text, effect, mend)
+        return Line("own name", "note", text, effect, fix)
     if not any(str(address) in known or str(address).startswith("127.") for address in led):
         effect = "ranks on other hosts that are told it reach somebody else"
-        return Line("own name", "warning", f"{text}, which is not this host", effect, mend)
+        return Line("own name", "warning", f"{text}, which is not this host", effect, fix)
     if took > LONG:
         effect = "every start of a rank waits as long"
-        return Line("own name", "warning", f"{text}, found after {took:.1f} s", effect, mend)
-    return fine("own name", text)
+        return Line("own name", "warning", f"{text}, found after {took:.1f} s", effect, fix)
+    return ok("own name", text)
 
 
 def localhost() -> Iterator[Line]:
@@ -93,7 +93,7 @@ def interfaces(found: Sequence[Interface], net: Path = NET) -> Line:
             as_root(f"ip link set {shlex.quote(down[0])} up  # then: ip addr add ADDRESS") if down else "ip -br link"
         )
         return Line("interfaces", "note", text or "none", effect, first)
-    return fine("interfaces", text)
+    return ok("interfaces", text)
 
 
 def _link(folder: Path) -> str:
@@ -115,13 +115,13 @@ def loopback() -> Iterator[Line]:
             closing(socket.create_server(("127.0.0.1", 0))) as server,
             closing(socket.create_connection(server.getsockname(), timeout=2)),
         ):
-            yield fine("loopback", "answers")
+            yield ok("loopback", "answers")
     except OSError as error:
         if error.errno in {errno.EADDRINUSE, errno.EADDRNOTAVAIL}:
             first, last = port_range()
             effect = "no rank finds a port to be reached at"
-            mend = as_root(WIDER) + "  # who has them: ss -tan"
-            yield Line("ports", "error", f"all of {first} to {last} are taken", effect, mend)
+            fix = as_root(WIDER) + "  # who has them: ss -tan"
+            yield Line("ports", "error", f"all of {first} to {last} are taken", effect, fix)
             return
         effect = "ranks of one host do not find each other"
         text = f"127.0.0.1 does not answer: {error}"
@@ -146,11 +146,11 @@ def ports(named: int = TORCHRUNS_PORT) -> Iterator[Line]:
         yield Line("ports", "warning", text, effect, as_root(WIDER))
     try:
         with closing(socket.create_server(("0.0.0.0", named))):  # noqa: S104  (closed at once)
-            yield fine("ports", f"{first} to {last}; {named} is free")
+            yield ok("ports", f"{first} to {last}; {named} is free")
     except OSError:
         effect = "torchrun, and scripts with a fixed MASTER_PORT, fail: 'address already in use'"
-        mend = f"ss -ltnp 'sport = :{named}'  # who has it; samestep run takes a free one, torchrun with --master-port"
-        yield Line("ports", "note", f"{named} is taken", effect, mend)
+        fix = f"ss -ltnp 'sport = :{named}'  # who has it; samestep run takes a free one, torchrun with --master-port"
+        yield Line("ports", "note", f"{named} is taken", effect, fix)
 
 
 def chosen(found: Sequence[Interface]) -> Iterator[Line]:
@@ -171,9 +171,9 @@ def adapters(folder: Path) -> Iterator[Line]:
     """Yields InfiniBand's ports, and those that are down."""
     for port in sorted(folder.glob("*/ports/*")):
         state, rate = ((port / name).read_text(encoding="ascii").strip() for name in ("state", "rate"))
-        about, text = f"InfiniBand {port.parts[-3]}", f"port {port.name}: {state}, {rate}"
+        check, text = f"InfiniBand {port.parts[-3]}", f"port {port.name}: {state}, {rate}"
         if "ACTIVE" in state:
-            yield fine(about, text)
+            yield ok(check, text)
         else:
             effect = "NCCL and MPI use the ports that are left, or TCP"
-            yield Line(about, "warning", text, effect, "ibstat  # then see to the cable, and the subnet manager")
+            yield Line(check, "warning", text, effect, "ibstat  # then see to the cable, and the subnet manager")

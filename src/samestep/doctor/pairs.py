@@ -20,14 +20,14 @@ from importlib.metadata import PackageNotFoundError, distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
 
+from samestep.doctor.fixes import as_root, pip, python
 from samestep.doctor.line import Line
-from samestep.doctor.mend import as_root, pip, python
 
 __all__: list[str] = []
 
 Installed = Callable[[str], str | None]
 
-ABOUT = "versions"
+CHECK = "versions"
 DRIVERS = {13: 580, 12: 525, 11: 450}  # the oldest driver of each CUDA
 TURING, BLACKWELL = (7, 5), (10, 0)  # compute capabilities
 FIRST_WITH_BLACKWELL = (12, 8)  # CUDA
@@ -56,15 +56,15 @@ def packages(of: Installed) -> Iterator[Line]:
     board, tools, torch = of("tensorboard"), of("setuptools"), of("torch")
     if board and tools and numbers(board)[:2] <= TENSORBOARDS_LAST and numbers(tools) >= SETUPTOOLS_FIRST:
         effect = "tensorboard ends with: No module named 'pkg_resources'"
-        mend = pip("setuptools<82", "tensorboard")
-        yield Line(ABOUT, "warning", f"tensorboard {board} beside setuptools {tools}", effect, mend)
+        fix = pip("setuptools<82", "tensorboard")
+        yield Line(CHECK, "warning", f"tensorboard {board} beside setuptools {tools}", effect, fix)
     for name in ("torchvision", "torchaudio"):
         other = of(name)
         if torch and other and apart(build(torch), build(other), platform.machine()):
             text = f"{name} {other} beside torch {torch}: of another build"
             effect = f"import {name} fails: an operator does not exist, or a library is not found"
-            mend = pip("--force-reinstall", "--no-deps", name, *index(build(torch)))
-            yield Line(ABOUT, "warning", text, effect, mend)
+            fix = pip("--force-reinstall", "--no-deps", name, *index(build(torch)))
+            yield Line(CHECK, "warning", text, effect, fix)
 
 
 def build(told: str) -> str:
@@ -107,8 +107,8 @@ def numbers(told: str) -> tuple[int, ...]:
 def kernel(release: str) -> Iterator[Line]:
     if (0,) < numbers(release)[:2] < OLDEST_LINUX:
         effect = "processes may hang, as accelerate warns"
-        mend = as_root("apt-get install --only-upgrade linux-image-generic") + "  # or your distribution's; then reboot"
-        yield Line(ABOUT, "note", f"Linux {release} is older than 5.5", effect, mend)
+        fix = as_root("apt-get install --only-upgrade linux-image-generic") + "  # or your distribution's; then reboot"
+        yield Line(CHECK, "note", f"Linux {release} is older than 5.5", effect, fix)
 
 
 def _files() -> dict[str, set[str]]:
@@ -127,8 +127,8 @@ def overwritten(files: Mapping[str, set[str]]) -> Iterator[Line]:
                 effect = "torch loads whichever was installed last: calls fail, or crash in native code"
                 keep = second if re.search(rf"-cu{cuda_of_torch()[0] or 0}$", second) else first
                 drop = first if keep == second else second
-                mend = f"{python()} -m pip uninstall -y {drop} && {pip('--force-reinstall', '--no-deps', keep)}"
-                yield Line(ABOUT, "warning", text, effect, mend)
+                fix = f"{python()} -m pip uninstall -y {drop} && {pip('--force-reinstall', '--no-deps', keep)}"
+                yield Line(CHECK, "warning", text, effect, fix)
 
 
 def cuda_of_torch() -> tuple[int, ...]:
@@ -155,17 +155,17 @@ def with_driver(cuda: tuple[int, ...], driver: str, capabilities: Mapping[str, s
     told, oldest = ".".join(map(str, cuda)), DRIVERS.get(cuda[0])
     if oldest and (0,) < numbers(driver) < (oldest,):
         effect = "torch.cuda.is_available() is False, or: 'the NVIDIA driver on your system is too old'"
-        mend = pip("--force-reinstall", "torch", *index(_for(driver)))
+        fix = pip("--force-reinstall", "torch", *index(_for(driver)))
         text = f"torch for CUDA {told} wants driver {oldest} or newer, and this one is {driver}"
-        yield Line(ABOUT, "error", text, effect, mend + "  # or a newer driver")
+        yield Line(CHECK, "error", text, effect, fix + "  # or a newer driver")
     for name, capability in capabilities.items():
         known = numbers(capability)
         too_old, too_new = cuda >= (13,) and known < TURING, cuda < FIRST_WITH_BLACKWELL and known >= BLACKWELL
         if cuda[0] and known and (too_old or too_new):
             text = f"torch for CUDA {told} has no kernels for {name} (compute capability {capability})"
             effect = "every call ends with: 'no kernel image is available for execution on the device'"
-            mend = pip("--force-reinstall", "torch", *index("cu126" if too_old else "cu128"))
-            yield Line(ABOUT, "error", text, effect, mend)
+            fix = pip("--force-reinstall", "torch", *index("cu126" if too_old else "cu128"))
+            yield Line(CHECK, "error", text, effect, fix)
 
 
 def _for(driver: str) -> str:

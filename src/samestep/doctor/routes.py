@@ -15,8 +15,8 @@ from ipaddress import IPv4Network
 from pathlib import Path
 from typing import NamedTuple
 
-from samestep.doctor.line import Line, fine
-from samestep.doctor.mend import as_root
+from samestep.doctor.fixes import as_root
+from samestep.doctor.line import Line, ok
 
 __all__: list[str] = []
 
@@ -77,12 +77,12 @@ def judge(routes: list[Route]) -> Iterator[Line]:
     used = [one for one in routes if one.flags & UP and not one.is_dropped]
     if used:
         more = f", {len(used) - MOST} more" if len(used) > MOST else ""
-        yield fine("routes", ", ".join(map(str, used[:MOST])) + more)
+        yield ok("routes", ", ".join(map(str, used[:MOST])) + more)
     for one in routes:
         if one.is_dropped:
             effect = "hosts there are not reached: 'network is unreachable', or silence"
-            mend = as_root(f"ip route del {'default' if one.is_default else one.network}")
-            yield Line("routes", "warning", f"what goes to {one.network} is dropped here", effect, mend)
+            fix = as_root(f"ip route del {'default' if one.is_default else one.network}")
+            yield Line("routes", "warning", f"what goes to {one.network} is dropped here", effect, fix)
     yield from _defaults([one for one in used if one.is_default], used)
 
 
@@ -90,12 +90,12 @@ def _defaults(defaults: list[Route], used: list[Route]) -> Iterator[Line]:
     outer = [one.interface for one in used if one.interface != "lo"]
     if not defaults and outer:
         effect = "hosts outside these networks are not reached; those inside are"
-        mend = as_root(f"ip route add default dev {outer[0]}") + "  # or via GATEWAY"
-        yield Line("routes", "note", "there is no default route", effect, mend)
+        fix = as_root(f"ip route add default dev {outer[0]}") + "  # or via GATEWAY"
+        yield Line("routes", "note", "there is no default route", effect, fix)
     least = min((one.metric for one in defaults), default=0)
     first = [one for one in defaults if one.metric == least]
     if len({one.interface for one in first}) > 1:
         text = f"{len(first)} default routes are as good as each other: {', '.join(map(str, first))}"
         effect = "which network carries the training is chance: samestep run --interface NAME decides"
-        mend = as_root(f"ip route del default dev {first[-1].interface}")
-        yield Line("routes", "warning", text, effect, mend)
+        fix = as_root(f"ip route del default dev {first[-1].interface}")
+        yield Line("routes", "warning", text, effect, fix)

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from samestep._version import __version__
-from samestep.doctor.line import Line, fine
-from samestep.doctor.mend import as_root, pip, python
+from samestep.doctor.fixes import as_root, pip, python
+from samestep.doctor.line import Line, ok
 from samestep.doctor.pairs import cuda_of_torch, installed
 from samestep.errors import SamestepError
 from samestep.launch import devices, mpiexec
@@ -37,11 +37,11 @@ visible_gpus = functools.cache(devices.visible_gpus)  # asks nvidia-smi, which m
 def look() -> Iterator[Line]:
     """Yields a line for each of them."""
     yield _python()
-    yield fine(
+    yield ok(
         "system", f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}"
     )
     yield torch(installed("torch"), visible_gpus())
-    yield fine("samestep", __version__)
+    yield ok("samestep", __version__)
     yield from quarrels(said_by([sys.executable, "-m", "pip", "check", "--disable-pip-version-check"], READING))
     yield from _mpi()
     yield from _starters()
@@ -50,9 +50,9 @@ def look() -> Iterator[Line]:
 def _python() -> Line:
     text = f"{platform.python_version()} ({platform.python_compiler()}), {sys.executable}"
     if sys.version_info[:2] < OLDEST_PYTHON:
-        mend = f"{pip('uv')} && {python()} -m uv venv --python 3.12"
-        return Line("python", "error", text, "samestep does not start", mend)
-    return fine("python", text)
+        fix = f"{pip('uv')} && {python()} -m uv venv --python 3.12"
+        return Line("python", "error", text, "samestep does not start", fix)
+    return ok("python", text)
 
 
 def torch(told: str | None, gpus: int, cuda: tuple[int, ...] | None = None) -> Line:
@@ -72,10 +72,10 @@ def torch(told: str | None, gpus: int, cuda: tuple[int, ...] | None = None) -> L
         return Line("torch", "error", told, effect, pip("--upgrade", f"torch>={oldest}"))
     cuda = cuda_of_torch() if cuda is None else cuda
     if gpus and ("+cpu" in told or cuda == (0,)):
-        mend = pip("--force-reinstall", "torch") + "  # PyPI's build for Linux has CUDA"
+        fix = pip("--force-reinstall", "torch") + "  # PyPI's build for Linux has CUDA"
         effect = "the GPU here stays idle" if gpus == 1 else f"the {gpus} GPUs here stay idle"
-        return Line("torch", "warning", f"{told}, a CPU build", effect, mend)
-    return fine("torch", f"{told}, {'for CUDA ' + '.'.join(map(str, cuda)) if cuda[0] else 'without CUDA'}")
+        return Line("torch", "warning", f"{told}, a CPU build", effect, fix)
+    return ok("torch", f"{told}, {'for CUDA ' + '.'.join(map(str, cuda)) if cuda[0] else 'without CUDA'}")
 
 
 def said_by(command: Sequence[str], patience: float = SLOWEST) -> tuple[int, str]:
@@ -91,15 +91,15 @@ def quarrels(checked: tuple[int, str]) -> Iterator[Line]:
     """Reads what `pip check` says of packages that torch and samestep stand on."""
     if checked[0] < 0 or "No module named pip" in checked[1]:
         effect = "packages that contradict each other are not found"
-        mend = f"{python()} -m ensurepip"
-        yield Line("packages", "note", "not checked: pip check does not answer here", effect, mend)
+        fix = f"{python()} -m ensurepip"
+        yield Line("packages", "note", "not checked: pip check does not answer here", effect, fix)
         return
     found = [text for text in checked[1].splitlines() if OURS.search(text)] if checked[0] > 0 else []
     for text in found:
         effect = "imports fail, or calls crash in native code"
         yield Line("packages", "warning", text, effect, agreeing(text))
     if not found:
-        yield fine("packages", "those that torch and samestep stand on agree")
+        yield ok("packages", "those that torch and samestep stand on agree")
 
 
 def agreeing(text: str) -> str:
@@ -135,7 +135,7 @@ def _mpi() -> Iterator[Line]:
         return
     release = re.search(r"(?:Version:|Open MPI\)|Intel.*Version)\s*(\S+)", said)
     family = "Open MPI" if "Open MPI" in said or "OpenRTE" in said else "MPICH or Intel MPI"
-    yield fine("MPI", f"{text}, {family} {release[1] if release else named} ({Path(program).name})")
+    yield ok("MPI", f"{text}, {family} {release[1] if release else named} ({Path(program).name})")
 
 
 def _starters() -> Iterator[Line]:
@@ -158,7 +158,7 @@ def _starters() -> Iterator[Line]:
                 as_root(f"apt-get install --reinstall {PACKAGES[name]}"),
             )
         else:
-            yield fine(name, first)
+            yield ok(name, first)
     if shutil.which("sinfo"):
         configured = SLURM.exists() or variable("SLURM_CONF") is not None
         code, said = said_by(["sinfo", "--version"])  # which reads the configuration first
@@ -167,14 +167,14 @@ def _starters() -> Iterator[Line]:
     else:
         missing.append("Slurm")
     if missing:
-        yield fine("not here", f"{', '.join(missing)}: more ways to start ranks, of which none is needed")
+        yield ok("not here", f"{', '.join(missing)}: more ways to start ranks, of which none is needed")
 
 
 def slurm(asked: tuple[int, str], *, configured: bool, release: str = "installed") -> Line:
     """Judges what sinfo says of the nodes, and of its own release."""
     code, said = asked
     if code != 0 and not configured:
-        return fine("Slurm", f"{release}, not configured: there is no {SLURM}")
+        return ok("Slurm", f"{release}, not configured: there is no {SLURM}")
     if code != 0:
         first = said.splitlines()[0] if said else "no answer"
         effect = "jobs cannot be queued"
@@ -189,6 +189,6 @@ def slurm(asked: tuple[int, str], *, configured: bool, release: str = "installed
     usable = sum(int(count) for count, state in states if not re.search(r"down|drain|fail|unk", state))
     text = ", ".join(f"{count} {state}" for count, state in states) or "no nodes"
     if usable == 0:
-        mend = "sinfo -R  # why; then: scontrol update NodeName=NAME State=RESUME"
-        return Line("Slurm", "warning", f"{release}, nodes: {text}", "jobs wait for ever", mend)
-    return fine("Slurm", f"{release}, nodes: {text}")
+        fix = "sinfo -R  # why; then: scontrol update NodeName=NAME State=RESUME"
+        return Line("Slurm", "warning", f"{release}, nodes: {text}", "jobs wait for ever", fix)
+    return ok("Slurm", f"{release}, nodes: {text}")

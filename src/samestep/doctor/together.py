@@ -46,5 +46,5 @@ def look(told: RankVariables, folder: Path) -> tuple[list[Line], bool]:
 def _alone(told: RankVariables, error: Exception) -> Line:
     said = str(error).splitlines()[0]
     text = f"{told.source} says that this is rank {told.rank} of {told.size}, and they do not meet: {said}"
-    mend = f"unset {' '.join(ENVIRONMENT)}  # or start the doctor as the ranks are started: srun samestep doctor"
-    return Line("ranks of this job", "error", text, "a training started like this waits, and fails", mend)
+    fix = f"unset {' '.join(ENVIRONMENT)}  # or start the doctor as the ranks are started: srun samestep doctor"
+    return Line("ranks of this job", "error", text, "a training started like this waits, and fails", fix)

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from samestep.doctor.line import Line, fine
-from samestep.doctor.mend import pip, python, samestep
+from samestep.doctor.fixes import pip, python, samestep
+from samestep.doctor.line import Line, ok
 from samestep.doctor.pairs import cuda_of_torch
 from samestep.doctor.software import visible_gpus
 from samestep.errors import SamestepError
@@ -43,9 +43,9 @@ def look() -> Iterator[Line]:
         folder = Path(name)
         over_mpi = pool.submit(lambda: list(_mpi(folder)))
         steps = list(_run(folder, ours, 1 if gpus == 1 else 2))
-        yield from (line for line in steps if line.about != BUILT)
+        yield from (line for line in steps if line.check != BUILT)
         yield from over_mpi.result()
-        yield from (line for line in steps if line.about == BUILT)
+        yield from (line for line in steps if line.check == BUILT)
 
 
 def _run(folder: Path, backends: Sequence[str], ranks: int) -> Iterator[Line]:
@@ -73,7 +73,7 @@ def _mpi(folder: Path) -> Iterator[Line]:
     if find_spec("mpi4py") is None:
         return
     if variable("SLURM_JOB_ID") is not None:
-        yield fine("step over mpi", "not taken inside a job of Slurm, whom mpiexec would ask for tasks of its own")
+        yield ok("step over mpi", "not taken inside a job of Slurm, whom mpiexec would ask for tasks of its own")
         return
     found = folder / "mpi"
     try:
@@ -83,7 +83,7 @@ def _mpi(folder: Path) -> Iterator[Line]:
     said = _said(command, PATIENCE_OF_MPI)
     for line in judge(["mpi"], read_steps(found), {"mpi": said}):
         effect = "training over MPI fails; over gloo it does not"
-        yield line if line.level == "fine" else Line(line.about, "warning", line.text, effect, line.mend)
+        yield line if line.level == "ok" else Line(line.check, "warning", line.text, effect, line.fix)
 
 
 def _said(words: Sequence[str], patience: float) -> str:
@@ -149,24 +149,24 @@ def judge(
     """Yields a line for each backend: how long its step took, or why there is none."""
     done = {step["backend"]: step for step in steps}
     for backend in backends:
-        about = f"step over {backend}"
+        check = f"step over {backend}"
         step = done.get(backend)
         if step is None:
-            mend = f"{by_hand(backend)}  # its whole traceback"
-            yield Line(about, "error", failures.get(backend, "no step"), "training fails with it", mend)
+            fix = f"{by_hand(backend)}  # its whole traceback"
+            yield Line(check, "error", failures.get(backend, "no step"), "training fails with it", fix)
         elif step["ranks"] != ranks:
             effect = "every process trains alone, and nothing says so"
             text = f"{ranks} processes were started, and each finds itself in a world of {step['ranks']}"
-            mend = pip("--force-reinstall", "mpi4py", "mpich") + "  # the mpiexec is of another MPI than mpi4py's"
-            yield Line(about, "error", text, effect, mend)
+            fix = pip("--force-reinstall", "mpi4py", "mpich") + "  # the mpiexec is of another MPI than mpi4py's"
+            yield Line(check, "error", text, effect, fix)
         elif not step["right"]:
             effect = "replicas part, and nothing says so"
             text = "the gradient is not the mean of the ranks'"
-            yield Line(about, "error", text, effect, pip("--force-reinstall", "torch"))
+            yield Line(check, "error", text, effect, pip("--force-reinstall", "torch"))
         else:
             versions = "".join(f", {name.upper()} {step[name]}" for name in ("cuda", "nccl") if step.get(name))
-            yield fine(
-                about,
+            yield ok(
+                check,
                 f"{some(ranks, 'rank')}, right, {seconds(step['seconds'])}{versions if backend == 'nccl' else ''}",
             )
 
@@ -184,4 +184,4 @@ def built(steps: Sequence[dict[str, Any]]) -> Iterator[Line]:
         found = steps[-1]
         told = [f"gloo of {found['torch']}", f"NCCL {found['nccl']}" if found["nccl"] else "no NCCL"]
         told.append("MPI" if found["mpi"] else "no MPI of its own: mpi4py carries it")
-        yield fine(BUILT, f"{', '.join(told)}; {found['openmp']}; {found['threads']} threads a rank")
+        yield ok(BUILT, f"{', '.join(told)}; {found['openmp']}; {found['threads']} threads a rank")

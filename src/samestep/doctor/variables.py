@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from samestep.doctor.line import Level, Line, fine
-from samestep.doctor.mend import as_root, samestep
+from samestep.doctor.fixes import as_root, samestep
+from samestep.doctor.line import Level, Line, ok
 from samestep.doctor.names import CHOSEN
 from samestep.doctor.software import visible_gpus
 from samestep.errors import RankVariablesError
@@ -102,10 +102,10 @@ def look(read: Read = variable, names: Iterable[str] | None = None) -> Iterator[
         *_ranks(read),
     ]
     found = [line for line in lines if line is not None]
-    told = {line.about for line in found} | {trap.name for trap in TRAPS} | {*CHOSEN, "OMP_NUM_THREADS"}
+    told = {line.check for line in found} | {trap.name for trap in TRAPS} | {*CHOSEN, "OMP_NUM_THREADS"}
     found += _families(sorted(variable_names() if names is None else names), told, read)
     found += [*_libraries(read("LD_LIBRARY_PATH") or ""), *_files(NCCL_FILES)]
-    yield from found or [fine("variables", "none that will surprise")]
+    yield from found or [ok("variables", "none that will surprise")]
 
 
 def _sprung(trap: Trap, read: Read) -> Line | None:
@@ -119,12 +119,12 @@ def _detail(read: Read, gpus: int) -> Line | None:
     """DETAIL compares all collectives through another group, which DistributedDataParallel's own does not survive."""
     if (read("TORCH_DISTRIBUTED_DEBUG") or "").strip().upper() != "DETAIL":
         return None
-    about, mend = "TORCH_DISTRIBUTED_DEBUG", "unset TORCH_DISTRIBUTED_DEBUG"
-    mend += f"  # {samestep()} verify compares collectives"
+    check, fix = "TORCH_DISTRIBUTED_DEBUG", "unset TORCH_DISTRIBUTED_DEBUG"
+    fix += f"  # {samestep()} verify compares collectives"
     if gpus:
-        return Line(about, "warning", "is DETAIL", "every collective is compared first: several times slower", mend)
+        return Line(check, "warning", "is DETAIL", "every collective is compared first: several times slower", fix)
     effect = "DistributedDataParallel on CPUs ends by a segmentation fault (torch 2.13)"
-    return Line(about, "error", "is DETAIL", effect, mend)
+    return Line(check, "error", "is DETAIL", effect, fix)
 
 
 def _threads(text: str | None, cores: float) -> Line | None:
@@ -144,35 +144,35 @@ def _threads(text: str | None, cores: float) -> Line | None:
 def _gpus(text: str | None, visible: int) -> Line | None:
     if text is None:
         return None
-    about, mend = "CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES"
+    check, fix = "CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES"
     if not text.strip() or visible == 0:
-        return Line(about, "note", f"is {text!r}", "no GPU is seen: training is on the CPU", mend)
+        return Line(check, "note", f"is {text!r}", "no GPU is seen: training is on the CPU", fix)
     if visible < len(text.split(",")):
         effect = "CUDA stops reading at the first entry that it does not know"
-        return Line(about, "warning", f"is {text}, of which {visible} can be seen", effect, mend)
-    return Line(about, "note", f"is {text}", f"{visible} GPUs are seen, others are not", mend)
+        return Line(check, "warning", f"is {text}, of which {visible} can be seen", effect, fix)
+    return Line(check, "note", f"is {text}", f"{visible} GPUs are seen, others are not", fix)
 
 
 def _ranks(read: Read) -> Iterator[Line]:
     """What a launcher sets, and shells keep."""
-    mend = f"unset {' '.join(ENVIRONMENT)}"
+    fix = f"unset {' '.join(ENVIRONMENT)}"
     try:
         told = read_rank_variables()
     except RankVariablesError as error:
-        yield Line("rank variables", "error", str(error), "scripts that join by env:// fail at once", mend)
+        yield Line("rank variables", "error", str(error), "scripts that join by env:// fail at once", fix)
         return
     if told is None and read("MASTER_ADDR") is not None:
-        yield from _master(str(read("MASTER_ADDR")), mend)
+        yield from _master(str(read("MASTER_ADDR")), fix)
 
 
-def _master(name: str, mend: str) -> Iterator[Line]:
+def _master(name: str, fix: str) -> Iterator[Line]:
     try:
         socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
         effect = "scripts that join by env:// wait for a host that there is not, and fail"
-        yield Line("MASTER_ADDR", "warning", f"is {name}, which leads nowhere: {error}", effect, mend)
+        yield Line("MASTER_ADDR", "warning", f"is {name}, which leads nowhere: {error}", effect, fix)
     else:
-        yield Line("MASTER_ADDR", "note", f"is {name}", "scripts started by hand meet there", mend)
+        yield Line("MASTER_ADDR", "note", f"is {name}", "scripts started by hand meet there", fix)
 
 
 def _families(names: Sequence[str], told: Collection[str], read: Read) -> Iterator[Line]:
@@ -191,8 +191,8 @@ def _libraries(path: str) -> Iterator[Line]:
         if found:
             rest = ":".join(other for other in path.split(":") if other and other != folder)
             effect = "they may be loaded instead of those that torch was built with: calls fail, or crash"
-            mend = f"export LD_LIBRARY_PATH={shlex.quote(rest)}"
-            yield Line("LD_LIBRARY_PATH", "note", f"{folder} holds {', '.join(found[:4])}", effect, mend)
+            fix = f"export LD_LIBRARY_PATH={shlex.quote(rest)}"
+            yield Line("LD_LIBRARY_PATH", "note", f"{folder} holds {', '.join(found[:4])}", effect, fix)
 
 
 def _files(files: Iterable[Path]) -> Iterator[Line]:

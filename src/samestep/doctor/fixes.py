@@ -1,4 +1,4 @@
-"""Commands that mend, written so that they work when pasted: by this user, for this Python; `#` is before a remark."""
+"""Commands that fix what was found; they work when pasted, for this user and this Python. `#` precedes a remark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What mends is a command: a shell can read all of them, and each begins with a program or a word of the shell."""
+"""Fixes are commands: a shell can read all of them, and each begins with a program or a word of the shell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.doctor import disk, gpus, hosts, machine, mend, names, pairs, routes, software, trial, variables
+from samestep.doctor import disk, fixes, gpus, hosts, machine, names, pairs, routes, software, trial, variables
 from samestep.doctor.judge import judge
 from samestep.launch.cores import Cores
 from samestep.launch.network import Interface
@@ -81,22 +81,22 @@ def test_a_shell_can_read_what_mends(user, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(sys, "executable", "/opt/my python/bin/python")
     monkeypatch.setattr(socket, "gethostname", lambda: "container")
-    wrong = [line for line in lines(tmp_path) if line.level != "fine"]
+    wrong = [line for line in lines(tmp_path) if line.level != "ok"]
     assert len(wrong) > 50
     for line in wrong:
         assert line.effect, line
-        assert line.mend, line
-        assert "…" not in line.mend.partition("  # ")[0], line
-        read = subprocess.run(["bash", "-n", "-c", line.mend], capture_output=True, text=True, check=False)
+        assert line.fix, line
+        assert "…" not in line.fix.partition("  # ")[0], line
+        read = subprocess.run(["bash", "-n", "-c", line.fix], capture_output=True, text=True, check=False)
         assert read.returncode == 0, (line, read.stderr)
-        command = line.mend.removeprefix("sudo ").replace("'/opt/my python/bin/python'", "python")
+        command = line.fix.removeprefix("sudo ").replace("'/opt/my python/bin/python'", "python")
         first = re.split(r"[ =]", command, maxsplit=1)[0]
         assert Path(first).name in PROGRAMS, line
 
 
 def test_what_only_root_may_do_is_asked_of_root_alone(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert mend.as_root("ip link set lo up") == "sudo ip link set lo up"
-    assert "| sudo tee -a /etc/hosts" in mend.hosts_entry("10.0.0.5 a", first=False)
+    assert fixes.as_root("ip link set lo up") == "sudo ip link set lo up"
+    assert "| sudo tee -a /etc/hosts" in fixes.hosts_entry("10.0.0.5 a", first=False)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert "sudo" not in mend.hosts_entry("10.0.0.5 a", first=True)
+    assert "sudo" not in fixes.hosts_entry("10.0.0.5 a", first=True)
