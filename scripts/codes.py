@@ -22,7 +22,7 @@ BEGIN = """# Codes and errors
 <!-- written by scripts/codes.py; `make readme` brings it up to date -->
 
 What `samestep verify` and `samestep run --check` find, what samestep raises, and what its commands exit with: how it
-comes about, and what mends it. `samestep verify --explain CODE` prints the same of a finding's code or an error's name;
+comes about, and what fixes it. `samestep verify --explain CODE` prints the same of a finding's code or an error's name;
 the messages themselves are in [every message](messages.md).
 
 ## Findings
@@ -56,7 +56,7 @@ EXITS = """## Exit codes
 | 1 | `run` | the script failed with 1, or a rank left with 0 while others waited; with `--check`: an error was found |
 | 1 | `verify` | a different training, or a crash or hang on N ranks that does not happen alone |
 | 1 | `doctor`, `checkpoint`, `plan` | training would fail; a checkpoint is damaged or a sample lost; nothing fits |
-| 2 | every command | a usage error, in one line that says how to mend it |
+| 2 | every command | a usage error, in one line that says how to fix it |
 | 3 | `verify` | it cannot be said: the script fails alone too, the machine ended it, or what decides was not compared |
 | 75 | `run` | asked to make room, all ranks have saved; the same command goes on |
 | 124 | `run` | a hang that was stopped |
@@ -85,8 +85,8 @@ def _finding(code: str) -> str:
         f"### {code}",
         f"*{_shown(found.title)}*",
         _shown(found.why),
-        f"**Mend it:** {_shown(_stop(found.fix))}",
-        f"**Noticed by:** {_shown(_stop(found.seen))}",
+        f"**Fix:** {_shown(_stop(found.fix))}",
+        f"**Detected by:** {_shown(_stop(found.seen))}",
     )
     return "\n" + "\n\n".join(map(_wrapped, parts)) + "\n"
 
@@ -97,8 +97,8 @@ def _error(name: str) -> str:
     parts = (
         f"### {name}",
         first.replace(":func:`", "`"),
-        f"**Comes about:** {KINDS[name].cause}",
-        f"**Mend it:** {KINDS[name].remedy}",
+        f"**Cause:** {KINDS[name].cause}",
+        f"**Fix:** {KINDS[name].remedy}",
         f"**Exit code:** {kind.exit_code}",
     )
     return "\n\n".join(map(_wrapped, parts)) + "\n\n"

@@ -47,7 +47,7 @@ class Area:
     Attributes:
         title: of its part of the page.
         where: folders and files of the sources; the longest that fits counts.
-        told: how such errors come about, and what mends them.
+        told: how such errors come about, and what fixes them.
     """
 
     title: str
@@ -74,7 +74,7 @@ AREAS = (
         ("runtime/",),
         "Ranks that do not find each other, a backend that cannot serve the device, two ranks on one GPU, a world that "
         "is closed. One rank for each GPU, no backend named, and `with samestep.world() as world:` around everything "
-        "mend most of them: [other launchers](launching.md#other-launchers), [backends](launching.md#backends).",
+        "fix most of them: [other launchers](launching.md#other-launchers), [backends](launching.md#backends).",
     ),
     Area(
         "MPI",
@@ -120,7 +120,7 @@ AREAS = (
         "Checkpoints",
         ("running/checkpoints/",),
         "A disk that is full, a file that is damaged or hostile, a state that does not fit this model, a directory "
-        "that another run holds. Whatever is damaged is set aside, and the one before it is used; `samestep checkpoint "
+        "that another run holds. Whatever is damaged is quarantined, and the one before it is used; `samestep checkpoint "
         "verify PATH` reads every byte: [checkpoints](checkpoints.md), [from outside](checkpoints.md#damage).",
     ),
     Area(

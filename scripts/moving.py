@@ -17,7 +17,7 @@ def main() -> int:
     stale = [name for name in PAGES if brought_up_to_date(text := read(name)) != text]
     if "--check" in sys.argv[1:]:
         for name in stale:
-            print(f"{name} shows other files than examples/moving holds: python scripts/moving.py mends it")
+            print(f"{name} shows other files than examples/moving holds: python scripts/moving.py fixes it")
         return 1 if stale else 0
     for name in stale:
         (ROOT / name).write_text(brought_up_to_date(read(name)), encoding="utf-8")

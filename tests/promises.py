@@ -326,7 +326,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/launch/test_run.py::test_ranks_are_bound_to_cores_of_their_own_when_asked_for",
     ],
     "samestep run --remote-python": [
-        "tests/launch/test_replacement.py::test_a_replacement_of_another_version_is_turned_away_until_it_is_mended",
+        "tests/launch/test_replacement.py::test_a_replacement_of_another_version_is_turned_away_until_it_is_fixed",
         "tests/launch/test_hosts.py::test_hosts_that_are_slow_to_come_are_named",
     ],
     "samestep run --rendezvous": [
@@ -427,7 +427,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/verification/test_verify.py::test_the_readme_shows_what_the_command_says",
     ],
     "samestep verify: exit code 2": [
-        "tests/verification/test_verify.py::test_usage_errors_say_how_to_mend_them",
+        "tests/verification/test_verify.py::test_usage_errors_say_how_to_fix_them",
     ],
     "samestep verify: exit code 3": [
         "tests/verification/test_verify_options.py::test_a_script_without_a_training_leaves_the_verdict_open",

@@ -92,5 +92,5 @@ def test_every_module_that_raises_belongs_to_one_part(script, raised):
         assert any(module.startswith(prefix) for area in script.AREAS for prefix in area.where), module
 
 
-def test_every_error_says_how_it_comes_about_and_what_mends_it():
+def test_every_error_says_how_it_comes_about_and_what_fixes_it():
     assert set(KINDS) == set(errors.__all__)

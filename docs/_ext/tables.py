@@ -1,8 +1,8 @@
 """Tables of words, which a narrow window cannot show side by side: there a row stands as a card, each cell named.
 
-wide      you see      it is      what mends          narrow      **you see**
+wide      you see      it is      what fixes          narrow      **you see**
           a            b          c                               it is        b
-                                                                  what mends   c
+                                                                  what fixes   c
 
 Each cell learns the head of its column (`data-label`); `_static/site.css` does the rest. Tables of numbers stay as they
 are, since they are read along their columns, and scroll by themselves.

@@ -1,7 +1,7 @@
 """Everything samestep raises on purpose, and the exit code each ends a process with.
 
     SamestepError                     1
-    ├── UsageError (a ValueError)     2   what the caller can mend before training starts
+    ├── UsageError (a ValueError)     2   what the caller can fix before training starts
     │   ├── RankVariablesError        2   the launcher's variables are incomplete or contradictory
     │   ├── BackendError              2   a backend that is unknown, not built in, or cannot serve this device
     │   ├── DeviceError               2   a tensor, model or process on a device that it must not use
@@ -19,7 +19,7 @@
     Preempted (a SystemExit)         75   asked to make room, every rank has saved and leaves
 
 PyTorch raises RuntimeError for most of these, often on the rank that merely noticed. A class of its own lets
-the launcher tell a culprit from a victim, and lets a script catch what it can mend.
+the launcher tell a culprit from a victim, and lets a script catch what it can fix.
 
 A message is a lower-case sentence that carries the rank, the numbers, the cause and the next step.
 """
@@ -59,7 +59,7 @@ class SamestepError(Exception):
 
 
 class UsageError(SamestepError, ValueError):
-    """An argument, option or environment that the caller can mend before training starts."""
+    """An argument, option or environment that the caller can fix before training starts."""
 
     exit_code = 2
 

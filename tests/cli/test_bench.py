@@ -33,8 +33,8 @@ def test_the_table_shows_medians_and_the_verdict(asked, capsys):
     assert bench.main(["step"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "ours │ 2.00 │ 1.00 │ 3.00" in shown
-    assert "overhead +25.0 %, 19 times in 20 between +0.0 % and +50.0 %; promised: at most +2.0 %:" in shown
-    assert "not decided, take more --repeats" in shown
+    assert "overhead +25.0 %, 95 % interval +0.0 % to +50.0 %; promised: at most +2.0 %:" in shown
+    assert "inconclusive, take more --repeats" in shown
 
 
 def test_ranks_and_repeats_reach_the_benchmark(asked, capsys):

@@ -1,4 +1,4 @@
-"""The door: help without torch, and usage errors of one line that say how to mend them."""
+"""The door: help without torch, and usage errors of one line that say how to fix them."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_a_batch_that_grows_is_said_to_be_larger(files, capsys) -> None:
         ),
         (("--cluster", "{cluster}", "--profile", "{profile}", "--json", "no/such/plan.json"), "make it first"),
         (("--cluster", "{cluster}", "--profile", "{cluster}"), "no JSON"),
-        (("--cluster", "{profile}", "--profile", "{profile}"), "is no TOML"),
+        (("--cluster", "{profile}", "--profile", "{profile}"), "is not valid TOML"),
     ],
 )
 def test_a_mistake_is_one_line(files, monkeypatch, tmp_path, arguments, said) -> None:
@@ -191,10 +191,10 @@ def test_options_behind_the_script_are_its_own_and_that_is_said(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     assert run_command(["plan", "train.py", "--cluster=mine.toml"]) == 2
     said = capsys.readouterr().err
-    assert "note: --cluster=mine.toml stands behind train.py, so train.py gets it" in said
+    assert "note: --cluster=mine.toml comes after train.py and is passed to it" in said
     assert run_command(["plan", "--steps", "5", "train.py", "--lr", "0.1"]) == 2
     assert given == [("train.py", ["--cluster=mine.toml"], 10), ("train.py", ["--lr", "0.1"], 5)]
-    assert "stands behind" not in capsys.readouterr().err
+    assert "comes after" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--save-profile", "--apply", "--picture", "--json"])

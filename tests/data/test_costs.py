@@ -293,7 +293,7 @@ def other_costs():
 
 
 def test_ranks_that_were_given_different_costs_are_told_so(two_ranks):
-    assert any("cut shards 1 differently" in str(said) for said in two_ranks(other_costs))
+    assert any("use different settings for shards 1" in str(said) for said in two_ranks(other_costs))
 
 
 @pytest.mark.parametrize(

@@ -183,18 +183,18 @@ def read_on_one_rank():
         return before, batches.loss
 
 
-def test_a_wish_of_one_rank_is_agreed_by_all_at_the_same_step(two_ranks):
-    assert two_ranks(wish_to_save) == [[(), (), ("save",)]] * 2
+def test_a_request_of_one_rank_is_agreed_by_all_at_the_same_step(two_ranks):
+    assert two_ranks(request_a_save) == [[(), (), ("save",)]] * 2
 
 
-def wish_to_save():
+def request_a_save():
     with samestep.world() as world:
         batches = samestep.shards(numbers(6), world, batch_size=2)
-        world.step.listen()
+        world.step.enable_requests()
         agreed = []
         for step, _ in enumerate(batches):
             if step == 1 and world.rank == 1:
-                world.step.wish("save")
+                world.step.request("save")
             batches.finish_step()
             agreed.append(tuple(world.step.agreed))
         return agreed
@@ -270,19 +270,19 @@ def test_a_loss_that_does_not_count_may_be_infinite():
 
 def two_loaders_save():
     with samestep.world() as world:
-        world.step.listen()
+        world.step.enable_requests()
         first, second = (samestep.shards(numbers(6), world, batch_size=2) for _ in range(2))
         agreed = []
         for step, _ in enumerate(zip(first, second, strict=True)):
             if step == 0 and world.rank == 1:
-                world.step.wish("save")
+                world.step.request("save")
             first.finish_step()
             second.finish_step()
             agreed.append(tuple(world.step.agreed))
         return agreed
 
 
-def test_a_wish_that_was_agreed_stays_until_it_is_done_whatever_loader_reports_next(two_ranks):
+def test_a_request_that_was_agreed_stays_until_it_is_done_whatever_loader_reports_next(two_ranks):
     assert two_ranks(two_loaders_save) == [[(), ("save",), ("save",)]] * 2
 
 
@@ -295,7 +295,9 @@ def other_data():
 
 
 def test_datasets_of_different_lengths_are_told_so(two_ranks):
-    assert any("cut shards 1 differently: the length of the dataset" in str(said) for said in two_ranks(other_data))
+    assert any(
+        "use different settings for shards 1: the length of the dataset" in str(said) for said in two_ranks(other_data)
+    )
 
 
 def peek_on_one_rank():
@@ -310,7 +312,7 @@ def peek_on_one_rank():
 
 
 def test_ranks_that_went_different_ways_are_told_so_instead_of_given_a_wrong_weight(two_ranks):
-    assert any("the ranks went different ways" in str(said) for said in two_ranks(peek_on_one_rank))
+    assert any("the ranks are out of sync" in str(said) for said in two_ranks(peek_on_one_rank))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Faults that are provoked, and mended by what the doctor says: its command, pasted into a shell.
+"""Faults that are provoked, and fixed by what the doctor says: its command, pasted into a shell.
 
 Each has namespaces of its own for its mounts, network and name, so that nothing of this machine is touched.
 """
@@ -48,7 +48,7 @@ FAULTS = {
     "small files only": ("ulimit -Sf 100000", "machine", ["file size"]),
     "no large files at all": ("ulimit -f 100000", "machine", ["file size"]),
     "one core": ("taskset -cp 0 $$ > /dev/null", "machine", ["cores"]),
-    "a name that leads nowhere": ("ip link set lo up; hostname no-such-host-77", "names", ["own name"]),
+    "a name that does not resolve": ("ip link set lo up; hostname no-such-host-77", "names", ["own name"]),
     "no loopback": ("ip link set lo down", "names", ["loopback"]),
     "few ports": (
         "ip link set lo up; echo '40000 40100' > /proc/sys/net/ipv4/ip_local_port_range",
@@ -69,7 +69,7 @@ RAISED = {"few open files", "no large files at all"}  # above what the user may 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found_and_gone_when_its_mend_is_pasted(fault, tmp_path):
+def test_a_fault_is_found_and_gone_when_its_fix_is_pasted(fault, tmp_path):
     provoked, module, check = FAULTS[fault]
     if "core" in fault and len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core is all there is here, and the fault is to have one of several")

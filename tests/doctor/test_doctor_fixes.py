@@ -76,7 +76,7 @@ def lines(folder):
 
 
 @pytest.mark.parametrize("user", [0, 1000])
-def test_a_shell_can_read_what_mends(user, tmp_path, monkeypatch):
+def test_a_shell_can_read_what_fixes(user, tmp_path, monkeypatch):
     pytest.importorskip("mpi4py")
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(sys, "executable", "/opt/my python/bin/python")

@@ -245,7 +245,7 @@ def test_processes_that_do_not_find_each_other_are_an_error():
 
 def test_a_wrong_gradient_is_an_error():
     (line,) = trial.judge(["gloo"], [{"backend": "gloo", **RIGHT, "right": False}], {})
-    assert (line.level, line.effect) == ("error", "replicas part, and nothing says so")
+    assert (line.level, line.effect) == ("error", "replicas diverge silently")
 
 
 def test_what_a_trial_wrote_is_read_up_to_a_torn_line(tmp_path):

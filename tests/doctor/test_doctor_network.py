@@ -29,7 +29,7 @@ def levels(lines):
         ("10.0.0.5", "ok", ""),
         ("127.0.1.1", "note", "connect to themselves"),
         ("10.9.9.9", "warning", "not this host"),
-        (None, "warning", "leads nowhere"),
+        (None, "warning", "does not resolve"),
     ],
 )
 def test_the_hosts_own_name_must_lead_to_it(address, level, said, monkeypatch, tmp_path):
@@ -46,8 +46,8 @@ def test_the_hosts_own_name_must_lead_to_it(address, level, said, monkeypatch, t
         return
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.1.1 node7\n" if address else "")
-    mended = line.fix.replace("/etc/hosts", str(hosts)).replace("sudo ", "")
-    subprocess.run(["sh", "-c", mended], check=True)
+    fixed = line.fix.replace("/etc/hosts", str(hosts)).replace("sudo ", "")
+    subprocess.run(["sh", "-c", fixed], check=True)
     assert hosts.read_text().splitlines() == ["10.0.0.5 node7", *(["127.0.1.1 node7"] if address else [])]
 
 

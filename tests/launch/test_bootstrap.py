@@ -138,7 +138,7 @@ def test_a_real_time_signal_ends_its_rank_and_not_the_launcher(folder):
     script = folder.script("if rank == 1:\n    os.kill(os.getpid(), signal.SIGRTMIN + 2)\ntime.sleep(60)")
     done = folder.run("-n", 2, script)
     assert done.returncode == 128 + 36
-    assert "rank 1 of 2 failed: it was ended by SIGRTMIN+2 (signal 36)" in done.stderr
+    assert "rank 1 of 2 failed: it was killed by SIGRTMIN+2 (signal 36)" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_a_host_with_another_token_is_told_so(by_hand, folder):
     first = by_hand("node1", 0, 2, "--join-timeout", 2, script)
     code, _, err = finish(by_hand("node2", 1, 2, "--join-timeout", 4, script, env={"SAMESTEP_TOKEN": SECRET[::-1]}))
     assert code == 2
-    assert "the head of the run has another token: set the same SAMESTEP_TOKEN on every host" in err
+    assert "the controller uses a different token: set the same SAMESTEP_TOKEN on every host" in err
     finish(first)
 
 
@@ -143,7 +143,7 @@ def test_a_second_host_of_one_number_is_turned_away_and_the_right_one_may_come(b
     code, _, err = finish(by_hand("node3", 1, 3, script))
     assert code == 2
     assert "samestep: error: node 1 is there twice, and " in err
-    assert until(first, "was turned away: node 1 is there twice").startswith("samestep: note: ")
+    assert until(first, "was rejected: node 1 is there twice").startswith("samestep: note: ")
     third = by_hand("node3", 2, 3, script)
     assert [finish(process)[0] for process in (first, second, third)] == [0, 0, 0]
 
@@ -153,7 +153,7 @@ def test_a_number_that_is_none_of_the_heads_is_told_so(by_hand, folder):
     first = by_hand("node1", 0, 2, script)
     code, _, err = finish(by_hand("node2", 2, 3, script))
     assert (code, "error: node 2 is none of 1 to 1: give each host a --node-rank" in err) == (2, True), err
-    assert "turned away" in until(first, "node 2 is none of 1 to 1")
+    assert "rejected" in until(first, "node 2 is none of 1 to 1")
     assert finish(by_hand("node2", 1, 2, script))[0] == finish(first)[0] == 0
 
 
@@ -163,7 +163,7 @@ def test_another_command_than_the_heads_is_refused_on_both_sides(by_hand, folder
     code, _, err = finish(by_hand("node2", 1, 2, script, "--steps", 2))
     told = "node 1 was started with `train.py --steps 2` and node 0 with `train.py`: give the same command on all"
     assert (code, told in err) == (2, True), err
-    assert "turned away" in until(first, told)
+    assert "rejected" in until(first, told)
     assert finish(by_hand("node2", 1, 2, script))[0] == finish(first)[0] == 0
 
 

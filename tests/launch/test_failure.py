@@ -95,8 +95,8 @@ def test_a_peer_lost_in_native_code_that_the_script_called_is_not_the_scripts_er
         {call}
     """)
     done = folder.run("-n", 2, script)
-    assert "rank 0] lost its peers at train.py:" in done.stderr, done.stderr
-    assert "lost its peers, and no rank said why" in done.stderr
+    assert "rank 0] lost its connection to other ranks at train.py:" in done.stderr, done.stderr
+    assert "lost its connection to other ranks, and no rank reported a cause" in done.stderr
 
 
 def test_an_error_of_c10ds_own_type_is_believed_wherever_it_comes_from():
@@ -171,7 +171,7 @@ def test_a_death_is_told_by_its_signal():
 
 
 def test_a_real_time_signal_has_a_name_though_python_has_none():
-    assert death(1, 2, -signal.SIGRTMIN - 2).message == f"it was ended by SIGRTMIN+2 (signal {signal.SIGRTMIN + 2})"
+    assert death(1, 2, -signal.SIGRTMIN - 2).message == f"it was killed by SIGRTMIN+2 (signal {signal.SIGRTMIN + 2})"
 
 
 class ProcessExitedException(Exception):  # noqa: N818  (what torch.multiprocessing raises)

@@ -53,7 +53,7 @@ def test_a_rank_that_is_told_to_stop_does_not_begin_to_save(folder):
     done = folder.run("-n", 3, script)
     assert done.returncode == 1
     assert not list(folder.path.glob("saved*"))
-    assert "ranks 0, 2 stood at train.py:" in done.stderr
+    assert "ranks 0, 2 were at train.py:" in done.stderr
     assert "time.sleep(600)" in done.stderr
 
 
@@ -70,7 +70,7 @@ def test_a_rank_in_native_code_is_stopped_and_its_line_told(folder):
     script = folder.script(HOLD + "if rank == 1:\n    time.sleep(0.5)\n    raise ValueError('alone')\nhold()")
     done = folder.run("-n", 2, script)
     assert (done.returncode, folder.result["failure"]["rank"]) == (1, 1)
-    assert "rank 0 stood at train.py:" in done.stderr
+    assert "rank 0 was at train.py:" in done.stderr
     assert "ctypes.PyDLL(None).pthread_mutex_lock(mutex)  # waits for itself" in done.stderr
 
 
@@ -194,7 +194,7 @@ def test_a_usage_error_is_not_tried_again(folder):
     script = folder.script(RESTART + "from samestep.errors import UsageError\nraise UsageError('batch size 0')")
     done = folder.run("-n", 2, "--restarts", 3, script)
     assert done.returncode == 2
-    assert "not started again: what is wrong can only be mended by hand" in done.stderr
+    assert "no restart: this error must be fixed first" in done.stderr
 
 
 @pytest.mark.skipif(not Path("/sys/fs/cgroup").is_dir(), reason="no control groups here")
@@ -230,7 +230,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_others(folder):
     finally:
         group.rmdir()
     assert done.returncode == 137, done.stderr
-    assert "rank 1 of 2 failed: the kernel killed it because memory ran out" in done.stderr
+    assert "rank 1 of 2 failed: the kernel killed it: out of memory" in done.stderr
 
 
 def _memory_group(folder):

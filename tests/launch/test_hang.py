@@ -132,7 +132,7 @@ def test_it_is_told_who_is_stuck_where_and_what_the_others_wait_in() -> None:
     found = diagnose(list(pulses.values()))
     assert found is not None
     assert told(found, pulses, {1: "train.py:14  while True:", 0: "train.py:20  dist.all_reduce(x)"}) == [
-        "nothing has moved for 12 s: rank 1 computes without finishing a step, and the others wait for it",
+        "no progress for 12 s: rank 1 is computing but does not finish a step; ranks 0, 2 are waiting for it",
         "    rank 1 computing at train.py:14  while True:  (after step 30)",
         "    rank 0 in all_reduce, collective 61 at train.py:20  dist.all_reduce(x)  (after step 30)",
         "    rank 2 in all_reduce, collective 61 at train.py:20  (after step 30)",

@@ -55,4 +55,4 @@ def test_a_host_that_is_cut_off_while_it_imports_is_lost(lab, start, folder):
     code, _, err = finish(process)
     assert in_time(time.monotonic() - cut_at, SILENCE + 5)
     assert code == 1
-    assert f"host node2 is lost: no sign of life for {SILENCE:.0f} s" in err
+    assert f"host node2 is lost: no heartbeat for {SILENCE:.0f} s" in err

@@ -164,7 +164,7 @@ def test_a_host_behind_a_cable_that_was_pulled_is_lost_within_its_silence(on_hos
     code, _, err = finish(process)
     assert in_time(time.monotonic() - lost_at, 10 + 5)
     assert (code, folder.result["failure"]["host"]) == (1, "node2")
-    assert "host node2 is lost: no sign of life for 10 s" in err
+    assert "host node2 is lost: no heartbeat for 10 s" in err
     wait_until_gone(running)  # on the other side of the cut as well: nobody can be heard there either
 
 

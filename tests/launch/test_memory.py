@@ -49,8 +49,8 @@ def test_the_machines_count_is_all_there_is_without_a_group(tmp_path):
 def test_a_kill_somewhere_on_the_machine_is_not_said_to_be_the_ranks(monkeypatch, own):
     monkeypatch.setattr(failure, "counts_own_kills", lambda: own)
     message = death(1, 2, -9, of_memory=True).message
-    assert ("the kernel killed it because memory ran out" in message) == own
-    assert ("the kernel killed a process of this machine for want of memory meanwhile" in message) != own
+    assert ("the kernel killed it: out of memory" in message) == own
+    assert ("meanwhile the kernel killed a process of this machine: out of memory" in message) != own
 
 
 def test_what_the_kernel_killed_in_an_earlier_attempt_is_no_reason_for_a_later_end(monkeypatch):

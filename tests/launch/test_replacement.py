@@ -132,7 +132,7 @@ def test_a_cable_that_is_put_back_brings_its_host_back(lab, start, folder):
     running = await_ranks(folder, 4)
     lab.partition("node2")
     heard = Heard(process)
-    heard.until("host node2 is lost (no sign of life for 10 s)")
+    heard.until("host node2 is lost (no heartbeat for 10 s)")
     wait_until_gone(running)  # also where nobody can be reached
     lab.heal("node2")
     back_at = time.monotonic()
@@ -188,7 +188,7 @@ def test_a_host_that_is_lost_for_the_second_time_has_used_the_restarts_up(lab, s
     assert err.count("trying to start its agent again") == 1
 
 
-def test_a_replacement_of_another_version_is_turned_away_until_it_is_mended(lab, start, folder):
+def test_a_replacement_of_another_version_is_turned_away_until_it_is_fixed(lab, start, folder):
     wrong = folder.path / "wrong"
     python = other_version_on(lab, "node2", folder.path, "9.9.9", only_if=wrong)
     process = start("--remote-python", python, folder.script(SCRIPT))
@@ -284,7 +284,7 @@ def test_who_comes_in_under_a_number_that_is_not_missing_is_turned_away(lab, by_
     third = by_hand("node2", 1, script)
     code, out, err = finish(first)
     assert code == 0, err
-    assert "has come in and was turned away: node 2 is none of 1 to 1" in err
+    assert "joined and was rejected: node 2 is none of 1 to 1" in err
     resumed(folder, out)
     finish(third)
 

@@ -131,7 +131,7 @@ def test_a_batch_that_is_asked_to_make_room_is_queued_again_and_goes_on(slurm, f
     (output,) = folder.path.glob(f"runs/*/slurm-{job}.out")
     assert "preempted by SIGUSR1: saved step" in output.read_text()
     wait_for(slurm, job, {"COMPLETED"})
-    assert "goes on from saved/" in output.read_text()
+    assert "resuming from saved/" in output.read_text()
     assert "finished True" in output.read_text()
     assert len(list(folder.path.glob("runs/*/run.json"))) == len(list(folder.path.glob("runs/*/again-1/run.json"))) == 1
 

@@ -70,7 +70,7 @@ def test_larger_batches_excuse_nobody_who_is_slower_than_they_make_him(loads):
 
 def test_who_keeps_up_again_is_told_too():
     said = lines([0.2, 0.2, lambda look: 0.5 if look < 15 else 0.2], looks=60)
-    assert [line.split(":")[0] for _, line in said] == ["rank 2 is slow", "rank 2 keeps up again"]
+    assert [line.split(":")[0] for _, line in said] == ["rank 2 is slow", "rank 2 is no longer slow"]
 
 
 @pytest.mark.parametrize("noise", [0.05, 0.3])

@@ -273,7 +273,7 @@ def test_a_signal_while_ranks_are_stopped_does_not_wait(start):
 def test_a_host_that_is_lost_takes_its_ranks_along(start):
     run = start([0, 1], [2, 3])
     run.ends(2, 0)
-    run.supervisor.lost(run.hosts[1], "no sign of life")
+    run.supervisor.lost(run.hosts[1], "no heartbeat")
     assert run.passes(PATIENCE) == [("stop", [0, 1], 0)]
     run.ends(0, -15)
     assert run.over == 0
@@ -287,7 +287,7 @@ def test_a_host_that_is_lost_while_ranks_are_stopped_is_no_reason(start):
     run = start([0], [1])
     run.fails(0)
     run.passes(SETTLE)
-    run.supervisor.lost(run.hosts[1], "no sign of life")
+    run.supervisor.lost(run.hosts[1], "no heartbeat")
     assert [failure.rank for failure in run.supervisor.verdict().failures] == [0]
 
 

@@ -23,9 +23,9 @@ def work(rank, size):
 
 SPAWNED_FAULTS = {
     "raised": ("raise KeyError('label')", 1, "KeyError", "'label' (in its own rank 1, process {})", True),
-    "segfault": ("os.kill(os.getpid(), 11)", 139, "Signal", "it was ended by SIGSEGV (signal 11; in its own", True),
-    "killed": ("os.kill(os.getpid(), 9)", 137, "Signal", "it was ended by SIGKILL (signal 9; in its own", False),
-    "left": ("os._exit(3)", 3, "Exit", "it ended with exit code 3 and left no exception behind (in its own", False),
+    "segfault": ("os.kill(os.getpid(), 11)", 139, "Signal", "it was killed by SIGSEGV (signal 11; in its own", True),
+    "killed": ("os.kill(os.getpid(), 9)", 137, "Signal", "it was killed by SIGKILL (signal 9; in its own", False),
+    "left": ("os._exit(3)", 3, "Exit", "it exited with code 3 without a Python exception (in its own", False),
 }
 
 

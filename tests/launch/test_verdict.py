@@ -31,7 +31,7 @@ def test_the_root_cause_comes_first_then_its_line_and_the_victims():
     assert lines(verdict) == [
         "samestep: error: rank 1 of 3 failed: ValueError: no",
         "    at train.py:3  go()",
-        "    rank 1, host h, process 11, exit code 4; 2 other ranks (0, 2) merely lost it",
+        "    rank 1, host h, process 11, exit code 4; ranks 0, 2 lost their connection to it",
         "    logs: runs/x/0/h",
     ]
 
@@ -54,20 +54,22 @@ def test_a_rank_that_waited_in_vain_is_not_called_the_culprit():
     assert verdict.waiting == ()
     shown = lines(verdict)
     assert shown[:2] == ["Traceback …", "RuntimeError: …"]
-    assert shown[2].startswith("samestep: error: rank 0 of 2 lost its peers, and no rank said why: Timed out waiting")
-    assert "1 other rank (1) had not failed when stopped: look there first" in shown[-2]
+    assert shown[2].startswith(
+        "samestep: error: rank 0 of 2 lost its connection to other ranks, and no rank reported a cause: Timed out"
+    )
+    assert "rank 1 had not failed when stopped: look there first" in shown[-2]
 
 
 @pytest.mark.parametrize(
     ("why", "others"),
     [
-        ("rank 0 sleeps, and the other waits for it", "1 other rank (1) waited for it"),
-        (f"{MUTUAL}; every rank has to come by every collective", "1 other rank (1) waited too"),
+        ("rank 0 is asleep; rank 1 is waiting for it", "rank 1 was waiting for it"),
+        (f"{MUTUAL}; every rank has to come by every collective", "rank 1 was waiting too"),
     ],
     ids=["for the culprit", "each for the others"],
 )
 def test_of_ranks_that_wait_for_each_other_none_is_said_to_be_waited_for(why, others):
-    hung = failed(0, exception="Hang", message=f"nothing has moved for 9 s: {why}", exit_code=124)
+    hung = failed(0, exception="Hang", message=f"no progress for 9 s: {why}", exit_code=124)
     assert lines(judge({0: -9, 1: -9}, [hung], {}, None))[-2].endswith(others)
 
 

@@ -58,7 +58,7 @@ def flight(rank: int, number: int, *, done: bool) -> Flight:
 @pytest.mark.usefixtures("at_once")
 def test_a_rank_for_which_others_wait_in_a_kernel_is_found_by_the_flight_recorders() -> None:
     said, orders = watched([flight(0, 41, done=False), flight(1, 40, done=True)])
-    assert said[0].startswith("nothing has moved for 12 s: rank 1 computes without finishing a step, and the other")
+    assert said[0].startswith("no progress for 12 s: rank 1 is computing but does not finish a step; rank")
     assert "flight recorder, group 0 default_pg: rank 0 collective 41, all_reduce of [20], not done" in said[0]
     assert ("ask", [0, 1]) in orders
 

@@ -34,9 +34,9 @@ OWN = "import samestep\ndist.init_process_group('gloo')\nif samestep.world():"
 
 FAULTS = {
     "raises": ("raise KeyError('label')", "KeyError: 'label'", True),
-    "leaves": ("sys.exit(3)", "it ended with exit code 3 and left no exception behind", False),
-    "killed": ("os.kill(os.getpid(), 9)", "it was ended by SIGKILL (signal 9)", False),
-    "crashes": ("os.kill(os.getpid(), 11)", "it was ended by SIGSEGV (signal 11)", True),
+    "leaves": ("sys.exit(3)", "it exited with code 3 without a Python exception", False),
+    "killed": ("os.kill(os.getpid(), 9)", "it was killed by SIGKILL (signal 9)", False),
+    "crashes": ("os.kill(os.getpid(), 11)", "it was killed by SIGSEGV (signal 11)", True),
     "early": ("os._exit(0)", "it ended with exit code 0 while others still waited for it", False),
 }
 # The launcher is the parent: where it takes a rank's exit code at once, nobody else ever knows it.
@@ -127,11 +127,11 @@ def assert_named(fault, err):
     said = words(err)
     assert said[0].removeprefix("samestep: error: rank 1 of 3 failed: ").startswith((message, *UNKNOWN)), err
     assert (said[1].strip().endswith(statement)) == has_line
-    assert any("2 other ranks (0, 2) merely lost it" in line for line in said)
+    assert any("ranks 0, 2 lost their connection to it" in line for line in said)
 
 
 def test_torchrun_starts_ranks_again_which_join_again_and_sees_the_one_that_failed_end_first(start):
-    """A rank that merely lost a peer waits for the watcher's words before it leaves."""
+    """A rank that lost its connection to a peer waits for the watcher's words before it leaves."""
     once = "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise KeyError('once')\n        os._exit(3)"
     _, err, _ = start([*torchrun(2), "--max-restarts", 1], once)
     first, second = (line for line in err.splitlines() if line.startswith("samestep: error:"))
@@ -178,7 +178,7 @@ def test_a_rank_that_cannot_notice_is_ended_with_the_others(start_by_hand):
     script = "if dist.get_rank() == 0:\n        time.sleep(600)\n    if dist.get_rank() == 1:\n        raise KeyError"
     _, err, _ = start_by_hand(2, "pass\n    " + script)
     assert words(err)[0] == "samestep: error: rank 1 of 2 failed: KeyError", err
-    assert "rank 0 stood at" in err
+    assert "rank 0 was at" in err
     assert "time.sleep(600)" in err
 
 
@@ -200,7 +200,7 @@ def verdict(*failures):
 def test_a_host_that_only_lost_a_peer_points_to_the_others():
     lost = verdict(*(failure(rank, lost_peer=True) for rank in (2, 3)))
     (line,) = last_words(lost, 4, "b")
-    assert line == "samestep: ranks 2-3 on host b merely lost a peer: its own host says why"
+    assert line == "samestep: ranks 2-3 on host b lost their connection to a peer: its own host says why"
     assert "no rank said why" in last_words(lost, 2, "b")[0]  # there is no other host
 
 

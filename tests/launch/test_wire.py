@@ -140,8 +140,8 @@ def test_another_token_is_refused_on_both_sides(token):
         agent.start()
         while agent.is_alive():
             assert listener.accept() is None
-        assert failures == ["the head of the run has another token: set the same SAMESTEP_TOKEN on every host"]
-        assert listener.refused == ["127.0.0.1: it has another token"]
+        assert failures == ["the controller uses a different token: set the same SAMESTEP_TOKEN on every host"]
+        assert listener.refused == ["127.0.0.1: it uses a different token"]
 
 
 def test_a_head_that_does_not_know_the_token_is_not_believed(token):
@@ -156,7 +156,7 @@ def test_a_head_that_does_not_know_the_token_is_not_believed(token):
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        with pytest.raises(RendezvousError, match="another token"):
+        with pytest.raises(RendezvousError, match="a different token"):
             connect([HERE], impostor.getsockname()[1], token, {}, seconds=1)
         thread.join()
 
@@ -378,7 +378,7 @@ HELLO = b'{"protocol": 1, "nonce": "00"}'
         ([b"[]"], "something else answers there"),
         ([b"[" * 5_000], "something else answers there"),
         ([b'{"protocol": 2}'], "not as the head of a run of this version"),
-        ([HELLO, '{"proof": "é"}'.encode()], "has another token"),
+        ([HELLO, '{"proof": "é"}'.encode()], "uses a different token"),
         ([], "took too long|timed out"),
     ],
     ids=["ssh", "list", "nested", "version", "letters", "drip"],
@@ -391,7 +391,7 @@ def test_whoever_answers_in_place_of_the_head_is_named(token, lines, reason):
 
 def test_the_head_of_another_run_at_the_first_address_does_not_hide_the_right_one(token):
     with (
-        Impostor(HELLO, b'{"refused": "it has another token"}') as other,
+        Impostor(HELLO, b'{"refused": "it uses a different token"}') as other,
         Listener(token, "127.0.0.2", other.port) as ours,
     ):
         found = []

@@ -115,7 +115,7 @@ def test_a_message_to_a_neighbour_takes_the_latency_of_the_file_and_a_hop_more_f
             "[nodes]\ncount = 17\n" + BETWEEN + '[network]\nkind = "torus"\ndims = [4, 4]',
             "nodes.count is 17, and torus 4x4 holds 16 hosts: give fewer, or a larger network",
         ),
-        ("[nodes", "is no TOML: expected"),
+        ("[nodes", "is not valid TOML: expected"),
         (
             "nodes.count = 16\n" + BETWEEN + '[network]\nkind = "dragonfly"\np = 9999999999\na = 4\nh = 2\ng = 9',
             "links: give 100000000 at most",

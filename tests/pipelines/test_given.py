@@ -241,7 +241,7 @@ def too_many():
 
 
 def test_more_stages_than_ranks_are_refused(two_ranks):
-    assert two_ranks(too_many) == ["3 stages cannot be dealt evenly to 2 ranks: give a multiple of 2"] * 2
+    assert two_ranks(too_many) == ["3 stages cannot be divided evenly among 2 ranks: give a multiple of 2"] * 2
 
 
 # --- torch.export ------------------------------------------------------------------------------------

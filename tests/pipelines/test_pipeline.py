@@ -241,7 +241,7 @@ def uneven():
 
 
 def test_stages_that_cannot_be_dealt_evenly_are_refused(two_ranks):
-    assert two_ranks(uneven) == ["3 stages cannot be dealt evenly to 2 ranks: give a multiple of 2"] * 2
+    assert two_ranks(uneven) == ["3 stages cannot be divided evenly among 2 ranks: give a multiple of 2"] * 2
 
 
 def planned_for(stages):

@@ -241,7 +241,7 @@ def skipping():
 def test_a_rank_that_skips_a_step_is_named_by_the_one_that_waits(two_ranks):
     skipped, waited = two_ranks(skipping)
     assert "rank 1" in skipped
-    assert waited.startswith("rank 0 gave up a step of the pipeline, and began another, before it had sent what")
+    assert waited.startswith("rank 0 aborted a pipeline step and started the next one before it had sent what")
 
 
 def trained(blind):

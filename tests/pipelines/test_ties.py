@@ -209,7 +209,7 @@ def half_frozen():
 
 def test_a_weight_that_is_frozen_under_one_of_its_names_is_named_on_all_ranks(two_ranks):
     """The unsplit model would train it under neither; one rank alone would go on stepping it."""
-    told = "head.weight wants no gradient and tokens.weight wants one, and they are one weight in several stages"
+    told = "head.weight does not require grad and tokens.weight does, and they are one weight in several stages"
     for said in two_ranks(half_frozen):
         assert said.startswith(told)
 

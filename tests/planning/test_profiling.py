@@ -398,7 +398,7 @@ BARE = """
         (STEPLESS, (), r"train\.py takes no step of an optimizer of torch\.optim"),
         (MLP.replace("loader:", "list(loader)[:3]:"), ("1",), r"ends after 3 steps: a profile takes 4 or more"),
         (SPAWNS, (), r"train\.py starts its own ranks"),
-        (BARE, (), r"it cannot be told how many samples a step has"),
+        (BARE, (), r"cannot determine the batch size"),
     ],
     ids=["fails", "exits", "stepless", "short", "spawns", "bare"],
 )

@@ -101,7 +101,7 @@ def test_ranks_that_are_not_there_cannot_be_planned_with(ranks: int) -> None:
 def test_more_ranks_than_samples_leave_some_without_any() -> None:
     reason = Planner(training(batch=16), QUICK).at(32).steps["data"]
     assert isinstance(reason, Unfit)
-    assert reason.reason == "a batch of 16 samples leaves some of 32 ranks without any"
+    assert reason.reason == "a batch of 16 samples is smaller than 32 ranks"
 
 
 def test_a_batch_that_grows_keeps_every_rank_as_busy() -> None:

@@ -29,7 +29,7 @@ def test_settings_are_what_was_written(tmp_path: Path) -> None:
         pytest.param("buckets = 1" + 400 * "0", ": give a number above 0", id="large"),
         pytest.param("buckets = 1" + 5000 * "0", "its numbers are too long", id="long"),
         ("buckets = nan", "buckets is nan: give a number above 0"),
-        ("buckets", "is no TOML: "),
+        ("buckets", "is not valid TOML: "),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_file(tmp_path: Path, text: str, said: str) -> None:

@@ -251,7 +251,7 @@ def test_multiprocessing_without_a_gpu_asks_for_a_number(digit_folder, capsys):
         (["--world-size", "2"], "--world-size 2 needs --dist-url"),
     ],
 )
-def test_what_the_caller_can_mend_is_one_line_and_exit_code_2(digit_folder, capsys, more, reason):
+def test_what_the_caller_can_fix_is_one_line_and_exit_code_2(digit_folder, capsys, more, reason):
     assert run(digit_folder, *more) == 2
     said = capsys.readouterr().err
     assert said.startswith("imagenet: error: ")

@@ -454,7 +454,7 @@ def test_of_two_nobody_is_blamed_for_three_in_a_row(two_ranks):
         assert (found[:2], count) == ([None, None], 2)
         text, ranks, secondary = found[2]
         assert text.startswith(
-            "replicas have parted at 3 checks in a row, so repairing does not help, and something is broken: the "
+            "replicas have diverged at 3 checks in a row, so repairing does not help, and something is broken: the "
             "replicas of Sequential are not alike: ranks 0 and 1 differ in 0.bias, and of two nobody can tell"
         )
         assert text.endswith("neither compared nor repaired without optimizer_state=True")
@@ -921,7 +921,7 @@ def test_alone_nothing_is_watched_and_nothing_costs():
         ({"every": 0}, "every=0 is no number of steps: give a whole number of at least 1, such as 16"),
         ({"every": True}, "every=True is no number of steps"),
         ({"every": 1.5}, "every=1.5 is no number of steps"),
-        ({"policy": "mend"}, "policy='mend' is unknown: use 'stop', 'warn' or 'repair'"),
+        ({"policy": "fix"}, "policy='fix' is unknown: use 'stop', 'warn' or 'repair'"),
         ({"optimizer_state": 1}, "optimizer_state=1 must be True or False"),
         ({"buffers": None}, "buffers=None must be True or False"),
         ({"resync_epochs": 0}, "resync_epochs=0 is no number of epochs: give a whole number of at least 1, or None"),

@@ -260,7 +260,7 @@ def insisted():
 
 def test_shared_memory_that_is_insisted_on_and_not_to_be_had_says_why(two_ranks):
     for said in two_ranks(insisted):
-        assert "reduce='shared' is not to be had: a rank stands alone on its host" in said
+        assert "reduce='shared' is not available: a rank stands alone on its host" in said
 
 
 def ordered_without_memory():

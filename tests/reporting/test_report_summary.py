@@ -82,14 +82,14 @@ def test_a_dozen_steps_make_no_slow_rank(tmp_path):
     assert "straggler" not in advised(Made(tmp_path, steps=13, own=own))
 
 
-@pytest.mark.parametrize(("moves", "end"), [(False, "."), (True, "; it moves again, after 27 s.")])
+@pytest.mark.parametrize(("moves", "end"), [(False, "."), (True, "; progress again after 27 s.")])
 def test_a_hang_is_told_and_counts_in_the_time(tmp_path, moves, end):
     made = Made(tmp_path, ended=lambda rank: False, about={"exit": 130, "ended": T0 + 30.0})
-    made.say("hang", "nothing has moved for 12 s: rank 1 is frozen\n    more", 1)
+    made.say("hang", "no progress for 12 s: rank 1 is frozen\n    more", 1)
     if moves:
-        made.say("moves", "it moves again, after 27 s")
+        made.say("moves", "progress again after 27 s")
     found = told(made)
-    assert f"It hung: nothing has moved for 12 s: rank 1 is frozen{end}" in found.state.sentences
+    assert f"It hung: no progress for 12 s: rank 1 is frozen{end}" in found.state.sentences
     assert "It ended with exit code 130: Ctrl-C." in found.state.sentences
     assert found.time[0].startswith("Of 30.0 s from begin to end ")
 

@@ -204,7 +204,7 @@ def test_a_slow_rank_is_marked_until_it_keeps_up(tmp_path):
     assert "slow" in row_of(lines, 3)
     assert "slow" not in row_of(lines, 2)
     assert "straggler  rank 3 is slow: its own work" in line_of(lines, "straggler")
-    made.say("keeps-up", "rank 3 keeps up again", 3, t=T0 + 1)
+    made.say("keeps-up", "rank 3 is no longer slow", 3, t=T0 + 1)
     assert "slow" not in row_of(drawn(made), 3)
 
 
@@ -235,7 +235,7 @@ def test_a_hang_names_who_is_missing_and_shows_what_it_prints(tmp_path):
     assert "rank 1, standard output" in line_of(lines, "standard output")
     assert not any("train.py:9" in line for line in lines)
     assert any("train.py:9" in line for line in drawn(made, choice=Choice(panel="events")))
-    made.say("moves", "it moves again, after 60 s", t=T0 + 61)
+    made.say("moves", "progress again after 60 s", t=T0 + 61)
     assert "hangs" not in drawn(made, now=T0 + 1)[0]
 
 
@@ -258,7 +258,7 @@ def test_a_failed_run_says_why_and_shows_the_standard_error_of_whom_it_blames(tm
     assert scene.row(3).at.text == "lost its peers"
 
 
-def test_findings_of_check_are_told_with_their_mending(tmp_path):
+def test_findings_of_check_are_told_with_their_fix(tmp_path):
     made = Made(tmp_path)
     made.write()
     made.find(rank=1, step=3, where="train.py:4", cause="rank 1 stepped alone", fix="wait for the others")

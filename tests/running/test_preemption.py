@@ -83,7 +83,7 @@ def resume(training):
     """Starts the same command again, which must go on to the end."""
     code, out, err = finish(training.start())
     assert code == 0, err
-    assert "goes on from saved/" in err
+    assert "resuming from saved/" in err
     assert "finished 32" in out
 
 

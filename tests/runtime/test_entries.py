@@ -59,7 +59,7 @@ def test_a_letter_is_what_was_written():
 
 @pytest.mark.parametrize("value", [b"", b"{", b"[" * 100_000, b"\xff", b"null", b'"a"', b"9" * 5000])
 def test_anything_else_is_refused_in_words(value):
-    with pytest.raises(RendezvousError, match="what stands in the store for rank 1 is not what a rank writes there"):
+    with pytest.raises(RendezvousError, match="the message of rank 1 in the store is malformed"):
         letter_of(value, Outer, of="rank 1")
 
 

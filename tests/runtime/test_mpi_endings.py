@@ -240,7 +240,7 @@ def test_a_missing_mpi4py_is_one_line(tmp_path):
     assert "BackendError: backend 'mpi' needs mpi4py: pip install 'samestep[mpi]'" in done.stderr
 
 
-def test_binding_that_starves_torch_is_said_with_what_mends_it(tmp_path):
+def test_binding_that_starves_torch_is_said_with_what_fixes_it(tmp_path):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("this machine has one core")
     (tmp_path / "train.py").write_text(BEGIN)

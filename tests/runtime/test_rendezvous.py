@@ -121,7 +121,7 @@ def test_a_requeued_job_does_not_take_what_its_first_start_has_left_for_its_own(
     ],
 )
 def test_what_a_stranger_writes_into_the_store_is_no_rank(value):
-    with pytest.raises(RendezvousError, match="what stands in the store for rank 3 is no rank's entry"):
+    with pytest.raises(RendezvousError, match="rank 3's registration in the store is malformed"):
         entry_of(value, 3)
 
 

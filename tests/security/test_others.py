@@ -40,7 +40,7 @@ def test_on_the_loopback_address_only_this_users_processes_come_in(tmp_path):
     about = {"index": 1, "program": "x"}
     try:
         for guess in ("", "0" * 64, str(os.getuid())):
-            with pytest.raises(RendezvousError, match="another token"):
+            with pytest.raises(RendezvousError, match="a different token"):
                 connect(["127.0.0.1"], port, guess, about, seconds=60.0)
         second = by_hand(tmp_path, 1, port)
         said = second.communicate(timeout=100)[0]

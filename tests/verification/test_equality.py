@@ -125,7 +125,7 @@ def test_only_a_rank_that_was_killed_behind_a_save_must_go_on_from_there(tmp_pat
     """Killed before it, for want of memory say, it rightly begins at the beginning."""
     killed = [step(0, "g"), stepped(0), *([{"kind": "killed"}] if by_us else [])]
     whole = [step(0, "g"), stepped(0), step(1, "h"), stepped(1), ended()]
-    signal = {"rank": 0, "exception": "Signal", "message": "it was ended by SIGKILL"}
+    signal = {"rank": 0, "exception": "Signal", "message": "it was killed by SIGKILL"}
 
     class Runs:
         folder = tmp_path
@@ -139,7 +139,7 @@ def test_only_a_rank_that_was_killed_behind_a_save_must_go_on_from_there(tmp_pat
     report = Report(ranks=2)
     equality.resumed(Runs(), record(whole, whole), report)  # type: ignore[arg-type]
     assert [finding.code for finding in report.errors] == (["checkpoint-inexact"] if by_us else [])
-    assert by_us or report.coverage["checkpoint"] == "not checked: Signal: it was ended by SIGKILL"
+    assert by_us or report.coverage["checkpoint"] == "not checked: Signal: it was killed by SIGKILL"
 
 
 def test_an_optimizer_that_is_not_saved_is_found_by_the_resume(reports: Lazily[Report]) -> None:

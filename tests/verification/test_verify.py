@@ -292,7 +292,7 @@ def test_the_readme_shows_what_the_command_says(
         (["--steps", "0", "x.py"], "give 1 or more"),
     ],
 )
-def test_usage_errors_say_how_to_mend_them(capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
+def test_usage_errors_say_how_to_fix_them(capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
     assert exit_code(["verify", *arguments]) == 2
     assert text in capsys.readouterr().err
 

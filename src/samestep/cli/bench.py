@@ -153,7 +153,7 @@ def _rows(report: Report) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("", "ours ms", "theirs ms", "sooner", *map(_spaced, report.rows)):
+    for heading in ("", "ours ms", "theirs ms", "speedup", *map(_spaced, report.rows)):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for comparison in report.comparisons:
         times = (f"{1000 * median(side):.3f}" for side in (comparison.ours, comparison.theirs))
@@ -170,21 +170,21 @@ def _kept(report: Report) -> str:
     promised = [one for one in report.comparisons if one.most is not None]
     verdicts = {verdict: [one.name for one in promised if one.kept is verdict] for verdict in (False, None)}
     missed = f"Missed: {'; '.join(verdicts[False])}. " if verdicts[False] else ""
-    open_ = f"Not decided, take more --repeats: {'; '.join(verdicts[None])}." if verdicts[None] else ""
+    open_ = f"Inconclusive, take more --repeats: {'; '.join(verdicts[None])}." if verdicts[None] else ""
     return missed + open_ or "All that was promised is kept."
 
 
 def _conclusion(comparison: Comparison) -> str:
     lower, upper = (_percent(ratio) for ratio in comparison.interval)
-    text = f"overhead {_percent(comparison.ratio)}, 19 times in 20 between {lower} and {upper}"
+    text = f"overhead {_percent(comparison.ratio)}, 95 % interval {lower} to {upper}"
     if comparison.ratio < MUCH_SOONER or (comparison.most is not None and comparison.most < 1):
         best, worst = (1 / ratio for ratio in comparison.interval)
-        text = f"{1 / comparison.ratio:.2f} times sooner, 19 times in 20 between {worst:.2f} and {best:.2f}"
+        text = f"{1 / comparison.ratio:.2f} times as fast, 95 % interval {worst:.2f} to {best:.2f}"
     if comparison.most is None:
         return text
     promise = f"at most {_percent(comparison.most)}" if comparison.most > 1 else "no slower"
     promise = f"at least {1 / comparison.most:.3g} times" if comparison.most < 1 else promise
-    verdict = {True: "kept", False: "missed", None: "not decided, take more --repeats"}[comparison.kept]
+    verdict = {True: "kept", False: "missed", None: "inconclusive, take more --repeats"}[comparison.kept]
     return f"{text}; promised: {promise}: {verdict}"
 
 

@@ -138,7 +138,7 @@ def _tell_aside(console: Console, path: Path, folders: Sequence[Path]) -> None:
 
     path = path.resolve()
     if path not in folders and (aside := set_aside(path)):
-        console.print(f"set aside by earlier runs, damaged or of another run: {', '.join(map(printable, aside))}")
+        console.print(f"quarantined by earlier runs, damaged or of another run: {', '.join(map(printable, aside))}")
 
 
 # --- show -------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def _newest(path: Path) -> Path:
 
     folders = found(path)
     if not folders:
-        raise UsageError(f"all checkpoints in {path} are set aside because they are damaged")
+        raise UsageError(f"all checkpoints in {path} are quarantined because they are damaged")
     return folders[-1]
 
 

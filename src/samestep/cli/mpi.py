@@ -28,7 +28,7 @@ def under_mpiexec(options: argparse.Namespace, arguments: Sequence[str]) -> None
     if options.restarts:
         raise UsageError(
             "MPI cannot begin twice under one mpiexec, so --restarts does not go with --mpi: leave it out, and call "
-            "the command again; a checkpoint goes on from there"
+            "the command again; training resumes from its checkpoint"
         )
     if any(variable(name) is not None for name in STARTED):
         raise UsageError("an mpiexec has started this process already: leave out either it or --mpi")

@@ -1,4 +1,4 @@
-"""An argument parser whose errors are exceptions, in one line that says how to mend them."""
+"""An argument parser whose errors are exceptions, in one line that says how to fix them."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def _tell_misplaced(program: Sequence[str]) -> None:
     misplaced = [word for word in arguments if word.partition("=")[0] in FILES]
     if misplaced:
         print(
-            f"samestep: note: {misplaced[0]} stands behind {script}, so {script} gets it; options of plan come first: "
+            f"samestep: note: {misplaced[0]} comes after {script} and is passed to it; options of plan come first: "
             f"samestep plan {misplaced[0]} … {script}",
             file=sys.stderr,
         )

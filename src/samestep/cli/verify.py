@@ -117,13 +117,13 @@ def _explain(asked: str) -> int:
 
 def _of_finding(code: str) -> tuple[str, ...]:
     page = PAGES[code]
-    return f"{code}: {page.title}", page.why, f"mend it: {page.fix}", f"noticed by: {page.seen}"
+    return f"{code}: {page.title}", page.why, f"fix: {page.fix}", f"detected by: {page.seen}"
 
 
 def _of_error(name: str) -> tuple[str, ...]:
     kind, error = KINDS[name], getattr(errors, name)
     first = " ".join((error.__doc__ or "").split("\n\n")[0].split()).replace(":func:", "")
-    plain = (LINK.sub(r"docs/\1", text) for text in (f"comes about: {kind.cause}", f"mend it: {kind.remedy}"))
+    plain = (LINK.sub(r"docs/\1", text) for text in (f"cause: {kind.cause}", f"fix: {kind.remedy}"))
     return f"{name}: {first}", *plain, f"exit code: {error.exit_code}"
 
 

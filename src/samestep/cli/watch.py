@@ -25,7 +25,7 @@ EXAMPLES = """examples:
   samestep watch --once --rank 3 | less                   one picture, with the last lines of rank 3
   ssh node1 -t samestep watch /shared/runs/mine           from another machine
 
-keys: up, down or j, k choose a rank; Tab stdout or stderr; f what happened; n the next rank in trouble; a attempt;
+keys: up, down or j, k choose a rank; Tab stdout or stderr; f events; n the next problem rank; a attempt;
       Space pause; ? all keys; q or Ctrl-C leave.
 
 exit code: 0, whatever became of the run; 2 for a usage error."""

@@ -1,10 +1,10 @@
-"""What a rank tells the others when its step ends: its share of the loss, and its wishes.
+"""What a rank tells the others when its step ends: its share of the loss, and its requests.
 
 A script that prints its loss usually prints that of rank 0's last micro-batch, or stops all ranks to reduce it. Here
 every rank adds up its share while the step computes and hands it over when the step ends; nobody waits until asked.
 
-    on the CPU       one message (loss, wishes)
-    on the GPU       the loss over the device's own group, so that no rank waits for its GPU; wishes by themselves
+    on the CPU       one message (loss, requests)
+    on the GPU       the loss over the device's own group, so that no rank waits for its GPU; requests by themselves
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StepReport:
         self._device = world.device
         self._shares: dict[int, torch.Tensor | float] = {}  # by slice
         self._loss: PendingSum | None = None
-        self._wishes: PendingSum | None = None
+        self._requests: PendingSum | None = None
         self._warned = False
         self._earlier = math.nan
 
@@ -55,8 +55,8 @@ class StepReport:
 
         Every rank sends at the end of every step, so that one which never called `mean` holds nobody up.
         """
-        if self._wishes is not None:
-            self._state.settle(self._wishes.wait()[-1])
+        if self._requests is not None:
+            self._state.apply(self._requests.wait()[-1])
         share = tree_sum([self._shares[place] for place in sorted(self._shares)]) if self._shares else None
         self._shares.clear()
         if share is None and self._state.averaged and not self._warned:
@@ -64,15 +64,15 @@ class StepReport:
             warn(_WITHOUT_MEAN)
         self._state.averaged = False
         self._earlier = math.nan
-        self._loss = self._wishes = None
-        wishes = (self._state.take_wishes(),) if self._state.listens else ()
+        self._loss = self._requests = None
+        requests = (self._state.take_requests(),) if self._state.requests_enabled else ()
         if self._device.type == "cpu":
-            sent = start_sum(self._axis, float(share or 0.0), *wishes, tag=tag)
-            self._wishes = sent if wishes else None
+            sent = start_sum(self._axis, float(share or 0.0), *requests, tag=tag)
+            self._requests = sent if requests else None
         else:
             on_device = torch.zeros(1, dtype=torch.float64, device=self._device) + (0.0 if share is None else share)
             sent = start_device_sum(self._axis, on_device)
-            self._wishes = start_sum(self._axis, *wishes, tag=tag) if wishes else None
+            self._requests = start_sum(self._axis, *requests, tag=tag) if requests else None
         self._loss = None if share is None else sent
 
     def read(self) -> float:

@@ -186,7 +186,10 @@ class Shards:
                 current.micro = number
                 self.step_ends = current.step_ends
                 self._world.step.enter(
-                    self._number, ends=self.step_ends, few=partial(self._why_few, current), mean=self._mean_of(current)
+                    self._number,
+                    ends=self.step_ends,
+                    small_batch_hint=partial(self._why_few, current),
+                    mean=self._mean_of(current),
                 )
                 if self._world.virtual is not None:
                     self._world.virtual.enter(self._number, current.place, self._epoch, current.step.start)

@@ -99,7 +99,7 @@ def locks(folder: Path) -> Line:
     except (OSError, NotImplementedError, Timeout) as error:
         text = f"do not work here: {error}"
     else:
-        text = "keep nobody out"
+        text = "are not exclusive"
     effect = "samestep.once may download twice, and two runs may write one checkpoint"
     fix = "findmnt -T . -o TARGET,FSTYPE,OPTIONS  # NFS: mount it without nolock; or use a local folder"
     return Line("file locks", "warning", text, effect, fix)

@@ -23,7 +23,7 @@ USERS = "gpu_uuid,pid,process_name,used_memory"
 USED = 0.1  # of a GPU's memory
 MIB = 1 << 20
 CLOSED: dict[str, tuple[Level, str, str]] = {
-    "Prohibited": ("error", "is closed", "no process can use it"),
+    "Prohibited": ("error", "is in compute mode Prohibited", "no process can use it"),
     "Exclusive_Process": ("note", "is open to one process alone", "a second one on it ends with 'busy'"),
 }
 

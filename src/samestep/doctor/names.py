@@ -1,7 +1,7 @@
 """Names, interfaces and ports of this host: what ranks need to find each other.
 
-gloo and torchrun look up the host's own name. On many machines it leads nowhere, or to 127.0.1.1, and then the ranks of
-other hosts connect to themselves: the commonest way in which a first run over two hosts fails.
+gloo and torchrun look up the host's own name. On many machines it does not resolve, or resolves to 127.0.1.1; then the
+ranks of other hosts connect to themselves: the commonest way in which a first run over two hosts fails.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def own_name(name: str, found: Sequence[Interface]) -> Line:
         led = sorted({entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)})
     except OSError as error:
         effect = "torchrun, gloo and NCCL on several hosts fail, or wait: they look it up"
-        return Line("own name", "warning", f"{name} leads nowhere: {error}", effect, hosts_entry(entry, first=False))
+        return Line("own name", "warning", f"{name} does not resolve: {error}", effect, hosts_entry(entry, first=False))
     took = time.monotonic() - begun
     text = f"{name} is {', '.join(map(str, led))}"
     known = {interface.address for interface in found}
@@ -74,7 +74,7 @@ def localhost() -> Iterator[Line]:
     try:
         led = {entry[4][0] for entry in socket.getaddrinfo("localhost", None, socket.AF_INET, socket.SOCK_STREAM)}
     except OSError as error:
-        said = f"leads nowhere: {error}"
+        said = f"does not resolve: {error}"
     else:
         if all(str(address).startswith("127.") for address in led):
             return

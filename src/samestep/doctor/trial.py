@@ -160,7 +160,7 @@ def judge(
             fix = pip("--force-reinstall", "mpi4py", "mpich") + "  # the mpiexec is of another MPI than mpi4py's"
             yield Line(check, "error", text, effect, fix)
         elif not step["right"]:
-            effect = "replicas part, and nothing says so"
+            effect = "replicas diverge silently"
             text = "the gradient is not the mean of the ranks'"
             yield Line(check, "error", text, effect, pip("--force-reinstall", "torch"))
         else:

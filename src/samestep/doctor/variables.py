@@ -170,7 +170,7 @@ def _master(name: str, fix: str) -> Iterator[Line]:
         socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
         effect = "scripts that join by env:// wait for a host that there is not, and fail"
-        yield Line("MASTER_ADDR", "warning", f"is {name}, which leads nowhere: {error}", effect, fix)
+        yield Line("MASTER_ADDR", "warning", f"is {name}, which does not resolve: {error}", effect, fix)
     else:
         yield Line("MASTER_ADDR", "note", f"is {name}", "scripts started by hand meet there", fix)
 

@@ -366,7 +366,7 @@ def all_on_one_core(affinities: Sequence[Collection[int]], machine_cores: int) -
 def binding_warning(
     affinities: Sequence[Collection[int]], machine: int, *, threads: int | None = None, launcher: str | None = None
 ) -> str | None:
-    """Returns one sentence where the launcher has bound ranks to too few cores, with what mends it; else None.
+    """Returns one sentence where the launcher has bound ranks to too few cores, with what fixes it; else None.
 
     Open MPI binds each of up to two ranks to one core unless told otherwise: all threads of torch then share it.
 
@@ -385,10 +385,10 @@ def binding_warning(
     elif min(wanted, machine) == 1 or not ranks or any(len(cpus) > 1 for cpus in affinities):
         return None
     meant = f" and {wanted} threads are meant for each" if wanted > 1 else ""
-    return f"{who} bound to {bound}, though {machine} cores are there{meant}: {_mend(launcher, wanted)}"
+    return f"{who} bound to {bound}, though {machine} cores are there{meant}: {_fix(launcher, wanted)}"
 
 
-def _mend(launcher: str | None, wanted: int) -> str:
+def _fix(launcher: str | None, wanted: int) -> str:
     mpi = f"`mpiexec --bind-to none`, or `mpiexec --map-by slot:PE={wanted}`"
     slurm = f"`srun --cpu-bind=none`, or `srun -c {wanted}`"
     ways = {

@@ -61,7 +61,7 @@ class Failure:
     """Why one rank failed.
 
     `where` is "file:line" of the user's own innermost frame and `source` the text of that line; `lost_peer` says
-    that the exception tells only of a peer that is gone; `usage` that its message alone says how to mend it;
+    that the exception tells only of a peer that is gone; `usage` that its message alone says how to fix it;
     `in_short` that its rank has left the traceback to its log.
     """
 
@@ -298,7 +298,7 @@ def death(
         pid: its process.
         code: its exit code, negative for a signal.
         place: the user's line that it stood at and its text, where they are known.
-        of_memory: the kernel has killed a process for want of memory meanwhile.
+        of_memory: the kernel has killed a process meanwhile, because memory ran out.
     """
     number = -code if code < 0 else None
     where, source = place or UNKNOWN
@@ -317,13 +317,13 @@ def death(
 
 def _last_words(code: int, *, of_memory: bool) -> str:
     if code >= 0:
-        return f"it ended with exit code {code} and left no exception behind"
+        return f"it exited with code {code} without a Python exception"
     if of_memory:
         if counts_own_kills():
-            return f"{KERNEL_KILLED} it because memory ran out (SIGKILL): take smaller batches or fewer workers"
-        return f"it was ended by SIGKILL; {KERNEL_KILLED} a process of this machine for want of memory meanwhile"
-    message = f"it was ended by {signal_name(-code)} (signal {-code})"
-    return message + ("; not by the kernel for want of memory" if -code == signal.SIGKILL else "")
+            return f"{KERNEL_KILLED} it: out of memory (SIGKILL); use smaller batches or fewer DataLoader workers"
+        return f"it was killed by SIGKILL; meanwhile {KERNEL_KILLED} a process of this machine: out of memory"
+    message = f"it was killed by {signal_name(-code)} (signal {-code})"
+    return message + ("; not by the kernel's OOM killer" if -code == signal.SIGKILL else "")
 
 
 def signal_name(number: int) -> str:
@@ -349,16 +349,6 @@ def lost_host(rank: int, host: str, reason: str) -> Failure:
         exit_code=1,
         time=time.time(),
     )
-
-
-def count(ranks: list[int]) -> str:
-    """Returns how many ranks, and which.
-
-    >>> count([0]), count([2, 0, 1])
-    ('1 other rank (0)', '3 other ranks (0, 1, 2)')
-    """
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{len(ranks)} other {noun} ({', '.join(map(str, sorted(ranks)))})"
 
 
 def culprit(failures: list[Failure], finished: Mapping[int, int], size: int) -> Failure | None:
@@ -395,6 +385,6 @@ def _aborted(failure: Failure) -> bool:
 
 
 def as_json(failure: Failure, waiting: list[int]) -> dict[str, Any]:
-    """Returns what `--json` says of a failure; `waiting` are the ranks that merely lost the culprit."""
+    """Returns what `--json` says of a failure; `waiting` are the ranks that lost their connection to the culprit."""
     names = ("rank", "host", "pid", "signal", "exception", "message", "where")
     return {name: getattr(failure, name) for name in names} | {"waiting": waiting}

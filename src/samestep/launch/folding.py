@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from samestep.launch.verdict import spans
+from samestep.text import spans
 
 __all__: list[str] = []
 

@@ -86,7 +86,7 @@ class Hearing:
     Args:
         loop: what waits.
         one: the transport.
-        failed: called with one line that says why, and what mends it.
+        failed: called with one line that says why, and what fixes it.
         python: the interpreter that is to run there, if that was said.
     """
 
@@ -174,7 +174,7 @@ class Gathering:
         """Returns one link for each expected agent, in the order of their coming.
 
         Raises:
-            UsageError: a transport could not start one; says why, and what mends it.
+            UsageError: a transport could not start one; says why, and what fixes it.
             RendezvousError: some did not come in time; says who.
         """
         self._loop.watch(self._listener.fileno(), self._accept)
@@ -205,7 +205,7 @@ class Gathering:
             self._judge(link)
         for refused in self._listener.refused:
             address, _, reason = refused.partition(": ")
-            self._tell(f"note: {address} was turned away: {reason}")
+            self._tell(f"note: {address} was rejected: {reason}")
         self._listener.refused.clear()
         if len(self._came) == len(self._expected):
             self._loop.stop()
@@ -225,7 +225,7 @@ class Gathering:
         if self._place is not None and self._place.launcher is not None:
             self._failed(reason)  # nobody will start another
         else:
-            self._tell(f"note: {name_of(link)} ({link.address[0]}) was turned away: {reason}")
+            self._tell(f"note: {name_of(link)} ({link.address[0]}) was rejected: {reason}")
 
     def _twice(self, link: SealedLink) -> str | None:
         assert self._place is not None
@@ -311,7 +311,7 @@ def by_transport(call: Call, say: Say) -> tuple[list[Host], list[Started]]:
     """Starts an agent on every host and returns them in their order, with what keeps them alive.
 
     Raises:
-        UsageError: one could not be started; says why, and what mends it.
+        UsageError: one could not be started; says why, and what fixes it.
     """
     token = new_token()
     with Listener(token) as listener:

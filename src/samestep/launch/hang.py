@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from samestep.launch.pulse import BACKWARD, Pulse
-from samestep.launch.verdict import MUTUAL, spans
+from samestep.launch.verdict import MUTUAL
+from samestep.text import rank_list
 
 __all__: list[str] = []
 
@@ -157,24 +158,25 @@ def told(hang: Hang, pulses: Mapping[int, Pulse], standing: Mapping[int, str]) -
         pulses: of all ranks that have not ended.
         standing: by rank, its own line, where it is known.
     """
-    lines = [f"nothing has moved for {hang.still:.0f} s: {_headline(hang, pulses)}"]
+    lines = [f"no progress for {hang.still:.0f} s: {_headline(hang, pulses)}"]
     groups: dict[str, list[int]] = {}
     for rank in (*hang.culprits, *(rank for rank in sorted(pulses) if rank not in hang.culprits)):
         groups.setdefault(_doing(pulses[rank], standing.get(rank)), []).append(rank)
-    return lines + [f"    {_ranks(ranks)} {doing}" for doing, ranks in groups.items()]
+    return lines + [f"    {rank_list(ranks)} {doing}" for doing, ranks in groups.items()]
 
 
 def _headline(hang: Hang, pulses: Mapping[int, Pulse]) -> str:
-    who, several = _ranks(hang.culprits), len(hang.culprits) > 1
-    rest = len(pulses) - len(hang.culprits)
-    wait = "" if not rest else ", and the other waits for it" if rest == 1 else ", and the others wait for it"
-    wait = wait.replace("for it", "for them") if several else wait
+    who, several = rank_list(hang.culprits), len(hang.culprits) > 1
+    are = "are" if several else "is"
+    others = [rank for rank in pulses if rank not in hang.culprits]
+    waiting = f"{rank_list(others)} {'is' if len(others) == 1 else 'are'} waiting for {'them' if several else 'it'}"
+    wait = f"; {waiting}" if others else ""
     return {
-        "frozen": f"{who} {'are' if several else 'is'} frozen, by SIGSTOP, Ctrl-Z or a debugger{wait}",
-        "busy": f"{who} {'compute' if several else 'computes'} without finishing a step{wait}",
-        "disk": f"{who} {'wait' if several else 'waits'} for a disk{wait}",
-        "asleep": f"{who} {'sleep' if several else 'sleeps'}{wait}",
-        "mismatch": f"{MUTUAL}; {who} came less far; {EACH}" if rest else f"{MUTUAL}; {EACH}",
+        "frozen": f"{who} {are} frozen, by SIGSTOP, Ctrl-Z or a debugger{wait}",
+        "busy": f"{who} {are} computing but {'do' if several else 'does'} not finish a step{wait}",
+        "disk": f"{who} {are} waiting for a disk{wait}",
+        "asleep": f"{who} {are} asleep{wait}",
+        "mismatch": f"{MUTUAL}; {who} came less far; {EACH}" if others else f"{MUTUAL}; {EACH}",
         "lost": "all ranks wait in the same collective, and no message arrives: is the network gone?",
     }[hang.kind]
 
@@ -190,7 +192,3 @@ def _doing(pulse: Pulse, standing: str | None) -> str:
     doing = "computing" if _is_busy(pulse) else "waiting for a disk" if pulse.state == "D" else "asleep"
     phase = f", in phase {pulse.phase!r}" if pulse.phase else ""
     return f"{doing}{place}{phase}{step}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}"

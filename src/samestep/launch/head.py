@@ -205,7 +205,7 @@ class Head:
             if not running:
                 host.send("alive")  # what its kernel acknowledges
             if not host.gone and not self._paused and host.silence(running=running) > SILENCE:
-                self._lose(host, f"no sign of life for {SILENCE:.0f} s")
+                self._lose(host, f"no heartbeat for {SILENCE:.0f} s")
 
     def _clear(self) -> None:
         """Ends what the ranks have left on every host, and takes the last of their output."""

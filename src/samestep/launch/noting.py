@@ -9,7 +9,7 @@ process group; until then nothing is noted of them.
 
 torch.distributed logs such calls only for itself (c10d_logger), and its flight recorder knows NCCL's alone.
 
-And one thing is mended on the way. A DistributedDataParallel that goes after `destroy_process_group()` is the last
+And one thing is fixed on the way. A DistributedDataParallel that goes after `destroy_process_group()` is the last
 owner of its group, which then ends gloo's threads with Python's lock in its hands, while one of them waits for that
 lock to release a tensor: a rank that has done all its work never ends. So groups outlive their models here, until the
 process does (torch 2.13; a loop that makes, uses and destroys groups hangs in its third round, under torchrun too).

@@ -30,11 +30,12 @@ from samestep.launch.attending import Attendant
 from samestep.launch.bootstrap import Assignment
 from samestep.launch.calls import Job, dump_call, failure_of, send_job
 from samestep.launch.cells import with_cell_names
-from samestep.launch.failure import Failure, count, culprit, death
+from samestep.launch.failure import Failure, culprit, death
 from samestep.launch.nursery import Nursery
 from samestep.launch.process import Process, rank_command, reap, start, stop_all, wait_all
 from samestep.launch.variables import Group, rank_variables
 from samestep.rankenv import child_environment
+from samestep.text import rank_list
 
 __all__: list[str] = []
 
@@ -194,7 +195,7 @@ class RankPool:
         for member in pending:
             member.stacks.seek(0)
             stack = member.stacks.read().decode(errors="replace").strip()
-            reason.append(f"\nrank {member.rank} stood at:\n{stack}")
+            reason.append(f"\nrank {member.rank} was at:\n{stack}")
         return RankFailure(ranks[0], "".join(reason), 124)
 
     def close(self) -> None:
@@ -258,13 +259,13 @@ def _receive(member: _Member) -> tuple[str, Any]:
 
 
 def _as_error(blamed: Failure, failures: list[Failure], size: int) -> RankFailure:
-    """Returns what the caller is told: the culprit, its own traceback, and who merely lost it."""
+    """Returns what the caller is told: the culprit, its own traceback, and which ranks lost their connection to it."""
     reason = f"of {size} failed: {blamed.exception}: {blamed.message}"
     if blamed.where is not None:
         reason += f"\n  at {blamed.where}  {blamed.source or ''}".rstrip()
     victims = [failure.rank for failure in failures if failure.rank != blamed.rank and failure.lost_peer]
     if victims:
-        reason += f"\n  {count(victims)} merely lost it"
+        reason += f"\n  {rank_list(victims)} lost {'its' if len(victims) == 1 else 'their'} connection to it"
     if blamed.traceback:
         reason += f"\n\n{blamed.traceback}"
     return RankFailure(blamed.rank, with_cell_names(reason), blamed.exit_code)

@@ -144,7 +144,7 @@ class Replacement:
             if reason is None and (number is None or lost is None):
                 reason = f"number {number} is not missing"
             if number is None or lost is None or reason is not None:
-                self._tell(f"note: {new.host} has come in and was turned away: {reason}")
+                self._tell(f"note: {new.host} joined and was rejected: {reason}")
                 self._door.turn_away(new, str(reason))
                 link.close()
             elif self._door.came(number, new):

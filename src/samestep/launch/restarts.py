@@ -11,7 +11,7 @@ from samestep.launch.verdict import Verdict
 __all__: list[str] = []
 
 SAME_STEP = 3  # failures of one step in a row after which it is held to be the step's own fault
-USAGE = 2  # the exit code of what only the caller can mend
+USAGE = 2  # the exit code of what only the caller can fix
 
 
 class Restarts:
@@ -36,7 +36,7 @@ class Restarts:
         if self.done >= self.most:
             return False
         if verdict.blamed.exit_code == USAGE and verdict.blamed.usage:
-            self.reason = "not started again: what is wrong can only be mended by hand"
+            self.reason = "no restart: this error must be fixed first"
         elif len(recent) == SAME_STEP and len(set(recent)) == 1:
             place = f"after step {verdict.step}" if verdict.step else "before the first step"
             self.reason = f"not started again: {SAME_STEP} attempts in a row have failed {place}"

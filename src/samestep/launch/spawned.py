@@ -68,7 +68,7 @@ def _exited(error: BaseException, failure: Failure) -> Failure:
     where, source = place_in(stacks)
     name, code = getattr(error, "signal_name", None), getattr(error, "exit_code", 1)
     if name is None:
-        message = f"it ended with exit code {code} and left no exception behind ({who})"
+        message = f"it exited with code {code} without a Python exception ({who})"
         return replace(failure, exception="Exit", message=message, exit_code=code)
     number = abs(code)  # torch has no name for most real-time signals
     return replace(

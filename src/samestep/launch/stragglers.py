@@ -102,7 +102,7 @@ class Stragglers:
             return
         for rank, what in [one for one in self._named if one != suspect and one[0] in spent]:
             del self._named[rank, what]
-            yield "keeps-up", [rank], f"rank {rank} keeps up again"
+            yield "keeps-up", [rank], f"rank {rank} is no longer slow"
         if suspect and now - self._named.get(suspect, -AGAIN) >= AGAIN:
             self._named[suspect] = now
             if slow is None:

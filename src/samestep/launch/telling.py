@@ -63,7 +63,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def _in_one_line(failure: Failure) -> str:
     """A victim's traceback is kept, but must not bury the culprit's."""
     kept = f"traceback in rank{failure.rank}.error.json"
-    return f"lost its peers at {failure.where}: {brief(failure.message)} ({kept})\n"
+    return f"lost its connection to other ranks at {failure.where}: {brief(failure.message)} ({kept})\n"
 
 
 def _is_pythons_hook() -> bool:

@@ -338,7 +338,7 @@ _REASONS = {  # what ssh, a shell or python says, and what that means; the first
 
 
 def explain(host: str, transport: str, exit_code: int | None, stderr: str, python: str | None = None) -> str:
-    """Returns one line that says why a host could not be used, and what mends it.
+    """Returns one line that says why a host could not be used, and what fixes it.
 
     Args:
         host: as it was given to :func:`plan`.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from samestep.launch.failure import Failure, brief, count, culprit
+from samestep.launch.failure import Failure, brief, culprit
 from samestep.paths import rank_file
+from samestep.text import rank_list
 
 __all__: list[str] = []
 
@@ -23,7 +24,7 @@ class Verdict:
     """What became of a run of `size` ranks.
 
     `blamed` is the failure that explains the others, `alike` the ranks that failed in the very same way, `waiting`
-    those that merely lost the culprit, `silent` those that neither failed nor ended before the launcher stopped
+    those that lost their connection to it, `silent` those that neither failed nor ended before the launcher stopped
     them; `interrupted` is the signal that ended the run from outside, `saved` the step and path of the checkpoint
     that it was preempted with, or `overdue` the seconds in which it did not manage to; `standing` says where ranks
     stood when they were stopped, `step` how many steps the furthest had finished and `after` how many the blamed,
@@ -114,7 +115,7 @@ def _interruption(verdict: Verdict) -> list[str]:
 def _preemption(verdict: Verdict) -> list[str]:
     by = "" if verdict.interrupted is None else f" by {signal.Signals(verdict.interrupted).name}"
     saved = "" if verdict.saved is None else f": step {verdict.saved[0]} is saved in {verdict.saved[1]}"
-    return [f"samestep: preempted{by}{saved}; the same command goes on from there (exit code {PREEMPTED})"]
+    return [f"samestep: preempted{by}{saved}; rerun the same command to resume (exit code {PREEMPTED})"]
 
 
 def _cause(verdict: Verdict, logs: Path | None) -> list[str]:
@@ -137,24 +138,9 @@ def _standing(verdict: Verdict) -> list[str]:
     for rank, place in sorted(verdict.standing.items()):
         places.setdefault(place, []).append(rank)
     shown = sorted(places.items(), key=lambda item: (-len(item[1]), item[1]))[:MOST_PLACES]
-    lines = [f"    {'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)} stood at {place}" for place, ranks in shown]
+    lines = [f"    {rank_list(ranks)} {'was' if len(ranks) == 1 else 'were'} at {place}" for place, ranks in shown]
     rest = len(places) - len(shown)
     return lines + ([f"    and others at {rest} more places"] if rest else [])
-
-
-def spans(ranks: Sequence[int]) -> str:
-    """Returns ranks in short.
-
-    >>> spans([0, 1, 2, 5])
-    '0-2, 5'
-    """
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def understood(verdict: Verdict, logs: Path) -> Verdict:
@@ -193,7 +179,8 @@ def _headline(failure: Failure, verdict: Verdict) -> str:
     if failure.usage:
         return failure.message
     if failure.lost_peer:
-        return f"{_who(failure, verdict)} lost its peers, and no rank said why: {brief(failure.message)}"
+        lost = "lost its connection to other ranks, and no rank reported a cause"
+        return f"{_who(failure, verdict)} {lost}: {brief(failure.message)}"
     if failure.exception == "Hang":
         return failure.message
     what = f"{failure.exception}: {failure.message}".rstrip(": ")
@@ -219,11 +206,13 @@ def _particulars(failure: Failure, verdict: Verdict) -> str:
         text += f", after {verdict.after} {'step' if verdict.after == 1 else 'steps'}"
     others = [rank for rank in verdict.alike if rank != failure.rank]
     if others:
-        text += f"; {count(others)} failed alike"
+        text += f"; {rank_list(others)} failed the same way"
     if verdict.waiting:
-        did = "waited for it" if failure.exception == "Hang" else "merely lost it"
-        did = "waited too" if MUTUAL in failure.message else did
-        text += f"; {count(list(verdict.waiting))} {did}"
+        one = len(verdict.waiting) == 1
+        did = f"lost {'its' if one else 'their'} connection to it"
+        if failure.exception == "Hang":
+            did = f"{'was' if one else 'were'} waiting {'too' if MUTUAL in failure.message else 'for it'}"
+        text += f"; {rank_list(verdict.waiting)} {did}"
     if failure.lost_peer and verdict.silent:
-        text += f"; {count(list(verdict.silent))} had not failed when stopped: look there first"
+        text += f"; {rank_list(verdict.silent)} had not failed when stopped: look there first"
     return text

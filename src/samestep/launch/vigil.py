@@ -134,7 +134,7 @@ class Vigil:
             self._loop.at(ANSWER, lambda: self._order("waiting", list(pulses)))
             self._loop.at(ANSWER + SETTLED, self._tell)
         elif hang is None and self._since is not None and pulses:
-            self._tell_of("moves", [], f"it moves again, after {time.monotonic() - self._since:.0f} s")
+            self._tell_of("moves", [], f"progress again after {time.monotonic() - self._since:.0f} s")
             self._since = None
 
     def _diagnosed(self, pulses: Mapping[int, Pulse]) -> Hang | None:
@@ -182,7 +182,7 @@ class Vigil:
         stops = hang.certain if self._on_hang == "auto" else self._on_hang == "stop" and not hang.early
         lines.append(f"    all Python stacks: {self._logs}/rank*.stacks")
         if stops:
-            lines.append("    this cannot go on by itself: the run is stopped (--on-hang wait would not)")
+            lines.append("    deadlock: stopping the run (--on-hang wait keeps it)")
             if self._on_hang == "stop":
                 lines[-1] = f"    the run is stopped, with exit code {STOPPED}"
         elif hang.early:
@@ -190,7 +190,7 @@ class Vigil:
                 "    before the second step much takes long that is right, so it is waited for: Ctrl-C ends it"
             )
         else:
-            lines.append("    it may go on, and is waited for: Ctrl-C ends it, and so would --on-hang stop")
+            lines.append("    still waiting; stop it with Ctrl-C, or run with --on-hang stop")
         self._tell_of("hang", hang.culprits, "\n".join(lines))
         if stops:
             self._stop(self._failure(hang, pulses[hang.culprits[0]], lines[0]))

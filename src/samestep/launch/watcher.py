@@ -38,7 +38,8 @@ from samestep.launch.failure import death, text_of
 from samestep.launch.loop import Loop
 from samestep.launch.stacks import STACKS_SIGNAL, place_in
 from samestep.launch.supervise import GRACE, Supervisor, ended
-from samestep.launch.verdict import Verdict, explain, spans
+from samestep.launch.verdict import Verdict, explain
+from samestep.text import rank_list
 
 __all__: list[str] = []
 
@@ -214,11 +215,14 @@ def last_words(verdict: Verdict, size: int, host: str) -> list[str]:
     if blamed is None or blamed.signal in ASKED_TO_END or blamed.exception == "KeyboardInterrupt":
         return []
     if len(verdict.alike) == verdict.size > 1 and blamed.message == SILENT:
-        ended = f"ranks {spans(verdict.alike)} on host {host} ended without a word, all at once"
+        ended = f"{rank_list(verdict.alike)} on host {host} ended without a word, all at once"
         return [f"samestep: error: {ended}: one by a signal or by os._exit, the others by their launcher"]
     if blamed.lost_peer and not blamed.usage and verdict.size < size:
         ranks = sorted(failure.rank for failure in verdict.failures)
-        return [f"samestep: ranks {spans(ranks)} on host {host} merely lost a peer: its own host says why"]
+        theirs = "its" if len(ranks) == 1 else "their"
+        return [
+            f"samestep: {rank_list(ranks)} on host {host} lost {theirs} connection to a peer: its own host says why"
+        ]
     return explain(replace(verdict, size=size), None)
 
 

@@ -263,8 +263,8 @@ class Listener:
             self._drop(stranger, "it said nothing that an agent says")
             return
         if rest or not hmac.compare_digest(proof, right):
-            self._answer(stranger, {"refused": "it has another token"})
-            self._drop(stranger, "it has another token")
+            self._answer(stranger, {"refused": "it uses a different token"})
+            self._drop(stranger, "it uses a different token")
             return
         self._admit(stranger, nonce, about)
 
@@ -375,7 +375,7 @@ def _prove(stream: socket.socket, token: bytes, about: dict[str, Any], until: fl
     stream.sendall(json.dumps({"nonce": nonce, "about": about, "proof": proof}).encode() + b"\n")
     proven = str(_line(stream, until).get("proof", "")).encode(errors="surrogatepass")
     if not hmac.compare_digest(proven, _mac(token, "head", hello["nonce"], nonce).hex().encode()):
-        raise RendezvousError("the head of the run has another token: set the same SAMESTEP_TOKEN on every host")
+        raise RendezvousError("the controller uses a different token: set the same SAMESTEP_TOKEN on every host")
     stream.settimeout(None)
     session = _mac(token, "key", hello["nonce"], nonce)
     return SealedLink(stream.dup(), session, "agent", "head", {})

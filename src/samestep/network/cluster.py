@@ -161,7 +161,7 @@ def parse(text: str, source: str = "cluster.toml") -> Cluster:
     try:
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{source} is no TOML: {str(error)[:1].lower()}{str(error)[1:]}") from None
+        raise UsageError(f"{source} is not valid TOML: {str(error)[:1].lower()}{str(error)[1:]}") from None
     except (RecursionError, ValueError):  # Python's own limits: of lists in lists, and of digits
         raise UsageError(f"{source}: its numbers are too long, or its lists too deep") from None
     try:

@@ -215,7 +215,7 @@ def stages_of(
             f"at least, and {len(layers)} as the last"
         )
     if len(cuts) % ranks:
-        raise UsageError(f"{len(cuts)} stages cannot be dealt evenly to {ranks} ranks: give a multiple of {ranks}")
+        raise UsageError(f"{len(cuts)} stages cannot be divided evenly among {ranks} ranks: give a multiple of {ranks}")
     stage_of = {layer: stage for stage, (begin, end) in enumerate(cuts) for layer in range(begin, end)}
     for group in shared(layers, apart):
         if len({stage_of[layer] for layer in group}) > 1:

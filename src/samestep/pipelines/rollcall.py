@@ -131,7 +131,7 @@ class RollCall:
                 if before != trained:
                     frozen, free = (name, other) if before else (other, name)
                     raise ModelError(
-                        f"{frozen} wants no gradient and {free} wants one, and they are one weight in several stages: "
+                        f"{frozen} does not require grad and {free} does, and they are one weight in several stages: "
                         "freeze it under all of its names, or before the model is cut"
                     )
 

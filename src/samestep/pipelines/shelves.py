@@ -159,13 +159,13 @@ class Shelf:
         found, memory, descriptor, length, begin = _LINE.unpack_from(self._theirs, (number % LINES) * _LINE.size)
         if found != number:
             raise StepError(
-                f"rank {self._other} gave up a step of the pipeline, and began another, before it had sent what this "
+                f"rank {self._other} aborted a pipeline step and started the next one before it had sent what this "
                 "rank waits for: let its error end the run, or give up the step on every rank"
             )
         if memory != self._opened:
             self._opened, self._from = memory, opened(self._process, descriptor, length)
         if self._from is None:
-            raise PeerError(f"the memory in which rank {self._other} lays its messages cannot be opened any more")
+            raise PeerError(f"the message buffer of rank {self._other} was closed")
         return Message(self, self._from, begin)
 
     def took(self) -> None:

@@ -66,7 +66,7 @@ def profile_of(seen: Seen, say: Say) -> Profile:
     """Returns the profile; `say` is told what goes on.
 
     Raises:
-        UsageError: no gradient was seen, or it cannot be told how many samples a step has.
+        UsageError: no gradient was seen, or the batch size cannot be determined.
     """
     parts, seconds = _medians(seen.chosen)
     names = _names(seen)
@@ -75,7 +75,7 @@ def profile_of(seen: Seen, say: Say) -> Profile:
         raise UsageError("no gradient was seen: a profile needs a training that calls backward()")
     batch = statistics.mode(step.samples for step in seen.chosen)
     if not batch:
-        raise UsageError("it cannot be told how many samples a step has: no model was called with a tensor")
+        raise UsageError("cannot determine the batch size: no model was called with a tensor")
     alone = _alone(seen, batch, parts, say)
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
     models = [bare(model) for model, _ in seen.calls]

@@ -159,7 +159,7 @@ class Planner:
     def _none(self, kind: str, ranks: int) -> str:
         """Why there is no such way at all."""
         if kind in ("alone", "data"):
-            return f"a batch of {self.samples(ranks)} samples leaves some of {ranks} ranks without any"
+            return f"a batch of {self.samples(ranks)} samples is smaller than {ranks} ranks"
         if self.profile.uncut:
             return self.profile.uncut
         if kind == "hybrid" and not any(True for _ in _divisors(ranks)):

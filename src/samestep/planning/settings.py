@@ -67,7 +67,7 @@ def load(path: Path) -> Settings:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--settings {path} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"--settings {path} is no TOML: {str(error).lower()}") from None
+        raise UsageError(f"--settings {path} is not valid TOML: {str(error).lower()}") from None
     except (RecursionError, ValueError):  # Python's own limits: of lists in lists, and of digits
         raise UsageError(f"--settings {path}: its numbers are too long, or its lists too deep") from None
     for key, value in given.items():

@@ -135,7 +135,7 @@ def _wrong(planner: Planner, last: Point) -> Iterator[str]:
     """When data parallel is no answer, or another way is a better one."""
     data, best = last.steps.get("data"), last.best
     if isinstance(data, Unfit) and last.ranks > 1 and best is not None:
-        yield f"Data parallel training on {last.ranks} ranks is out of the question: {data.reason}."
+        yield f"Data parallel training on {last.ranks} ranks is not possible: {data.reason}."
     elif isinstance(data, Step) and data.rate < planner.alone.rate:
         yield (
             f"Data parallel training is the wrong answer here: {data.way} give {data.rate:,.0f} samples a second, "

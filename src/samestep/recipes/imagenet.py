@@ -58,7 +58,7 @@ def start_ranks(asked: argparse.Namespace) -> None:
     except samestep.RankFailure as failure:
         if failure.exit_code != 2:
             raise
-        raise SystemExit(2) from None  # that rank has said in one line what to mend
+        raise SystemExit(2) from None  # that rank has said in one line what to fix
 
 
 def join_and_train(asked: argparse.Namespace, number: int) -> None:

@@ -4,7 +4,7 @@
 
 argparse's own types accept a batch size of -3 and a learning rate of nan; those below refuse them with one line.
 A recipe's `main` returns 0, or prints `name: error: …` in one line and returns the error's exit code (2 for what
-the caller can mend).
+the caller can fix).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """argparse prints the whole usage above an error; the error alone says how to mend it."""
+    """argparse prints the whole usage above an error; the error alone says how to fix it."""
 
     def error(self, message: str) -> Any:
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
@@ -165,7 +165,7 @@ def not_negative(text: str) -> float:
 
 
 def run(name: str, body: Callable[[], None]) -> int:
-    """Run a recipe to its exit code. What the caller can mend is one line on standard error."""
+    """Run a recipe to its exit code. What the caller can fix is one line on standard error."""
     try:
         body()
     except samestep.SamestepError as error:

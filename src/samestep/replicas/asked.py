@@ -25,7 +25,7 @@ def batchnorm_mode(model: nn.Module, world: World, asked: str | None) -> str:
     if mode == "synchronised" and world.virtual is not None and any(isinstance(m, _BatchNorm) for m in model.modules()):
         raise ModelError(
             f"{type(model).__name__} has BatchNorm, and virtual ranks are computed one after another, so statistics "
-            "over all of them are not to be had: replicate(model, world, batchnorm='local') takes each slice's own"
+            "over all of them are not available: replicate(model, world, batchnorm='local') takes each slice's own"
         )
     return mode
 

@@ -264,7 +264,9 @@ class DriftWatch:
 
     def _again(self, ranks: tuple[int, ...], text: str) -> DriftError:
         who = (
-            f"{ranks_named(ranks)} {'has' if len(ranks) == 1 else 'have'} drifted" if ranks else "replicas have parted"
+            f"{ranks_named(ranks)} {'has' if len(ranks) == 1 else 'have'} drifted"
+            if ranks
+            else "replicas have diverged"
         )
         state = (
             ""
@@ -312,9 +314,9 @@ class DriftWatch:
     def release(self) -> None:
         """The world closes: says how many checks have found the replicas to differ, where not all was said."""
         if self.found > MOST_SAID and self._axis.rank == 0:
-            mended = f", and repaired {self.repaired} times" if self.guard.policy == "repair" else ""
+            fixed = f", and repaired {self.repaired} times" if self.guard.policy == "repair" else ""
             often = f"{self.found} of {self.checks} checks"
-            sys.stderr.write(f"samestep: the replicas of {self._model} were not alike at {often}{mended}\n")
+            sys.stderr.write(f"samestep: the replicas of {self._model} were not alike at {often}{fixed}\n")
 
     def state_dict(self) -> dict[str, int | None]:
         """Returns the counts, the same on every rank."""

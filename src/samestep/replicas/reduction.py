@@ -72,7 +72,7 @@ def bring_in(
         compression: goes before any other way, or None.
 
     Raises:
-        UsageError: shared memory was asked for and is not to be had; says why.
+        UsageError: shared memory was asked for and is not available; says why.
     """
     if compression is not None:
         compression.connect(axis)
@@ -81,7 +81,7 @@ def bring_in(
     why_not = None if asked == "gloo" else _why_not_shared(axis, next(model.parameters()).device)
     one_host = axis.neighbours is not None and axis.neighbours.is_one_host
     if asked == "shared" and why_not is not None:
-        raise UsageError(f"reduce='shared' is not to be had: {why_not}. Leave `reduce` out for what is")
+        raise UsageError(f"reduce='shared' is not available: {why_not}. Leave `reduce` out for what is")
     if asked == "gloo" or (asked is None and why_not is not None):
         return Way(beside=True)
     if asked == "ordered" and (why_not is not None or not one_host):
@@ -89,7 +89,7 @@ def bring_in(
     board = open_board(axis)
     if board is None:
         if asked == "shared":
-            raise UsageError("reduce='shared' is not to be had: the ranks of a host cannot open each other's memory")
+            raise UsageError("reduce='shared' is not available: the ranks of a host cannot open each other's memory")
         return _ordered(model, axis) if asked == "ordered" else Way(beside=True)
     hook = SharedHook(axis, board, across_hosts(axis))
     register(model, axis, hook)

@@ -1,7 +1,7 @@
 """`replicate`: a model held by every rank, its gradients averaged when the step ends, and only then.
 
 DistributedDataParallel is the engine: buckets in reverse order of the parameters, reduced while backward goes on.
-Around it this file mends what trips its users:
+Around it this file fixes what trips its users:
 
     no_sync() around the backward alone does nothing, because DDP decides in forward    decided from the step, and
     a second backward of one forward is not synchronised, without a word                  again at every backward
@@ -107,10 +107,10 @@ class Replica(nn.Module):
             raise
 
     def _too_few(self, shape: str) -> str:
-        few, each = self.world.step.few, "rank" if self.world.virtual is None else "virtual rank"
+        hint, each = self.world.step.small_batch_hint, "rank" if self.world.virtual is None else "virtual rank"
         return (  # without a rank, so that all say the same
             f"BatchNorm takes the statistics of each {each} by itself, of more than one value per channel, and got an "
-            f"input of {shape}: {'take larger batches' if few is None else few()}"
+            f"input of {shape}: {'take larger batches' if hint is None else hint()}"
         )
 
     def _synchronised(self) -> Engine:
@@ -251,7 +251,7 @@ def replicate(
 
     Raises:
         ModelError: nothing to train, or the model is wrapped in DataParallel or DistributedDataParallel.
-        UsageError: an argument is none of these, or shared memory is asked for and not to be had.
+        UsageError: an argument is none of these, or shared memory is asked for and is not available.
         DeviceError: the model is on another device than the rank's.
 
     Example:

@@ -95,7 +95,7 @@ def _straggler(analysis: Analysis) -> Iterator[Advice]:
     )
     look = LOOK.get(slow.phase, "what else runs there, at its cores and device")
     text = (
-        f"Rank {slow.rank} on {_host(analysis, slow.rank)} holds the others up: its own time is {seconds(slow.own)} a "
+        f"Rank {slow.rank} on {_host(analysis, slow.rank)} is a straggler: it is busy for {seconds(slow.own)} a "
         f"step, {times}, and it loses most in {slow.phase}. Look {look}"
     )
     how = "what the longest own time of each step would be shorter if it kept up"

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from samestep.events import PHASES
-from samestep.launch.verdict import spans
 from samestep.reporting.analysis import Analysis
 from samestep.reporting.curves import MOST_CURVES, STACKED, Course, Curve, course, curves, ends, ranges
 from samestep.reporting.gantt import Gantt
@@ -19,6 +18,7 @@ from samestep.reporting.moments import Moment, moments
 from samestep.reporting.record import RankLog
 from samestep.reporting.summary import checkpoints
 from samestep.reporting.words import lines, number, printable, seconds, share, size
+from samestep.text import spans
 
 __all__: list[str] = []
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
-from samestep.launch.verdict import PREEMPTED, spans
+from samestep.launch.verdict import PREEMPTED
 from samestep.reporting.account import last
 from samestep.reporting.analysis import Analysis
 from samestep.reporting.record import Event, RankLog
 from samestep.reporting.words import listed, printable, seconds, some
+from samestep.text import spans
 
 __all__: list[str] = []
 

@@ -4,7 +4,7 @@
     the launcher's order, to every rank      over the control pipe (samestep.launch.control)
                      |
                      v
-    wish "stop", with the report of the step that ends next  ->  agreed: all save after the step behind it, and leave
+    request "stop", with the report of the step that ends next  ->  agreed: all save after the step behind it, and leave
 
 A handler that saved where the signal found it would save different steps on different ranks, or wait for a peer that
 does not save. Workers of a DataLoader inherit the handler by fork; there it does nothing, so that a signal to the
@@ -51,7 +51,7 @@ class Preemption:
         """Wishes that all ranks leave, if nobody has asked before."""
         if self.is_of_this_process and self.number is None:
             self.number = number
-            self._step.wish("stop")
+            self._step.request("stop")
 
     def close(self) -> None:
         """Hears no more; more than once does no harm."""

@@ -27,7 +27,7 @@ def entry_of(value: bytes, rank: int) -> dict[str, Any]:
     known = {"host": str, "pid": int, "size": int}
     if not isinstance(entry, dict) or any(type(entry.get(name)) is not kind for name, kind in known.items()):
         raise RendezvousError(
-            f"what stands in the store for rank {rank} is no rank's entry ({len(value)} bytes): somebody else writes "
+            f"rank {rank}'s registration in the store is malformed ({len(value)} bytes): somebody else writes "
             "there, or its samestep is of another version"
         )
     return entry
@@ -47,7 +47,7 @@ def letter_of(value: bytes | str, *forms: Any, of: str) -> Any:
     told = _read(value, LONGEST_LETTER)
     if not any(fits(told, form) for form in forms):
         raise RendezvousError(
-            f"what stands in the store for {of} is not what a rank writes there ({len(value)} bytes): somebody else "
+            f"the message of {of} in the store is malformed ({len(value)} bytes): somebody else "
             "writes there, or its samestep is of another version"
         )
     return told

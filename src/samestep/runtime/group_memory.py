@@ -157,7 +157,7 @@ class GroupMemory:
         if len(set(map(tuple, here.values()))) > 1:
             self.leave()
             said = "; ".join(f"rank {self._place.names[rank]}: {_said(*what)}" for rank, what in here.items())
-            raise StepError(f"the ranks brought different tensors to all-reduce {self._number} of their group: {said}")
+            raise StepError(f"the ranks passed mismatched tensors to all-reduce {self._number} of their group: {said}")
 
     def _line(self, rank: int) -> int:
         return (2 * rank + self._number % 2) * _LINE

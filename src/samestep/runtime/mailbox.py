@@ -68,12 +68,12 @@ class Tag:
         """Returns a sentence on how rank `theirs` differs from `rank`."""
         if (self.loader, self.cut) != (other.loader, other.cut) and self.loader == other.loader:
             return (
-                f"ranks {rank} and {theirs} cut shards {self.loader} differently: the length of the dataset, the batch "
-                "size, the seed, the micro-batch size and the costs must be the same on every rank"
+                f"ranks {rank} and {theirs} use different settings for shards {self.loader}: the length of the "
+                "dataset, the batch size, the seed, the micro-batch size and the costs must be the same on every rank"
             )
         what = "call the same pipelines" if self.purpose == "batch" else "iterate the same shards"
         return (
-            f"the ranks went different ways: rank {rank} sent {self}, rank {theirs} {other}. Every rank must {what} "
+            f"the ranks are out of sync: rank {rank} sent {self}, rank {theirs} {other}. Every rank must {what} "
             "in the same order"
         )
 

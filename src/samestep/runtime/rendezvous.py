@@ -121,7 +121,7 @@ def _numbers(
         size = told.size if size is None else size
     if rank is None or size is None:
         raise RankVariablesError(
-            f"nobody says which rank of how many this process is: {init_method or 'env://'} needs rank= and size=, "
+            f"rank and world size are unknown: {init_method or 'env://'} needs rank= and size=, "
             "or RANK and WORLD_SIZE in the environment"
         )
     if told is not None and init_method in {None, "env://"} and (told.rank, told.size) != (rank, size):

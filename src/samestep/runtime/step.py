@@ -1,13 +1,13 @@
-"""What all ranks agree on, step by step: is this the micro-batch that ends the step, save now, stop now.
+"""The state of a training step that all ranks share: whether it ends, and requests to save or to stop.
 
-Clocks and signals differ between ranks. A rank that saved, or stopped, because *its* clock said so would leave the
-others waiting in a collective. So a rank only wishes; the wishes ride on one small reduction a step, issued in the
-same order everywhere, and all ranks act on its result at the end of the same step:
+Clocks and signals differ between ranks. If a rank saved or stopped because of its own clock, the other ranks would
+wait for it in a collective. Therefore a rank only makes a request. Requests are sent with one small reduction per step,
+which all ranks issue in the same order, and all ranks act on its result at the end of the same step:
 
-                step k                       step k + 1
-    rank 0      wish "save"  ┤ end: report ──────────────────┤ end: agreed = {"save"}  → all save after step k + 1
-    rank 1           ─       ┤ end: report ── beside the     ┤ end: agreed = {"save"}
-    rank 2           ─       ┤ end: report ── computation    ┤ end: agreed = {"save"}
+                step k                            step k + 1
+    rank 0      request "save"  ┤ end: report ──────────────────┤ end: agreed = {"save"}  → all save after step k + 1
+    rank 1             ─        ┤ end: report ── beside the     ┤ end: agreed = {"save"}
+    rank 2             ─        ┤ end: report ── computation    ┤ end: agreed = {"save"}
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 
 __all__: list[str] = []
 
-WISHES = ("save", "stop")
-_BASE = 1 << 20  # more than there are ranks: wishes of one kind do not run over into the next kind's digits
+REQUESTS = ("save", "stop")
+_BASE = 1 << 20  # more than any number of ranks, so that counts of two requests do not overlap
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,22 @@ class StepState:
 
     Attributes:
         agreed: what all ranks do at the end of the last finished step, until it is done; equal on every rank.
-        listens: whether wishes travel; until somebody listens, a step's report is half as long.
+        requests_enabled: whether requests are sent with the report of a step, which is then twice as long.
         averaged: a backward has averaged gradients since a step ended last.
         steps: how many steps have ended or were abandoned.
         epoch_ends: called on every rank where a loop over a loader has come to its end.
-        few: says why the micro-batch handed out last has so few samples, and what to do; None outside of steps.
+        small_batch_hint: returns why the last micro-batch has so few samples, and what to do; None outside of steps.
         mean: of the step whose micro-batch was handed out last; None outside of steps.
     """
 
     agreed: frozenset[str] = frozenset()
-    listens: bool = False
-    _wishes: deque[str] = field(default_factory=deque)  # a signal, or another thread, may wish at any moment
+    requests_enabled: bool = False
+    _requests: deque[str] = field(
+        default_factory=deque
+    )  # a signal handler or another thread may add to it at any moment
     averaged: bool = False
     steps: int = 0
-    few: Callable[[], str] | None = None
+    small_batch_hint: Callable[[], str] | None = None
     mean: StepMean | None = None
     epoch_ends: list[Callable[[], None]] = field(default_factory=list)
     _open: dict[int, bool] = field(default_factory=dict)  # loaders in a step; whether its last micro-batch is out
@@ -76,41 +78,46 @@ class StepState:
         return not self._open or any(self._open.values())
 
     def enter(
-        self, loader: int, *, ends: bool, few: Callable[[], str] | None = None, mean: StepMean | None = None
+        self,
+        loader: int,
+        *,
+        ends: bool,
+        small_batch_hint: Callable[[], str] | None = None,
+        mean: StepMean | None = None,
     ) -> None:
         """A loader hands out a micro-batch, which ends its step or does not."""
         self._open[loader] = ends
-        self.few, self.mean = few, mean
+        self.small_batch_hint, self.mean = small_batch_hint, mean
 
     def leave(self, loader: int) -> None:
         """A loader's step is over, or was abandoned."""
         self.steps += self._open.pop(loader, None) is not None
         if not self._open:
-            self.few = self.mean = None
+            self.small_batch_hint = self.mean = None
 
     def end_epoch(self) -> None:
         """A loop over a loader has come to the end of its epoch. Collective: as the loop is."""
         for act in list(self.epoch_ends):
             act()
 
-    def listen(self) -> None:
-        """Lets wishes travel from now on. Collective: every rank must call it, at the same step."""
-        self.listens = True
+    def enable_requests(self) -> None:
+        """Sends requests from now on. Collective: all ranks must call it, at the same step."""
+        self.requests_enabled = True
 
-    def wish(self, what: str) -> None:
-        """Asks all ranks to "save" or "stop"; the wish leaves with the report of the step that ends next."""
-        assert what in WISHES
-        assert self.listens, "listen() comes first, on every rank"
-        self._wishes.append(what)
+    def request(self, what: str) -> None:
+        """Requests that all ranks "save" or "stop"; it is sent with the report of the step that ends next."""
+        assert what in REQUESTS
+        assert self.requests_enabled, "enable_requests() comes first, on every rank"
+        self._requests.append(what)
 
-    def take_wishes(self) -> float:
-        """Returns the wishes as a number to be summed over the ranks, and forgets them."""
+    def take_requests(self) -> float:
+        """Returns the requests as a number to be summed over the ranks, and clears them."""
         taken = set()
-        while self._wishes:  # one by one: what comes meanwhile is taken too, or is left for the next step
-            taken.add(self._wishes.popleft())
-        return float(sum(_BASE**kind for kind, wish in enumerate(WISHES) if wish in taken))
+        while self._requests:  # one by one: what comes meanwhile is taken too, or is left for the next step
+            taken.add(self._requests.popleft())
+        return float(sum(_BASE**kind for kind, name in enumerate(REQUESTS) if name in taken))
 
-    def settle(self, summed: float) -> None:
-        """Adds what all ranks wished to what is agreed; whoever does it takes it off."""
+    def apply(self, summed: float) -> None:
+        """Adds the requests of all ranks to `agreed`; the code that carries one out removes it."""
         digits = int(summed)
-        self.agreed |= frozenset(wish for kind, wish in enumerate(WISHES) if digits // _BASE**kind % _BASE)
+        self.agreed |= frozenset(name for kind, name in enumerate(REQUESTS) if digits // _BASE**kind % _BASE)

@@ -55,7 +55,7 @@ class Finding:
         severity: "error", or "note" for a difference that is declared.
         property: which of PROPERTIES it is about.
         cause: a sentence.
-        fix: code or a sentence that mends it.
+        fix: code or a sentence that fixes it.
         rank, step, tensor, factor, where: the culprit, as far as known; steps count from 0, `where` is "file:line".
     """
 

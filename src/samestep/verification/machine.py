@@ -53,7 +53,7 @@ def comes_free(port: int, seconds: float) -> bool:
 
 
 def to_blame(ended: Ended) -> str | None:
-    """Returns what of this machine has ended a run, and how to mend it; None where nothing shows that it has."""
+    """Returns what of this machine has ended a run, and how to fix it; None where nothing shows that it has."""
     port, failure = taken_port(ended), ended.failure
     if port is not None and is_taken(port):
         return (

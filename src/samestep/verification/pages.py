@@ -14,7 +14,7 @@ class Page:
     Attributes:
         title: what is the matter, in a line.
         why: how it comes about and what it does to the training.
-        fix: how it is mended.
+        fix: how it is fixed.
         seen: how it was noticed.
     """
 

@@ -1,4 +1,4 @@
-"""What `samestep verify --explain NAME` says of an error that samestep raises: how it comes about, what mends it.
+"""What `samestep verify --explain NAME` says of an error that samestep raises: how it comes about, what fixes it.
 
 No torch here. Links are written for docs/codes.md, which has the same texts.
 """
@@ -16,7 +16,7 @@ class Kind:
 
     Attributes:
         cause: when it is raised.
-        remedy: what mends it.
+        remedy: what fixes it.
     """
 
     cause: str
@@ -69,7 +69,7 @@ KINDS = {
     ),
     "StepError": Kind(
         "`optimizer.step()` or `commit()` in mid-step, a loss that is reduced already, a loop that outlives its world, "
-        "ranks that brought different tensors to one sum.",
+        "ranks that passed mismatched tensors to one sum.",
         "What the message says to write; mostly `step`, `zero_grad` and `commit` under `if batches.step_ends:`, and "
         "`reduction='none'` for the loss.",
     ),
@@ -82,7 +82,7 @@ KINDS = {
     "DriftError": Kind(
         "Replicas that must be equal are not, and `replicate(…, guard=…)` has seen it: a line that one rank alone "
         "runs, or a machine that computes wrongly. Named are the ranks, the tensors, and since when.",
-        "Mend the line; if it comes without one, test that machine's memory. The guard can also repair "
+        "Fix the line; if it comes without one, test that machine's memory. The guard can also repair "
         "([drift](drift.md)).",
     ),
     "PeerError": Kind(
@@ -93,17 +93,17 @@ KINDS = {
         "The disk is full, what lies there is damaged, belongs to another model, or is cut otherwise; a state holds an "
         "object that is neither a tensor nor plain data.",
         "The message names files and tensors. `samestep checkpoint verify PATH` reads every byte; what is damaged is "
-        "set aside and the one before it is used ([checkpoints](checkpoints.md#damage)).",
+        "quarantined and the one before it is used ([checkpoints](checkpoints.md#damage)).",
     ),
     "RankFailure": Kind(
         "`samestep.spawn` or `samestep.testing.run_ranks` had a rank that raised, died or hung; `rank`, `reason` and "
         "`exit_code` say which and why, with that rank's own traceback.",
-        "Mend what the reason says; the other ranks have been ended.",
+        "Fix what the reason says; the other ranks have been ended.",
     ),
     "Preempted": Kind(
         "SIGTERM, SIGUSR1 or the end of a job's time: all ranks have saved the same step. It is a SystemExit, so that "
         "`except Exception` does not hold it up.",
-        "The same command goes on from there ([making room](launching.md#on-one-host)).",
+        "Rerun the same command to resume ([making room](launching.md#on-one-host)).",
     ),
     "SamestepError": Kind(
         "The root of all of these, never raised itself. `exit_code` is what a process ends with that does not catch "

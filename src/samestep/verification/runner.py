@@ -146,5 +146,5 @@ class _Told:
         """Says it, `still` seconds after the last sign of life, unless it has just been said."""
         times = int(still / _STILL_S)
         if times > self._told:
-            self._say(f"{self._name}: nothing has moved for {still:.0f} s; after {self._still_s:g} s it has hung")
+            self._say(f"{self._name}: no progress for {still:.0f} s; after {self._still_s:g} s it has hung")
         self._told = times

@@ -1,4 +1,4 @@
-"""The report as a person reads it: the verdict first, then what is wrong and how to mend it, then what was proved."""
+"""The report as a person reads it: the verdict first, then what is wrong and how to fix it, then what was proved."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def finding_lines(finding: Finding) -> list[str]:
         lines.append(f"      | {source}")
     lines.append(_wrapped(finding.cause, "      "))
     if finding.fix is not None:
-        lines.append(_wrapped(f"mend it: {finding.fix}", "      "))
+        lines.append(_wrapped(f"fix: {finding.fix}", "      "))
     return lines
 
 

@@ -161,7 +161,7 @@ def _blame(ended: runs.Ended, whole: Run, record: Record, report: Report) -> Non
 
 def _reason(ended: runs.Ended) -> str:
     if ended.hung:
-        return "nothing moves any more"
+        return "no rank makes progress"
     failure = ended.failure
     if failure is None:
         return ended.tail(1)

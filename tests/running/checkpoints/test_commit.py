@@ -444,9 +444,7 @@ def test_a_failed_save_is_said_at_the_next_commit_and_at_the_end(tmp_path, monke
             if state.step == 2:
                 state._store._background._thread.join()
         said = capsys.readouterr().err
-        assert (
-            said == "samestep: step 2 is not saved: disk full at P: needs 8.0 MB, free 1.0 MB; the training goes on\n"
-        )
+        assert said == "samestep: saving step 2 failed: disk full at P: needs 8.0 MB, free 1.0 MB; training continues\n"
         state.commit()  # and the world closes, which waits for it
     assert not dist.is_initialized()
 
@@ -655,5 +653,5 @@ def test_what_a_run_goes_on_from_is_counted_in_words_that_fit(tmp_path, capfd):
             state = samestep.checkpoint(tmp_path / "run", world, every=None, model=nn.Linear(2, 1))
             for _ in state.epochs(epochs):
                 state.commit()
-    said = [line.rpartition(": ")[2] for line in capfd.readouterr().err.splitlines() if "goes on from" in line]
+    said = [line.rpartition(": ")[2] for line in capfd.readouterr().err.splitlines() if "resuming from" in line]
     assert said == ["1 step, 1 epoch finished", "3 steps, 3 epochs finished"]

@@ -471,7 +471,7 @@ def test_a_run_sets_it_aside_and_resumes_from_the_one_before(good, tmp_path, cas
         timeout=250,
     )
     results = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("result")]
-    aside = [line for line in done.stdout.splitlines() if "set aside as step-00000009.bad" in line]
+    aside = [line for line in done.stdout.splitlines() if "quarantined as step-00000009.bad" in line]
     assert len(results) == len(aside) == len(cases), done.stdout + done.stderr
     for case, (name, seconds, memory) in zip(cases, results, strict=True):
         assert name == "step-00000001", case

@@ -78,7 +78,9 @@ def test_a_resume_sets_it_aside_and_goes_on_from_its_own(mine, runs, caplog):
         resumed, step, _ = train(mine, steps=2)
     assert (resumed, step) == (True, 2)
     (record,) = caplog.records
-    assert f"{mine / NEWEST} is not used, and set aside as {NEWEST}.bad: foreign run in the directory" in record.message
+    assert (
+        f"{mine / NEWEST} is not used, and quarantined as {NEWEST}.bad: foreign run in the directory" in record.message
+    )
     assert (mine / f"{NEWEST}.bad").is_dir()
 
 
@@ -92,7 +94,7 @@ def test_a_later_step_of_another_run_is_no_shortcut(mine, runs, tmp_path):
 def test_where_only_foreign_checkpoints_are_left_the_run_stops(mine, runs):
     for folder in sorted(mine.glob("step-*")):
         swap_in(mine, runs / "foreign", folder.name)
-    with pytest.raises(samestep.errors.CheckpointError, match=r"no checkpoint in .* can be trusted, 3 set aside"):
+    with pytest.raises(samestep.errors.CheckpointError, match=r"no checkpoint in .* can be trusted, 3 quarantined"):
         train(mine)
 
 

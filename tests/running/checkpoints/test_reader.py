@@ -63,7 +63,7 @@ def test_damage_is_noticed_named_and_the_checkpoint_before_is_used(directory, ca
     (record,) = caplog.records
     assert str(newest) in record.message
     assert name in record.message
-    assert "set aside as step-00000002.bad" in record.message
+    assert "quarantined as step-00000002.bad" in record.message
     assert directory.names() == [older.name]
     assert (directory.path / "step-00000002.bad").is_dir()
 
@@ -101,7 +101,7 @@ def test_a_directory_without_checkpoints_has_no_newest(directory):
 def test_a_run_does_not_silently_begin_anew_when_every_checkpoint_is_damaged(directory):
     for step in (1, 2):
         flip(save(directory, step) / "tensors.safetensors")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be trusted, 2 set aside .*start again"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be trusted, 2 quarantined .*start again"):
         newest_good(directory)
     assert newest_good(directory) is None  # started again
 

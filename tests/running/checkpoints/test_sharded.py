@@ -287,7 +287,7 @@ def fall_silent(path):
         if world.rank == 1:
             letters.Letters.send = lambda *_: None
         try:
-            with pytest.raises(CheckpointError, match=r"rank 1: it was not heard of for 0\.3 s"):
+            with pytest.raises(CheckpointError, match=r"rank 1: no heartbeat for 0\.3 s"):
                 state.save()
         finally:
             letters.SILENCE_S, letters.Letters.send = kept

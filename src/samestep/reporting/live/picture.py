@@ -7,7 +7,7 @@ loss 0.1034 ▇▅▃▂▁  accuracy 0.97 ▁▃▆█                         
 ▸    0    256  24.2 ms  D F      B           W       O                                          fit, round the
      1    256  24.3 ms  D  F         B               O         slow                             chosen one
  D data  F forward  B backward  W wait …                                                     5  legend
-── what happened ─────────────────────────────────                                           6  the last few
+── events ─────────────────────────────────                                           6  the last few
 12:03:04  straggler  rank 1 is slow: its own work takes 24 ms a step, …
 ── rank 0, standard output ── 0/node1/rank0.out ──                                           7  what is left
 …
@@ -47,7 +47,7 @@ class Layout:
 
     @classmethod
     def of(cls, free: int, ranks: int, happenings: int) -> Layout:
-        """Divides what is left for numbers 4 to 7: ranks before the panel, the panel before what happened.
+        """Divides what is left for numbers 4 to 7: ranks before the panel, the panel before the events.
 
         >>> Layout.of(20, ranks=8, happenings=9)
         Layout(ranks=8, happenings=3, panel=5, legend=1)
@@ -200,7 +200,7 @@ class Picture:
     def _happenings(self, count: int) -> Iterator[Text]:
         all_ = self.scene.happenings
         more = f" (the last {count} of {len(all_)}: f shows all)" if len(all_) > count else ""
-        yield self._rule(f"what happened{more}")
+        yield self._rule(f"events{more}")
         for each in all_[-count:]:
             text = Text(f" {each.clock}  ", "dim", no_wrap=True)
             text.append(f"{each.kind:<9}  ", f"not dim {LEVELS[each.level]}")
@@ -210,7 +210,7 @@ class Picture:
 
     def _events(self, count: int) -> list[Text]:
         lines = [line for each in self.scene.happenings for line in self._told(each)]
-        return [self._rule("what happened"), *(lines[-count:] or [self._line(" nothing so far", "dim")])]
+        return [self._rule("events"), *(lines[-count:] or [self._line(" nothing so far", "dim")])]
 
     def _told(self, each: Happening) -> Iterator[Text]:
         """All that there is to say of it, in as many lines as that takes."""

@@ -177,7 +177,7 @@ class Checkpoint:
             self.close()
             raise
         if self._every.seconds is not None or self._leaving.is_possible:
-            world.step.listen()
+            world.step.enable_requests()
         self._leaving.watch()
         begin_at(self.step)
         self._due.note_save()  # what loading took is no time without a save
@@ -192,7 +192,7 @@ class Checkpoint:
             Preempted: a rank was asked to make room, or the time limit is near; all have saved this step, and leave
                 with exit code 75.
         """
-        self._due.wish()
+        self._due.request_if_late()
         self._leaving.note_commit(0.0 if self._store is None else self._store.slowest_write)
         for data in self._data.values():
             data.finish_step()
@@ -211,7 +211,7 @@ class Checkpoint:
     def _leave(self) -> NoReturn:
         """Saves, and ends this rank as all others do at this step."""
         path = self.save()
-        self._say(f"{self._leaving.why}: saved step {self.step} in {path}; the same command goes on from there")
+        self._say(f"{self._leaving.why}: saved step {self.step} to {path}; rerun the same command to resume")
         raise Preempted(self.step, str(path))
 
     def save(self) -> Path | None:
@@ -354,7 +354,7 @@ class Checkpoint:
             store.together(lambda: streams.restore(random, self._world))
         counts = ((self.step, "step"), (self.epoch, "epoch"))
         done = ", ".join(f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts)
-        self._say(f"goes on from {self.path}/{name}: {done} finished")
+        self._say(f"resuming from {self.path}/{name}: {done} finished")
         return True
 
     def _load(self, saved: dict[str, State]) -> None:

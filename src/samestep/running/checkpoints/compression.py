@@ -1,4 +1,4 @@
-"""What ranks still owe each other under error feedback, kept beside the state of the models that it belongs to.
+"""The error-feedback residuals of all ranks, kept beside the state of the models that it belongs to.
 
 A run that loses it loses up to a step's gradients with strong compression, and does not go on bit for bit. It is every
 rank's own, so a save gathers it:
@@ -66,18 +66,18 @@ def check(random: Mapping[str, Any] | None, world: World, named: Mapping[str, An
         if was != now:
             raise CheckpointError(
                 f"{name} was saved with compress={_spelled(was)}, and is now compressed by {_spelled(now)}, which "
-                "cannot use what the ranks still owe: give the codec that was, or save once with compress=None, which "
-                "drops it, or take another directory"
+                "cannot use the error-feedback residuals: give the codec that was used, save once with compress=None "
+                "to drop them, or take another directory"
             )
         ranks = len(saved[name]["owed"])
         if ranks != world.data.size:
             warn(
-                f"{name} was saved by {ranks} ranks and goes on with {world.data.size}: what they still owed each "
-                f"other ({was['codec']}) is shared out evenly, so the run does not go on bit for bit"
+                f"{name} was saved by {ranks} ranks and resumes with {world.data.size}: the error-feedback residuals "
+                f"({was['codec']}) are divided evenly, so the resumed run is not the same bit for bit"
             )
     for name in saved.keys() - present.keys() & named.keys():
         what = _spelled(saved[name]["declared"])
-        warn(f"{name} was saved with compress={what} and goes on without: what the ranks still owed is dropped")
+        warn(f"{name} was saved with compress={what} and resumes without: the error-feedback residuals are dropped")
 
 
 def restore(random: Mapping[str, Any] | None, world: World, named: Mapping[str, Any]) -> None:

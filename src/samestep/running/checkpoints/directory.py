@@ -3,7 +3,7 @@
     PATH/
       step-00000120/            a complete checkpoint: folders get this name by one rename, never by writing into it
       step-00000120.1/          a later one of the same step (the end of the epoch, after the step was saved)
-      step-00000100.bad/        set aside: what it holds is not what was saved, or is of another run
+      step-00000100.bad/        quarantined: what it holds is not what was saved, or is of another run
       .step-00000140.tmp-3f9a/  being written, or left by a run that died; the next start sweeps it
       .run                      the name of the run that all of this belongs to
       .lock  .lock.holder       one live run per directory
@@ -78,7 +78,7 @@ def what_is_left(path: Path) -> str:
     """Says where a run that was interrupted goes on; nothing is saved for a Ctrl-C, since somebody waits."""
     with suppress(OSError):
         if names := complete(path):
-            return f"{path}/{names[-1]} is the newest checkpoint, from which the same command goes on"
+            return f"{path}/{names[-1]} is the newest checkpoint, from which the same command resumes"
     return f"nothing was saved in {path} yet, the same command begins anew"
 
 

@@ -37,9 +37,9 @@ def told(world: World, outcome: Outcome | None) -> None:
 
 
 def say_unsaved(world: World, outcome: Outcome | None) -> None:
-    """Says on rank 0 that a save has failed, and with what the training goes on."""
+    """Says on rank 0 that a save has failed, and that training continues."""
     if outcome is not None and outcome.error is not None and world.is_first:
-        sys.stderr.write(f"samestep: step {outcome.step} is not saved: {outcome.error}; the training goes on\n")
+        sys.stderr.write(f"samestep: saving step {outcome.step} failed: {outcome.error}; training continues\n")
 
 
 class _Failed:

@@ -1,7 +1,7 @@
 """Whether a checkpoint is due at the step that ends, alike on every rank.
 
-Steps are counted alike. Time is not: only rank 0's clock counts, and what it finds reaches the others as a wish, with
-the report that the data send of every step; where nobody reports, rank 0 is asked at every commit.
+Steps are counted the same on all ranks. Time is not: only rank 0's clock counts, and it sends a request to the other
+ranks with the report of every step (:mod:`samestep.data.report`); without such reports rank 0 is asked at every commit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Due:
         self._every = every
         self._world = world
         self._reports = reports
-        self._asked = False  # rank 0 has wished to save, and the wish is on its way
+        self._asked = False  # rank 0 has requested a save, and the request is on its way
         self.note_save()
 
-    def wish(self) -> None:
-        """Lets rank 0 wish where it is late; the wish leaves with the report of the step that ends now."""
+    def request_if_late(self) -> None:
+        """Requests a save on rank 0 where it is late; the request leaves with the report of the step that ends now."""
         if self._reports and self._world.is_first and not self._asked and self._is_late():
-            self._world.step.wish("save")
+            self._world.step.request("save")
             self._asked = True
 
     def has_come(self, step: int) -> bool:

@@ -103,7 +103,7 @@ def _in_file(name: str, action: Callable[[], _Result]) -> _Result:
     except CheckpointError as error:
         raise DamageError(str(error), name) from error
     except PermissionError as error:
-        # Not damage: whoever may read it will find it right, and nothing must be set aside.
+        # Not damage: whoever may read it will find it right, and nothing must be quarantined.
         raise CheckpointError(f"{error.filename or name} may not be read: permission denied") from error
     except OSError as error:
         raise DamageError(f"{name} cannot be read: {reason(error)}", name) from error

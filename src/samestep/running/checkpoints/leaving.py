@@ -1,6 +1,6 @@
 """Whether all ranks save this step and leave: because somebody has asked, or because the job's time is nearly over.
 
-Both are wishes of one rank, that travel with the report of the step which ends next (:mod:`samestep.runtime.step`). So
+Both are requests of one rank that travel with the report of the step which ends next (:mod:`samestep.runtime.step`). So
 there must be somebody who reports steps, the data; or one rank alone, which agrees with itself.
 """
 
@@ -52,7 +52,7 @@ class Leaving:
             self._preemption = Preemption(self._world.step)
 
     def note_commit(self, slowest_save: float) -> None:
-        """Lets rank 0 wish to stop when the time is nearly over; called when a step ends, before it is reported."""
+        """Requests a stop on rank 0 when the time is nearly over; called when a step ends, before it is reported."""
         if not self.is_possible or self._limit is None or not self._world.is_first:
             return
         now = time.monotonic()
@@ -64,7 +64,7 @@ class Leaving:
                 f"samestep: the time limit is {left:.0f} s away, a last step and save may take {margin:.0f} s: all "
                 "ranks save and leave\n"
             )
-            self._world.step.wish("stop")
+            self._world.step.request("stop")
 
     @property
     def is_agreed(self) -> bool:

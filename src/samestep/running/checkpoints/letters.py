@@ -81,7 +81,7 @@ class Letters:
                 if beats != heard[rank][0]:
                     heard[rank] = (beats, time.monotonic())
                 elif time.monotonic() - heard[rank][1] > self._patience:
-                    letters[rank] = {"error": f"it was not heard of for {self._patience:g} s"}
+                    letters[rank] = {"error": f"no heartbeat for {self._patience:g} s"}
             time.sleep(_LOOK_S)
         return letters
 

@@ -2,7 +2,7 @@
 
 PyTorch's readers check no digests: one flipped bit, or 4 KiB of zeros where a disk lost power, loads without a
 word (measured on torch 2.13, for `torch.save` and for the distributed checkpoint). Here a checkpoint is either
-what was written or it is set aside, named, and the one before it is used.
+what was written or it is quarantined, named, and the one before it is used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOG = logging.getLogger("samestep.checkpoint")
 def newest_good(directory: Directory) -> str | None:
     """Returns the name of the newest checkpoint that proves intact; sets aside the ones that do not, or are foreign.
 
-    Each one set aside is reported by one warning of the logger ``samestep.checkpoint`` (on standard error unless
+    Each quarantined one is reported by one warning of the logger ``samestep.checkpoint`` (on standard error unless
     the script configures logging).
 
     Raises:
@@ -52,10 +52,10 @@ def newest_good(directory: Directory) -> str | None:
         if problem is None:
             return name
         damaged.append(directory.set_aside(name))
-        _LOG.warning("%s is not used, and set aside as %s: %s", directory.path / name, damaged[-1], problem)
+        _LOG.warning("%s is not used, and quarantined as %s: %s", directory.path / name, damaged[-1], problem)
     if damaged:
         raise CheckpointError(
-            f"no checkpoint in {directory.path} can be trusted, {len(damaged)} set aside ({', '.join(damaged)}); "
+            f"no checkpoint in {directory.path} can be trusted, {len(damaged)} quarantined ({', '.join(damaged)}); "
             "restore one from a copy, or start again to begin from nothing"
         )
     return None

@@ -6,7 +6,7 @@ script says it. Rank 0's clock decides, the monotonic one: a clock that is set m
 step of hours of one.
 
     ── commit k ─────────── k + 1 ────┬── save ──┬─── margin left ───┤ end
-         wish "stop"          agreed, all ranks save and leave
+         request "stop"          agreed, all ranks save and leave
 
     margin   2 x (slowest of the last steps + slowest of the last saves: one may be under way), at least 20 s or a tenth
 """

@@ -113,7 +113,7 @@ def _check_started(rank: int | None, size: int | None) -> None:
     if int(rankenv.variable("TORCHELASTIC_MAX_RESTARTS") or 0):
         raise BackendError(
             "MPI cannot begin twice under one mpiexec, so --restarts cannot start these ranks again: leave it out, and "
-            "have whoever calls mpiexec call it again; a checkpoint goes on from there"
+            "have whoever calls mpiexec call it again; training resumes from its checkpoint"
         )
 
 
@@ -132,12 +132,12 @@ def _start() -> Any:
         mpi = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
-        mend = (
+        fix = (
             "pip install mpich, or install your system's Open MPI or MPICH"
             if named is None
             else f"MPI4PY_LIBMPI names {named}; name another file, or unset it"
         )
-        raise BackendError(f"mpi4py finds no MPI library ({first}): {mend}") from error
+        raise BackendError(f"mpi4py finds no MPI library ({first}): {fix}") from error
     if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:

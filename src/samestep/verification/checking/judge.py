@@ -330,7 +330,7 @@ def _torn(letter: Letter, apart: tuple[int, int], torn: list[str]) -> Finding:
         step=letter.step,
         tensor=torn[0],
         where=letter.where,
-        cause=f"at step {letter.step} rank {apart[1]} steps with other gradients than rank {apart[0]} in {listed(torn)}"
+        cause=f"at step {letter.step} rank {apart[1]} has different gradients than rank {apart[0]} in {listed(torn)}"
         ", and nothing has made the parameters equal since",
         fix="call the DistributedDataParallel model itself, the last micro-batch outside no_sync(); or average every "
         "gradient between backward() and step()",

@@ -23,7 +23,7 @@ def of_gradients(record: Record, index: int, rank: int, bad: list[str]) -> Findi
         step=index,
         tensor=bad[0],
         where=where or step["where"],
-        cause=f"at step {index} rank {record.ranks[rank].number} steps with other gradients than rank 0 in "
+        cause=f"at step {index} rank {record.ranks[rank].number} has different gradients than rank 0 in "
         f"{listed(bad)}: {cause}",
         fix=fix,
     )

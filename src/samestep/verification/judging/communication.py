@@ -132,7 +132,7 @@ def stuck(record: Record) -> Finding:
     gone = [rank.number for rank in record.ranks if rank.ended is not None]
     culprit = next(iter(gone or missing), None)
     where = last[waiting[0]] if waiting else None
-    cause = "nothing moves any more"
+    cause = "no rank makes progress"
     if where is not None:
         cause = f"rank {waiting[0]} waits in {where['op']} at {where['where']}"
     if culprit is not None:

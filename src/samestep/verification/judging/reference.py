@@ -272,7 +272,7 @@ def _is_rate(mine: float, theirs: float, times: float) -> bool:
 def _why_unmeasured(again: Run) -> str:
     failure = again.ended.failure
     told = "it took other steps" if failure is None else f"{failure['exception']}: {failure['message'][:200]}"
-    return f"alone, with its samples in another order, {'nothing moves any more' if again.ended.hung else told}"
+    return f"alone, with its samples in another order, {'no rank makes progress' if again.ended.hung else told}"
 
 
 def _samples(ranks: list[Rank], windows: set[int]) -> set[tuple[int, str]]:
