@@ -120,8 +120,9 @@ AREAS = (
         "Checkpoints",
         ("running/checkpoints/",),
         "A disk that is full, a file that is damaged or hostile, a state that does not fit this model, a directory "
-        "that another run holds. Whatever is damaged is quarantined, and the one before it is used; `samestep checkpoint "
-        "verify PATH` reads every byte: [checkpoints](checkpoints.md), [from outside](checkpoints.md#damage).",
+        "that another run holds. Whatever is damaged is quarantined, and the one before it is used; `samestep "
+        "checkpoint verify PATH` reads every byte: [checkpoints](checkpoints.md), [from "
+        "outside](checkpoints.md#damage).",
     ),
     Area(
         "Clusters, networks and plans of a training",

@@ -17,7 +17,7 @@ import torch
 import deadline
 import forkserver
 from samestep import progress
-from samestep.launch.nursery import Nursery
+from samestep.launch.nursery import PreforkServer
 from samestep.testing import VARIABLES, ranks
 
 EXIT_S = 30.0  # seconds between the summary and the end of the process
@@ -26,16 +26,16 @@ EXIT_S = 30.0  # seconds between the summary and the end of the process
 @pytest.fixture(scope="session")
 def rank_server():
     """Forks the ranks of all sets, and imports torch once for them."""
-    server = Nursery(VARIABLES)
+    server = PreforkServer(VARIABLES)
     yield server
     server.close()
 
 
 def sharing(server, size):
     with ranks(size) as run:
-        run._nursery = server
+        run._fork_server = server
         yield run
-        run._nursery = None  # others use it
+        run._fork_server = None  # others use it
 
 
 @pytest.fixture(scope="session")

@@ -350,19 +350,19 @@ def start_rank(rank, listener, function, ranks, folder, args):
 def become_rank(rank, listener, ranks, folder, server):
     """Makes a fork one of the ranks of a launcher."""
     from samestep.launch.address import serve_store, use_store
-    from samestep.launch.process import follow_parent
-    from samestep.launch.variables import Group, rank_variables
+    from samestep.launch.process import die_with_parent
+    from samestep.launch.variables import RankLayout, rank_variables
     from samestep.launch.watched import note_watched
     from samestep.rankenv import set_variables
 
-    follow_parent(server)
+    die_with_parent(server)
     output = os.open(Path(folder) / f"rank{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, descriptor in enumerate((nothing, output, output)):
         os.dup2(descriptor, number)
     faulthandler.enable()
     port = listener.getsockname()[1]
-    set_variables(rank_variables(Group(size=ranks, port=port, run_id=f"test-{port}"), rank))
+    set_variables(rank_variables(RankLayout(size=ranks, port=port, run_id=f"test-{port}"), rank))
     note_watched()
     use_store()
     if rank == 0:

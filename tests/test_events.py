@@ -107,11 +107,11 @@ def test_lines_of_a_later_version_are_skipped_and_it_is_known(path: Path) -> Non
 
 def test_a_line_without_end_does_not_fill_the_memory(path: Path) -> None:
     path.parent.mkdir(parents=True)
-    path.write_bytes(b"x" * (3 * events.LONGEST))
+    path.write_bytes(b"x" * (3 * events.MAX_LINE_BYTES))
     reader = Reader(path)
     assert list(reader.events()) == []
     assert reader.torn >= 1
-    assert len(reader._rest) <= events.LONGEST
+    assert len(reader._rest) <= events.MAX_LINE_BYTES
 
 
 def test_more_lines_than_fit_into_memory_are_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

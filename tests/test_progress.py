@@ -20,7 +20,7 @@ def test_steps_are_counted_until_somebody_tells_them(record):
     progress.count_step()
     progress.count_step()
     assert progress.read(record).step == 2
-    progress.note_step(40)
+    progress.set_step(40)
     progress.count_step()
     read = progress.read(record)
     assert read.step == 40
@@ -28,7 +28,7 @@ def test_steps_are_counted_until_somebody_tells_them(record):
 
 
 def test_a_phase_ends_where_it_began(record):
-    progress.note_phase("train")
+    progress.set_phase("train")
     with progress.phase("save"):
         read = progress.read(record)
         assert (read.phase, str(read)) == ("save", "saving")
@@ -41,17 +41,17 @@ def test_a_phase_ends_where_it_began(record):
 
 
 def test_a_collective_is_told_with_its_number_and_line_while_it_lasts(record):
-    progress.enter("all_reduce", "train.py:12")
-    progress.leave()
+    progress.enter_collective("all_reduce", "train.py:12")
+    progress.exit_collective()
     assert not progress.read(record).in_collective
-    progress.enter("barrier", "train.py:40")
+    progress.enter_collective("barrier", "train.py:40")
     read = progress.read(record)
     assert read.in_collective
     assert str(read) == "in barrier, its collective 2, at train.py:40"
 
 
 def test_a_long_place_keeps_its_end(record):
-    progress.enter("x" * 50, "/a" * 400 + "/train.py:12")
+    progress.enter_collective("x" * 50, "/a" * 400 + "/train.py:12")
     read = progress.read(record)
     assert len(read.site.encode()) == 400
     assert read.site.endswith("/train.py:12")
@@ -60,17 +60,17 @@ def test_a_long_place_keeps_its_end(record):
 
 def test_a_process_without_a_record_notes_nothing():
     progress.detach()
-    progress.note_step(1)
-    progress.enter("barrier", "x:1")
-    progress.leave()
-    assert progress.note_phase("save") == ""
+    progress.set_step(1)
+    progress.enter_collective("barrier", "x:1")
+    progress.exit_collective()
+    assert progress.set_phase("save") == ""
     assert not progress.is_attached()
 
 
 def test_a_record_in_a_file_is_read_by_its_path(tmp_path):
     progress.attach(progress.create_file(tmp_path / "rank3.progress"))
     try:
-        progress.note_step(7)
+        progress.set_step(7)
         assert progress.read_file(tmp_path / "rank3.progress").step == 7
         assert (tmp_path / "rank3.progress").stat().st_mode & 0o777 == 0o600  # of its user alone, as all of a run
     finally:
@@ -84,7 +84,7 @@ def test_nobody_reads_half_of_what_is_being_written(record):
     def write():
         while not done.is_set():
             for operation, site in calls.items():
-                progress.enter(operation, site)
+                progress.enter_collective(operation, site)
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -104,7 +104,7 @@ def test_the_version_is_odd_while_a_record_is_written(record):
     def version():
         return int.from_bytes(os.pread(record, 8, progress._AT_VERSION), sys.byteorder)
 
-    (writer,) = progress._takers
+    (writer,) = progress._listeners
     before = version()
     writer._begin_writing()
     assert version() == before + 1
@@ -114,7 +114,7 @@ def test_the_version_is_odd_while_a_record_is_written(record):
 
 
 def test_a_place_whose_name_is_no_utf8_is_noted_all_the_same(record):
-    progress.enter("all_reduce", "/runs/\udcff/train.py:12")
+    progress.enter_collective("all_reduce", "/runs/\udcff/train.py:12")
     assert progress.read(record).site == r"/runs/\udcff/train.py:12"
 
 
@@ -122,14 +122,14 @@ def test_a_collective_within_the_wait_of_a_backward_pass_is_waited_for_once(reco
     """Gradients are there at 10 s; a hook stands in an all-reduce until 14 s, and the pass ends at 15 s."""
     clock = [0]
     monkeypatch.setattr(progress.time, "monotonic_ns", lambda: clock[0] * 10**9)
-    progress.note_phase("backward")
+    progress.set_phase("backward")
     for now, note in (
-        (3, lambda: progress.enter("all_reduce", "hook.py:1")),
-        (5, progress.leave),
-        (10, progress.note_ready),
-        (11, lambda: progress.enter("all_reduce", "hook.py:1")),
-        (14, progress.leave),
-        (15, progress.note_backward),
+        (3, lambda: progress.enter_collective("all_reduce", "hook.py:1")),
+        (5, progress.exit_collective),
+        (10, progress.gradients_ready),
+        (11, lambda: progress.enter_collective("all_reduce", "hook.py:1")),
+        (14, progress.exit_collective),
+        (15, progress.backward_done),
         (16, progress.count_step),
     ):
         clock[0] = now

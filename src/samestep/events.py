@@ -74,12 +74,12 @@ KINDS = {
     "restart": ("text", "ranks"),
 }
 PHASES = ("data", "forward", "backward", "wait", "collective", "optimizer", "other", "evaluate", "save", "load")
-APART = ("evaluate", "save", "load")  # of a step's seconds, what is no training
+NON_TRAINING = ("evaluate", "save", "load")  # of a step's seconds, what is no training
 LINE_FOR_EACH = 10_000  # steps with a line of their own
 LOST_PEERS = "lost its peers"  # so begins the error of a rank that failed only because others had gone
 PERIOD = 0.5  # seconds between two writings
 MOST_WAITING = 20_000  # lines in memory
-LONGEST = 1 << 20  # bytes of a line; a longer one is somebody else's
+MAX_LINE_BYTES = 1 << 20  # bytes of a line; a longer one is somebody else's
 
 
 def stride(step: int) -> int:
@@ -261,7 +261,7 @@ class Reader:
                     event = self._event(line)
                     if event is not None:
                         yield event
-                if len(self._rest) > LONGEST:
+                if len(self._rest) > MAX_LINE_BYTES:
                     self.torn, self._rest = self.torn + 1, b""
 
     def _event(self, line: bytes) -> dict[str, Any] | None:

@@ -112,7 +112,7 @@ def own_folder() -> Path:
     return folder
 
 
-def meeting_file(job: str | None) -> Path:
+def rendezvous_file(job: str | None) -> Path:
     """Returns the file through which the ranks that one mpiexec or srun started on this host find each other.
 
     It lies in a folder of this user alone and bears the job's name, or else that of the process that started the

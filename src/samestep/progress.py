@@ -35,7 +35,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.taker import Taker
+from samestep.progress_listener import ProgressListener
 
 __all__: list[str] = []
 
@@ -46,7 +46,7 @@ _WORD, _PHASE, _CALL = struct.Struct("=Q"), struct.Struct("=Q16s"), struct.Struc
 _SPENT = struct.Struct("=QQQd")
 _AT_STEPS, _AT_VERSION, _AT_PHASE, _AT_CALL, _AT_SPENT, _END = 8, 24, 32, 56, 512, 544
 _AT_LEFT = _AT_CALL + 8
-_APART = {b"evaluate", b"save", b"load"}
+_NON_TRAINING = {b"evaluate", b"save", b"load"}
 _TRIES = 100  # reads until one falls between two writes; a rank that died while writing never does
 
 
@@ -66,7 +66,7 @@ class Progress:
     site: str
     waited: float = 0.0  # these three up to the end of the last step
     data: float = 0.0
-    apart: float = 0.0
+    non_training: float = 0.0
     load: float = 0.0
 
     @property
@@ -82,7 +82,7 @@ class Progress:
         return doing.get(self.phase, "")
 
 
-class Record(Taker):
+class ProgressRecord(ProgressListener):
     """The writer's side of the memory.
 
     Args:
@@ -97,22 +97,22 @@ class Record(Taker):
         self._entered = 0
         self._called = 0  # when the collective was entered
         self._ready: int | None = None  # when this rank's own part of a backward pass was done
-        self._waited = self._data = self._apart = 0
+        self._waited = self._data = self._non_training = 0
         self._load = 0.0
         _HEAD.pack_into(memory, 0, LAYOUT, os.getpid())
 
-    def begin_at(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """Writes down where the run goes on."""
-        self.note_step(step)
+        self.set_step(step)
 
-    def note_step(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """Writes down that `step` steps are finished."""
         self._begin_writing()
         _STEPS.pack_into(self._memory, _AT_STEPS, step, time.monotonic_ns())
-        _SPENT.pack_into(self._memory, _AT_SPENT, self._waited, self._data, self._apart, self._load)
+        _SPENT.pack_into(self._memory, _AT_SPENT, self._waited, self._data, self._non_training, self._load)
         self._end_writing()
 
-    def note_phase(self, name: str) -> None:
+    def set_phase(self, name: str) -> None:
         """Writes down what the rank is at from now on."""
         self._write_phase(_bytes(name))
 
@@ -122,14 +122,14 @@ class Record(Taker):
             now = time.monotonic_ns()
             if before == b"data":
                 self._data += now - self._began
-            elif before in _APART:
-                self._apart += now - self._began
+            elif before in _NON_TRAINING:
+                self._non_training += now - self._began
             self._began = now
             self._begin_writing()
             _PHASE.pack_into(self._memory, _AT_PHASE, now, self._phase)
             self._end_writing()
 
-    def enter(self, operation: str, site: str, *, direct: bool = True) -> None:
+    def enter_collective(self, operation: str, site: str, *, direct: bool = True) -> None:
         """Writes down that the rank is about to take part in a collective."""
         del direct
         self._entered += 1
@@ -139,19 +139,19 @@ class Record(Taker):
         _CALL.pack_into(self._memory, _AT_CALL, self._entered, self._entered - 1, self._called, name, line)
         self._end_writing()
 
-    def leave(self) -> None:
+    def exit_collective(self) -> None:
         """Writes down that it has come back from it; what a backward pass waits for is counted as its wait."""
         _WORD.pack_into(self._memory, _AT_LEFT, self._entered)
         if self._phase != b"wait":
             self._wait_since(self._called)
 
-    def note_ready(self) -> None:
+    def gradients_ready(self) -> None:
         """Writes down that the rank has done its own part of a backward pass, and waits for the others."""
         self._ready = time.monotonic_ns()
         if self._phase == b"backward":
             self._write_phase(b"wait")
 
-    def note_backward(self) -> None:
+    def backward_done(self) -> None:
         """Writes down that a backward pass has ended: from its own part on, the rank has waited for others."""
         if self._ready is not None:
             self._wait_since(self._ready)
@@ -159,12 +159,12 @@ class Record(Taker):
         if self._phase == b"wait":
             self._write_phase(b"backward")
 
-    def note_work(self, work: Mapping[str, float]) -> None:
+    def add_work(self, work: Mapping[str, float]) -> None:
         """Adds up what the rank's steps are weighed by."""
         self._load += work.get("weight", 0.0) or work.get("elements", 0.0)
 
     def _wait_since(self, began: int) -> None:
-        if self._phase != b"data" and self._phase not in _APART:
+        if self._phase != b"data" and self._phase not in _NON_TRAINING:
             self._waited += time.monotonic_ns() - began
 
     def _begin_writing(self) -> None:
@@ -175,7 +175,7 @@ class Record(Taker):
         _WORD.pack_into(self._memory, _AT_VERSION, self._version)
 
 
-_takers: list[Taker] = []  # this process's own record first; empty where nobody watches
+_listeners: list[ProgressListener] = []  # this process's own record first; empty where nobody watches
 _phase = [""]
 _steps = [0]  # that are finished
 _counts = [True]  # the optimizer's steps are; else somebody who counts over all attempts tells the number
@@ -199,45 +199,45 @@ def attach(descriptor: int) -> None:
     """Makes this process the writer of the record behind a descriptor, which it takes."""
     memory = mmap.mmap(descriptor, SIZE)
     os.close(descriptor)
-    _takers[:] = [Record(memory)]
+    _listeners[:] = [ProgressRecord(memory)]
     _phase[0], _steps[0], _counts[0] = "", 0, True
 
 
-def tell_also(taker: Taker) -> None:
+def add_listener(listener: ProgressListener) -> None:
     """Lets somebody else take note too."""
-    _takers.append(taker)
+    _listeners.append(listener)
 
 
 def detach() -> None:
     """Writes no more: for a process that was forked by the one whose record this is."""
-    _takers.clear()
+    _listeners.clear()
 
 
 def is_attached() -> bool:
     """Tells whether this process has a record."""
-    return bool(_takers)
+    return bool(_listeners)
 
 
-def begin_at(step: int) -> None:
-    """Writes down that `step` steps were finished before; from now on :func:`note_step` tells how many there are."""
+def resume_from(step: int) -> None:
+    """Writes down that `step` steps were finished before; from now on :func:`set_step` tells how many there are."""
     _steps[0], _counts[0] = step, False
-    for taker in _takers:
-        taker.begin_at(step)
+    for listener in _listeners:
+        listener.resume_from(step)
 
 
-def note_step(step: int) -> None:
+def set_step(step: int) -> None:
     """Writes down that `step` steps are finished; in a process without a record nobody reads it."""
     _steps[0], _counts[0] = step, False
-    for taker in _takers:
-        taker.note_step(step)
+    for listener in _listeners:
+        listener.set_step(step)
 
 
 def count_step() -> None:
-    """Writes down one more finished step, unless :func:`note_step` is in use."""
+    """Writes down one more finished step, unless :func:`set_step` is in use."""
     if _counts[0]:
         _steps[0] += 1
-        for taker in _takers:
-            taker.note_step(_steps[0])
+        for listener in _listeners:
+            listener.set_step(_steps[0])
 
 
 def finished_steps() -> int:
@@ -245,14 +245,14 @@ def finished_steps() -> int:
     return _steps[0]
 
 
-def note_phase(name: str) -> str:
+def set_phase(name: str) -> str:
     """Writes down what this process is at from now on; returns what it was at. Without a record it is at nothing."""
-    if not _takers:
+    if not _listeners:
         return ""
     before, _phase[0] = _phase[0], name
     if before != name:
-        for taker in _takers:
-            taker.note_phase(name)
+        for listener in _listeners:
+            listener.set_phase(name)
     return before
 
 
@@ -264,65 +264,65 @@ def current_phase() -> str:
 def end_phase(name: str) -> None:
     """Writes down that this process is not at that any more, if it was."""
     if name and _phase[0] == name:
-        note_phase("")
+        set_phase("")
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Writes down what this process is at meanwhile."""
-    before = note_phase(name)
+    before = set_phase(name)
     try:
         yield
     finally:
-        note_phase(before)
+        set_phase(before)
 
 
-def note_ready() -> None:
+def gradients_ready() -> None:
     """Writes down that this process has done its own part of a backward pass."""
-    for taker in _takers:
-        taker.note_ready()
+    for listener in _listeners:
+        listener.gradients_ready()
 
 
-def note_backward() -> None:
+def backward_done() -> None:
     """Writes down that a backward pass has ended."""
-    for taker in _takers:
-        taker.note_backward()
+    for listener in _listeners:
+        listener.backward_done()
 
 
-def enter(operation: str, site: str, *, direct: bool = True) -> None:
+def enter_collective(operation: str, site: str, *, direct: bool = True) -> None:
     """Writes down that this process takes part in a collective, called by the script at "file:line", or within it."""
-    for taker in _takers:
-        taker.enter(operation, site, direct=direct)
+    for listener in _listeners:
+        listener.enter_collective(operation, site, direct=direct)
 
 
-def leave() -> None:
+def exit_collective() -> None:
     """Writes down that it has come back from it."""
-    for taker in _takers:
-        taker.leave()
+    for listener in _listeners:
+        listener.exit_collective()
 
 
-def note_bucket(number: int, size: int, *, begun: bool) -> None:
+def bucket_filled(number: int, size: int, *, begun: bool) -> None:
     """Writes down that a gradient bucket of `size` bytes is filled, and, if `begun`, on its way to the other ranks."""
-    for taker in _takers:
-        taker.note_bucket(number, size, begun=begun)
+    for listener in _listeners:
+        listener.bucket_filled(number, size, begun=begun)
 
 
-def note_bucket_done(number: int) -> None:
+def bucket_reduced(number: int) -> None:
     """Writes down that it holds the mean."""
-    for taker in _takers:
-        taker.note_bucket_done(number)
+    for listener in _listeners:
+        listener.bucket_reduced(number)
 
 
-def note_work(work: Mapping[str, float]) -> None:
+def add_work(work: Mapping[str, float]) -> None:
     """Writes down what this rank has of the step that it is in, or of one of its micro-batches."""
-    for taker in _takers:
-        taker.note_work(work)
+    for listener in _listeners:
+        listener.add_work(work)
 
 
-def note_values(values: Mapping[str, float | str]) -> None:
+def log_values(values: Mapping[str, float | str]) -> None:
     """Writes down numbers that belong to the step that was finished last; "nan", "inf" and "-inf" are texts."""
-    for taker in _takers:
-        taker.note_values(values)
+    for listener in _listeners:
+        listener.log_values(values)
 
 
 def read(descriptor: int) -> Progress:
@@ -347,7 +347,7 @@ def read_file(path: Path) -> Progress:
 def _parsed(raw: bytes) -> Progress:
     step, changed = _STEPS.unpack_from(raw, _AT_STEPS)
     phase_since, name = _PHASE.unpack_from(raw, _AT_PHASE)
-    waited, data, apart, load = _SPENT.unpack_from(raw, _AT_SPENT)
+    waited, data, non_training, load = _SPENT.unpack_from(raw, _AT_SPENT)
     entered, left, since, operation, site = _CALL.unpack_from(raw, _AT_CALL)
     return Progress(
         process=_HEAD.unpack_from(raw, 0)[1],
@@ -362,7 +362,7 @@ def _parsed(raw: bytes) -> Progress:
         site=_text(site),
         waited=waited / 1e9,
         data=data / 1e9,
-        apart=apart / 1e9,
+        non_training=non_training / 1e9,
         load=load,
     )
 

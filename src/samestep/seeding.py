@@ -30,7 +30,7 @@ def derive_seed(seed: int, *names: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def splitmix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """SplitMix64's finaliser, a bijection: every bit of the result depends on every bit of the word."""
     import numpy as np
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from samestep.launch.nursery import Nursery
+from samestep.launch.nursery import PreforkServer
 from samestep.launch.pool import RankPool
 from samestep.launch.spawn import spawn
 from samestep.runtime.digest import bytes_of
@@ -65,7 +65,7 @@ class RankSet:
     def __init__(self, size: int) -> None:
         self.size = size
         self._pool: RankPool | None = None
-        self._nursery: Nursery | None = None
+        self._fork_server: PreforkServer | None = None
 
     def __call__(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """Returns `[fn(*args) on rank 0, on rank 1, …]`.
@@ -88,21 +88,21 @@ class RankSet:
             raise
 
     def _start(self) -> RankPool:
-        if self._nursery is not None and self._nursery.has_ended():  # killed for memory, say
-            self._nursery.close()
-            self._nursery = None
-        self._nursery = self._nursery or Nursery(VARIABLES)
-        can = self._nursery.objection() is None
-        return RankPool(self.size, extra=VARIABLES, nursery=self._nursery if can else None)
+        if self._fork_server is not None and self._fork_server.has_ended():  # killed for memory, say
+            self._fork_server.close()
+            self._fork_server = None
+        self._fork_server = self._fork_server or PreforkServer(VARIABLES)
+        can = self._fork_server.objection() is None
+        return RankPool(self.size, extra=VARIABLES, nursery=self._fork_server if can else None)
 
     def close(self) -> None:
         """Ends the processes; the next call would start new ones."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-        if self._nursery is not None:
-            self._nursery.close()
-            self._nursery = None
+        if self._fork_server is not None:
+            self._fork_server.close()
+            self._fork_server = None
 
 
 @contextmanager

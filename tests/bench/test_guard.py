@@ -9,7 +9,7 @@ import samestep
 from samestep.bench import guard
 from samestep.bench.harness import Options
 from samestep.errors import UsageError
-from samestep.replicas.drift import DriftGuard, DriftWatch
+from samestep.replicas.drift import DriftGuard, DriftMonitor
 
 
 def counted():
@@ -18,7 +18,7 @@ def counted():
 
         model = samestep.replicate(torch.nn.Linear(2, 1), world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        watch = DriftWatch(model.module, world, DriftGuard(every=guard.EVERY))
+        watch = DriftMonitor(model.module, world, DriftGuard(every=guard.EVERY))
         taken = []
 
         def steps():

@@ -11,13 +11,13 @@ from small import small
 from samestep import events
 from samestep.bench import observe
 from samestep.errors import RankFailure
-from samestep.launch.nursery import Nursery
+from samestep.launch.nursery import PreforkServer
 from samestep.launch.pool import RankPool
 
 TRAIN = observe.train
 
 
-class ForkServer(Nursery):
+class ForkServer(PreforkServer):
     """Keeps exit codes: the threads of a set both ask for those of its ranks."""
 
     def __init__(self, variables):

@@ -283,9 +283,9 @@ def test_a_directory_where_all_is_set_aside_is_not_right(run, capsys):
 
 
 def test_a_live_run_may_delete_what_is_looked_at(run):
-    from samestep.running.checkpoints.contents import found, look
+    from samestep.running.checkpoints.contents import inspect, list_checkpoints
 
-    folders = found(run)
+    folders = list_checkpoints(run)
     shutil.rmtree(folders[0])
-    assert look(folders[0], digests=True) is None
-    assert look(folders[1], digests=True).is_right
+    assert inspect(folders[0], digests=True) is None
+    assert inspect(folders[1], digests=True).is_right

@@ -124,10 +124,10 @@ def test_bandwidths_are_drawn(tmp_path, monkeypatch, capsys):
 # --- Ctrl-C -------------------------------------------------------------------------------------------
 
 AT_WORK = {  # command -> where it is interrupted, and its arguments
-    "doctor": ("samestep.doctor.examine.examine", []),
-    "checkpoint": ("samestep.running.checkpoints.contents.found", ["list", "."]),
+    "doctor": ("samestep.doctor.examine.run_checks", []),
+    "checkpoint": ("samestep.running.checkpoints.contents.list_checkpoints", ["list", "."]),
     "plan": ("samestep.network.cluster.load", ["--profile", "any.json", "--cluster", "any.toml"]),
-    "report": ("samestep.reporting.record.opened", ["."]),
+    "report": ("samestep.reporting.record.open_run", ["."]),
     "bench": ("samestep.cli.bench.load", ["step"]),
     "verify": ("samestep.verification.verify.examine", []),  # and the script
 }

@@ -39,7 +39,9 @@ def test_the_page_lies_in_the_run_directory_and_the_summary_on_the_terminal(tmp_
     assert said[0] == "train.py, 4 ranks on node0: 20 steps in 440 ms."
     assert said[-1] == str(tmp_path / "run" / "report.html")
     assert "  Nothing was checked: `samestep verify -n 4 train.py --lr 0.1` says whether N ranks train as one." in said
-    assert any("Rank 2 on node0 is a straggler: it is busy for" in line and "up to 18 % less time" in line for line in said)
+    assert any(
+        "Rank 2 on node0 is a straggler: it is busy for" in line and "up to 18 % less time" in line for line in said
+    )
     assert (tmp_path / "run" / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from samestep.cli import main
-from samestep.collectives.memory import is_running
+from samestep.collectives.memory import process_alive
 from samestep.verification import verify
 
 STAYS = """
@@ -53,7 +53,7 @@ def test_a_signal_ends_what_runs_and_removes_what_it_has_left(started):
     assert said.splitlines()[-1] == (
         "samestep: SIGTERM has ended the verification before its verdict; what it had started has ended too"
     )
-    assert [pid for pid in processes if is_running(pid)] == []
+    assert [pid for pid in processes if process_alive(pid)] == []
     assert list(temporary.glob("samestep-verify-*")) == []
 
 

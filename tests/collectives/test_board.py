@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from samestep.collectives import board
-from samestep.collectives.board import DONE, READY, Board
-from samestep.collectives.memory import Mine, is_running, opened
+from samestep.collectives.board import DONE, READY, SharedCounters
+from samestep.collectives.memory import Segment, open_segment, process_alive
 from samestep.errors import PeerError
 
 ALONE = 3600.0
@@ -23,7 +23,9 @@ def file_of(descriptor):
 def boards(ranks, timeout_s=10.0, names=None):
     """The boards of several ranks, all in this process."""
     memory = mmap.mmap(-1, board.length(ranks))
-    return [Board(memory, rank, names or range(ranks), [os.getpid()] * ranks, timeout_s) for rank in range(ranks)]
+    return [
+        SharedCounters(memory, rank, names or range(ranks), [os.getpid()] * ranks, timeout_s) for rank in range(ranks)
+    ]
 
 
 def test_a_rank_sees_how_far_the_others_are():
@@ -76,7 +78,7 @@ def test_a_rank_that_is_gone_is_named_long_before_the_timeout():
     if child == 0:
         os._exit(0)
     memory = mmap.mmap(-1, board.length(2))
-    first = Board(memory, 0, [4, 7], [os.getpid(), child], ALONE)
+    first = SharedCounters(memory, 0, [4, 7], [os.getpid(), child], ALONE)
     with pytest.raises(PeerError, match=rf"rank 7 \(process {child}\) has left, and rank 4 waited to add gradients"):
         first.wait(READY, 1)  # dead, and nobody has waited for it yet
     os.waitpid(child, 0)
@@ -107,25 +109,25 @@ def test_a_rank_that_does_not_come_is_named_with_the_wait():
 
 
 def test_memory_of_another_process_is_opened_and_has_no_name():
-    own = Mine(4096)
+    own = Segment(4096)
     _, descriptor = own.place
     assert file_of(descriptor).startswith("/memfd:")  # in no file system, where a name would outlive its process
     child = os.fork()
     if child == 0:
-        found = opened(*own.place, 4096)
+        found = open_segment(*own.place, 4096)
         assert found is not None
         found[:5] = b"hello"
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert own.map[:5] == b"hello"
     own.close()
-    assert opened(*own.place, 4096) is None
+    assert open_segment(*own.place, 4096) is None
 
 
 def test_memory_that_cannot_be_opened_is_none():
-    assert opened(os.getpid(), 987654, 4096) is None
-    own = Mine(10)
-    assert opened(*own.place, 4096) is None
+    assert open_segment(os.getpid(), 987654, 4096) is None
+    own = Segment(10)
+    assert open_segment(*own.place, 4096) is None
     own.close()
 
 
@@ -134,6 +136,6 @@ def test_a_process_that_has_ended_does_not_run_though_nobody_has_waited_for_it()
     if child == 0:
         os._exit(0)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert not is_running(child)
-    assert is_running(os.getpid())
+    assert not process_alive(child)
+    assert process_alive(os.getpid())
     os.waitpid(child, 0)

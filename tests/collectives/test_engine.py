@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from samestep.collectives import doubling, engine, ring, segmented
-from samestep.collectives.engine import Scratch
+from samestep.collectives.engine import ScratchBuffers
 from samestep.collectives.plan import Plan, Transfer
 from samestep.collectives.simulate import Wire
 from samestep.errors import UsageError
@@ -85,7 +85,7 @@ def test_two_transfers_between_the_same_ranks_in_one_round_are_told_apart():
 
 
 def test_scratch_memory_is_used_again_and_grows():
-    scratch, like = Scratch(), torch.ones(1)
+    scratch, like = ScratchBuffers(), torch.ones(1)
     small = scratch.take(like, 10, turn=0)
     assert scratch.take(like, 5, turn=0).data_ptr() == small.data_ptr()
     assert scratch.take(like, 10, turn=1).data_ptr() != small.data_ptr()
@@ -94,7 +94,7 @@ def test_scratch_memory_is_used_again_and_grows():
 
 
 def test_a_second_run_needs_no_memory_of_its_own():
-    scratch, wire = Scratch(), Wire()
+    scratch, wire = ScratchBuffers(), Wire()
     plan = doubling.all_reduce(1)
     engine.run(plan, torch.ones(4), wire.end(0, 1), scratch)
     events = []

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from every_plan import every_plan, inputs
 
 from samestep.collectives import engine, ring, simulate
-from samestep.collectives.engine import Scratch
+from samestep.collectives.engine import ScratchBuffers
 from samestep.collectives.point_to_point import PointToPoint
 from samestep.errors import DeviceError
 from samestep.testing import assert_same_bits
@@ -20,7 +20,7 @@ OTHERS = [(129, torch.uint8), (129, torch.int16), (129, torch.float16), (129, to
 def all_plans(cases):
     """Runs every plan over the whole group on each (elements, dtype); returns what this rank ends with."""
     dist.init_process_group("gloo")
-    transport, scratch, ends = PointToPoint(dist.group.WORLD), Scratch(), []
+    transport, scratch, ends = PointToPoint(dist.group.WORLD), ScratchBuffers(), []
     for plan in every_plan(transport.size):
         for elements, dtype in cases:
             buffer = inputs(plan, elements, dtype)[transport.rank]

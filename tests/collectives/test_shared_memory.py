@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 import samestep
 from samestep.collectives import memory, shared_memory
-from samestep.collectives.shared_memory import ALIGNED, Region, SharedMemory, mean_of, pairs, share
+from samestep.collectives.shared_memory import ALIGNED, RegisteredBuffer, SharedMemoryAllReduce, divide_, pairs, share
 from samestep.errors import StepError
-from samestep.runtime.neighbours import open_board
+from samestep.runtime.neighbours import open_counters
 from samestep.topology import tree_sum
 
 SIZES = (0, 1, 7, 64, 1001, 40_000)
@@ -21,11 +21,11 @@ def in_order(parts, divisor=1):
     shares = [part.clone() for part in parts]
     early = shares[0].dtype == torch.float16
     for one in shares if early else ():
-        mean_of(one, divisor)
+        divide_(one, divisor)
     total = shares[0]
     for one in shares[1:]:
         total += one
-    mean_of(total, 1 if early else divisor)
+    divide_(total, 1 if early else divisor)
     return total
 
 
@@ -42,7 +42,7 @@ def test_ranks_that_add_their_shares_in_any_order_get_the_sum_in_rank_order(rank
     generator = torch.Generator().manual_seed(elements)
     parts = [torch.randn(elements, generator=generator) for _ in range(ranks)]
     expected = in_order(parts, ranks)
-    regions = [Region(parts, rank) for rank in range(ranks)]
+    regions = [RegisteredBuffer(parts, rank) for rank in range(ranks)]
     random.shuffle(regions)
     for region in regions:
         region.reduce(shared_memory.FOLDS["sum"], ranks)
@@ -71,9 +71,9 @@ def brought(rank, elements, dtype):
 
 def opened():
     world = samestep.world()
-    board = open_board(world.data)
+    board = open_counters(world.data)
     assert board is not None
-    return world, SharedMemory(board)
+    return world, SharedMemoryAllReduce(board)
 
 
 def registered(dtype):
@@ -221,11 +221,11 @@ def open_descriptors():
 def test_a_failure_leaves_no_descriptor_open():
     before = open_descriptors()
     with pytest.raises((OSError, ValueError, OverflowError)):
-        memory.shared(-1, leader=0, leads=True, tell=lambda place: [place])
+        memory.shared_segment(-1, leader=0, leads=True, tell=lambda place: [place])
 
     def gone(place):
         raise ConnectionError
 
     with pytest.raises(ConnectionError):
-        memory.shared(64, leader=0, leads=True, tell=gone)
+        memory.shared_segment(64, leader=0, leads=True, tell=gone)
     assert open_descriptors() == before

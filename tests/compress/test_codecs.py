@@ -174,7 +174,7 @@ def test_settings_that_make_no_sense_are_refused(make, said):
 
 
 def test_every_name_is_a_codec_that_declares_itself():
-    for name, kind in compress.NAMES.items():
+    for name, kind in compress.CODEC_NAMES.items():
         codec = compress.named(name)
         assert isinstance(codec, kind)
         assert codec.declared()["codec"] == kind.__name__

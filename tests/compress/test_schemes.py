@@ -10,12 +10,12 @@ from samestep.compress import simulate
 from samestep.compress.chunks import Chunk, chunks_of, pieces_of, shares_of
 from samestep.compress.codec import Codec, Plain
 from samestep.compress.lowrank import first_guess, orthonormal
-from samestep.compress.memory import Memory
-from samestep.compress.schemes import Part, mean
+from samestep.compress.memory import ErrorFeedback
+from samestep.compress.schemes import ReductionContext, mean
 
 MOST = 8192  # elements of a piece here
 SHAPES = {"a": (100, 70), "b": (16, 32, 3, 3), "c": (200, 100)}  # the last of three pieces
-CODECS = [*(compress.named(name) for name in compress.NAMES), Plain(), compress.TopK(fraction=0.1, momentum=0.9)]
+CODECS = [*(compress.named(name) for name in compress.CODEC_NAMES), Plain(), compress.TopK(fraction=0.1, momentum=0.9)]
 NEAREST = compress.Int8(rounding="nearest")
 
 
@@ -40,12 +40,14 @@ class Ranks:
 
     def __init__(self, codec: Codec, size: int) -> None:
         self.codec, self.size, self.step = codec, size, 0
-        self.memories = [Memory() for _ in range(size)]
+        self.memories = [ErrorFeedback() for _ in range(size)]
         self.sent = [0] * size
 
     def mean(self, chunk: Chunk, flats: list[torch.Tensor]) -> torch.Tensor:
         """Returns the mean; the same bits on all ranks."""
-        parts = [Part(chunk, rank, self.size, self.step, 0, self.memories[rank]) for rank in range(self.size)]
+        parts = [
+            ReductionContext(chunk, rank, self.size, self.step, 0, self.memories[rank]) for rank in range(self.size)
+        ]
         made = [mean(self.codec, part, flat.clone()) for part, flat in zip(parts, flats, strict=True)]
         found = simulate.run(made)
         bits = [each.view(torch.int32) for each in found.means]  # NaN has some, too

@@ -5,7 +5,7 @@ import pytest
 
 from samestep.data.audit import audit
 from samestep.data.ledger import Ledger, Skip
-from samestep.data.order import Order
+from samestep.data.order import SampleOrder
 
 N, SEED = 50, 3
 
@@ -15,7 +15,7 @@ def run(steps, *, n=N, now=None, batch_size=8, drop_last=False, begins=(0, 0), s
     ledger = Ledger(begins)
     for epoch, start, stop in steps:
         mine = tuple(skip for place, skip in skipped if place == (epoch, start))
-        ledger.enter(epoch, start, Order(n, SEED, epoch).take(start, stop), batch_size=batch_size, skipped=mine)
+        ledger.enter(epoch, start, SampleOrder(n, SEED, epoch).take(start, stop), batch_size=batch_size, skipped=mine)
     epoch, cursor = now or (steps[-1][0], steps[-1][2])
     return {
         "order": 1,
@@ -62,7 +62,7 @@ def test_a_whole_run_is_a_sentence(state, summary, digests):
 
 
 def test_what_was_skipped_is_named():
-    index = int(Order(N, SEED, 1).take(9, 10)[0])
+    index = int(SampleOrder(N, SEED, 1).take(9, 10)[0])
     found = audit(run(WHOLE, now=(3, 0), skipped=[((1, 8), Skip(9, index, "ValueError: no picture"))]))
     assert found.ok
     assert found.summary == (
@@ -71,7 +71,7 @@ def test_what_was_skipped_is_named():
 
 
 def indices(epoch, start, stop):
-    order = Order(N, SEED, epoch).take(0, N)
+    order = SampleOrder(N, SEED, epoch).take(0, N)
     return ", ".join(f"index {order[at]} (position {at})" for at in range(start, stop))
 
 
@@ -141,7 +141,7 @@ def test_digests_show_what_positions_do_not(state, problem):
 
 
 def test_the_skipped_are_not_in_the_digest():
-    index = int(Order(N, SEED, 0).take(9, 10)[0])
+    index = int(SampleOrder(N, SEED, 0).take(9, 10)[0])
     state = run(steps_of(0), skipped=[((0, 8), Skip(9, index, "bad"))])
     assert audit(state).ok
     assert not audit(changed(state, 0, 5, ())).ok
@@ -184,7 +184,7 @@ def test_a_state_without_a_ledger_is_not_taken_for_a_good_one():
 def test_a_billion_samples_are_audited_in_constant_memory():
     n = 10**9
     ledger = Ledger(begins=(0, n - 300_000))
-    order = Order(n, SEED, 0)
+    order = SampleOrder(n, SEED, 0)
     for start in range(n - 300_000, n, 4096):
         ledger.enter(0, start, order.take(start, min(n, start + 4096)), batch_size=4096)
     state = run([], n=n, now=(1, 0)) | {"ledger": ledger.state()}
@@ -204,7 +204,7 @@ def test_random_runs_that_lose_or_repeat_are_found_out():
         wrong = draw.randrange(epochs) if trial % 2 else None
         ledger, seen = Ledger(), {}
         for epoch in range(epochs):
-            order, cursor = Order(n, SEED, epoch), 0
+            order, cursor = SampleOrder(n, SEED, epoch), 0
             jump = draw.randint(-batch_size, batch_size) or 1
             while cursor < n:
                 stop = min(cursor + batch_size, n)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from samestep.data.batches import Mover, empty_like, moved, tensors_of
+from samestep.data.batches import DevicePrefetcher, empty_like, tensors_of, to_device
 from samestep.testing import assert_same_bits
 
 
@@ -37,7 +37,7 @@ def test_an_empty_batch_of_its_own_keeps_no_memory_alive():
 def test_every_tensor_of_a_batch_is_found_and_moved():
     batch = [torch.ones(1), {"a": (torch.zeros(2), "text")}, None]
     assert [len(tensor) for tensor in tensors_of(batch)] == [1, 2]
-    assert [tensor.device.type for tensor in tensors_of(moved(batch, torch.device("meta")))] == ["meta", "meta"]
+    assert [tensor.device.type for tensor in tensors_of(to_device(batch, torch.device("meta")))] == ["meta", "meta"]
 
 
 def test_a_mapping_keeps_its_type():
@@ -51,9 +51,9 @@ class Labels(dict):
 
 
 def test_a_dict_of_a_kind_keeps_its_kind():
-    batch = moved(Labels(x=torch.ones(3, 2)), torch.device("cpu"))
+    batch = to_device(Labels(x=torch.ones(3, 2)), torch.device("cpu"))
     assert type(batch) is Labels
-    assert type(moved(defaultdict(list, x=torch.ones(1)), torch.device("cpu"))) is dict  # it cannot be made of one
+    assert type(to_device(defaultdict(list, x=torch.ones(1)), torch.device("cpu"))) is dict  # it cannot be made of one
 
 
 class About(NamedTuple):
@@ -66,13 +66,13 @@ def test_a_named_tuple_without_tensors_stays_as_it_is():
 
 
 def test_on_the_cpu_batches_pass_through_in_order():
-    mover = Mover(torch.device("cpu"))
+    mover = DevicePrefetcher(torch.device("cpu"))
     batches = [torch.tensor(n) for n in range(3)]
     assert [int(batch) for batch in mover.stream_through(iter(batches))] == [0, 1, 2]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: copies on a stream of their own")
 def test_on_a_gpu_batches_arrive_whole_and_in_order():
-    mover = Mover(torch.device("cuda", 0))
+    mover = DevicePrefetcher(torch.device("cuda", 0))
     batches = [torch.full((1 << 20,), float(n)).pin_memory() for n in range(4)]
     assert [batch.sum().item() / (1 << 20) for batch in mover.stream_through(iter(batches))] == [0, 1, 2, 3]

@@ -13,7 +13,7 @@ import samestep
 from samestep.data.audit import audit
 from samestep.data.buckets import Bucketed, Buckets
 from samestep.data.costs import NEARLY, Costs, Dealt, by_cost, cut_by_cost, cut_step, padded
-from samestep.data.order import Cut, Order
+from samestep.data.order import Cut, SampleOrder
 from samestep.errors import DataError, PeerError, StepError
 
 LENGTHS = np.random.default_rng(0).lognormal(3, 1, 500).astype(int) + 1
@@ -54,7 +54,7 @@ def test_the_cut_looks_like_the_picture():
 
 
 def micro_batches(ranks, micro, n=500, batch=40, start=80, order=None):
-    order = order or Order(n, seed=2)
+    order = order or SampleOrder(n, seed=2)
     costs = Costs(LENGTHS, n)
     size = -(-batch // (ranks * micro))
     dealt = [Dealt(order, Cut(n, batch, size, rank, ranks), costs, origin=0) for rank in range(ranks)]
@@ -65,7 +65,7 @@ def micro_batches(ranks, micro, n=500, batch=40, start=80, order=None):
 def test_a_step_holds_the_same_samples_on_any_number_of_ranks_and_so_does_each_micro_batch():
     sets = [[sorted(itertools.chain(*parts)) for parts in micro_batches(ranks, 5)] for ranks in (1, 2, 4, 8)]
     assert sets[0] == sets[1] == sets[2] == sets[3]
-    assert sorted(itertools.chain(*sets[0])) == sorted(Order(500, seed=2).take(80, 120).tolist())
+    assert sorted(itertools.chain(*sets[0])) == sorted(SampleOrder(500, seed=2).take(80, 120).tolist())
 
 
 def test_micro_batches_go_from_the_cheapest_to_the_dearest():
@@ -82,7 +82,7 @@ def test_micro_batches_go_from_the_cheapest_to_the_dearest():
     cursor=st.integers(0, 120),
 )
 def test_all_ranks_together_take_every_sample_of_every_step_once(total, batch, micro, ranks, cursor):
-    order, costs = Order(total, seed=1), Costs(LENGTHS[:total], total)
+    order, costs = SampleOrder(total, seed=1), Costs(LENGTHS[:total], total)
     for start in range(cursor, total, batch):
         cuts = [Cut(total, batch, micro, rank, ranks) for rank in range(ranks)]
         dealt = [Dealt(order, cut, costs, cursor) for cut in cuts]
@@ -96,7 +96,7 @@ def test_all_ranks_together_take_every_sample_of_every_step_once(total, batch, m
 
 
 def test_the_slowest_rank_waits_for_less():
-    costs, order = Costs(LENGTHS, 500), Order(500, seed=1)
+    costs, order = Costs(LENGTHS, 500), SampleOrder(500, seed=1)
     worst = {"as it lies": 0.0, "by cost": 0.0}
     for start in range(0, 480, 40):
         ranks = [order.take(*Cut(500, 40, None, rank, 4).step(start).micro[0]) for rank in range(4)]
@@ -111,7 +111,7 @@ def test_the_slowest_rank_waits_for_less():
 
 def bucketed(n, steps, batch, *, epoch=0, shuffle=True, end=None):
     return Bucketed(
-        Order(n, 3, epoch, shuffle), Buckets(Costs(LENGTHS[:n], n), steps, batch, n if end is None else end)
+        SampleOrder(n, 3, epoch, shuffle), Buckets(Costs(LENGTHS[:n], n), steps, batch, n if end is None else end)
     )
 
 
@@ -121,7 +121,7 @@ def test_a_window_holds_what_it_held(n, steps, batch, shuffle):
     order, window = bucketed(n, steps, batch, shuffle=shuffle), steps * batch
     for start in range(0, n, window):
         stop = min(start + window, n)
-        assert sorted(order.take(start, stop)) == sorted(Order(n, 3, 0, shuffle).take(start, stop))
+        assert sorted(order.take(start, stop)) == sorted(SampleOrder(n, 3, 0, shuffle).take(start, stop))
     whole = order.take(0, n).tolist()
     low, high = n // 3, n - n // 4
     assert bucketed(n, steps, batch, shuffle=shuffle).take(low, high).tolist() == whole[low:high]
@@ -144,15 +144,15 @@ def test_without_a_shuffle_a_window_goes_from_the_cheapest_to_the_dearest():
 
 
 def test_what_drop_last_leaves_out_is_what_it_left_out_before():
-    assert bucketed(95, 3, 10, end=90).take(90, 95).tolist() == Order(95, 3).take(90, 95).tolist()
-    assert sorted(bucketed(95, 3, 10, end=90).take(0, 90)) == sorted(Order(95, 3).take(0, 90))
+    assert bucketed(95, 3, 10, end=90).take(90, 95).tolist() == SampleOrder(95, 3).take(90, 95).tolist()
+    assert sorted(bucketed(95, 3, 10, end=90).take(0, 90)) == sorted(SampleOrder(95, 3).take(0, 90))
 
 
 def test_a_billion_samples_take_the_memory_of_two_windows():
     tracemalloc.start()
     try:
         costs = Costs(lambda index: index % 1000, 10**9)
-        order = Bucketed(Order(10**9, seed=1), Buckets(costs, 10, 256, 10**9))
+        order = Bucketed(SampleOrder(10**9, seed=1), Buckets(costs, 10, 256, 10**9))
         dealt = Dealt(order, Cut(10**9, 256, None, 0, 4), costs, 0)
         for start in (0, 256 * 10**6, 0):
             dealt.take(*dealt.step(start).micro[0])

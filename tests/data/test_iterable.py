@@ -495,8 +495,8 @@ def test_a_stream_goes_through_a_checkpoint(two_ranks, tmp_path):
     second = two_ranks(interrupted, str(tmp_path), None)
     taken = [item for part in first + second for item in part]
     assert sorted(taken) == sorted([*range(22), *range(22)])
-    newest = contents.look(max(contents.found(tmp_path)), digests=True)
-    (ledger,) = contents.ledgers(newest.manifest).values()
+    newest = contents.inspect(max(contents.list_checkpoints(tmp_path)), digests=True)
+    (ledger,) = contents.audit_data(newest.manifest).values()
     assert ledger.ok
     assert ledger.summary == (
         "every sample that the stream gave in 2 epochs exactly once, if the stream gives the same items each time"

@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 import samestep
 from samestep.data.audit import audit
 from samestep.data.ledger import Ledger, Skip
-from samestep.data.order import Cut, Order
+from samestep.data.order import Cut, SampleOrder
 from samestep.errors import DataError
 
 # Golden: two epochs of 10 samples in steps of 4, seed 0. A change is a new LEDGER_VERSION.
@@ -19,7 +19,7 @@ def kept(n, batch_size, epochs, *, stops=(), ranks=(1,), seed=0):
     """A ledger of a run that is saved, and goes on elsewhere, after each of the steps in `stops`."""
     ledger, step = Ledger(), 0
     for epoch in range(epochs):
-        order = Order(n, seed, epoch)
+        order = SampleOrder(n, seed, epoch)
         for start in range(0, n, batch_size):
             size = ranks[step % len(ranks)]
             micro = [Cut(n, batch_size, 3, rank, size).step(start).micro for rank in range(size)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.order import BLOCK, Cut, Order
+from samestep.data.order import BLOCK, Cut, SampleOrder
 
 # Golden: a resume must find the same order for ever, under any version of anything. A change is a new ORDER_VERSION.
 GOLDEN = {  # samples, seed, epoch: the first four, four from the middle on, the last four
@@ -51,21 +51,21 @@ WHOLE = {  # BLAKE2b of all indices as little-endian int64
 
 @pytest.mark.parametrize("what", GOLDEN)
 def test_the_order_never_changes(what):
-    size, order = what[0], Order(*what)
+    size, order = what[0], SampleOrder(*what)
     starts = (0, size // 2, max(0, size - 4))
     assert [order.take(start, min(size, start + 4)).tolist() for start in starts] == GOLDEN[what]
 
 
 @pytest.mark.parametrize("what", WHOLE)
 def test_not_one_sample_of_it_ever_changes(what):
-    indices = Order(*what).take(0, what[0]).astype("<i8").tobytes()
+    indices = SampleOrder(*what).take(0, what[0]).astype("<i8").tobytes()
     assert hashlib.blake2b(indices, digest_size=8).hexdigest() == WHOLE[what]
 
 
 def test_a_billion_samples_take_no_more_memory_than_a_thousand():
     tracemalloc.start()
     try:
-        order = Order(10**9, seed=1)
+        order = SampleOrder(10**9, seed=1)
         for start in (0, 10**9 // 2, 10**9 - 256, 123_456_789, 10**9 - 256):
             assert len(order.take(start, start + 256)) == 256
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
@@ -75,40 +75,40 @@ def test_a_billion_samples_take_no_more_memory_than_a_thousand():
 
 @pytest.mark.parametrize("ranks", [1, 2, 7])
 def test_ranks_ask_a_billion_samples_for_the_same_steps(ranks):
-    start, order = 10**9 - 1000, Order(10**9, seed=1)
+    start, order = 10**9 - 1000, SampleOrder(10**9, seed=1)
     spans = [Cut(10**9, 600, 50, rank, ranks).step(start).micro for rank in range(ranks)]
     taken = [order.take(*span) for together in zip(*spans, strict=True) for span in together]
-    assert np.concatenate(taken).tolist() == Order(10**9, seed=1).take(start, start + 600).tolist()
+    assert np.concatenate(taken).tolist() == SampleOrder(10**9, seed=1).take(start, start + 600).tolist()
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 100))
 def test_every_sample_comes_once(size, seed, epoch):
-    assert sorted(Order(size, seed, epoch).take(0, size).tolist()) == list(range(size))
+    assert sorted(SampleOrder(size, seed, epoch).take(0, size).tolist()) == list(range(size))
 
 
 @given(st.data())
 def test_any_part_can_be_asked_for(data):
-    order = Order(3 * BLOCK + 7, seed=1)
+    order = SampleOrder(3 * BLOCK + 7, seed=1)
     start = data.draw(st.integers(0, order.size))
     stop = data.draw(st.integers(start, order.size))
     assert order.take(start, stop).tolist() == order.take(0, order.size)[start:stop].tolist()
 
 
 def test_epochs_and_seeds_give_other_orders():
-    orders = [Order(50, seed, epoch).take(0, 50).tolist() for seed in range(3) for epoch in range(3)]
+    orders = [SampleOrder(50, seed, epoch).take(0, 50).tolist() for seed in range(3) for epoch in range(3)]
     assert len({tuple(order) for order in orders}) == 9
 
 
 def test_every_position_is_equally_likely_for_a_sample():
     counts = np.zeros((20, 20))
     for seed in range(1000):
-        counts[np.arange(20), Order(20, seed).take(0, 20)] += 1
+        counts[np.arange(20), SampleOrder(20, seed).take(0, 20)] += 1
     chi_squared = ((counts - 50) ** 2 / 50).sum()
     assert chi_squared < 361 + 5 * (2 * 361) ** 0.5  # 19 x 19 degrees of freedom, five standard deviations
 
 
 def test_without_shuffle_the_samples_come_as_they_lie():
-    assert Order(5, shuffle=False).take(1, 4).tolist() == [1, 2, 3]
+    assert SampleOrder(5, shuffle=False).take(1, 4).tolist() == [1, 2, 3]
 
 
 #                          step 0        step 1        step 2, short

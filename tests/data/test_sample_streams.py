@@ -6,8 +6,8 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import samestep
-from samestep.data.order import Order
-from samestep.data.streams import SampleStreams, draws_nothing, kept_streams, seed_streams
+from samestep.data.order import SampleOrder
+from samestep.data.streams import SampleSeeds, is_deterministic_dataset, preserve_rng, seed_global_rngs
 
 # Golden: what samples are augmented with must stay the same over a resume.
 WORDS = [10582652636192401712, 17984425106276887542, 14019343095577395773]
@@ -63,7 +63,7 @@ def test_augmentation_depends_neither_on_ranks_nor_on_workers(workers, reference
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_after_a_resume_in_mid_epoch_samples_draw_as_they_would_have(workers, reference, two_ranks):
-    behind = {(0, index) for index in Order(22, seed=5).take(0, 12).tolist()}
+    behind = {(0, index) for index in SampleOrder(22, seed=5).take(0, 12).tolist()}
     expected = {key: value for key, value in reference.items() if key not in behind}
     first, second = two_ranks(drawn, workers, 3)
     assert first | second == expected
@@ -74,14 +74,14 @@ def test_micro_batches_do_not_change_it(reference):
 
 
 def test_another_seed_or_epoch_draws_other_numbers():
-    streams = SampleStreams(0)
+    streams = SampleSeeds(0)
     assert streams.words(0, [0, 1, 17]) == WORDS
-    words = [*streams.words(0, [0, 1]), *streams.words(1, [0, 1]), *SampleStreams(1).words(0, [0, 1])]
+    words = [*streams.words(0, [0, 1]), *streams.words(1, [0, 1]), *SampleSeeds(1).words(0, [0, 1])]
     assert len(set(words)) == 6
 
 
 def test_numpy_and_torch_do_not_draw_the_same_numbers():
-    seed_streams(WORDS[0])
+    seed_global_rngs(WORDS[0])
     of_numpy = np.random.randint(0, 2**32, 100, dtype=np.uint32) >> 1
     of_torch = torch.empty(100, dtype=torch.int32).random_().numpy().astype(np.uint32)
     assert not set(of_numpy.tolist()) & set(of_torch.tolist())
@@ -103,7 +103,7 @@ def test_the_ranks_own_streams_go_on_as_if_nothing_had_been_loaded():
 
 def test_they_are_given_back_after_an_error_too():
     before = states()
-    with pytest.raises(ZeroDivisionError), kept_streams():
+    with pytest.raises(ZeroDivisionError), preserve_rng():
         random.seed(random.getrandbits(8) // 0)
     assert states() == before
 
@@ -145,4 +145,4 @@ def test_a_collate_function_draws_the_same_with_and_without_workers():
     ids=["tensors", "list", "subset", "concat", "subset of another", "subclass"],
 )
 def test_only_datasets_that_cannot_draw_are_spared_the_seeding(dataset, nothing):
-    assert draws_nothing(dataset) is nothing
+    assert is_deterministic_dataset(dataset) is nothing

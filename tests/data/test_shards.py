@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import samestep
 from samestep.data.audit import audit
-from samestep.data.order import Order
+from samestep.data.order import SampleOrder
 from samestep.errors import DataError, PeerError, StepError
 
 
@@ -22,7 +22,7 @@ def seen(n, batch_size, options, epochs=1):
 
 
 def test_ranks_take_slices_of_the_one_order(three_ranks):
-    order = Order(10, seed=0).take(0, 10).tolist()
+    order = SampleOrder(10, seed=0).take(0, 10).tolist()
     assert three_ranks(seen, 10, 4, {}) == [
         [(order[0:2], True), (order[4:6], True), (order[8:9], True)],
         [(order[2:3], True), (order[6:7], True), (order[9:10], True)],
@@ -34,7 +34,7 @@ def test_ranks_take_slices_of_the_one_order(three_ranks):
 def test_options_change_neither_order_nor_multiset(two_ranks, options):
     first, second = two_ranks(seen, 23, 8, {"seed": 4, **options})
     together = [sample for (mine, _), (other, _) in zip(first, second, strict=True) for sample in mine + other]
-    assert together == Order(23, seed=4).take(0, 23).tolist()
+    assert together == SampleOrder(23, seed=4).take(0, 23).tolist()
 
 
 def test_step_ends_is_known_before_forward():
@@ -51,7 +51,7 @@ def test_the_length_counts_micro_batches():
 
 def test_the_shuffle_changes_from_epoch_to_epoch_by_itself():
     samples = [x for part, _ in seen(10, 10, {}, epochs=2) for x in part]
-    assert samples == Order(10, 0, 0).take(0, 10).tolist() + Order(10, 0, 1).take(0, 10).tolist()
+    assert samples == SampleOrder(10, 0, 0).take(0, 10).tolist() + SampleOrder(10, 0, 1).take(0, 10).tolist()
 
 
 def test_the_epoch_advances_when_exhausted_not_when_peeked_at():
@@ -76,7 +76,7 @@ def test_committed_steps_are_behind_uncommitted_ones_come_again():
 
 def test_a_resume_goes_on_behind_the_last_committed_step(two_ranks):
     for rank, (before, after) in enumerate(two_ranks(resume_in_mid_epoch)):
-        order = Order(10, seed=0).take(0, 10).tolist()
+        order = SampleOrder(10, seed=0).take(0, 10).tolist()
         assert before == order[2 * rank : 2 * rank + 2]
         assert after == [order[4 + 2 * rank : 6 + 2 * rank], order[8 + rank : 9 + rank]]
 
@@ -111,7 +111,7 @@ def test_what_workers_have_prefetched_is_not_consumed():
         resumed.load_state_dict(state)
         rest = [x for batch in resumed for x in batch.tolist()]
         assert state["cursor"] == 8
-        assert rest == Order(64, seed=0).take(8, 64).tolist()
+        assert rest == SampleOrder(64, seed=0).take(8, 64).tolist()
         assert audit(resumed.state_dict()).summary == "every sample of 1 epoch exactly once"
 
 

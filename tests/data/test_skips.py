@@ -5,10 +5,10 @@ from torch.utils.data import Dataset
 
 import samestep
 from samestep.data.audit import audit
-from samestep.data.order import Order
+from samestep.data.order import SampleOrder
 from samestep.errors import DataError
 
-ORDER = Order(24, seed=0).take(0, 24).tolist()
+ORDER = SampleOrder(24, seed=0).take(0, 24).tolist()
 
 
 class WithBadSamples(Dataset):

@@ -14,11 +14,11 @@ from torch.utils.data import Dataset, get_worker_info
 
 import samestep
 from deadline import in_time
-from samestep.data.order import Order
+from samestep.data.order import SampleOrder
 from samestep.errors import DataError
 
 DEADLINE_S = 3.0  # from a worker's death until its rank has said so
-ORDER = Order(64, seed=0).take(0, 64).tolist()
+ORDER = SampleOrder(64, seed=0).take(0, 64).tolist()
 VICTIM = ORDER[17]  # in the fifth micro-batch of 4: worker 0 of 2 is asked for it when the first is handed out
 
 

@@ -143,7 +143,7 @@ def test_help_has_examples(capsys):
 
 
 def test_the_result_may_go_to_standard_output(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("samestep.doctor.examine.examine", lambda *_: [])
+    monkeypatch.setattr("samestep.doctor.examine.run_checks", lambda *_: [])
     monkeypatch.setattr(doctor, "_launched", lambda: None)
     assert doctor.main(["--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == {"v": 2, "verdict": "works", "lines": []}

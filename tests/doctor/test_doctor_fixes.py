@@ -33,7 +33,7 @@ ODD = {
     ],
     "folder": "/work of mine",
 }
-NAMED = hosts.Named(hosts=("a", "b"), via="pdsh", ssh_args="-p 2222 -F my_config")
+NAMED = hosts.HostList(hosts=("a", "b"), via="pdsh", ssh_args="-p 2222 -F my_config")
 CARDS = "0, H100, 100, 90, 470.1, Prohibited, GPU-a, 9.0\n1, V100, 100, 90, 470.1, Exclusive_Process, GPU-b, 7.0\n"
 ROUTES = """Iface
 eth0 00000000 010200C0 0003 0 0 0 00000000

@@ -11,7 +11,7 @@ import pytest
 
 from samestep.cli import doctor as command
 from samestep.doctor import gpus, software, trial, variables
-from samestep.doctor.line import Line, kept, ok, worst
+from samestep.doctor.line import Finding, kept, ok, worst_level
 
 
 def levels(lines):
@@ -22,8 +22,8 @@ def levels(lines):
 
 
 def test_the_worst_line_decides():
-    assert worst([]) == worst([ok("a", "b")]) == "ok"
-    assert worst([Line("a", "error", "b"), Line("a", "warning", "b"), ok("a", "b")]) == "error"
+    assert worst_level([]) == worst_level([ok("a", "b")]) == "ok"
+    assert worst_level([Finding("a", "error", "b"), Finding("a", "warning", "b"), ok("a", "b")]) == "error"
 
 
 def test_a_look_that_fails_is_a_line():
@@ -35,8 +35,8 @@ def test_a_look_that_fails_is_a_line():
 
 
 def test_hosts_that_agree_are_told_once():
-    lines = [Line("torch", "ok", "2.13", host=host) for host in "ab"]
-    lines += [Line("disk", "warning", "full", "no room", "rm", host="b")]
+    lines = [Finding("torch", "ok", "2.13", host=host) for host in "ab"]
+    lines += [Finding("disk", "warning", "full", "no room", "rm", host="b")]
     told = command.shown(lines, wrong=False, coloured=False)
     assert [" ".join(line.split()) for line in told] == [
         "ok torch all hosts: 2.13",
@@ -51,7 +51,7 @@ def test_hosts_that_agree_are_told_once():
 
 
 def test_long_lines_are_broken_where_the_terminal_ends():
-    line = Line("disk", "warning", "full of " + "things " * 30, "no room", "rm -r " + "x" * 90)
+    line = Finding("disk", "warning", "full of " + "things " * 30, "no room", "rm -r " + "x" * 90)
     told = command.shown([line], wrong=False, coloured=False, width=72)
     assert all(len(text) <= 72 for text in told if "xxx" not in text)
     assert sum("things" in text for text in told) > 3

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import samestep
 from samestep.data.buckets import Bucketed, Buckets
 from samestep.data.costs import Costs
-from samestep.data.order import Order
+from samestep.data.order import SampleOrder
 
 SAMPLES, EPOCHS, TOLERANCE = 40, 3, 1e-12
 LENGTHS = np.random.default_rng(1).lognormal(1.5, 0.8, SAMPLES).astype(int).clip(1, 30)
@@ -103,7 +103,7 @@ def train_alone(case: Case):
     losses, data, model = [], Padded(), Pooled(batchnorm=case.batchnorm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(EPOCHS):
-        order = Order(SAMPLES, 3, epoch)
+        order = SampleOrder(SAMPLES, 3, epoch)
         if case.bucket is not None:
             order = Bucketed(order, Buckets(Costs(LENGTHS, SAMPLES), case.bucket, 12, SAMPLES))
         for start in range(0, SAMPLES, 12):

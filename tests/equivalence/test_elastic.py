@@ -26,7 +26,7 @@ import torch
 import samestep
 from samestep.data.audit import audit
 from samestep.data.ledger import START, linked
-from samestep.data.order import Order
+from samestep.data.order import SampleOrder
 from samestep.running.checkpoints.format import Encoder, decode
 from samestep.runtime.axes import Axis
 
@@ -47,7 +47,7 @@ class Case:
     def expected(self):
         """The samples of every step, from the order alone."""
         for epoch in range(self.epochs):
-            order = Order(self.samples, self.seed, epoch).take(0, self.samples)
+            order = SampleOrder(self.samples, self.seed, epoch).take(0, self.samples)
             for start in range(0, self.samples, self.batch_size):
                 yield epoch, order[start : start + self.batch_size]
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import samestep
-from samestep.data.order import Order
+from samestep.data.order import SampleOrder
 
 STEPS = 20
 TOLERANCE = 1e-12
@@ -152,7 +152,7 @@ def train_alone(case: Case):
     record = {"gradients": [], "losses": []}
     epoch = 0
     while len(record["gradients"]) < STEPS:
-        order = Order(case.samples, seed=3, epoch=epoch).take(0, case.samples)
+        order = SampleOrder(case.samples, seed=3, epoch=epoch).take(0, case.samples)
         for start in range(0, case.samples, case.batch_size):
             chosen = torch.from_numpy(order[start : start + case.batch_size])
             x, y = inputs[chosen], targets[chosen]

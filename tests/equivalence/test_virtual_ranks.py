@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import samestep
-from samestep.data.order import Order
+from samestep.data.order import SampleOrder
 from samestep.errors import CheckpointError, DataError, ModelError, RankFailure, StepError, UsageError
 from samestep.seeding import derive_seed
 from samestep.testing import assert_same_bits
@@ -215,7 +215,7 @@ def plain_loop():
     losses = []
     data = Pictures(noise=False)
     for start in range(0, SAMPLES, BATCH):
-        order = Order(SAMPLES, seed=3, epoch=0).take(start, min(start + BATCH, SAMPLES))
+        order = SampleOrder(SAMPLES, seed=3, epoch=0).take(start, min(start + BATCH, SAMPLES))
         parts, values = [], []
         for number, (first, last) in enumerate(cut_evenly(len(order), VIRTUAL)):
             samples = [data[int(index)] for index in order[first:last]]
@@ -273,7 +273,7 @@ def test_a_step_means_what_the_whole_batch_means():
     net.load_state_dict(found.pop())
     data = Pictures(noise=False, dtype=torch.float64)
     for number, mine in enumerate(found):
-        order = Order(SAMPLES, seed=3, epoch=0).take(number * BATCH, min((number + 1) * BATCH, SAMPLES))
+        order = SampleOrder(SAMPLES, seed=3, epoch=0).take(number * BATCH, min((number + 1) * BATCH, SAMPLES))
         x = torch.stack([data[int(index)][0] for index in order])
         net.zero_grad()
         F.cross_entropy(net(x), torch.from_numpy(order % 5)).backward()

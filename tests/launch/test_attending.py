@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from samestep.launch.attending import Attendant
+from samestep.launch.attending import OutputForwarder
 from samestep.launch.status import Status
 
 
@@ -18,7 +18,7 @@ class Ranks:
 
     def __init__(self, size, status=None, stream=None):
         self.stream = stream or io.StringIO()
-        self.attendant = Attendant(size, {1: self.stream}, status)
+        self.attendant = OutputForwarder(size, {1: self.stream}, status)
         self.sinks = {}
         for rank in range(size):
             with self.attendant.admit(rank) as means:
@@ -149,7 +149,7 @@ def test_what_the_callers_stream_cannot_say_is_replaced(ranks):
 
 
 def test_without_streams_and_status_a_rank_inherits_everything():
-    attendant = Attendant(2)
+    attendant = OutputForwarder(2)
     with attendant.admit(0) as means:
         assert (means.stdout, means.stderr, means.record) == (None, None, None)
     attendant.close()

@@ -110,8 +110,8 @@ def test_the_nearest_group_with_a_cpuset_tells_its_size(tmp_path):
     grouped(tmp_path, "0::/job/step\n", UNIFIED, files)
     machine(tmp_path, {"sys/devices/system/cpu/online": "0-7\n"})
     assert room.cpuset_size(tmp_path) == 3
-    assert room.read_unbound(tmp_path, {}.get) == 3
-    assert room.read_unbound(tmp_path, {"SLURM_CPUS_ON_NODE": "2"}.get) == 2
+    assert room.unbound_cores(tmp_path, {}.get) == 3
+    assert room.unbound_cores(tmp_path, {"SLURM_CPUS_ON_NODE": "2"}.get) == 2
 
 
 # what srun 22.05 and sbatch set, read off a small cluster
@@ -196,7 +196,7 @@ def test_this_process_reads_itself():
     here = room.read_cores(read={}.get)
     assert here.usable == tuple(sorted(os.sched_getaffinity(0)))
     assert 1 <= here.count <= len(here.usable) <= here.machine
-    assert room.read_unbound(read={}.get) >= here.count
+    assert room.unbound_cores(read={}.get) >= here.count
     assert threads_per_rank(1) == threads(room.read_cores(), 1)
     assert threads_per_rank(1000) == 1
 

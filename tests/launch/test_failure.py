@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from samestep.errors import CheckpointError, DataError
-from samestep.launch.failure import MOST_TEXT, Failure, culprit, death, describe, exit_code, lost_peer
+from samestep.launch.failure import MOST_TEXT, FailureRecord, death, describe, exit_code, lost_peer, root_cause
 from samestep.launch.spawned import describe_with_spawned
 
 
 def failed(rank, time, **options):
     values = {"pid": 1, "exception": "ValueError", "message": "m", "exit_code": 1, "traceback": "t"} | options
-    return Failure(rank=rank, time=time, **values)
+    return FailureRecord(rank=rank, time=time, **values)
 
 
 @pytest.mark.parametrize(
@@ -110,26 +110,26 @@ def test_a_gpu_that_timed_out_is_a_ranks_own():
 
 
 def test_an_own_error_explains_an_earlier_lost_peer():
-    assert culprit([failed(0, 1.0, lost_peer=True), failed(2, 5.0)], {}, 3).rank == 2
+    assert root_cause([failed(0, 1.0, lost_peer=True), failed(2, 5.0)], {}, 3).rank == 2
 
 
 def test_the_earliest_of_several_own_errors_is_blamed():
-    assert culprit([failed(0, 3.0), failed(2, 2.0)], {}, 3).rank == 2
+    assert root_cause([failed(0, 3.0), failed(2, 2.0)], {}, 3).rank == 2
 
 
 def test_an_abort_without_a_word_is_blamed_after_any_exception_and_before_a_lost_peer():
     abort = failed(1, 1.0, signal=6, traceback="")
-    assert culprit([abort, failed(0, 2.0)], {}, 2).rank == 0
-    assert culprit([abort, failed(0, 0.5, lost_peer=True)], {}, 2).rank == 1
+    assert root_cause([abort, failed(0, 2.0)], {}, 2).rank == 0
+    assert root_cause([abort, failed(0, 0.5, lost_peer=True)], {}, 2).rank == 1
 
 
 def test_a_rank_that_ended_well_is_blamed_when_the_others_only_lost_a_peer():
-    blamed = culprit([failed(0, 2.0, lost_peer=True)], {1: 4242}, 2)
+    blamed = root_cause([failed(0, 2.0, lost_peer=True)], {1: 4242}, 2)
     assert (blamed.rank, blamed.pid, blamed.exit_code, blamed.exception) == (1, 4242, 1, "EarlyExit")
 
 
 def test_nobody_is_blamed_where_nobody_failed():
-    assert culprit([], {0: 1, 1: 2}, 2) is None
+    assert root_cause([], {0: 1, 1: 2}, 2) is None
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_record_is_written_whole(tmp_path):
     except DataError as error:
         record = describe(error, 3)
     record.write(tmp_path / "rank3.error.json")
-    assert Failure(**json.loads((tmp_path / "rank3.error.json").read_text())) == record
+    assert FailureRecord(**json.loads((tmp_path / "rank3.error.json").read_text())) == record
     assert record.usage
     assert str(Path(record.where.rpartition(":")[0]).resolve()) == __file__
     assert record.source == 'raise DataError("too small")'

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from samestep.launch.fork import needs_fresh_interpreter, source_of
+from samestep.launch.fork import fork_blocker, read_source
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from samestep.launch.fork import needs_fresh_interpreter, source_of
     ],
 )
 def test_a_variable_that_torch_reads_when_it_is_imported_needs_a_fresh_interpreter(line):
-    assert needs_fresh_interpreter(f"import os\n{line}\nimport torch") == "it sets OMP_NUM_THREADS in line 2"
+    assert fork_blocker(f"import os\n{line}\nimport torch") == "it sets OMP_NUM_THREADS in line 2"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_variable_that_torch_reads_when_it_is_imported_needs_a_fresh_interpret
     ],
 )
 def test_so_does_one_whose_name_is_not_written_there(line):
-    assert "not written there in line 1" in needs_fresh_interpreter(line)
+    assert "not written there in line 1" in fork_blocker(line)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_so_does_one_whose_name_is_not_written_there(line):
     ],
 )
 def test_other_variables_do_not(line):
-    assert needs_fresh_interpreter(line) is None
+    assert fork_blocker(line) is None
 
 
 def test_the_text_of_a_module_is_found_without_importing_what_lies_above_it(tmp_path, monkeypatch):
@@ -65,9 +65,9 @@ def test_the_text_of_a_module_is_found_without_importing_what_lies_above_it(tmp_
     for name, text in {"__init__": "raise SystemExit", "__main__": "# main", "train": "# train"}.items():
         (tmp_path / "lesson_of_fork").mkdir(exist_ok=True)
         (tmp_path / "lesson_of_fork" / f"{name}.py").write_text(text)
-    assert source_of("lesson_of_fork.train", is_module=True) == "# train"
-    assert source_of("lesson_of_fork", is_module=True) == "# main"
-    assert source_of("lesson_of_fork.missing", is_module=True) == ""
+    assert read_source("lesson_of_fork.train", is_module=True) == "# train"
+    assert read_source("lesson_of_fork", is_module=True) == "# main"
+    assert read_source("lesson_of_fork.missing", is_module=True) == ""
     assert "lesson_of_fork" not in sys.modules
 
 
@@ -75,7 +75,7 @@ def test_a_pipe_is_not_read_for_its_text():
     reader, writer = os.pipe()
     os.write(writer, b"print(1)")
     os.close(writer)
-    assert source_of(f"/dev/fd/{reader}", is_module=False) == ""
+    assert read_source(f"/dev/fd/{reader}", is_module=False) == ""
     assert os.read(reader, 100) == b"print(1)"
     os.close(reader)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from samestep.launch.hang import diagnose, is_doubtful, limit, told
-from samestep.launch.pulse import Pulse
+from samestep.launch.pulse import RankHeartbeat
 
-WAITS = Pulse(
+WAITS = RankHeartbeat(
     rank=0,
     pid=70,
     step=30,
@@ -44,7 +44,7 @@ FROZEN = replace(ASLEEP, state="T")
         ([replace(ASLEEP, phase="evaluate", still=70.0, idle=70.0)], "asleep", (1,), False),
     ],
 )
-def test_who_holds_a_run_up(others: list[Pulse], kind: str, culprits: tuple[int, ...], certain: bool) -> None:
+def test_who_holds_a_run_up(others: list[RankHeartbeat], kind: str, culprits: tuple[int, ...], certain: bool) -> None:
     found = diagnose([WAITS, *others])
     assert found is not None
     assert (found.kind, found.culprits, found.still, found.certain) == (kind, culprits, 12.0, certain)
@@ -74,7 +74,7 @@ def test_ranks_that_all_compute_are_told_apart_by_the_flight_recorder() -> None:
     ],
 )
 def test_the_flight_recorder_tells_apart_whom_the_pulses_do_not(
-    others: list[Pulse], missing: tuple[int, ...], culprits: tuple[int, ...]
+    others: list[RankHeartbeat], missing: tuple[int, ...], culprits: tuple[int, ...]
 ) -> None:
     found = diagnose([WAITS, *others], missing=missing)
     assert found is not None
@@ -97,12 +97,12 @@ def test_the_flight_recorder_tells_apart_whom_the_pulses_do_not(
         [WAITS, replace(WAITS, rank=1, operation="barrier", idle=0.5)],  # messages are made
     ],
 )
-def test_long_work_is_no_hang(pulses: list[Pulse]) -> None:
+def test_long_work_is_no_hang(pulses: list[RankHeartbeat]) -> None:
     assert diagnose(pulses) is None
 
 
 @pytest.mark.parametrize("rank", [COMPUTES, ASLEEP])
-def test_what_others_wait_for_before_the_second_step_is_told_late_and_may_be_right(rank: Pulse) -> None:
+def test_what_others_wait_for_before_the_second_step_is_told_late_and_may_be_right(rank: RankHeartbeat) -> None:
     early = [replace(pulse, step=1, still=61.0) for pulse in (WAITS, rank)]
     found = diagnose(early)
     assert found is not None

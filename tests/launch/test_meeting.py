@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from samestep.errors import RendezvousError
-from samestep.launch.meeting import MARKS, STALE, await_published, place_for, publish
+from samestep.launch.meeting import MARKS, STALE, publish, rendezvous_path, wait_for
 from samestep.rankenv import RankVariables
 
 FACTS = {"addresses": ["10.0.0.1", "127.0.0.1"], "port": 4711, "token": "t" * 43}
@@ -31,7 +31,7 @@ def own_folder(tmp_path, monkeypatch):
 
 def test_what_is_published_is_found(tmp_path):
     publish(tmp_path / "here", FACTS)
-    assert await_published(tmp_path / "here", 0) == FACTS
+    assert wait_for(tmp_path / "here", 0) == FACTS
 
 
 def test_a_task_that_looks_early_waits_for_the_one_that_leads(tmp_path):
@@ -40,7 +40,7 @@ def test_a_task_that_looks_early_waits_for_the_one_that_leads(tmp_path):
 
     def look(answers):
         early.set()
-        answers.send(await_published(tmp_path / "here", 60))
+        answers.send(wait_for(tmp_path / "here", 60))
 
     answers, theirs = context.Pipe(duplex=False)
     with answers, theirs:
@@ -72,7 +72,7 @@ def test_nobody_ever_reads_half_of_it(tmp_path):
     writer.start()
     try:
         for _ in range(200):
-            assert await_published(path, 0) in many
+            assert wait_for(path, 0) in many
     finally:
         done.set()
         writer.join()
@@ -81,7 +81,7 @@ def test_nobody_ever_reads_half_of_it(tmp_path):
 def test_a_new_one_replaces_a_leftover(tmp_path):
     publish(tmp_path / "here", {"port": 1})
     publish(tmp_path / "here", FACTS)
-    assert await_published(tmp_path / "here", 0) == FACTS
+    assert wait_for(tmp_path / "here", 0) == FACTS
 
 
 def test_an_old_leftover_is_not_taken(tmp_path):
@@ -90,7 +90,7 @@ def test_an_old_leftover_is_not_taken(tmp_path):
     old = time.time() - STALE - 1
     os.utime(path, (old, old))
     with pytest.raises(RendezvousError, match="did it start, and do all hosts share"):
-        await_published(path, 0)
+        wait_for(path, 0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
@@ -99,7 +99,7 @@ def test_what_somebody_else_has_put_there_is_refused(tmp_path):
     path.write_text(json.dumps(FACTS))
     os.chown(path, 65534, 65534)
     with pytest.raises(RendezvousError, match="belongs to somebody else"):
-        await_published(path, 0)
+        wait_for(path, 0)
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
@@ -109,8 +109,8 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
 
 def test_tasks_of_one_step_agree_on_the_place(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_LAUNCHER_PORT", "40001")
-    place = place_for(TOLD)
-    assert place_for(replace(TOLD, rank=3, local_rank=1, host_index=1)) == place
+    place = rendezvous_path(TOLD)
+    assert rendezvous_path(replace(TOLD, rank=3, local_rank=1, host_index=1)) == place
     assert place.parent == tmp_path
     assert place.name.startswith(".samestep-slurm-12-0-")
 
@@ -118,8 +118,8 @@ def test_tasks_of_one_step_agree_on_the_place(tmp_path, monkeypatch):
 @pytest.mark.parametrize("one_host", [True, False])
 def test_every_start_of_a_step_has_a_place_of_its_own(monkeypatch, one_host):
     told = replace(TOLD, one_host=one_host)
-    places = [place_for(told), place_for(replace(told, job="slurm-12-1"))]
+    places = [rendezvous_path(told), rendezvous_path(replace(told, job="slurm-12-1"))]
     for name in MARKS:
         monkeypatch.setenv(name, "1")
-        places.append(place_for(told))
+        places.append(rendezvous_path(told))
     assert len(set(places)) == len(places)

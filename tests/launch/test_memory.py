@@ -9,7 +9,7 @@ from samestep.launch import failure, team
 from samestep.launch.failure import death
 from samestep.launch.loop import Loop
 from samestep.launch.memory import check_room, counts_own_kills, out_of_memory_kills, read_memory
-from samestep.launch.team import Job, Team
+from samestep.launch.team import Job, LocalRanks
 
 MACHINE = {"proc/vmstat": "nr_free_pages 5\noom_kill 7\n"}
 LEGACY = {
@@ -56,7 +56,7 @@ def test_a_kill_somewhere_on_the_machine_is_not_said_to_be_the_ranks(monkeypatch
 def test_what_the_kernel_killed_in_an_earlier_attempt_is_no_reason_for_a_later_end(monkeypatch):
     kills = [3]
     monkeypatch.setattr(team, "out_of_memory_kills", lambda: kills[0])
-    ranks = Team(Loop(), lambda kind, payload=b"", **body: None)
+    ranks = LocalRanks(Loop(), lambda kind, payload=b"", **body: None)
     for killed in (True, False):
         ranks.start(Job(program="train.py", arguments=()), None)
         kills[0] += killed

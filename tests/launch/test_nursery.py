@@ -115,7 +115,7 @@ class NoForks:
 
 @pytest.mark.prove
 def test_where_nothing_can_be_forked_ranks_are_fresh_interpreters(monkeypatch):
-    monkeypatch.setattr(testing, "Nursery", NoForks)
+    monkeypatch.setattr(testing, "PreforkServer", NoForks)
     run = RankSet(1)
     try:
         assert run(place)[0][1] == os.getpid()
@@ -126,7 +126,7 @@ def test_where_nothing_can_be_forked_ranks_are_fresh_interpreters(monkeypatch):
 def test_where_nothing_can_be_forked_a_set_of_ranks_is_given_no_process_to_fork_them_from(monkeypatch):
     given = []
     pool = SimpleNamespace(call=lambda *_, **__: [1], close=lambda: None)
-    monkeypatch.setattr(testing, "Nursery", NoForks)
+    monkeypatch.setattr(testing, "PreforkServer", NoForks)
     monkeypatch.setattr(testing, "RankPool", lambda size, **options: given.append((size, options["nursery"])) or pool)
     run = RankSet(1)
     assert run(place) == [1]
@@ -156,7 +156,7 @@ def test_all_forked_processes_end_with_a_caller_that_is_killed(tmp_path):
 
 def test_a_copy_of_its_caller_that_lives_on_does_not_keep_it(two):
     two(place)
-    nursery, two._nursery = two._nursery, None
+    nursery, two._fork_server = two._fork_server, None
     two.close()  # the ranks
     listening, held = os.pipe()
     copy = os.fork()  # as DataLoader forks its workers: with every descriptor

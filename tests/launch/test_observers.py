@@ -23,7 +23,7 @@ class Watch(Observer):
         seat.folder.mkdir(parents=True, exist_ok=True)
 
     def end(self, error):
-        read = progress._takers[0]
+        read = progress._listeners[0]
         told = {"rank": self.seat.rank, "size": self.seat.size, "spawned": self.seat.spawned, "process": os.getpid()}
         told |= {"steps": progress.finished_steps(), "collectives": read._entered}
         told |= {"torch": self.early, "error": repr(error)}
@@ -130,9 +130,9 @@ def test_workers_of_a_data_loader_do_not_write_into_the_record_of_their_rank(fol
         class Data(torch.utils.data.Dataset):
             def __len__(self): return 8
             def __getitem__(self, index):
-                progress.note_step(1000)
+                progress.set_step(1000)
                 return index
-        progress.note_step(1)
+        progress.set_step(1)
         if __name__ == "__main__":
             print(sum(len(batch) for batch in torch.utils.data.DataLoader(Data(), 2, num_workers=2)))
     """)
@@ -163,7 +163,7 @@ def test_where_a_rank_was_killed_is_known_from_its_record(folder):
         import threading
         from samestep import progress
         def kill_in_barrier():
-            record = progress._takers[0]._memory
+            record = progress._listeners[0]._memory
             while progress._parsed(record[: progress._END]).operation != "barrier":
                 pass
             os.kill(os.getpid(), 9)

@@ -43,7 +43,7 @@ def test_who_stands_still_is_told_and_who_moves_again(record: int, monkeypatch: 
     assert looks.later(0.5) == {}
     told = looks.later(2.0)
     assert (told["rank"], told["pid"], told["operation"], told["still"]) == (3, OWN, "", pytest.approx(2.0, abs=0.6))
-    progress.enter("barrier", "train.py:4")
+    progress.enter_collective("barrier", "train.py:4")
     assert looks.later(1.1)["still"] == 0.0
     assert looks.later(0.1) == {}
     told = looks.later(2.0)
@@ -53,29 +53,29 @@ def test_who_stands_still_is_told_and_who_moves_again(record: int, monkeypatch: 
 def test_steps_are_told_with_where_their_time_has_gone(record: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sleeps are the time that must be found again; nothing is waited for."""
     looks, began = Looks(OWN, record, monkeypatch), time.monotonic()
-    progress.note_phase("data")
+    progress.set_phase("data")
     time.sleep(0.02)
-    progress.note_phase("train")
-    progress.enter("all_reduce", "train.py:4")
+    progress.set_phase("train")
+    progress.enter_collective("all_reduce", "train.py:4")
     time.sleep(0.03)
-    progress.leave()
+    progress.exit_collective()
     with progress.phase("evaluate"):
-        progress.enter("all_reduce", "train.py:9")
+        progress.enter_collective("all_reduce", "train.py:9")
         time.sleep(0.04)
-        progress.leave()
-    progress.note_ready()
+        progress.exit_collective()
+    progress.gradients_ready()
     time.sleep(0.05)
-    progress.note_backward()
-    progress.note_backward()  # one that this rank had no part in
+    progress.backward_done()
+    progress.backward_done()  # one that this rank had no part in
     progress.count_step()
     whole = time.monotonic() - began
     looks.later(1.1)
     (told,) = [body for kind, body in looks.told if kind == "pace"]
     assert (told["rank"], told["step"]) == (3, 1)
     assert told["data"] >= 0.02
-    assert told["apart"] >= 0.04  # the collective in it is no other time
+    assert told["non_training"] >= 0.04  # the collective in it is no other time
     assert told["waited"] >= 0.08
-    assert told["data"] + told["apart"] + told["waited"] <= whole
+    assert told["data"] + told["non_training"] + told["waited"] <= whole
 
 
 def test_after_a_sleep_of_the_whole_machine_nobody_has_stood_still(

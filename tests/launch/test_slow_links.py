@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from namespaces import hosts
 
-from samestep.reporting.record import opened
+from samestep.reporting.record import open_run
 
 TRAIN = """
 import sys, time
@@ -69,7 +69,7 @@ def test_a_slow_link_is_no_hang_and_no_slow_rank(tmp_path: Path, seconds: int) -
     assert "is slow: its own" not in said[0]
     assert said[0].count("in messages, and none is slower than the others: the network is slow") >= 1, said[0]
     assert json.loads((tmp_path / "0.json").read_text(encoding="utf-8"))["failure"] is None
-    run = opened(tmp_path / "run")
+    run = open_run(tmp_path / "run")
     assert {event["kind"] for event in run.said} == {"network"}
     for log in run.attempt(0):
         spent = {name: sum(event["spent"].get(name, 0.0) for event in log.steps) for name in ("wait", "collective")}

@@ -15,7 +15,7 @@ import pytest
 
 from samestep.launch.pulse import Pace
 from samestep.launch.stragglers import Stragglers
-from samestep.reporting.record import opened
+from samestep.reporting.record import open_run
 
 
 def lines(own, data=(0.0, 0.0, 0.0), *, loads=(0, 0, 0), floor=0.0, looks=60, seed=0, noise=0.05):
@@ -33,7 +33,7 @@ def lines(own, data=(0.0, 0.0, 0.0), *, loads=(0, 0, 0), floor=0.0, looks=60, se
             times["waited"] += whole - work - wait
             times["data"] += wait
             load = (look + 1.0) * loads[rank]
-            stragglers.hear(Pace(rank=rank, step=look + 1, apart=0.0, load=load, **times))
+            stragglers.hear(Pace(rank=rank, step=look + 1, non_training=0.0, load=load, **times))
         said += [(look, line) for _, _, line in stragglers.found(range(len(own)), spent[0]["at"])]
     return said
 
@@ -99,7 +99,7 @@ def standing(*spent):
     for rank, (own, waited) in enumerate(spent):
         for step in (0, 10, 20):
             stragglers.hear(
-                Pace(rank=rank, step=step, at=step * (own + waited), waited=step * waited, data=0.0, apart=0.0)
+                Pace(rank=rank, step=step, at=step * (own + waited), waited=step * waited, data=0.0, non_training=0.0)
             )
     return stragglers.standing(range(len(spent)))
 
@@ -143,7 +143,7 @@ def test_a_rank_that_turns_slow_is_named_within_20_steps_of_50_ms(tmp_path: Path
     (tmp_path / "train.py").write_text(textwrap.dedent(TURNS), encoding="utf-8")
     done = run(tmp_path, "--run-dir", "run", "train.py")
     assert done.returncode == 0, done.stderr
-    named = [event for event in opened(tmp_path / "run").said if event["kind"] == "straggler" and event["step"] > 20]
+    named = [event for event in open_run(tmp_path / "run").said if event["kind"] == "straggler" and event["step"] > 20]
     assert named[0]["text"].startswith("rank 1 is slow: its own work takes 1")
     assert named[0]["step"] <= 40
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from samestep.launch import loop, supervise
-from samestep.launch.failure import Failure, death
+from samestep.launch.failure import FailureRecord, death
 from samestep.launch.supervise import ANSWER, GRACE, OBEY, PATIENCE, SETTLE, Supervisor
 
 
@@ -46,7 +46,9 @@ class Run:
         self.supervisor.hear(host, kind, {"rank": rank, **body})
 
     def fails(self, rank, exception="ValueError", **more):
-        failure = Failure(rank=rank, pid=rank, exception=exception, message="no", exit_code=1, time=self.now, **more)
+        failure = FailureRecord(
+            rank=rank, pid=rank, exception=exception, message="no", exit_code=1, time=self.now, **more
+        )
         self.hear("failed", rank, failure=asdict(failure))
 
     def ends(self, rank, code=0, step=0, calls=1):
@@ -293,9 +295,9 @@ def test_a_host_that_is_lost_while_ranks_are_stopped_is_no_reason(start):
 
 def test_a_run_that_hangs_is_stopped_with_the_rank_that_holds_it_up(start):
     run = start([0, 1])
-    run.supervisor.hung(Failure(rank=1, pid=1, exception="Hang", message="no", exit_code=124))
+    run.supervisor.hung(FailureRecord(rank=1, pid=1, exception="Hang", message="no", exit_code=124))
     assert run.orders() == [("stop", [0, 1], 0)]
-    run.supervisor.hung(Failure(rank=0, pid=1, exception="Hang", message="no", exit_code=124))
+    run.supervisor.hung(FailureRecord(rank=0, pid=1, exception="Hang", message="no", exit_code=124))
     assert [failure.rank for failure in run.supervisor.verdict().failures] == [1]
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from samestep import events, progress
 from samestep.launch import timeline
-from samestep.launch.observers import Seat
+from samestep.launch.observers import RankContext
 from samestep.launch.timeline import Timeline
-from samestep.reporting.record import Run, opened
+from samestep.reporting.record import Run, open_run
 
 Events = list[dict[str, Any]]
 
@@ -46,7 +46,7 @@ def written(tmp_path: Path, clock: Clock) -> Iterator[Callable[[], Events]]:
     """Ends this process's rank, and returns what it wrote."""
     progress.attach(progress.create())
     one = Timeline()
-    one.begin(Seat(rank=3, size=4, folder=tmp_path))
+    one.begin(RankContext(rank=3, size=4, folder=tmp_path))
 
     def end() -> Events:
         one.end(None)
@@ -59,7 +59,7 @@ def written(tmp_path: Path, clock: Clock) -> Iterator[Callable[[], Events]]:
 
 def test_a_rank_that_merely_lost_the_others_says_so(tmp_path: Path) -> None:
     one = Timeline()
-    one.begin(Seat(rank=0, size=2, folder=tmp_path))
+    one.begin(RankContext(rank=0, size=2, folder=tmp_path))
     one.end(RuntimeError("[/a/pair.cc:553] Connection closed by peer [127.0.0.1]:9. This is typically caused by …"))
     events.detach()
     *_, end = events.Reader(tmp_path / "rank0.events.jsonl").events()
@@ -71,7 +71,7 @@ def steps(written: Events) -> Events:
 
 
 def phase(clock: Clock, name: str, milliseconds: int) -> None:
-    progress.note_phase(name)
+    progress.set_phase(name)
     clock.passes(milliseconds)
 
 
@@ -80,12 +80,12 @@ def step(clock: Clock) -> None:
     phase(clock, "data", 10)
     phase(clock, "train", 20)
     phase(clock, "backward", 18)
-    progress.note_ready()
+    progress.gradients_ready()
     clock.passes(12)
-    progress.note_backward()
+    progress.backward_done()
     phase(clock, "train", 5)
     phase(clock, "optimizer", 8)
-    progress.note_phase("train")
+    progress.set_phase("train")
     progress.count_step()
 
 
@@ -106,7 +106,7 @@ def test_every_micro_batch_has_its_own_pieces(written: Callable[[], Events], clo
         phase(clock, "data", 1)
         phase(clock, "train", 2)
         phase(clock, "backward", 3)
-        progress.note_backward()
+        progress.backward_done()
     phase(clock, "train", 4)
     progress.count_step()
     first = steps(written())[0]
@@ -116,9 +116,9 @@ def test_every_micro_batch_has_its_own_pieces(written: Callable[[], Events], clo
 
 def test_a_collective_of_the_script_is_named_with_its_line(written: Callable[[], Events], clock: Clock) -> None:
     phase(clock, "train", 1)
-    progress.enter("all_reduce", "train.py:7")
+    progress.enter_collective("all_reduce", "train.py:7")
     clock.passes(5)
-    progress.leave()
+    progress.exit_collective()
     clock.passes(1)
     progress.count_step()
     first = steps(written())[0]
@@ -128,19 +128,21 @@ def test_a_collective_of_the_script_is_named_with_its_line(written: Callable[[],
 
 @pytest.mark.parametrize("name", ["evaluate", "save", "load", "data"])
 def test_what_is_no_training_counts_whole(written: Callable[[], Events], clock: Clock, name: str) -> None:
-    progress.note_phase(name)
+    progress.set_phase(name)
     clock.passes(3)
-    progress.enter("all_reduce", "train.py:7")
+    progress.enter_collective("all_reduce", "train.py:7")
     clock.passes(4)
-    progress.leave()
-    progress.note_phase("")
+    progress.exit_collective()
+    progress.set_phase("")
     progress.count_step()
     assert steps(written())[0]["spent"] == {name: 0.007}
 
 
 def test_other_threads_collectives_are_not_the_scripts(written: Callable[[], Events], clock: Clock) -> None:
     phase(clock, "train", 1)
-    other = threading.Thread(target=lambda: (progress.enter("all_reduce", "x:1"), progress.leave()))
+    other = threading.Thread(
+        target=lambda: (progress.enter_collective("all_reduce", "x:1"), progress.exit_collective())
+    )
     other.start()
     other.join()
     progress.count_step()
@@ -148,9 +150,9 @@ def test_other_threads_collectives_are_not_the_scripts(written: Callable[[], Eve
 
 
 def test_a_run_that_goes_on_counts_from_there(written: Callable[[], Events], clock: Clock) -> None:
-    progress.begin_at(100)
+    progress.resume_from(100)
     step(clock)  # the optimizer's own count is not asked any more
-    progress.note_step(101)
+    progress.set_step(101)
     assert [(each["step"], each["steps"]) for each in steps(written())] == [(101, 1), (101, 0)]
 
 
@@ -161,14 +163,14 @@ def test_what_lasts_is_told_before_it_is_over(
     look = events._files[0]._look
     phase(clock, "train", 1999)
     look()
-    progress.enter("all_reduce", "train.py:7")
+    progress.enter_collective("all_reduce", "train.py:7")
     clock.passes(2000)
     look()
     look()
-    progress.leave()
+    progress.exit_collective()
     phase(clock, "backward", 2500)
     look()
-    progress.note_ready()
+    progress.gradients_ready()
     clock.passes(100)
     progress.count_step()
     told = [event for event in written() if event["kind"] == "at"]
@@ -181,21 +183,21 @@ def test_what_lasts_is_told_before_it_is_over(
 
 def test_buckets_have_the_times_that_are_known(written: Callable[[], Events], clock: Clock) -> None:
     phase(clock, "backward", 2)
-    progress.note_bucket(0, 4096, begun=True)
+    progress.bucket_filled(0, 4096, begun=True)
     clock.passes(1)
-    progress.note_bucket(1, 8192, begun=False)
+    progress.bucket_filled(1, 8192, begun=False)
     clock.passes(1)
-    progress.note_bucket_done(0)
+    progress.bucket_reduced(0)
     progress.count_step()
     assert steps(written())[0]["buckets"] == [[0, 4096, 2000, 2000, 4000], [1, 8192, 3000, None, None]]
 
 
 def test_values_belong_to_the_step_that_was_finished_last(written: Callable[[], Events], clock: Clock) -> None:
     step(clock)
-    progress.note_values({"loss": 0.5})
-    progress.note_values({"norm": "nan"})
+    progress.log_values({"loss": 0.5})
+    progress.log_values({"norm": "nan"})
     step(clock)
-    progress.note_values({"loss": 0.25})
+    progress.log_values({"loss": 0.25})
     told = [(event["step"], event["values"]) for event in written() if event["kind"] == "values"]
     assert told == [(1, {"loss": 0.5, "norm": "nan"}), (2, {"loss": 0.25})]
 
@@ -206,7 +208,7 @@ def test_beyond_ten_thousand_steps_a_line_stands_for_several(
     monkeypatch.setattr(events, "LINE_FOR_EACH", 4)
     for number in range(1, 10):
         step(clock)
-        progress.note_values({"loss": number})
+        progress.log_values({"loss": number})
     told = written()
     lines = [(event["step"], event["steps"]) for event in steps(told)]
     assert lines == [(1, 1), (2, 1), (3, 1), (4, 1), (6, 2), (8, 2), (9, 1)]
@@ -267,7 +269,7 @@ def run(folder: Any, script: str, *options: str) -> Run:
     done = folder.run("-n", "2", *options, folder.script(script))
     assert done.returncode == 0, done.stderr
     (path,) = (folder.path / "runs").iterdir()
-    return opened(path)
+    return open_run(path)
 
 
 def test_a_script_that_knows_nothing_of_it_is_seen_in_pieces(folder: Any) -> None:

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from samestep.launch.failure import Failure
-from samestep.launch.verdict import MUTUAL, explain, judge
+from samestep.launch.failure import FailureRecord
+from samestep.launch.verdict import MUTUAL, judge, summary_lines
 
 
 def failed(rank, **options):
     values = {"pid": 10 + rank, "exception": "ValueError", "message": "no", "exit_code": 1, "host": "h"} | options
-    return Failure(rank=rank, **{"time": float(rank), "where": "train.py:3", "source": "go()", **values})
+    return FailureRecord(rank=rank, **{"time": float(rank), "where": "train.py:3", "source": "go()", **values})
 
 
 def lines(verdict):
-    return explain(verdict, Path("runs/x/0/h"))
+    return summary_lines(verdict, Path("runs/x/0/h"))
 
 
 def test_a_run_that_went_well_says_where_its_files_lie():

@@ -11,14 +11,14 @@ import pytest
 from samestep.launch import vigil
 from samestep.launch.flight import Flight
 from samestep.launch.loop import Loop
-from samestep.launch.pulse import Pulse
-from samestep.launch.vigil import Vigil
+from samestep.launch.pulse import RankHeartbeat
+from samestep.launch.vigil import Watchdog
 
 
-def computing(rank: int) -> Pulse:
+def computing(rank: int) -> RankHeartbeat:
     """A rank that has computed for 12 seconds, and not come to the end of a step."""
     where = {"operation": "", "site": "", "phase": "train", "entered": 3}
-    return Pulse(rank=rank, pid=70 + rank, step=30, still=12.0, idle=0.1, state="R", usual=0.2, **where)
+    return RankHeartbeat(rank=rank, pid=70 + rank, step=30, still=12.0, idle=0.1, state="R", usual=0.2, **where)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def watched(flights: Sequence[Flight]) -> tuple[list[str], list[Any]]:
         said.append(text)
         loop.stop()
 
-    watch = Vigil(loop, lambda: [0, 1], order, say, lambda _: None)
+    watch = Watchdog(loop, lambda: [0, 1], order, say, lambda _: None)
     for rank in (0, 1):
         watch.hear("node1", "pulse", asdict(computing(rank)))
     loop.at(0.5, loop.stop)
@@ -74,7 +74,7 @@ def test_long_steps_in_which_nobody_waits_are_no_hang_and_the_recorders_are_aske
 @pytest.mark.parametrize(("machines", "said"), [(1, []), (2, ["slow for all"])])
 def test_no_network_is_blamed_within_one_machine(machines: int, said: list[str], monkeypatch: Any) -> None:
     loop, heard = Loop(), []
-    watch = Vigil(loop, lambda: [0, 1], lambda *_: None, heard.append, lambda _: None, machines=machines)
+    watch = Watchdog(loop, lambda: [0, 1], lambda *_: None, heard.append, lambda _: None, machines=machines)
     for rank in (0, 1):
         watch.hear("localhost", "pulse", asdict(computing(rank)))  # machines may have the same name
     monkeypatch.setattr(watch._stragglers, "found", lambda *_: [("network", [], "slow for all")])

@@ -13,10 +13,10 @@ import pytest
 
 from ports import free_port
 from samestep.launch.control import Pipe
-from samestep.launch.failure import Failure
+from samestep.launch.failure import FailureRecord
 from samestep.launch.loop import Loop
 from samestep.launch.stacks import STACKS_SIGNAL
-from samestep.launch.verdict import Verdict
+from samestep.launch.verdict import RunResult
 from samestep.launch.watcher import SILENT, Watch, _Rank, exit_code, last_words
 
 BIN = Path(sys.executable).parent
@@ -184,17 +184,17 @@ def test_a_rank_that_cannot_notice_is_ended_with_the_others(start_by_hand):
 
 def test_ranks_that_their_launcher_has_ended_all_at_once_are_not_blamed_one_by_one():
     silent = [failure(rank, exception="Exit", message=SILENT) for rank in range(2)]
-    (line,) = last_words(Verdict(exit_code=1, size=2, blamed=silent[0], alike=(0, 1), failures=tuple(silent)), 2, "b")
+    (line,) = last_words(RunResult(exit_code=1, size=2, blamed=silent[0], alike=(0, 1), failures=tuple(silent)), 2, "b")
     assert line.startswith("samestep: error: ranks 0-1 on host b ended without a word, all at once")
 
 
 def failure(rank, **other):
     told = {"pid": 1, "exception": "RuntimeError", "message": "Connection reset by peer", "exit_code": 1}
-    return Failure(rank=rank, **(told | other))
+    return FailureRecord(rank=rank, **(told | other))
 
 
 def verdict(*failures):
-    return Verdict(exit_code=1, size=2, blamed=failures[0], failures=failures)
+    return RunResult(exit_code=1, size=2, blamed=failures[0], failures=failures)
 
 
 def test_a_host_that_only_lost_a_peer_points_to_the_others():

@@ -9,7 +9,7 @@ import pytest
 
 from samestep.errors import UsageError
 from samestep.network.cluster import load, parse
-from samestep.network.contention import price
+from samestep.network.contention import contended_price
 from samestep.network.links import Link
 from samestep.network.rounds import Shift
 from samestep.network.topologies.fat_tree import FatTree
@@ -62,18 +62,18 @@ def test_every_kind_places_ranks_on_its_hosts(network, hosts, placement):
 def test_a_torus_can_be_gone_round_like_a_snake():
     network = '[network]\nkind = "torus"\ndims = [4, 4]\nplacement = "snake"'
     told = parse("[nodes]\ncount = 16\n" + BETWEEN + network)
-    assert price([Shift(16, 1, 1.0)], told.topology, told.place(16)).contention == 1
+    assert contended_price([Shift(16, 1, 1.0)], told.topology, told.place(16)).contention == 1
 
 
 @pytest.mark.parametrize("kind", ['"ring"', '"fat-tree"\nhosts = 4', '"switch"'])
 def test_a_message_to_a_neighbour_takes_the_latency_of_the_file_and_a_hop_more_for_each_link_more(kind):
     told = parse("[nodes]\ncount = 8\n" + BETWEEN + f'[network]\nhop = "1 us"\nkind = {kind}')
     placed = told.place(8)
-    near = price([[(0, 1, 0.0)]], told.topology, placed).price.latency_s
-    far = price([[(0, 7, 0.0)]], told.topology, placed).price.latency_s
+    near = contended_price([[(0, 1, 0.0)]], told.topology, placed).price.latency_s
+    far = contended_price([[(0, 7, 0.0)]], told.topology, placed).price.latency_s
     assert near == pytest.approx(5e-6)
     assert far == pytest.approx({"ring": 5e-6, "fat-tree": 7e-6, "switch": 5e-6}[kind.split('"')[1]])
-    assert price([Shift(8, 1, 1e6)], told.topology, placed).price.transfer_s >= 1e6 / 1.25e9
+    assert contended_price([Shift(8, 1, 1e6)], told.topology, placed).price.transfer_s >= 1e6 / 1.25e9
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_the_seed_is_the_placements():
 def test_links_among_switches_are_as_wide_as_a_hosts_nics(kind):
     """Contention is what the network's own shape makes, with any number of NICs."""
     one, four = (parse(f"nodes.count = 8\n{BETWEEN}nics = {nics}\n[network]\nkind = {kind}") for nics in (1, 4))
-    plain, wide = (price([Shift(8, 3, 1e6)], told.topology, told.place(8)) for told in (one, four))
+    plain, wide = (contended_price([Shift(8, 3, 1e6)], told.topology, told.place(8)) for told in (one, four))
     assert wide.contention == pytest.approx(plain.contention)
     assert wide.price.transfer_s == pytest.approx(plain.price.transfer_s / 4)
 

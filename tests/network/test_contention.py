@@ -13,7 +13,7 @@ from samestep.collectives import ring as ring_plans
 from samestep.collectives import torus as torus_plans
 from samestep.errors import UsageError
 from samestep.network import cost, formulas, placement, rounds
-from samestep.network.contention import price
+from samestep.network.contention import contended_price
 from samestep.network.links import Link, Links
 from samestep.network.rounds import Round, Shift
 from samestep.network.routing import ECMP, MINIMAL, valiant
@@ -56,7 +56,7 @@ def test_the_rounds_are_those_of_the_plan(pattern, plan, formula, ranks):
 def test_on_a_switch_rounds_cost_what_the_formula_says(pattern, plan, formula, ranks):
     network = Switch(CABLES, ranks)
     links = Links(Link(2 * CABLES.between.latency_s, CABLES.between.bytes_per_s))  # two ports
-    got = price(pattern(ranks, N), network, placement.linear(network, ranks))
+    got = contended_price(pattern(ranks, N), network, placement.linear(network, ranks))
     assert got.seconds == formula(ranks, N, links)
     assert got.contention == 1
 
@@ -94,13 +94,15 @@ def test_ranks_of_one_host_share_its_port_as_they_share_a_nic(choice):
     network = Switch(cables, 8)
     plan = hierarchical.all_reduce(32, 4, ring_plans.all_reduce)
     expected = cost.price(plan, N, Links(inside, between, local=4)).seconds
-    assert price(rounds.of_plan(plan, N), network, choice(network, 32)).seconds == expected
+    assert contended_price(rounds.of_plan(plan, N), network, choice(network, 32)).seconds == expected
 
 
 @every_pattern
 def test_overhead_is_paid_once_a_message(pattern, plan, formula):
     slow = Cables(CABLES.between, overhead_s=1.0)
-    quick, late = (price(pattern(8, N), net, placement.linear(net, 8)) for net in (Switch(CABLES, 8), Switch(slow, 8)))
+    quick, late = (
+        contended_price(pattern(8, N), net, placement.linear(net, 8)) for net in (Switch(CABLES, 8), Switch(slow, 8))
+    )
     assert late.price.latency_s - quick.price.latency_s == late.rounds
 
 
@@ -111,8 +113,8 @@ NETWORKS = [Switch(CABLES, 60), ring_network(CABLES, 60), Torus(CABLES, (6, 10))
 def test_shifts_known_cost_what_shifts_counted_do(network):
     placed = placement.linear(network, 60)
     for distance in range(-3, 63):
-        known = price([Shift(60, distance, N, times=3)], network, placed)
-        counted = price([Shift(60, distance, N).round()] * 3, network, placed)
+        known = contended_price([Shift(60, distance, N, times=3)], network, placed)
+        counted = contended_price([Shift(60, distance, N).round()] * 3, network, placed)
         assert known.price == counted.price
         assert known.rounds == counted.rounds
 
@@ -121,13 +123,13 @@ def test_shifts_known_cost_what_shifts_counted_do(network):
 def test_a_shift_that_is_not_known_is_counted(routing):
     network = Torus(CABLES, (4, 5))
     for placed in (placement.random(network, 20), placement.linear(network, 15)):
-        by_rule = price([Shift(placed.ranks, 7, N)], network, placed, routing)
-        assert by_rule == price([Shift(placed.ranks, 7, N).round()], network, placed, routing)
+        by_rule = contended_price([Shift(placed.ranks, 7, N)], network, placed, routing)
+        assert by_rule == contended_price([Shift(placed.ranks, 7, N).round()], network, placed, routing)
 
 
 def test_rounds_may_be_plain_triples():
     network = Torus(CABLES, (4, 5))
-    plain = price([[(0, 1, N), (1, 2, N)], [(3, 0, 2 * N)]], network, placement.linear(network, 4))
+    plain = contended_price([[(0, 1, N), (1, 2, N)], [(3, 0, 2 * N)]], network, placement.linear(network, 4))
     assert plain.rounds == 2
     assert plain.price.transfer_s == 3 * N / CABLES.between.bytes_per_s
     assert plain.price.latency_s == 3 * CABLES.between.latency_s
@@ -136,13 +138,13 @@ def test_rounds_may_be_plain_triples():
 def test_sizes_scale_the_transfer_and_leave_the_latency():
     network = SlimFly(CABLES, 5)
     placed = placement.random(network, 128, seed=4)
-    one, four = (price(rounds.halving_doubling(128, n), network, placed).price for n in (N, 4 * N))
+    one, four = (contended_price(rounds.halving_doubling(128, n), network, placed).price for n in (N, 4 * N))
     assert four.transfer_s == pytest.approx(4 * one.transfer_s)
     assert four.latency_s == one.latency_s
 
 
 def all_reduce(pattern, network, placed, routing=MINIMAL):
-    return price(pattern(placed.ranks, N), network, placed, routing)
+    return contended_price(pattern(placed.ranks, N), network, placed, routing)
 
 
 def test_the_snake_makes_a_ring_free_on_a_torus():
@@ -183,7 +185,7 @@ def test_a_circuit_makes_a_ring_free_where_a_random_order_makes_it_slow(network)
 
 def test_the_busiest_link_is_named():
     network = leaf_spine(CABLES, leaves=2, hosts=2, spines=1)
-    got = price([[(0, 2, N), (1, 3, N)]], network, placement.linear(network, 4))
+    got = contended_price([[(0, 2, N), (1, 3, N)]], network, placement.linear(network, 4))
     assert got.busiest in {(4, 6), (6, 5)}
     assert got.contention == 2
     assert str(got).startswith("31.3 ms in 1 round: latency 3.81 µs, transfer 31.2 ms, 2.00 times")
@@ -192,7 +194,7 @@ def test_the_busiest_link_is_named():
 def test_no_rounds_cost_nothing():
     network = Switch(CABLES, 1)
     for none in ([], rounds.ring(1, N), rounds.halving_doubling(1, N), rounds.binomial_tree(1, N), [[]]):
-        nothing = price(none, network, placement.linear(network, 1))
+        nothing = contended_price(none, network, placement.linear(network, 1))
         assert (nothing.seconds, nothing.contention, nothing.busiest) == (0, 1, None)
 
 
@@ -203,7 +205,7 @@ def test_no_rounds_cost_nothing():
     ids=lambda n: n.name,
 )
 def test_a_hundred_thousand_ranks_can_be_priced(network, pattern, plan, formula):
-    got = price(pattern(100_000, N), network, placement.linear(network, 100_000))
+    got = contended_price(pattern(100_000, N), network, placement.linear(network, 100_000))
     at_least = formula(100_000, N, Links(CABLES.between))
     assert got.seconds >= at_least * 0.9
     rings = {rounds.ring: 199_998, rounds.segmented_ring: 399_996, rounds.recursive_doubling: 18}
@@ -214,13 +216,13 @@ def test_messages_that_cannot_be_are_refused():
     network = Switch(CABLES, 4)
     placed = placement.linear(network, 4)
     with pytest.raises(UsageError, match="a message of rank 4, but only 4 ranks are placed: place as many"):
-        price([[(0, 4, N)]], network, placed)
+        contended_price([[(0, 4, N)]], network, placed)
     with pytest.raises(UsageError, match="a message of rank -1, but only 4 ranks"):
-        price([[(0, 1, N), (-1, 2, N)]], network, placed)
+        contended_price([[(0, 1, N), (-1, 2, N)]], network, placed)
     with pytest.raises(UsageError, match="rank 2 sends to itself: leave the message out"):
-        price([[(0, 1, N), (2, 2, N)]], network, placed)
+        contended_price([[(0, 1, N), (2, 2, N)]], network, placed)
     with pytest.raises(UsageError, match="rank 0 sends -8.0 bytes: give 0 or more"):
-        price([[(0, 1, -8)]], network, placed)
+        contended_price([[(0, 1, -8)]], network, placed)
     with pytest.raises(UsageError, match="rank 0 sends nan bytes"):
         Round(np.array([0]), np.array([1]), np.array([np.nan]))
     for pattern in (rounds.ring, rounds.halving_doubling, rounds.binomial_tree):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from samestep.network import placement, rounds
-from samestep.network.contention import price
+from samestep.network.contention import contended_price
 from samestep.network.flows import play
 from samestep.network.links import Link
 from samestep.network.rounds import Round, Shift
@@ -97,7 +97,9 @@ UNIFORM = [Switch(CABLES, 16), Torus(CABLES, (4, 4)), leaf_spine(CABLES, 4, 4, 4
 @pytest.mark.parametrize("network", UNIFORM, ids=[one.name for one in UNIFORM])
 def test_where_all_ranks_do_the_same_at_once_the_load_of_links_says_as_much(network, rule):
     placed = placement.linear(network, 16)
-    assert play(rule(16, 16e6), network, placed) == pytest.approx(price(rule(16, 16e6), network, placed).seconds)
+    assert play(rule(16, 16e6), network, placed) == pytest.approx(
+        contended_price(rule(16, 16e6), network, placed).seconds
+    )
 
 
 @every_rule
@@ -105,7 +107,7 @@ def test_along_a_circuit_of_a_slim_fly_within_1_percent(rule):
     network = SlimFly(CABLES, 5, 1)
     placed = placement.circuit(network, 50)
     one = [Shift(50, 1, 1e6, times=3)]
-    assert play(one, network, placed) == pytest.approx(price(one, network, placed).seconds, rel=0.01)
+    assert play(one, network, placed) == pytest.approx(contended_price(one, network, placed).seconds, rel=0.01)
 
 
 @every_rule
@@ -114,7 +116,7 @@ def test_at_random_ranks_that_go_on_by_themselves_take_about_as_long(rule, seed)
     """Less, since nobody waits for the slowest of a round; or more, since links are idle at times."""
     for network in UNIFORM:
         placed = placement.random(network, 16, seed)
-        ratio = play(rule(16, 16e6), network, placed) / price(rule(16, 16e6), network, placed).seconds
+        ratio = play(rule(16, 16e6), network, placed) / contended_price(rule(16, 16e6), network, placed).seconds
         assert 0.75 < ratio < 1.15
 
 

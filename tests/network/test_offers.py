@@ -13,7 +13,7 @@ from samestep.collectives.choose import CANDIDATES
 from samestep.errors import UsageError
 from samestep.network import cost, formulas, rounds
 from samestep.network.cluster import parse
-from samestep.network.contention import price
+from samestep.network.contention import contended_price
 from samestep.network.offers import CHUNKS, Term, best, offers
 from samestep.network.ports import Line, highest
 from samestep.network.rounds import Exchange
@@ -117,7 +117,7 @@ def test_on_a_network_offers_are_what_contention_says(network, placement):
         "binomial tree": rounds.binomial_tree,
     }
     for name, rule in rules.items():
-        expected = price(rule(32, 1e7), told.topology, told.place(32), told.routing)
+        expected = contended_price(rule(32, 1e7), told.topology, told.place(32), told.routing)
         assert found[name].seconds(1e7) == pytest.approx(expected.seconds, rel=1e-12)
         assert found[name].contention == pytest.approx(expected.contention, rel=1e-12)
         assert found[name].rounds == expected.rounds
@@ -195,17 +195,17 @@ def test_no_line_that_is_ever_highest_is_left_out():
 @pytest.mark.parametrize("placement", ["linear", "random"])
 def test_an_exchange_of_which_some_is_counted_is_not_too_short(monkeypatch, placement):
     told = cluster(200, network=f'kind = "slim-fly"\nq = 5\nplacement = "{placement}"')
-    whole = price([Exchange(200, 1e6)], told.topology, told.place(200))
+    whole = contended_price([Exchange(200, 1e6)], told.topology, told.place(200))
     monkeypatch.setattr("samestep.network.contention._MOST", 0)
-    some = price([Exchange(200, 1e6)], told.topology, told.place(200))
+    some = contended_price([Exchange(200, 1e6)], told.topology, told.place(200))
     assert 0.95 * whole.price.transfer_s <= some.price.transfer_s <= 2.5 * whole.price.transfer_s
     assert some.price.latency_s == whole.price.latency_s
 
 
 def test_groups_side_by_side_exchange_within_themselves():
     told = cluster(12)
-    alone = price([Exchange(4, 1.0)], told.topology, told.place(4))
-    beside = price(rounds.apart([Exchange(4, 1.0)], 3), told.topology, told.place(12))
+    alone = contended_price([Exchange(4, 1.0)], told.topology, told.place(4))
+    beside = contended_price(rounds.apart([Exchange(4, 1.0)], 3), told.topology, told.place(12))
     assert beside.price == alone.price
 
 

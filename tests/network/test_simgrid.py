@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from samestep.network import placement, rounds
-from samestep.network.contention import price
+from samestep.network.contention import contended_price
 from samestep.network.flows import play
 from samestep.network.links import Link
 from samestep.network.rounds import Shift
@@ -78,7 +78,7 @@ def simulated(network, choice, ranks):
 def both(network, choice, ranks):
     """Seconds of every round, ours and SimGrid's."""
     theirs, placed = simulated(network, choice, ranks), choice(network, ranks)
-    return [price([one], network, placed).seconds for one in patterns(ranks)], theirs
+    return [contended_price([one], network, placed).seconds for one in patterns(ranks)], theirs
 
 
 def patterns(ranks):

@@ -9,9 +9,9 @@ import pytest
 from chains import chain, every_cut
 
 from samestep.errors import UsageError
-from samestep.pipelines.balance import Problem, Split
+from samestep.pipelines.balance import PartitionProblem, Split
 from samestep.pipelines.layers import Device, Layer, Link
-from samestep.schedule.choose import STRAIGHT, named
+from samestep.schedule.choose import STRAIGHT, make_schedule
 from samestep.schedule.fill_drain import fill_drain
 from samestep.schedule.forward_only import forward_only
 from samestep.schedule.interleaved import interleaved
@@ -25,7 +25,9 @@ def drawn(chance, name):
     devices = [Device(chance.choice([1, 1, 0.5, 2]), chance.choice([math.inf, 30])) for _ in range(stages)]
     link = Link(0.2 * chance.random(), chance.choice([math.inf, 2, 10]), chance.random() < 0.7, chance.choice([0, 0.3]))
     tied = [frozenset(chance.sample(range(count), 2))] if chance.random() < 0.3 else []
-    return Problem(chain(chance, count), devices, named(name, stages, chance.randint(1, 12)), link, together=tied)
+    return PartitionProblem(
+        chain(chance, count), devices, make_schedule(name, stages, chance.randint(1, 12)), link, together=tied
+    )
 
 
 @pytest.mark.parametrize("name", STRAIGHT)
@@ -64,20 +66,20 @@ def test_the_bound_of_fill_and_drain_is_what_it_takes():
     chance = random.Random(2)
     for _ in range(60):
         link = Link(0.1, 4, handling=chance.choice([0.0, 0.2]))
-        problem = Problem(chain(chance, 7), [Device(), Device(2), Device()], fill_drain(3, 6), link)
+        problem = PartitionProblem(chain(chance, 7), [Device(), Device(2), Device()], fill_drain(3, 6), link)
         for ends in every_cut(7, 3):
             assert problem.chain.at_least(ends) == pytest.approx(problem.seconds(ends))
 
 
 def test_an_evaluation_is_cut_by_its_forwards():
     chance = random.Random(3)
-    problem = Problem(chain(chance, 8), [Device()] * 3, forward_only(3, 10), Link(0.1, 4))
+    problem = PartitionProblem(chain(chance, 8), [Device()] * 3, forward_only(3, 10), Link(0.1, 4))
     assert problem.best().seconds == min(map(problem.seconds, every_cut(8, 3)))
 
 
 def test_what_has_not_been_played_is_told_as_a_gap():
     chance = random.Random(8)
-    problem = Problem(chain(chance, 30), [Device()] * 6, one_f_one_b(6, 8))
+    problem = PartitionProblem(chain(chance, 30), [Device()] * 6, one_f_one_b(6, 8))
     whole, cut = problem.best(), problem.best(most=1)
     assert whole.played > cut.played == 1
     assert cut.bound < whole.seconds <= cut.seconds
@@ -87,47 +89,47 @@ def test_what_has_not_been_played_is_told_as_a_gap():
 def test_forward_times_alone_cut_elsewhere():
     """Layers whose backward is unlike their forward: a split by forward time is not the best."""
     layers = [Layer("a", 1, 6), Layer("b", 1, 1), Layer("c", 1, 1), Layer("d", 1, 1)]
-    assert Problem(layers, [Device()] * 2, one_f_one_b(2, 8)).best().ends == (1, 4)
+    assert PartitionProblem(layers, [Device()] * 2, one_f_one_b(2, 8)).best().ends == (1, 4)
     by_forward = [Layer(layer.name, layer.forward, 0) for layer in layers]
-    assert Problem(by_forward, [Device()] * 2, one_f_one_b(2, 8)).best().ends == (2, 4)
+    assert PartitionProblem(by_forward, [Device()] * 2, one_f_one_b(2, 8)).best().ends == (2, 4)
 
 
 def test_a_slow_link_moves_the_cut_to_where_little_crosses_it():
     layers = [Layer(name, 1, 2, activations=size) for name, size in zip("abcd", (9, 9, 1, 0), strict=True)]
     plan = one_f_one_b(2, 4)
-    assert Problem(layers, [Device()] * 2, plan).best().ends == (2, 4)
-    assert Problem(layers, [Device()] * 2, plan, Link(bandwidth=0.5)).best().ends == (3, 4)
+    assert PartitionProblem(layers, [Device()] * 2, plan).best().ends == (2, 4)
+    assert PartitionProblem(layers, [Device()] * 2, plan, Link(bandwidth=0.5)).best().ends == (3, 4)
 
 
 def test_what_a_schedule_holds_moves_the_cut():
     layers = [Layer(name, 1, 2, saved=1.0) for name in "abcdef"]
     devices = [Device(memory=16), Device(memory=1000)]
-    assert Problem(layers, devices, fill_drain(2, 8)).best().ends == (2, 6)
-    assert Problem(layers, devices, one_f_one_b(2, 8)).best().ends == (3, 6)
+    assert PartitionProblem(layers, devices, fill_drain(2, 8)).best().ends == (2, 6)
+    assert PartitionProblem(layers, devices, one_f_one_b(2, 8)).best().ends == (3, 6)
 
 
 def test_layers_that_share_a_weight_stay_together():
     layers = [Layer(name, 1, 2) for name in "abcd"]
     plan = one_f_one_b(2, 4)
-    assert Problem(layers, [Device()] * 2, plan, together=[frozenset({1, 2})]).best().ends in {(1, 4), (3, 4)}
+    assert PartitionProblem(layers, [Device()] * 2, plan, together=[frozenset({1, 2})]).best().ends in {(1, 4), (3, 4)}
     with pytest.raises(UsageError, match="no 2 stages can be cut without parting layers that share a weight: a, d"):
-        Problem(layers, [Device()] * 2, plan, together=[frozenset({0, 3})]).best()
+        PartitionProblem(layers, [Device()] * 2, plan, together=[frozenset({0, 3})]).best()
 
 
 def test_a_device_three_times_as_quick_gets_three_times_as_much():
     layers = [Layer(str(number), 1, 2) for number in range(8)]
-    assert Problem(layers, [Device(), Device(speed=3)], one_f_one_b(2, 8)).best().ends == (2, 8)
+    assert PartitionProblem(layers, [Device(), Device(speed=3)], one_f_one_b(2, 8)).best().ends == (2, 8)
 
 
 def of(layers, *, memory=math.inf, plan=one_f_one_b, micro_batches=8):
-    return Problem(layers, [Device(memory=memory)] * 2, plan(2, micro_batches)).best()
+    return PartitionProblem(layers, [Device(memory=memory)] * 2, plan(2, micro_batches)).best()
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda: of([Layer("a", 1, 1)]), "2 stages of 1 layers: a stage must have one layer"),
-        (lambda: Problem([Layer("a", 1, 1)], [], fill_drain(2, 4)), "a model cannot be cut into 0 stages"),
+        (lambda: PartitionProblem([Layer("a", 1, 1)], [], fill_drain(2, 4)), "a model cannot be cut into 0 stages"),
         (lambda: of([Layer("a", 1, 1)] * 3, plan=interleaved), "4 stages of 3 layers"),
         (lambda: Layer("a", -1, 1), "layer a: forward=-1 is negative, or no number"),
         (lambda: Layer("a", 1, float("nan")), "layer a: inputs=nan"),

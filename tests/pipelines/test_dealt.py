@@ -10,9 +10,9 @@ import pytest
 from chains import chain, every_cut
 
 from samestep.errors import UsageError
-from samestep.pipelines.balance import Problem
+from samestep.pipelines.balance import PartitionProblem
 from samestep.pipelines.layers import Device, Layer, Link
-from samestep.schedule.choose import STRAIGHT, named
+from samestep.schedule.choose import STRAIGHT, make_schedule
 from samestep.schedule.forward_only import forward_only
 from samestep.schedule.interleaved import interleaved
 
@@ -25,7 +25,7 @@ def drawn(chance):
     link = Link(0.2 * chance.random(), chance.choice([math.inf, 2, 10]), chance.random() < 0.7, chance.choice([0, 0.3]))
     tied = [frozenset(chance.sample(range(count), 2))] if chance.random() < 0.2 else []
     plan = interleaved(ranks, chance.randint(1, 9), chunks=chunks)
-    return Problem(chain(chance, count), devices, plan, link, together=tied)
+    return PartitionProblem(chain(chance, count), devices, plan, link, together=tied)
 
 
 def test_no_cut_of_all_is_better_on_any_of_60_random_chains():
@@ -57,7 +57,7 @@ def test_no_step_is_shorter_than_its_bound():
 def test_the_bound_of_stages_that_are_alike_is_what_they_take():
     layers = [Layer(str(number), 1, 1, 1) for number in range(12)]
     for ranks, chunks in ((2, 2), (2, 3), (3, 2), (3, 4)):
-        problem = Problem(layers, [Device()] * ranks, interleaved(ranks, 8, chunks=chunks))
+        problem = PartitionProblem(layers, [Device()] * ranks, interleaved(ranks, 8, chunks=chunks))
         ends = range(12 // (ranks * chunks), 13, 12 // (ranks * chunks))
         work = 36 / ranks  # seconds of a rank for a micro-batch
         assert problem.seconds(ends) == pytest.approx(8 * work + (ranks - 1) * work / chunks)
@@ -66,7 +66,7 @@ def test_the_bound_of_stages_that_are_alike_is_what_they_take():
 
 def test_what_is_not_proved_is_told_as_a_gap():
     chance = random.Random(8)
-    problem = Problem(chain(chance, 30), [Device()] * 3, interleaved(3, 6, chunks=3))
+    problem = PartitionProblem(chain(chance, 30), [Device()] * 3, interleaved(3, 6, chunks=3))
     whole, cut = problem.best(), problem.best(most=5)
     assert whole.bound <= whole.seconds <= cut.seconds
     assert cut.bound < cut.seconds
@@ -83,14 +83,14 @@ def test_a_rank_has_the_memory_for_all_of_its_stages():
     plan = interleaved(2, 4)
     for memory, most in ((16, 4), (12, 3), (8, 2)):
         devices = [Device(memory=memory), Device()]
-        begins = (0, *Problem(layers, devices, plan).best().ends)
+        begins = (0, *PartitionProblem(layers, devices, plan).best().ends)
         held = [end - begin for begin, end in itertools.pairwise(begins)]
         assert held[0] + held[2] == most
     with pytest.raises(UsageError, match="no cut into 4 stages fits"):
-        Problem(layers, [Device(memory=7)] * 2, plan).best()
+        PartitionProblem(layers, [Device(memory=7)] * 2, plan).best()
     large = [Layer("a", 1, 1), Layer("b", 1, 1, parameters=2**21), Layer("c", 1, 1), Layer("d", 1, 1)]
     with pytest.raises(UsageError, match="layer b takes 8.39 MB, and the largest device has 4.19 MB"):
-        Problem(large, [Device(memory=2**22)] * 2, plan).best()
+        PartitionProblem(large, [Device(memory=2**22)] * 2, plan).best()
 
 
 def test_saved_activations_count_as_the_schedule_holds_them():
@@ -105,15 +105,15 @@ def test_saved_activations_count_as_the_schedule_holds_them():
             for action in plan.orders[rank]:
                 now += sizes[action.stage] * ((action.kind == "F") - (action.kind == "B"))
                 most = max(most, now)
-        fits = Problem(layers, [Device(memory=most)] * 2, plan).seconds(ends)
+        fits = PartitionProblem(layers, [Device(memory=most)] * 2, plan).seconds(ends)
         assert fits < math.inf
-        assert Problem(layers, [Device(memory=most - 0.5)] * 2, plan).seconds(ends) == math.inf
+        assert PartitionProblem(layers, [Device(memory=most - 0.5)] * 2, plan).seconds(ends) == math.inf
 
 
 def seconds(name, chunks, link):
     layers = [Layer(str(number), 1, 1.5, 0.5) for number in range(8)]
-    plan = named(name, 2, 4, chunks)
-    return Problem(layers, [Device()] * 2, plan, link).best().seconds
+    plan = make_schedule(name, 2, 4, chunks)
+    return PartitionProblem(layers, [Device()] * 2, plan, link).best().seconds
 
 
 def test_interleaving_is_quicker_where_messages_are_quick_and_slower_where_they_are_slow():
@@ -125,6 +125,6 @@ def test_interleaving_is_quicker_where_messages_are_quick_and_slower_where_they_
 def test_what_is_not_trained_so_is_refused():
     layers = [Layer(str(number), 1, 1) for number in range(4)]
     with pytest.raises(UsageError, match="forward only has several stages a rank: cuts are searched for such"):
-        Problem(layers, [Device()] * 2, forward_only(2, 4, 2))
+        PartitionProblem(layers, [Device()] * 2, forward_only(2, 4, 2))
     with pytest.raises(UsageError, match="4 devices for a schedule of 4 stages on 2 ranks: give one for each rank"):
-        Problem(layers, [Device()] * 4, interleaved(2, 4))
+        PartitionProblem(layers, [Device()] * 4, interleaved(2, 4))

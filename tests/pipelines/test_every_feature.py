@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import samestep
 from samestep.pipelines.pipeline import Pipeline
-from samestep.schedule.choose import NAMES
+from samestep.schedule.choose import SCHEDULE_NAMES
 from samestep.testing import assert_same_bits
 
 IGNORED, TOKENS = -100, 12
@@ -105,7 +105,7 @@ IN_MAKE_TEST = {(2, "fill-drain"), (2, "eager-1f1b"), (2, "interleaved"), (4, "z
     [
         pytest.param(ranks, name, marks=() if (ranks, name) in IN_MAKE_TEST else pytest.mark.prove)
         for ranks in (2, 4)
-        for name in NAMES
+        for name in SCHEDULE_NAMES
     ],
 )
 def test_every_schedule_has_the_bits_of_one_process(schedule, ranks, whole, two_ranks, four_ranks, tmp_path):

@@ -16,7 +16,7 @@ from samestep.pipelines.interpreter import Interpreter
 from samestep.pipelines.messages import Messages
 from samestep.pipelines.stage import Stage
 from samestep.runtime.axes import Axis
-from samestep.schedule.choose import STRAIGHT, named
+from samestep.schedule.choose import STRAIGHT, make_schedule
 from samestep.schedule.forward_only import forward_only
 from samestep.testing import assert_same_bits
 
@@ -92,7 +92,7 @@ def piped(name, chunks, steps):
 
 def steps_of(world, name, chunks, kind, steps):
     axis = world.pipeline
-    plan = named(name, axis.size, len(SIZES), chunks)
+    plan = make_schedule(name, axis.size, len(SIZES), chunks)
     parts = torch.arange(8).tensor_split(plan.stages)
     own = {stage for stage, rank in enumerate(plan.placement) if rank == axis.rank}
     every = layers(kind)
@@ -201,7 +201,7 @@ def test_a_stage_that_changes_what_it_was_sent_is_named():
 def refused():
     """What rank 0 is told of tensors that are too many, of too many dims, of a type that nobody can send."""
     with samestep.world(pipeline=2) as world:
-        plan = named("fill-drain", 2, 1)
+        plan = make_schedule("fill-drain", 2, 1)
         messages = Messages(plan, world.pipeline, world.device)
         messages.begin(["any"])
         told = []
@@ -225,7 +225,7 @@ def test_what_is_too_much_for_a_header_is_named(two_ranks):
 def growing():
     """A stage whose output's size depends on values."""
     with samestep.world(pipeline=2) as world:
-        plan = named("fill-drain", 2, 2)
+        plan = make_schedule("fill-drain", 2, 2)
         module = Gives(lambda x: x[: int(x[0, 0])]) if world.rank == 0 else nn.Linear(3, 1)
         interpreter = Interpreter(
             plan, world.rank, {world.rank: Stage(world.rank, module)}, Messages(plan, world.pipeline, world.device)
@@ -243,7 +243,7 @@ def test_a_header_travels_on_the_device_on_which_it_is_waited_for(monkeypatch):
     """NCCL and gloo carry messages of their own devices, and would wait for each other's."""
     sent = []
     monkeypatch.setattr(dist, "isend", lambda tensor, *_, **__: sent.append(tensor))
-    plan, device = named("fill-drain", 2, 1), torch.device("meta")
+    plan, device = make_schedule("fill-drain", 2, 1), torch.device("meta")
     messages = Messages(plan, Axis("pipeline", 0, (0, 1)), device)
     messages.begin(["any"])
     messages.send(plan.orders[0][0], [torch.ones(2, device=device)])

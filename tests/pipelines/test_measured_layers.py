@@ -11,7 +11,7 @@ from known_layers import Clock, Takes
 from torch import nn
 
 from samestep.errors import UsageError
-from samestep.pipelines.measure import measure
+from samestep.pipelines.measure import profile_layers
 from samestep.testing import assert_same_bits
 
 KNOWN = [(4.0, 3.0, 2.0), (10.0, 6.0, 12.0), (2.0, 8.0, 0.0), (6.0, 1.0, 3.0)]
@@ -21,7 +21,7 @@ def test_layers_of_known_cost_are_measured(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
     layers = [(str(number), Takes(clock, number + 1, *seconds)) for number, seconds in enumerate(KNOWN)]
-    found = measure(layers, [torch.ones(3, 5)], torch.sum, 5)
+    found = profile_layers(layers, [torch.ones(3, 5)], torch.sum, 5)
     assert [(layer.forward, layer.inputs, layer.weights) for layer in found] == [(4.0, 0.0, 2.0), *KNOWN[1:]]
     assert [layer.split for layer in found] == [0.0] * 4
 
@@ -29,7 +29,7 @@ def test_layers_of_known_cost_are_measured(monkeypatch):
 def test_a_model_may_begin_with_an_embedding():
     """Nothing before its values has a gradient, also while parameters want none."""
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-    found = measure(list(model.named_children()), [torch.arange(10)], torch.sum, 3)
+    found = profile_layers(list(model.named_children()), [torch.arange(10)], torch.sum, 3)
     assert found[0].inputs == 0.0 < found[0].weights
     assert all(layer.inputs > 0 for layer in found[1:])
 
@@ -40,7 +40,7 @@ def test_the_loss_is_the_last_layers(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
     loss = Takes(clock, 9, 30.0, 50.0, 0.0)
     layers = [(str(number), Takes(clock, number + 1, 1.0, 2.0, 3.0)) for number in range(2)]
-    first, last = measure(layers, [torch.ones(3, 5)], lambda outputs: loss(outputs).sum(), 3)
+    first, last = profile_layers(layers, [torch.ones(3, 5)], lambda outputs: loss(outputs).sum(), 3)
     assert (first.forward, first.inputs, first.weights) == (1.0, 0.0, 3.0)
     assert (last.forward, last.inputs, last.weights) == (31.0, 52.0, 3.0)
 
@@ -68,7 +68,7 @@ def test_what_halves_of_a_backward_take_more_is_measured(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
     layers = [("0", Whole(clock, 1)), ("1", Whole(clock, 1)), ("2", Takes(clock, 1, 1.0, 2.0, 3.0))]
-    assert [layer.split for layer in measure(layers, [torch.ones(3, 5)], torch.sum, 5)] == [0.0, 5.0, 0.0]
+    assert [layer.split for layer in profile_layers(layers, [torch.ones(3, 5)], torch.sum, 5)] == [0.0, 5.0, 0.0]
 
 
 class Unsteady(Takes):
@@ -88,7 +88,7 @@ def test_how_far_passes_lie_apart_is_told(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
     more = itertools.chain([50, 50, 50], [0, 1, 2, 3, 40], itertools.repeat(0))  # three passes are thrown away
     layers = [("0", Takes(clock, 1, 1.0, 2.0, 3.0)), ("1", Unsteady(clock, 2, more))]
-    steady, unsteady = measure(layers, [torch.ones(3, 5)], torch.sum, 5)
+    steady, unsteady = profile_layers(layers, [torch.ones(3, 5)], torch.sum, 5)
     assert (steady.spread, unsteady.spread) == (0.0, 1.0)
     assert (unsteady.forward, unsteady.inputs) == (12.0, 2.0)
 
@@ -97,7 +97,7 @@ def test_layers_that_are_alike_share_the_median_of_all(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
     layers = [(str(number), Takes(clock, 1, *seconds)) for number, seconds in enumerate(KNOWN)]
-    first, *others = measure(layers, [torch.ones(3, 5)], torch.sum, 3)
+    first, *others = profile_layers(layers, [torch.ones(3, 5)], torch.sum, 3)
     assert (first.forward, first.inputs) == (4.0, 0.0)  # another: nobody wants its inputs' gradients
     assert {(layer.forward, layer.inputs, layer.weights) for layer in others} == {
         (6.0, 6.0, 2.0)
@@ -106,7 +106,7 @@ def test_layers_that_are_alike_share_the_median_of_all(monkeypatch):
 
 def test_bytes_are_counted():
     model = nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 3, bias=False))
-    found = measure(list(model.named_children()), [torch.ones(4, 10)], torch.sum, 1)
+    found = profile_layers(list(model.named_children()), [torch.ones(4, 10)], torch.sum, 1)
     assert [layer.activations for layer in found] == [4 * 80, 4 * 80, 4 * 12]
     assert [layer.parameters for layer in found] == [(200 + 20) * 4, 0, 60 * 4]
     assert [layer.saved for layer in found] == [4 * 40, 4 * 80, 4 * 80]  # an input, an output, an input
@@ -118,7 +118,7 @@ def test_nothing_of_the_model_is_changed():
     model[0].weight.grad = torch.ones(4, 4)
     before = {name: each.clone() for name, each in model.state_dict().items()}
     state = torch.get_rng_state()
-    measure(list(model.named_children()), [torch.randn(2, 4, 4, generator=torch.Generator())], torch.sum, 1)
+    profile_layers(list(model.named_children()), [torch.randn(2, 4, 4, generator=torch.Generator())], torch.sum, 1)
     assert_same_bits(dict(model.state_dict()), before)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
@@ -128,4 +128,4 @@ def test_nothing_of_the_model_is_changed():
 
 def test_no_passes_are_refused():
     with pytest.raises(UsageError, match="the median of 0 passes is to be taken"):
-        measure([("0", nn.Linear(1, 1))], [torch.ones(1, 1)], torch.sum, 0)
+        profile_layers([("0", nn.Linear(1, 1))], [torch.ones(1, 1)], torch.sum, 0)

@@ -12,7 +12,7 @@ from torch import nn
 
 import samestep
 from samestep.errors import ModelError
-from samestep.pipelines.agreement import check
+from samestep.pipelines.agreement import check_equivalence
 from samestep.pipelines.chain import chain_of
 from samestep.pipelines.cutting import Recipe
 from samestep.testing import assert_same_bits
@@ -199,7 +199,7 @@ def test_what_a_forward_asks_is_answered_alike_for_the_same_shapes():
     for kind in (Asks, Rows):
         model, x = kind(), torch.randn(2, 6)
         layers = [layer for _, layer in chain_of(model, [x]).layers]
-        check(model, layers, [x])
+        check_equivalence(model, layers, [x])
     with pytest.raises(ModelError, match=r"decides by a shape, which was 2 where the model was cut, and is 3 here"):
         one_after_another(layers)(torch.randn(3, 6))
 
@@ -219,9 +219,9 @@ def test_another_model_than_the_one_that_was_planned_for_is_refused():
 def test_layers_that_are_other_than_the_model_are_found():
     model, inputs, _ = made("convolutions")
     layers = [layer for _, layer in chain_of(model, inputs).layers]
-    check(model, layers, inputs)
+    check_equivalence(model, layers, inputs)
     with pytest.raises(ModelError, match="gives other values"):
-        check(model, [*layers, nn.Tanh()], inputs)
+        check_equivalence(model, [*layers, nn.Tanh()], inputs)
 
 
 def trained(name, stages, schedule, ranks):

@@ -307,7 +307,7 @@ def added_up(is_shared):
     """State after three steps, in the second of which biases are not trained."""
     with pytest.MonkeyPatch.context() as patch, samestep.world(pipeline=2) as world:
         if not is_shared:
-            patch.setattr(reduction, "is_ordered", lambda: False)
+            patch.setattr(reduction, "has_total_store_order", lambda: False)
         stage = Pipeline(model(), world, F.cross_entropy, ends=[4, 8])
         optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
         for step in range(3):

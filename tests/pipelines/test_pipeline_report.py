@@ -16,7 +16,7 @@ from samestep.pipelines.lanes import COLOURS, PART_COLOURS, ROW
 from samestep.pipelines.pipeline import Pipeline
 from samestep.pipelines.report import PARTS, Foreseen, reported
 from samestep.pipelines.stopwatch import Timed
-from samestep.schedule.choose import NAMES, named
+from samestep.schedule.choose import SCHEDULE_NAMES, make_schedule
 from samestep.schedule.simulate import Costs, simulate
 
 
@@ -79,7 +79,7 @@ def test_a_report_tells_steps_of_the_usual_size_and_adds_up(two_ranks, schedule,
     assert list(parts) == list(PARTS)
     assert sum(parts.values()) == pytest.approx(seconds, rel=1e-9)
     costs = Costs(*([each[half] for each in SECONDS] * chunks for half in (0, 1)), [0.0] * 2 * chunks)
-    assert predicted == simulate(named(schedule, 2, 4, chunks), costs).seconds
+    assert predicted == simulate(make_schedule(schedule, 2, 4, chunks), costs).seconds
     assert seconds > predicted  # waiting takes as long as it was told, or longer
     assert all(took >= wanted for (took, *_), (wanted, _) in zip(stages, SECONDS * chunks, strict=True))
     assert all(sum(took) >= wanted for (_, *took), (_, wanted) in zip(stages, SECONDS * chunks, strict=True))
@@ -90,14 +90,14 @@ def test_a_report_tells_steps_of_the_usual_size_and_adds_up(two_ranks, schedule,
 
 def exactly(schedule):
     """A step whose stages took exactly what was predicted."""
-    plan = named(schedule, 1, 3)
+    plan = make_schedule(schedule, 1, 3)
     costs = Costs([2.0], [0.0], [3.0])
     timeline = simulate(plan, costs)
     spans = tuple((span.action, span.begin, span.end) for span in timeline.spans)
     return Timed(plan, 6, 100.0, timeline.seconds + 1.0, spans), costs
 
 
-@pytest.mark.parametrize("schedule", [name for name in NAMES if name != "interleaved"])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULE_NAMES if name != "interleaved"])
 def test_a_step_that_goes_as_predicted_is_all_work_and_tail(schedule):
     timed, costs = exactly(schedule)
     with samestep.world() as world:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from samestep.pipelines import telling
-from samestep.pipelines.telling import Telling
+from samestep.pipelines.telling import ProgressLine
 
 
 class Terminal(io.StringIO):
@@ -23,7 +23,7 @@ def told(monkeypatch):
 
     def told(stream):
         monkeypatch.setattr(sys, "stderr", stream)
-        with Telling() as one:
+        with ProgressLine() as one:
             for word in "abc":
                 one.say(word)
         return stream.getvalue()

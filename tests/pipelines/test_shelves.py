@@ -247,9 +247,9 @@ def test_a_rank_that_skips_a_step_is_named_by_the_one_that_waits(two_ranks):
 def trained(blind):
     """Gradients after a step; on rank 1 no memory of others can be opened, if `blind`."""
     torch.manual_seed(0)
-    opened = room.opened
+    opened = room.open_segment
     if blind and os.environ["RANK"] == "1":
-        room.opened = lambda *_: None
+        room.open_segment = lambda *_: None
     try:
         with samestep.world(pipeline=2) as world:
             model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -259,7 +259,7 @@ def trained(blind):
             own = {name: each.grad for name, each in stage.named_parameters()}
             return len(stage._shelves), loss, stage.gathered(own)
     finally:
-        room.opened = opened
+        room.open_segment = opened
 
 
 def test_ranks_that_cannot_see_each_others_memory_train_alike_without(two_ranks):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import samestep
 from samestep.errors import DataError, ModelError
 from samestep.pipelines.pipeline import Pipeline
-from samestep.schedule.choose import NAMES, STRAIGHT
+from samestep.schedule.choose import SCHEDULE_NAMES, STRAIGHT
 from samestep.testing import assert_same_bits
 
 IGNORED = -100
@@ -313,7 +313,10 @@ def replicated(schedule):
 
 @pytest.mark.parametrize(
     "schedule",
-    [name if name in {"1f1b", "interleaved"} else pytest.param(name, marks=pytest.mark.prove) for name in NAMES],
+    [
+        name if name in {"1f1b", "interleaved"} else pytest.param(name, marks=pytest.mark.prove)
+        for name in SCHEDULE_NAMES
+    ],
 )
 def test_1_replicas_stay_alike_and_take_the_step_of_one_process(four_ranks, schedule):
     torch.manual_seed(0)
@@ -462,7 +465,7 @@ def test_every_trap_is_over_within_seconds(two_ranks, three_ranks, four_ranks, c
     for name, case in CASES.items():
         run = {2: two_ranks, 3: three_ranks}[case.stages]
         found[name] = max(max(check(name, run(taken, name, case.stages, schedule))) for schedule in STRAIGHT)
-    found |= {f"1 {name}": max(max(seconds) for _, seconds in four_ranks(replicated, name)) for name in NAMES}
+    found |= {f"1 {name}": max(max(seconds) for _, seconds in four_ranks(replicated, name)) for name in SCHEDULE_NAMES}
     for over in ("steps", "shards"):
         for results in two_ranks(weighed, over):
             for name, (_, seconds) in results.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.launch.nursery import Nursery
+from samestep.launch.nursery import PreforkServer
 from samestep.planning.profile import Profile
 from samestep.planning.profiling import OBSERVER, profile_script
 from samestep.verification import runs
@@ -17,11 +17,11 @@ Measure = Callable[..., Profile]
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
+def nursery() -> Iterator[PreforkServer]:
     """Forks all of these runs, which then need not import torch; with the modules that they would import late."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OMP_NUM_THREADS", "1")  # threads that wait for one another take as long as the machine is busy
-        made = Nursery(runs.alike(1), [OBSERVER.partition(":")[0], "samestep.planning.measuring"])
+        made = PreforkServer(runs.alike(1), [OBSERVER.partition(":")[0], "samestep.planning.measuring"])
         try:
             assert made.objection() is None
             yield made
@@ -30,7 +30,7 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture
-def measure(nursery: Nursery, tmp_path: Path) -> Measure:
+def measure(nursery: PreforkServer, tmp_path: Path) -> Measure:
     def measured(source: str, *args: str, steps: int = 5) -> Profile:
         path = tmp_path / "train.py"
         path.write_text(textwrap.dedent(source), encoding="utf-8")

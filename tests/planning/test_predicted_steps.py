@@ -9,12 +9,12 @@ from trainings import training
 
 from samestep.network import formulas
 from samestep.network.links import Link, Links
-from samestep.pipelines.balance import Problem
+from samestep.pipelines.balance import PartitionProblem
 from samestep.pipelines.layers import Device
 from samestep.planning import replicas, stages, work
 from samestep.planning.fabric import Flat
 from samestep.planning.step import Way
-from samestep.schedule.choose import named
+from samestep.schedule.choose import make_schedule
 from samestep.schedule.simulate import simulate
 
 SLOW = Link(50e-6, 1e8)
@@ -89,8 +89,8 @@ def test_a_profile_of_one_size_is_read_in_proportion() -> None:
 def test_a_pipelines_step_is_that_of_its_simulation(name: str, link: Link) -> None:
     profile, way = training(layers=6, start_s=0.0001), Way(1, 3, 4, name)
     one = stages.step(profile, Flat(link, 64), way)
-    plan = named(name, 3, 4)
-    problem = Problem(profile.layers[16], [Device()] * 3, plan, stages._link(link))
+    plan = make_schedule(name, 3, 4)
+    problem = PartitionProblem(profile.layers[16], [Device()] * 3, plan, stages._link(link))
     beside = one.parts.data + one.parts.optimizer + one.parts.other
     assert one.seconds - beside == pytest.approx(simulate(plan, problem.costs(one.ends)).seconds, rel=1e-9)
     assert (one.parts.messages > 1e-9) == (link is SLOW)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import UsageError
-from samestep.launch.nursery import Nursery
+from samestep.launch.nursery import PreforkServer
 from samestep.planning.observing import LISTENED, WARM_UP
 from samestep.planning.profile import Profile
 from samestep.verification import runs
@@ -90,7 +90,9 @@ def seen(path: Path) -> tuple[list[str], list[float]]:
     return [loss for loss, _ in lines], [float(two) - float(one) for (_, one), (_, two) in pairwise(lines)]
 
 
-def test_a_profiled_training_is_the_same_to_the_last_bit(measure: Measure, nursery: Nursery, tmp_path: Path) -> None:
+def test_a_profiled_training_is_the_same_to_the_last_bit(
+    measure: Measure, nursery: PreforkServer, tmp_path: Path
+) -> None:
     measure(NOTING, str(tmp_path / "watched.txt"))
     script = runs.Script(program=str(tmp_path / "train.py"), arguments=(str(tmp_path / "alone.txt"),))
     assert runs.run(script, 1, tmp_path / "run", "", {}, still_s=60, nursery=nursery).code == 0

@@ -13,7 +13,7 @@ import pytest
 
 from samestep.cli import main
 from samestep.errors import UsageError
-from samestep.launch.nursery import Nursery
+from samestep.launch.nursery import PreforkServer
 from samestep.planning import measuring, profiling
 from samestep.planning.moments import Mark, Moments
 from samestep.planning.profile import Profile, load
@@ -337,7 +337,9 @@ def test_a_script_that_must_not_meet_hooks_of_autograd_meets_none(measure: Measu
     assert profile.activation_bytes == 4 * 16 * (32 + 64)  # of the model alone
 
 
-def test_a_module_is_run_as_python_does_and_progress_is_told(nursery: Nursery, tmp_path: Path, monkeypatch) -> None:
+def test_a_module_is_run_as_python_does_and_progress_is_told(
+    nursery: PreforkServer, tmp_path: Path, monkeypatch
+) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text(textwrap.dedent(MLP), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -348,7 +350,7 @@ def test_a_module_is_run_as_python_does_and_progress_is_told(nursery: Nursery, t
 
 
 def test_the_command_profiles_a_module_for_as_many_steps_as_asked_for_and_keeps_the_profile(
-    nursery: Nursery, tmp_path: Path, monkeypatch, capsys
+    nursery: PreforkServer, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text(textwrap.dedent(MLP), encoding="utf-8")

@@ -11,7 +11,7 @@ from published import BATCH, DGX, HOROVOD, ONE_CARD, RESNETS, Rings, inception, 
 from samestep.planning import replicas
 from samestep.planning.offered import Offered
 from samestep.planning.step import Way
-from samestep.schedule.choose import named
+from samestep.schedule.choose import make_schedule
 from samestep.schedule.simulate import Costs, simulate
 
 PAGE = (Path(__file__).parents[2] / "docs/plan.md").read_text()
@@ -58,7 +58,7 @@ def test_what_overlapping_saves():
 @pytest.mark.parametrize(("parts", "row"), [(1, "whole batches"), (6, "6 micro-batches"), (10, "10 micro-batches")])
 def test_the_tutorials_pipeline(parts, row):
     each = 3.75 / 3 / parts / 6  # forward, and both halves of the backward, of each of two stages
-    seconds = simulate(named("fill-drain", 2, parts), Costs([each] * 2, [each] * 2, [each] * 2)).seconds
+    seconds = simulate(make_schedule("fill-drain", 2, parts), Costs([each] * 2, [each] * 2, [each] * 2)).seconds
     assert told(f"ResNet-50 in 2 stages, {row}") == round(3 * seconds, 2)
 
 

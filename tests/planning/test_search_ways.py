@@ -12,7 +12,7 @@ from samestep.network.cluster import parse
 from samestep.network.links import Link
 from samestep.planning import advice, told
 from samestep.planning.fabric import Flat
-from samestep.planning.planned import planned
+from samestep.planning.planned import make_plan
 from samestep.planning.search import Planner, Unfit
 from samestep.planning.step import Step, Way
 
@@ -59,7 +59,7 @@ def test_fewer_ranks_that_are_as_quick_are_what_is_told_in_detail() -> None:
         inside = { latency = "2 us", bandwidth = "300 GB/s" }
         between = { latency = "150 us", bandwidth = "100 Gbit/s" }
     """)
-    plan = planned(replace(training(cut=False), other_s=0.4), cluster, 16)
+    plan = make_plan(replace(training(cut=False), other_s=0.4), cluster, 16)
     assert plan.best is not None
     assert plan.best.way.ranks == 8
     said = list(plan.lines())

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import samestep
-from samestep.compress import NAMES
+from samestep.compress import CODEC_NAMES
 from samestep.recipes import corpus, digits, text
 
 SEEDS = range(5)
@@ -52,7 +52,7 @@ def text_trained(seed, codec, *more):
 
 
 @pytest.mark.parametrize(
-    "codec", ["int8", *(pytest.param(name, marks=pytest.mark.prove) for name in sorted(NAMES) if name != "int8")]
+    "codec", ["int8", *(pytest.param(name, marks=pytest.mark.prove) for name in sorted(CODEC_NAMES) if name != "int8")]
 )
 def test_digits_learn_under_every_codec(two_ranks, codec):
     for loss, accuracy in two_ranks(digits_trained, 0, codec, "--epochs", "2"):
@@ -71,7 +71,7 @@ def text_without(two_ranks):
 
 @pytest.mark.prove
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("codec", NAMES)
+@pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_digits_come_as_far_as_without(two_ranks, digits_without, codec):
     found = [two_ranks(digits_trained, seed, codec, timeout=600)[0] for seed in SEEDS]
     (loss, accuracy), (loss_with, accuracy_with) = (

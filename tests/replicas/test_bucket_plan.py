@@ -15,14 +15,14 @@ from samestep.replicas.buckets import (
     DEFAULT_CAPS,
     MIB,
     SLACK,
-    Backward,
+    BackwardProfile,
     BucketPlan,
     Cutting,
-    best_cap,
-    best_cut,
+    best_single_size,
+    coalesced,
     cut_by,
     is_quicker,
-    merged,
+    optimal_layout,
 )
 
 MOST = 9  # gradients: 256 cuts
@@ -40,12 +40,12 @@ def backwards(draw, most=MOST):
     sizes = draw(st.lists(st.integers(1, 1000), min_size=n, max_size=n))
     ready = draw(st.lists(st.floats(0.0, 10.0), min_size=n, max_size=n))
     link = Link(draw(st.floats(0.0, 2.0)), draw(st.floats(10.0, 1e4)))
-    return Backward(tuple(sizes), tuple(ready), link, draw(st.booleans()))
+    return BackwardProfile(tuple(sizes), tuple(ready), link, draw(st.booleans()))
 
 
 @given(backwards())
 def test_no_cut_ends_earlier(backward):
-    best = backward.finish_s(best_cut(backward, slack=0))
+    best = backward.finish_s(optimal_layout(backward, slack=0))
     assert best == min(backward.finish_s(cut) for cut in all_cuts(len(backward.sizes)))
 
 
@@ -53,7 +53,7 @@ def test_no_cut_ends_earlier(backward):
 def test_of_the_cuts_that_end_early_enough_it_has_the_fewest_buckets(backward):
     cuts = list(all_cuts(len(backward.sizes)))
     most = min(map(backward.finish_s, cuts)) * (1 + SLACK)
-    chosen = best_cut(backward)
+    chosen = optimal_layout(backward)
     assert backward.finish_s(chosen) <= most
     assert len(chosen) == min(len(cut) for cut in cuts if backward.finish_s(cut) <= most)
 
@@ -61,7 +61,9 @@ def test_of_the_cuts_that_end_early_enough_it_has_the_fewest_buckets(backward):
 @settings(max_examples=20)
 @given(backwards(most=12))
 def test_trying_all_of_twelve_gradients_finds_nothing_better(backward):
-    assert backward.finish_s(best_cut(backward, slack=0)) == min(map(backward.finish_s, all_cuts(len(backward.sizes))))
+    assert backward.finish_s(optimal_layout(backward, slack=0)) == min(
+        map(backward.finish_s, all_cuts(len(backward.sizes)))
+    )
 
 
 @given(backwards(), st.floats(1.0, 3.0), st.data())
@@ -71,17 +73,17 @@ def test_what_comes_later_or_costs_more_never_ends_earlier(backward, factor, dat
     link = Link(backward.link.latency_s * factor, backward.link.bytes_per_s / factor)
     for cut in all_cuts(len(backward.sizes)):
         before = backward.finish_s(cut)
-        assert Backward(backward.sizes, ready, backward.link, backward.beside).finish_s(cut) >= before
-        assert Backward(backward.sizes, backward.ready_s, link, backward.beside).finish_s(cut) >= before
+        assert BackwardProfile(backward.sizes, ready, backward.link, backward.beside).finish_s(cut) >= before
+        assert BackwardProfile(backward.sizes, backward.ready_s, link, backward.beside).finish_s(cut) >= before
 
 
 @given(backwards())
 def test_in_the_thread_of_the_backward_all_all_reduces_count_and_one_bucket_is_best(backward):
-    inside = Backward(backward.sizes, backward.ready_s, backward.link, beside=False)
+    inside = BackwardProfile(backward.sizes, backward.ready_s, backward.link, beside=False)
     for cut in all_cuts(len(inside.sizes)):
         assert inside.finish_s(cut) == pytest.approx(inside.alone_s + inside.adding_s(cut))
         assert Cutting.predicted(inside, cut).hidden == pytest.approx(0, abs=1e-6)
-    assert best_cut(inside) == (len(inside.sizes),)
+    assert optimal_layout(inside) == (len(inside.sizes),)
 
 
 @given(backwards())
@@ -111,11 +113,11 @@ def test_it_cuts_as_torch_does(elements, caps):
 
 @given(backwards(), st.integers(1, MOST))
 def test_gradients_taken_together_keep_their_bytes_and_wait_for_the_last(backward, most):
-    small = merged(backward, most)
+    small = coalesced(backward, most)
     assert len(small.sizes) <= most
     assert sum(small.sizes) == sum(backward.sizes)
     assert small.alone_s == backward.alone_s
-    cut = best_cut(small, slack=0)
+    cut = optimal_layout(small, slack=0)
     ends = itertools.accumulate(small.buckets(cut))
     starts = list(itertools.accumulate(backward.sizes))
     assert small.finish_s(cut) == backward.finish_s(tuple(starts.index(end) + 1 for end in ends))
@@ -124,13 +126,13 @@ def test_gradients_taken_together_keep_their_bytes_and_wait_for_the_last(backwar
 @given(backwards())
 def test_one_cap_for_all_is_at_least_as_good_as_one_bucket(backward):
     for from_the_end in (False, True):
-        cap = best_cap(backward, from_the_end=from_the_end)
+        cap = best_single_size(backward, from_the_end=from_the_end)
         cut = cut_by(backward.sizes, (cap,), from_the_end=from_the_end)
         assert backward.finish_s(cut) <= backward.finish_s((len(backward.sizes),))
 
 
 def test_communication_that_costs_nothing_is_hidden():
-    assert Cutting.predicted(Backward((1, 1), (1.0, 2.0), Link(0, float("inf"))), (1, 2)).hidden == 1
+    assert Cutting.predicted(BackwardProfile((1, 1), (1.0, 2.0), Link(0, float("inf"))), (1, 2)).hidden == 1
 
 
 @pytest.mark.parametrize(
@@ -148,9 +150,9 @@ def test_what_is_not_clearly_quicker_is_not_taken(ratios, takes):
 
 
 def plan(beside=True):
-    backward = Backward((3 * MIB, 3 * MIB, 13 * MIB, MIB), (0.004, 0.008, 0.02, 0.03), Link(5e-4, 1e9), beside)
+    backward = BackwardProfile((3 * MIB, 3 * MIB, 13 * MIB, MIB), (0.004, 0.008, 0.02, 0.03), Link(5e-4, 1e9), beside)
     default = Cutting.predicted(backward, cut_by(backward.sizes, DEFAULT_CAPS))
-    proposed = Cutting.predicted(backward, best_cut(backward))
+    proposed = Cutting.predicted(backward, optimal_layout(backward))
     return BucketPlan(default.achieved(backward, 0.05), proposed, False, "because", 0.03, backward.link, beside)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.replicas.buffers import equalise_buffers
+from samestep.replicas.buffers import sync_buffers
 from samestep.testing import assert_same_bits
 
 
@@ -29,7 +29,7 @@ def equalised():
     with samestep.world() as world:
         module = ManyBuffers(world.rank)
         before = list(module.buffers())
-        equalise_buffers(module, world.data)
+        sync_buffers(module, world.data)
         assert all(a is b for a, b in zip(before, module.buffers(), strict=True))
         return dict(module.named_buffers()), float(module.weight[0].detach())
 
@@ -44,4 +44,4 @@ def test_every_rank_gets_the_first_ranks_buffers_of_every_type(three_ranks):
 def test_alone_and_without_buffers_nothing_happens():
     assert_same_bits(equalised()[0], dict(ManyBuffers(0).named_buffers()))
     with samestep.world() as world:
-        equalise_buffers(nn.Linear(1, 1), world.data)
+        sync_buffers(nn.Linear(1, 1), world.data)

@@ -14,14 +14,14 @@ from torch import nn
 import samestep
 from samestep import compress
 from samestep.compress import simulate
-from samestep.compress.chunks import MOST, chunks_of, pieces_of
-from samestep.compress.memory import Memory
-from samestep.compress.schemes import PLAIN, Part, mean
+from samestep.compress.chunks import MAX_CHUNK, chunks_of, pieces_of
+from samestep.compress.memory import ErrorFeedback
+from samestep.compress.schemes import PLAIN, ReductionContext, mean
 from samestep.errors import CheckpointError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CODECS = [*map(compress.named, compress.NAMES), compress.Int8(rounding="nearest", block=64)]
+CODECS = [*map(compress.named, compress.CODEC_NAMES), compress.Int8(rounding="nearest", block=64)]
 CODECS += [compress.TopK(fraction=0.05, momentum=0.9, warmup=3)]
 SOME = [compress.Int8(), compress.PowerSGD(), CODECS[-1]]  # every row, low rank, and memory of two kinds
 SOME += [pytest.param(codec, marks=pytest.mark.prove) for codec in CODECS if codec not in SOME]
@@ -61,7 +61,7 @@ def own(rank, step):
 
 def simulated(codec, size, steps=4):
     """The same, on simulated ranks, every parameter by itself."""
-    memories, found = [Memory() for _ in range(size)], []
+    memories, found = [ErrorFeedback() for _ in range(size)], []
     for step in range(steps):
         brought = [own(rank, step) for rank in range(size)]
         found.append({})
@@ -69,14 +69,14 @@ def simulated(codec, size, steps=4):
         for name, gradient in brought[0].items():
             taken = codec.takes(gradient.shape)
             used = codec if taken else PLAIN
-            pieces = pieces_of(name, gradient.shape, number, most=MOST if codec.cuts or not taken else None)
+            pieces = pieces_of(name, gradient.shape, number, most=MAX_CHUNK if codec.cuts or not taken else None)
             number += len(pieces)
             (chunk,) = chunks_of(pieces, getattr(used, "block", 1))
             schemes = []
             for rank in range(size):
                 flat = torch.zeros(chunk.length)
                 chunk.views(flat)[0].copy_(brought[rank][name])
-                schemes.append(mean(used, Part(chunk, rank, size, step, 0, memories[rank]), flat))
+                schemes.append(mean(used, ReductionContext(chunk, rank, size, step, 0, memories[rank]), flat))
             found[-1][name] = chunk.views(simulate.run(schemes).means[0])[0]
     return found
 

@@ -15,7 +15,7 @@ from samestep.errors import DriftError, StepError, UsageError
 from samestep.replicas import digests, drift, rounds
 from samestep.replicas.differing import Difference, culprits, differences, who
 from samestep.replicas.digests import Item, digest_of_all, items_of_model, mixed, signed
-from samestep.replicas.drift import DriftGuard, DriftWatch, guard_of, same_everywhere
+from samestep.replicas.drift import DriftGuard, DriftMonitor, guard_of, same_everywhere
 from samestep.testing import assert_same_bits
 
 NAMES = ("0.weight", "0.bias", "3.weight", "3.bias")
@@ -38,7 +38,7 @@ class Training:
         self.world = world
         self.model = samestep.replicate(make(), world, nonfinite="off", **options)
         self.module = self.model.module
-        self.watch = DriftWatch(self.module, world, guard)
+        self.watch = DriftMonitor(self.module, world, guard)
         self.optimizer = optimizer(self.module.parameters())
         self.between = lambda: None
         self.optimizer.register_step_post_hook(lambda *_: self.between())
@@ -507,7 +507,7 @@ def adversaries():
     with samestep.world() as world:
         makers = {"generator": nn.Linear(6, 6), "discriminator": nn.Bilinear(6, 6, 1)}
         models = {name: samestep.replicate(make, world) for name, make in makers.items()}
-        watches = {name: DriftWatch(model.module, world, DriftGuard(every=4)) for name, model in models.items()}
+        watches = {name: DriftMonitor(model.module, world, DriftGuard(every=4)) for name, model in models.items()}
         optimizers = {name: sgd(model.parameters()) for name, model in models.items()}
         found = []
         for turn in range(10):
@@ -579,7 +579,7 @@ def of_one_optimizer():
     """The watches of two models with one optimizer must check in one order, or the ranks' digests would cross."""
     with samestep.world() as world:
         models = [samestep.replicate(net(), world) for _ in range(6)]
-        watches = [DriftWatch(model.module, world, DriftGuard(every=1)) for model in models]
+        watches = [DriftMonitor(model.module, world, DriftGuard(every=1)) for model in models]
         optimizer = sgd([parameter for model in models for parameter in model.parameters()])
         order = []
         for watch in watches:
@@ -966,7 +966,7 @@ def test_a_checkpoint_keeps_the_counts(two_ranks, tmp_path):
 def test_counts_of_a_fresh_guard_can_be_saved(two_ranks, tmp_path):
     def fresh(path):
         with samestep.world() as world:
-            watch = DriftWatch(samestep.replicate(net(), world).module, world, DriftGuard())
+            watch = DriftMonitor(samestep.replicate(net(), world).module, world, DriftGuard())
             samestep.checkpoint(path, world, every=None, guard=watch).save()
             return watch.last_alike
 

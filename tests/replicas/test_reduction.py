@@ -13,7 +13,7 @@ from torch import nn
 
 import samestep
 from samestep.collectives import shared_memory
-from samestep.collectives.shared_memory import mean_of
+from samestep.collectives.shared_memory import divide_
 from samestep.errors import UsageError
 from samestep.replicas import reduction
 from samestep.runtime.axes import Neighbours
@@ -53,7 +53,7 @@ def in_order(parts):
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
-    mean_of(total, len(parts))
+    divide_(total, len(parts))
     return total
 
 
@@ -266,7 +266,7 @@ def test_shared_memory_that_is_insisted_on_and_not_to_be_had_says_why(two_ranks)
 def ordered_without_memory():
     torch.set_num_threads(1)
     with samestep.world() as world:
-        with mock.patch.object(reduction, "open_board", return_value=None):
+        with mock.patch.object(reduction, "open_counters", return_value=None):
             model = samestep.replicate(nn.Linear(2, 1), world, reduce="ordered")
         model(torch.full((1, 2), float(world.rank))).sum().backward()
         return model.module.weight.grad.tolist()

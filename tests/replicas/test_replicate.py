@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import samestep
-from samestep.data.order import Order
+from samestep.data.order import SampleOrder
 from samestep.errors import DataError, DeviceError, EmptyBatchError, ModelError, StepError
 from samestep.testing import assert_same_bits
 
@@ -157,7 +157,7 @@ def train_gan_alone(freeze):
     real, noise = gan_data().tensors
     steps, epoch = 0, 0
     while steps < GAN_STEPS:
-        order = torch.from_numpy(Order(GAN_SAMPLES, seed=0, epoch=epoch).take(0, GAN_SAMPLES))
+        order = torch.from_numpy(SampleOrder(GAN_SAMPLES, seed=0, epoch=epoch).take(0, GAN_SAMPLES))
         for start in range(0, GAN_SAMPLES, GAN_BATCH):
             chosen = order[start : start + GAN_BATCH]
             if steps == GAN_STEPS:

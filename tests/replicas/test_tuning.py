@@ -33,8 +33,8 @@ def decided(takes=True, cut=None, lists=True):
     """Has buckets proposed that are not the default's, whatever was measured, and taken or not."""
     names = ("best_cut", "is_quicker", "WORTH", "_HAS_LISTS", "best_cap", "PROFILED", "BLOCK")
     before = {name: getattr(tuning, name) for name in names}
-    tuning.best_cut = lambda backward: cut or tuple(range(1, len(backward.sizes) + 1))
-    tuning.best_cap = lambda backward, *, from_the_end: 2000
+    tuning.optimal_layout = lambda backward: cut or tuple(range(1, len(backward.sizes) + 1))
+    tuning.best_single_size = lambda backward, *, from_the_end: 2000
     tuning.is_quicker = lambda ratios: (takes, f"{len(ratios)} ratios")
     tuning.WORTH = float("inf")
     tuning.PROFILED = 2

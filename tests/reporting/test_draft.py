@@ -9,13 +9,13 @@ import threading
 import pytest
 
 from samestep.errors import UsageError
-from samestep.reporting.draft import write_whole
+from samestep.reporting.draft import write_atomic
 
 
 def test_a_link_stays_a_link_and_its_file_gets_the_text(tmp_path):
     (tmp_path / "there").write_text("something longer")
     (tmp_path / "link").symlink_to("there")
-    write_whole(tmp_path / "link", ["a", "b"])
+    write_atomic(tmp_path / "link", ["a", "b"])
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "there").read_text() == "ab"
 
@@ -25,7 +25,7 @@ def test_a_pipe_is_written_into_and_stays(tmp_path):
     read = []
     reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
     reader.start()
-    write_whole(tmp_path / "pipe", ["a", "b"])
+    write_atomic(tmp_path / "pipe", ["a", "b"])
     reader.join(20)
     assert read == ["ab"]
     assert (tmp_path / "pipe").is_fifo()
@@ -38,10 +38,10 @@ def test_a_text_that_ends_early_leaves_the_old_one(tmp_path):
 
     (tmp_path / "page").write_text("old")
     with pytest.raises(UsageError, match="no more"):
-        write_whole(tmp_path / "page", pieces())
+        write_atomic(tmp_path / "page", pieces())
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("page", "old")]
 
 
 def test_a_name_that_ends_in_gz_is_compressed(tmp_path):
-    write_whole(tmp_path / "trace.json.gz", ["a", "b"])
+    write_atomic(tmp_path / "trace.json.gz", ["a", "b"])
     assert gzip.decompress((tmp_path / "trace.json.gz").read_bytes()) == b"ab"

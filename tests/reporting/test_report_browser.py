@@ -8,10 +8,10 @@ import pytest
 from made_runs import OWN, T0, Made
 
 from chromium import PROGRAM, Browser
-from samestep.reporting.analysis import analysed
+from samestep.reporting.analysis import analyse
 from samestep.reporting.packed import PackingReader
-from samestep.reporting.page import rendered
-from samestep.reporting.record import opened
+from samestep.reporting.page import render_page
+from samestep.reporting.record import open_run
 from samestep.reporting.summary import summary
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no chromium on this machine")
@@ -35,9 +35,9 @@ def browser(chromium):
 
 
 def page_of(made, name="report.html"):
-    found = analysed(opened(made.path, PackingReader))
+    found = analyse(open_run(made.path, PackingReader))
     file = made.path / name
-    file.write_text(rendered(found, summary(found, T0 + 100)), encoding="utf-8", errors="backslashreplace")
+    file.write_text(render_page(found, summary(found, T0 + 100)), encoding="utf-8", errors="backslashreplace")
     return file.as_uri()
 
 

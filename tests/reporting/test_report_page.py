@@ -14,10 +14,10 @@ import pytest
 from made_runs import OWN, T0, Made
 
 from samestep.errors import UsageError
-from samestep.reporting.analysis import analysed
-from samestep.reporting.draft import write_whole
-from samestep.reporting.page import check_library, embedded, rendered
-from samestep.reporting.record import opened
+from samestep.reporting.analysis import analyse
+from samestep.reporting.draft import write_atomic
+from samestep.reporting.page import check_library, embedded, render_page
+from samestep.reporting.record import open_run
 from samestep.reporting.summary import summary
 
 HOSTILE = '</script><script>alert("&")</script><img src=x onerror=alert(1)>\x1b[31m\u202e\u2028'
@@ -43,8 +43,8 @@ class Elements(HTMLParser):
 
 
 def page_of(path):
-    found = analysed(opened(path))
-    return rendered(found, summary(found, T0 + 100))
+    found = analyse(open_run(path))
+    return render_page(found, summary(found, T0 + 100))
 
 
 def data_of(page):
@@ -171,7 +171,7 @@ def test_a_page_is_there_whole_or_not_at_all(tmp_path):
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        write_whole(file, pieces())
+        write_atomic(file, pieces())
     assert file.read_text() == "the one before"
     assert list(tmp_path.iterdir()) == [file]
 

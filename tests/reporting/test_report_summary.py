@@ -11,19 +11,19 @@ from made_runs import OWN, T0, Made
 
 from samestep.errors import UsageError
 from samestep.reporting import content
-from samestep.reporting.analysis import analysed
+from samestep.reporting.analysis import analyse
 from samestep.reporting.curves import course, curves, ranges
 from samestep.reporting.gantt import idle
 from samestep.reporting.moments import moments
 from samestep.reporting.packed import PackingReader
-from samestep.reporting.record import opened
+from samestep.reporting.record import open_run
 from samestep.reporting.summary import as_json, lines, summary
 
 CALM = {"data": 100, "forward": 4_000, "backward": 8_000, "optimizer": 2_000}
 
 
 def analysis_of(made, number=None):
-    return analysed(opened(made.write(), PackingReader), number)
+    return analyse(open_run(made.write(), PackingReader), number)
 
 
 def told(made):
@@ -136,7 +136,7 @@ def test_uneven_work_is_told_apart_from_a_slow_rank(tmp_path):
         work=lambda rank, step: {"samples": 4, "weight": weight(rank, step), "epoch": 0},
     )
     found = advised(made)
-    ledger = analysed(opened(tmp_path)).ledger
+    ledger = analyse(open_run(tmp_path)).ledger
     assert ledger.imbalance == pytest.approx(0.5)  # 30 of a mean of 20
     assert ledger.cost == pytest.approx(0.001)  # 100 us a unit, 10 units beyond the mean
     assert list(found) == ["imbalance"]
@@ -150,12 +150,12 @@ def test_batches_of_a_loader_of_its_own_are_compared_by_the_numbers_in_them(tmp_
         own=lambda rank, step: CALM | {"backward": 8_000 + 100 * (30 if (rank + step) % 2 else 10)},
         work=lambda rank, step: {"elements": 30 if (rank + step) % 2 else 10},
     )
-    found, ledger = advised(made), analysed(opened(tmp_path)).ledger
+    found, ledger = advised(made), analyse(open_run(tmp_path)).ledger
     assert (ledger.unit, ledger.imbalance) == ("elements", pytest.approx(0.5))
     assert "50 % more numbers in batches than the mean" in found["imbalance"].text
-    assert content.shares(analysed(opened(tmp_path)))[0][1::3] == ["not told", "not told"]
+    assert content.shares(analyse(open_run(tmp_path)))[0][1::3] == ["not told", "not told"]
     assert "numbers in batches (samples are told by samestep.shards alone)" in content.ledger_words(
-        analysed(opened(tmp_path))
+        analyse(open_run(tmp_path))
     )
 
 
@@ -193,7 +193,7 @@ def test_buckets_of_which_the_end_is_unknown_are_said_to_be(tmp_path):
             for line in lines
         ]
         made.file(rank).write_text("\n".join(lines) + "\n")
-    found = analysed(opened(tmp_path))
+    found = analyse(open_run(tmp_path))
     assert found.overlap.part is None
     assert "when they were back is not" in " ".join(summary(found, T0).time)
 
@@ -214,7 +214,7 @@ def test_of_a_single_save_none_can_be_left_out(tmp_path, saves):
         for step in range(saves):
             line = {"v": 1, "t": T0, "rank": 0, "attempt": 0, "kind": "checkpoint", "step": step, "seconds": 0.1}
             file.write(json.dumps(line | {"path": "kept", "bytes": 9, "reason": None}) + "\n")
-    found = {piece.code for piece in summary(analysed(opened(tmp_path)), T0).advice}
+    found = {piece.code for piece in summary(analyse(open_run(tmp_path)), T0).advice}
     assert ("save" in found) == (saves == 2)
 
 
@@ -258,7 +258,7 @@ def test_an_error_of_the_check_makes_it_another_training(tmp_path):
     made.find(code="gradient-scale")
     made.find(code="parameters-diverged")
     made.find(code="parameters-diverged")
-    same = summary(analysed(opened(tmp_path)), T0).same
+    same = summary(analyse(open_run(tmp_path)), T0).same
     assert same.verdict == "different"
     assert "3 errors (gradient-scale and parameters-diverged)" in same.sentence
 
@@ -267,7 +267,7 @@ def test_a_check_without_findings_says_that_the_ranks_agree(tmp_path):
     made = Made(tmp_path)
     made.write()
     made.check(20)
-    same = summary(analysed(opened(tmp_path)), T0).same
+    same = summary(analyse(open_run(tmp_path)), T0).same
     assert same.verdict == "agrees"
     assert "over 20 steps" in same.sentence
 
@@ -276,7 +276,7 @@ def test_a_check_of_no_step_proves_nothing(tmp_path):
     made = Made(tmp_path, steps=0)
     made.write()
     made.check(0)
-    same = summary(analysed(opened(tmp_path)), T0).same
+    same = summary(analyse(open_run(tmp_path)), T0).same
     assert same.verdict == "unchecked"
     assert same.sentence.startswith("Nothing was checked: ")
 
@@ -317,28 +317,28 @@ def test_of_a_rank_that_is_to_blame_something_is_known_though_it_left_no_event(t
     made = Made(tmp_path, ranks=2, about={"exit": 3, "failure": failure | {"where": None, "waiting": [0]}})
     made.write()
     made.file(1).unlink()
-    sentences = summary(analysed(opened(tmp_path)), T0).state.sentences
+    sentences = summary(analyse(open_run(tmp_path)), T0).state.sentences
     assert "Rank 1 is to blame: Exit: exit code 3." in sentences
     assert "Rank 1 has left no event." in sentences
 
 
 def test_a_name_too_long_for_any_file_is_no_run_directory(tmp_path):
     with pytest.raises(UsageError, match="cannot be read: File name too long"):
-        opened(tmp_path / ("a" * 300))
+        open_run(tmp_path / ("a" * 300))
 
 
 def test_buckets_without_a_size_do_no_harm(tmp_path):
     made = Made(tmp_path, ranks=1, steps=1, buckets=1)
     made.write()
     made.file(0).write_text(made.file(0).read_text().replace("1048576", "null"))
-    assert analysed(opened(tmp_path)).overlap.size == 0
+    assert analyse(open_run(tmp_path)).overlap.size == 0
 
 
 def test_a_rank_that_was_killed_is_told_where_it_stood(tmp_path):
     made = Made(tmp_path, ended=lambda rank: rank != 1, about={"exit": 124})
     made.write()
     made.append(1, "at", 20, phase="collective", operation="all_reduce", site="train.py:7")
-    sentences = " ".join(summary(analysed(opened(tmp_path)), T0).state.sentences)
+    sentences = " ".join(summary(analyse(open_run(tmp_path)), T0).state.sentences)
     assert "Rank 1 was last seen in its phase 'collective' (all_reduce at train.py:7)" in sentences
     assert "it hung, and was stopped" in sentences
 
@@ -357,7 +357,7 @@ def test_the_last_of_several_attempts_is_chosen_and_the_others_named(tmp_path):
     assert "attempt 0" in " ".join(summary(found, T0).state.sentences)
     assert analysis_of(made, 0).steps == 5
     with pytest.raises(UsageError, match="no attempt 7 of this run; its attempts are 0, 1"):
-        analysed(opened(tmp_path), 7)
+        analyse(open_run(tmp_path), 7)
 
 
 def test_a_rank_that_has_hardly_begun_is_not_compared(tmp_path):
@@ -367,7 +367,7 @@ def test_a_rank_that_has_hardly_begun_is_not_compared(tmp_path):
         line for line in made.file(2).read_text().splitlines() if '"kind": "step"' not in line or '"step": 1,' in line
     ]
     made.file(2).write_text("\n".join(kept) + "\n")
-    found = analysed(opened(tmp_path))
+    found = analyse(open_run(tmp_path))
     assert found.table.ranks == (0, 1)
     assert len(found.table) == 20
     assert "Rank 2 has taken 1 step and is not compared" in " ".join(summary(found, T0).state.sentences)
@@ -380,7 +380,7 @@ def test_ranks_are_compared_by_their_steps_and_not_by_their_lines(tmp_path):
         made.write()
         kept = made.file(1).read_text().splitlines()[: 2 + lines_kept]
         made.file(1).write_text("\n".join(kept) + "\n")
-        found = analysed(opened(made.path))
+        found = analyse(open_run(made.path))
         said = "Rank 1 has taken 16 steps and is not compared" in " ".join(summary(found, T0).state.sentences)
         assert (found.table.ranks == (0, 1), said) == (compared, not compared)
 
@@ -391,7 +391,7 @@ def test_a_rank_that_began_with_lines_of_single_steps_is_left_out_by_its_steps(t
     single = Made(tmp_path / "single", steps=10)
     single.write()
     Made(tmp_path).file(1).write_bytes(single.file(1).read_bytes())
-    found = analysed(opened(tmp_path))
+    found = analyse(open_run(tmp_path))
     assert found.table.ranks == (0,)
     assert found.table.left_out == {1: 10}
 
@@ -411,7 +411,7 @@ def test_numbers_that_no_clock_gives_do_no_harm(tmp_path):
     made.append(0, "step", 6, **strange, seconds=1e200, spent={"forward": 1e200}, buckets=[[0, 10**200, 1, 2, 3]])
     made.append(1, "step", 6, **strange, seconds=-1.0, spent={"forward": -(10**200)}, buckets=[])
     made.append(1, "step", 10**40, **strange, seconds=1, spent={}, buckets=[])
-    found = analysed(opened(tmp_path))
+    found = analyse(open_run(tmp_path))
     assert np.isfinite(found.table.spent).all()
     assert lines(summary(found, T0))
     assert len(moments(found.table, found.logs)) == 6
@@ -485,9 +485,9 @@ def test_the_clocks_of_hosts_are_brought_together_by_the_ends_of_steps(tmp_path)
         late = T0 + 0.018 + made.ahead(rank)
         rest = {"steps": 0, "seconds": 1.0, "spent": {"other": 1.0}, "spans": [], "more": 0, "buckets": [], "work": {}}
         made.append(rank, "step", 1, late, **rest)
-    assert [round(log.ahead, 6) for log in opened(tmp_path).attempt(0)] == [0, 100, 100]
+    assert [round(log.ahead, 6) for log in open_run(tmp_path).attempt(0)] == [0, 100, 100]
     made.file(1).write_text("")
-    assert [round(log.ahead, 6) for log in opened(tmp_path).attempt(0)] == [0, 100, 100]
+    assert [round(log.ahead, 6) for log in open_run(tmp_path).attempt(0)] == [0, 100, 100]
 
 
 def test_hosts_whose_clocks_differ_are_drawn_on_one(tmp_path):
@@ -504,7 +504,7 @@ def test_a_pipelines_idle_time_is_what_is_left_between_its_actions(tmp_path):
     # rank 0: F0 F1 ·· B0 B1 ··      rank 1: ·· F0 B0 F1 B1 ··      one second each, of six
     made.append(0, "pipeline", 1, schedule="1F1B", stages=2, actions=_actions(0, {"F": (0, 1), "B": (3, 4)}))
     made.append(1, "pipeline", 1, schedule="1F1B", stages=2, actions=_actions(1, {"F": (1, 3), "B": (2, 5)}))
-    found = analysed(opened(tmp_path))
+    found = analyse(open_run(tmp_path))
     assert idle(found.gantts) == pytest.approx(1 - 8 / 12)
     assert {piece.code for piece in summary(found, T0).advice} <= {"idle stages", "save"}
 

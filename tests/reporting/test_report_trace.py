@@ -11,13 +11,13 @@ from itertools import pairwise
 import pytest
 from made_runs import OWN, T0, Made
 
-from samestep.reporting.draft import write_whole
-from samestep.reporting.record import opened
+from samestep.reporting.draft import write_atomic
+from samestep.reporting.record import open_run
 from samestep.reporting.trace import LAUNCHER, trace
 
 
 def events_of(made):
-    run = opened(made.path)
+    run = open_run(made.path)
     return json.loads("".join(trace(run, run.attempt(made.attempt))))["traceEvents"]
 
 
@@ -95,10 +95,10 @@ def test_numbers_that_are_none_make_no_broken_file(tmp_path):
     line = {"steps": 1, "seconds": math.inf, "spent": {"data": math.nan}, "spans": [["data", math.nan, -4]], "more": 0}
     made.append(0, "step", 21, math.nan, **line, buckets=[[0, math.inf, math.nan, 1, 2]], work={"samples": 10**400})
     made.append(0, "pipeline", 3, schedule="x", stages=1, actions=[["F", 1, 10**400, 0, 10**400]])
-    text = "".join(trace(opened(tmp_path), opened(tmp_path).attempt(0)))
+    text = "".join(trace(open_run(tmp_path), open_run(tmp_path).attempt(0)))
     json.loads(text, parse_constant=pytest.fail)
 
 
 def test_a_name_that_ends_in_gz_is_compressed(tmp_path):
-    write_whole(tmp_path / "trace.json.gz", ["[1,", "2]"])
+    write_atomic(tmp_path / "trace.json.gz", ["[1,", "2]"])
     assert json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes())) == [1, 2]

@@ -10,7 +10,7 @@ from made_runs import T0, Made
 
 from samestep.reporting.live import latest
 from samestep.reporting.live.latest import LatestReader, Tail, clean, forget, open_latest
-from samestep.reporting.record import opened
+from samestep.reporting.record import open_run
 
 
 def test_of_a_huge_file_the_first_and_the_last_events_are_read(tmp_path):
@@ -151,4 +151,4 @@ def test_a_record_that_is_cut_is_a_problem(tmp_path):
     made = Made(tmp_path)
     made.write()
     (tmp_path / "run.json").write_text('{"command": ["tra', encoding="utf-8")
-    assert opened(tmp_path).problems == ["run.json is cut, or no JSON: what was run, and how it ended, is not known"]
+    assert open_run(tmp_path).problems == ["run.json is cut, or no JSON: what was run, and how it ended, is not known"]

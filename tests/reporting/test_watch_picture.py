@@ -12,7 +12,7 @@ import pytest
 from made_runs import OWN, T0, Made
 from rich.console import Console
 
-from samestep.reporting.live.choice import Choice
+from samestep.reporting.live.choice import ViewState
 from samestep.reporting.live.latest import LOOK, open_latest
 from samestep.reporting.live.marks import PHASES, Marks
 from samestep.reporting.live.pace import apportioned, pace
@@ -22,7 +22,7 @@ from samestep.reporting.live.scene import Scene
 
 def drawn(made, width=80, height=24, choice=None, now=T0 + 1, output=(), **marks):
     """Returns the lines of a screen, as a terminal without colours gets them."""
-    scene = Scene(open_latest(made.path), choice or Choice(), now)
+    scene = Scene(open_latest(made.path), choice or ViewState(), now)
     return [line.plain for line in picture(scene, list(output), width, height, Marks(colours=False, **marks))]
 
 
@@ -172,7 +172,7 @@ def test_a_run_that_goes_with_the_directory_one_stands_in_is_still_shown(tmp_pat
     made.write()
     monkeypatch.chdir(made.path)
     made.path = Path()
-    scene = Scene(open_latest(made.path), Choice(), T0)
+    scene = Scene(open_latest(made.path), ViewState(), T0)
     shutil.rmtree(tmp_path / "run")
     lines = [line.plain for line in picture(scene, [], 80, 24, Marks(colours=False))]
     assert " step 20 " in line_of(lines, "step 20 ")
@@ -234,7 +234,7 @@ def test_a_hang_names_who_is_missing_and_shows_what_it_prints(tmp_path):
     assert "missing for 1 min" in row_of(lines, 1)
     assert "rank 1, standard output" in line_of(lines, "standard output")
     assert not any("train.py:9" in line for line in lines)
-    assert any("train.py:9" in line for line in drawn(made, choice=Choice(panel="events")))
+    assert any("train.py:9" in line for line in drawn(made, choice=ViewState(panel="events")))
     made.say("moves", "progress again after 60 s", t=T0 + 61)
     assert "hangs" not in drawn(made, now=T0 + 1)[0]
 
@@ -253,7 +253,7 @@ def test_a_failed_run_says_why_and_shows_the_standard_error_of_whom_it_blames(tm
     assert "rank 2, standard error" in line_of(lines, "standard error")
     assert "ValueError: boom" in row_of(lines, 2)
     assert "was ended" in row_of(lines, 1)
-    scene = Scene(open_latest(tmp_path), Choice(), T0)
+    scene = Scene(open_latest(tmp_path), ViewState(), T0)
     assert [scene.row(rank).at.level for rank in range(4)] == ["warn", "warn", "bad", "warn"]
     assert scene.row(3).at.text == "lost its peers"
 
@@ -262,7 +262,7 @@ def test_findings_of_check_are_told_with_their_fix(tmp_path):
     made = Made(tmp_path)
     made.write()
     made.find(rank=1, step=3, where="train.py:4", cause="rank 1 stepped alone", fix="wait for the others")
-    text = "\n".join(drawn(made, choice=Choice(panel="events")))
+    text = "\n".join(drawn(made, choice=ViewState(panel="events")))
     assert "finding    parameters-diverged, rank 1, step 3 at train.py:4: rank 1" in text
     assert "wait for the others" in text
 
@@ -274,7 +274,7 @@ def test_an_earlier_attempt_can_be_seen(tmp_path):
     made.say("restart", "rank 0 failed", 0)
     assert ", attempt 1" in drawn(made)[0]
     assert "finished" in row_of(drawn(made), 0)
-    before = drawn(made, choice=Choice(attempt=0))
+    before = drawn(made, choice=ViewState(attempt=0))
     assert ", attempt 0" in before[0]
     assert "was ended" in row_of(before, 0)
 
@@ -290,7 +290,7 @@ def test_ranks_that_a_script_starts_by_itself_are_the_ones_that_are_shown(tmp_pa
     run = open_latest(tmp_path)
     run.refresh()
     assert [log.step for log in run.attempt(0)] == [20, 20]
-    assert Scene(run, Choice(rank=1), T0).output() == spawned / "rank0.out"
+    assert Scene(run, ViewState(rank=1), T0).output() == spawned / "rank0.out"
 
 
 # --- how it looks -------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_it_fits_every_terminal(tmp_path, ranks, size):
     made.write()
     made.say("hang", "it hangs\n" + "x" * 500, 0)
     for panel in ("out", "err", "events"):
-        for choice in (Choice(panel=panel), Choice(panel=panel, is_help=True, is_paused=True)):
+        for choice in (ViewState(panel=panel), ViewState(panel=panel, is_help=True, is_paused=True)):
             lines = drawn(made, *size, choice, output=["y" * 500, "日本語" * 100] * 20)
             assert len(lines) == size[1]
             console = Console(width=400)
@@ -323,12 +323,12 @@ def test_eight_ranks_fit_into_the_smallest_usual_terminal(tmp_path):
 def test_of_many_ranks_those_round_the_chosen_one_are_shown(tmp_path):
     made = Made(tmp_path, ranks=64, steps=3)
     made.write()
-    lines = drawn(made, choice=Choice(rank=40))
+    lines = drawn(made, choice=ViewState(rank=40))
     assert row_of(lines, 40).startswith(" ▸   40")
     assert row_of(lines, 36)
     assert row_of(lines, 44)
     assert re.search(r"\d+-\d+ of 64$", line_of(lines, " rank "))
-    assert row_of(drawn(made, choice=Choice(rank=63)), 63).startswith(" ▸")
+    assert row_of(drawn(made, choice=ViewState(rank=63)), 63).startswith(" ▸")
 
 
 def test_phases_are_told_apart_without_colour_and_with_it(tmp_path):
@@ -359,7 +359,7 @@ def test_a_bar_has_as_many_cells_as_it_may(width):
 def test_a_snapshot_has_all_ranks_and_the_last_ten_lines(tmp_path):
     made = Made(tmp_path, ranks=64, steps=3)
     made.write()
-    scene = Scene(open_latest(tmp_path), Choice(), T0)
+    scene = Scene(open_latest(tmp_path), ViewState(), T0)
     lines = [line.plain for line in snapshot(scene, [f"line {n}" for n in range(50)], 100, Marks(colours=False))]
     assert all(row_of(lines, rank) for rank in range(64))
     assert lines[-10:] == [f" line {n}" for n in range(40, 50)]
@@ -382,7 +382,7 @@ def test_nothing_from_the_files_is_obeyed(tmp_path):
     made.append(1, "end", 20, error=HOSTILE)
     made.append(1, "checkpoint", 20, seconds=1.0, path=HOSTILE, bytes=10**300, reason=HOSTILE)
     for panel in ("out", "events"):
-        scene = Scene(open_latest(tmp_path), Choice(panel=panel), T0)
+        scene = Scene(open_latest(tmp_path), ViewState(panel=panel), T0)
         lines = [*picture(scene, [], 200, 60, Marks()), *snapshot(scene, [], 200, Marks())]
         console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="truecolor", markup=False)
         for line in lines:

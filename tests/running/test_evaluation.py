@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import samestep
-from samestep.data.batches import Mover
+from samestep.data.batches import DevicePrefetcher
 from samestep.errors import DataError, SamestepError
 from samestep.running.results import encode
 from samestep.testing import assert_same_bits
@@ -75,7 +75,7 @@ def test_on_a_gpu_the_next_batch_is_copied_while_one_is_computed(monkeypatch):
     """Without a GPU: the order in which copies are begun and batches computed, by a mover that has a stream."""
     said = []
 
-    class Told(Mover):
+    class Told(DevicePrefetcher):
         def __init__(self, device):
             super().__init__(device)
             self.stream = object()
@@ -87,7 +87,7 @@ def test_on_a_gpu_the_next_batch_is_copied_while_one_is_computed(monkeypatch):
         def receive(self, batch):
             return batch
 
-    monkeypatch.setattr("samestep.running.evaluation.Mover", Told)
+    monkeypatch.setattr("samestep.running.evaluation.DevicePrefetcher", Told)
 
     def computes(batch):
         said.append(f"computes {batch[1][:, 1].tolist()}")

@@ -100,7 +100,7 @@ def live(words):
     import atexit
     import runpy
 
-    from samestep.launch.process import note_leaving
+    from samestep.launch.process import set_exit_code
     from samestep.launch.script import run_script
 
     if "PMI_FD" in os.environ:
@@ -128,7 +128,7 @@ def live(words):
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     if code == 0:
-        note_leaving(0, for_certain=True)  # else mpiexec would be told by the C library's exit handlers
+        set_exit_code(0, for_certain=True)  # else mpiexec would be told by the C library's exit handlers
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from samestep.errors import DeviceError
-from samestep.runtime.device import choose_device, own_device, refuse_sharing
+from samestep.runtime.device import check_no_shared_gpu, choose_device, own_device
 
 
 #   local rank of size, GPUs seen, device
@@ -45,8 +45,8 @@ def test_cuda_without_a_number_means_the_ranks_own():
 
 def test_two_ranks_on_one_card_are_refused_with_the_reason():
     with pytest.raises(DeviceError, match="ranks 0 and 2 hold the same GPU.*deadlocks"):
-        refuse_sharing([(0, "a", "GPU-1"), (1, "b", "GPU-1"), (2, "a", "GPU-1")])
+        check_no_shared_gpu([(0, "a", "GPU-1"), (1, "b", "GPU-1"), (2, "a", "GPU-1")])
 
 
 def test_ranks_on_cpus_or_cards_of_their_own_share_nothing():
-    refuse_sharing([(0, "a", None), (1, "a", None), (2, "a", "GPU-1"), (3, "a", "GPU-2"), (4, "b", "GPU-1")])
+    check_no_shared_gpu([(0, "a", None), (1, "a", None), (2, "a", "GPU-1"), (3, "a", "GPU-2"), (4, "b", "GPU-1")])

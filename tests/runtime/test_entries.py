@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from samestep.errors import RendezvousError
-from samestep.runtime.entries import LONGEST_LETTER, fits, letter_of
+from samestep.runtime.entries import LONGEST_LETTER, decode_message, fits
 
 
 @dataclass
@@ -53,16 +53,16 @@ def test_a_form_is_held_to(value, form, right):
 
 
 def test_a_letter_is_what_was_written():
-    assert letter_of(json.dumps(GOOD), Outer, of="rank 1") == GOOD
-    assert letter_of(b'{"error": "full"}', {"ok": int}, {"error": str}, of="rank 1") == {"error": "full"}
+    assert decode_message(json.dumps(GOOD), Outer, of="rank 1") == GOOD
+    assert decode_message(b'{"error": "full"}', {"ok": int}, {"error": str}, of="rank 1") == {"error": "full"}
 
 
 @pytest.mark.parametrize("value", [b"", b"{", b"[" * 100_000, b"\xff", b"null", b'"a"', b"9" * 5000])
 def test_anything_else_is_refused_in_words(value):
     with pytest.raises(RendezvousError, match="the message of rank 1 in the store is malformed"):
-        letter_of(value, Outer, of="rank 1")
+        decode_message(value, Outer, of="rank 1")
 
 
 def test_a_letter_that_fills_memory_is_not_even_parsed():
     with pytest.raises(RendezvousError, match="somebody else writes there"):
-        letter_of(b"[" + b"1," * (LONGEST_LETTER // 2) + b"1]", list[int], of="rank 1")
+        decode_message(b"[" + b"1," * (LONGEST_LETTER // 2) + b"1]", list[int], of="rank 1")

@@ -11,8 +11,8 @@ def talk():
     with samestep.world() as world:
         everyone = world.everyone
         return (
-            exchange.gather_json(everyone, {"rank": world.rank, "text": "é" * world.rank}),
-            exchange.tell_json(everyone, ["from", world.rank], source=world.size - 1),
+            exchange.all_gather_json(everyone, {"rank": world.rank, "text": "é" * world.rank}),
+            exchange.broadcast_json(everyone, ["from", world.rank], source=world.size - 1),
         )
 
 
@@ -28,7 +28,7 @@ def test_alone_one_hears_oneself():
 def gather(dtype):
     with samestep.world() as world:
         mine = torch.arange(3 * world.rank).reshape(world.rank, 3).to(dtype)
-        return exchange.gather_tensors(world.data, mine)
+        return exchange.all_gather_tensors(world.data, mine)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
@@ -40,7 +40,7 @@ def test_tensors_of_uneven_and_no_length_are_gathered_bit_for_bit(three_ranks, d
 
 def gather_scalars():
     with samestep.world() as world:
-        return exchange.gather_tensors(world.data, torch.tensor(float(world.rank)))
+        return exchange.all_gather_tensors(world.data, torch.tensor(float(world.rank)))
 
 
 def test_scalars_stay_scalars(two_ranks):
@@ -50,7 +50,7 @@ def test_scalars_stay_scalars(two_ranks):
 def one_fails():
     with samestep.world() as world:
         try:
-            exchange.agree(world.everyone, ValueError("disk full") if world.rank == 1 else None)
+            exchange.raise_on_all_ranks(world.everyone, ValueError("disk full") if world.rank == 1 else None)
         except (ValueError, PeerError) as error:
             return f"{type(error).__name__}: {error}"
 

@@ -29,7 +29,7 @@ with samestep.world(backend="mpi") as world:
         dist.all_reduce(x, group=ends)
     print("sum", x.tolist())
     world.data.neighbours = Neighbours(hosts=((0,), (1,), (2,)), processes=world.data.neighbours.processes)
-    across = neighbours.across_hosts(world.data)
+    across = neighbours.inter_host_group(world.data)
     dist.all_reduce(x, group=across)
     print("across", x.tolist(), dist.get_backend(across))
 """

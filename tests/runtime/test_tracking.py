@@ -16,7 +16,7 @@ import torch
 import samestep
 from ports import free_port
 from samestep.errors import UsageError
-from samestep.reporting.record import Run, opened
+from samestep.reporting.record import Run, open_run
 from samestep.runtime.tracking import Track
 
 SCRIPT = """
@@ -57,7 +57,7 @@ def run(folder: Path, *command: str, ranks: int | None = None) -> Run:
     ]
     for process in started:
         process.wait(100)
-    return opened(folder / "run")
+    return open_run(folder / "run")
 
 
 def variables(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from samestep.errors import UsageError
-from samestep.schedule.choose import NAMES, named
+from samestep.schedule.choose import SCHEDULE_NAMES, make_schedule
 from samestep.schedule.fill_drain import fill_drain
 from samestep.schedule.forward_only import forward_only
-from samestep.schedule.plan import Action, Plan
+from samestep.schedule.plan import Action, Schedule
 
 PAIR = fill_drain(2, 2)
 
@@ -38,46 +38,46 @@ def orders(text):
 )
 def test_what_is_not_complete_or_not_possible_is_refused(text, said):
     with pytest.raises(UsageError, match=f"^by hand: {said}"):
-        Plan("by hand", 1, (0, 1), orders(text))
+        Schedule("by hand", 1, (0, 1), orders(text))
 
 
 def test_gradients_are_added_up_in_the_order_of_the_micro_batches():
     text = "F0.0 F0.1 B0.1 B0.0 | F1.0 F1.1 B1.1 B1.0"
     with pytest.raises(UsageError, match=r"stage 0 adds up the gradients of the micro-batches in the order \[1, 0\]"):
-        Plan("by hand", 2, (0, 1), orders(text))
+        Schedule("by hand", 2, (0, 1), orders(text))
 
 
 def test_ranks_that_wait_for_each_other_are_refused_before_anything_runs():
     """Rank 0 takes a backward before the forward that rank 1 needs to get there."""
     text = "F0.0 B0.0 F0.1 B0.1 | F1.0 F1.1 B1.0 B1.1"
     with pytest.raises(UsageError, match="waits in B0.0 for B1.0, which is never done: the ranks wait for each other"):
-        Plan("by hand", 2, (0, 1), orders(text))
+        Schedule("by hand", 2, (0, 1), orders(text))
 
 
 def test_a_rank_without_a_stage_and_a_step_without_micro_batches_are_refused():
     with pytest.raises(UsageError, match="2 ranks hold the stages"):
-        Plan("by hand", 1, (0, 0), PAIR.orders)
+        Schedule("by hand", 1, (0, 0), PAIR.orders)
     with pytest.raises(UsageError, match="a step cannot have 0 micro-batches"):
-        Plan("by hand", 0, (0, 1), ((), ()))
+        Schedule("by hand", 0, (0, 1), ((), ()))
     for ranks, micro_batches in ((0, 2), (2, 0)):
-        for name in NAMES:
+        for name in SCHEDULE_NAMES:
             with pytest.raises(UsageError, match=r"a pipeline cannot have 0 (ranks|micro-batches)"):
-                named(name, ranks, micro_batches)
+                make_schedule(name, ranks, micro_batches)
     with pytest.raises(UsageError, match="cannot have 0 stages a rank"):
-        named("interleaved", 2, 2, 0)
+        make_schedule("interleaved", 2, 2, 0)
     with pytest.raises(UsageError, match="forward only: a pipeline cannot have 0 stages a rank"):
         forward_only(2, 2, 0)
     with pytest.raises(UsageError, match="there is no schedule 'gpipe': fill-drain, 1f1b,"):
-        named("gpipe", 2, 2)
+        make_schedule("gpipe", 2, 2)
     with pytest.raises(UsageError, match="1f1b has one stage a rank; 2 are for 'interleaved'"):
-        named("1f1b", 2, 2, 2)
+        make_schedule("1f1b", 2, 2, 2)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_every_mutation_of_a_schedule_is_refused_or_right(name):
     """Two of a rank's actions change places: the plan is refused, or everything still comes behind what it needs."""
     chance = random.Random(3)
-    plan = named(name, 3, 4, 2 if name == "interleaved" else 1)
+    plan = make_schedule(name, 3, 4, 2 if name == "interleaved" else 1)
     refused = 0
     for _ in range(200):
         changed = [list(order) for order in plan.orders]
@@ -85,7 +85,7 @@ def test_every_mutation_of_a_schedule_is_refused_or_right(name):
         one, other = chance.sample(range(len(order)), 2)
         order[one], order[other] = order[other], order[one]
         try:
-            made = Plan("changed", plan.micro_batches, plan.placement, tuple(map(tuple, changed)))
+            made = Schedule("changed", plan.micro_batches, plan.placement, tuple(map(tuple, changed)))
         except UsageError:
             refused += 1
             continue

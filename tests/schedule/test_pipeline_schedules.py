@@ -8,7 +8,7 @@ import random
 import pytest
 
 from samestep.errors import UsageError
-from samestep.schedule.choose import NAMES, STRAIGHT, named
+from samestep.schedule.choose import SCHEDULE_NAMES, STRAIGHT, make_schedule
 from samestep.schedule.fill_drain import fill_drain
 from samestep.schedule.forward_only import forward_only
 from samestep.schedule.interleaved import interleaved
@@ -30,9 +30,9 @@ def test_alike_stages_take_what_the_formula_says(name):
     for p, m in SIZES:
         bubble = (p - 1) * (F + B / 2 - B / 2 if name == "zero-bubble" and m >= p else F + B)
         if name != "zero-bubble" or m >= p:
-            assert seconds(named(name, p, m)) == pytest.approx(m * (F + B) + bubble)
+            assert seconds(make_schedule(name, p, m)) == pytest.approx(m * (F + B) + bubble)
         else:  # too few to fill it
-            assert seconds(named(name, p, m)) <= m * (F + B) + bubble
+            assert seconds(make_schedule(name, p, m)) <= m * (F + B) + bubble
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
@@ -149,11 +149,11 @@ def test_a_link_carries_one_message_at_a_time():
     assert timeline.seconds == 1 + 3 * m + 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_nobody_does_two_things_at_once_nor_anything_before_it_can(name):
     chance = random.Random(5)
     for p, m in ((2, 3), (3, 7), (4, 8)):
-        plan = named(name, p, m, 2 if name == "interleaved" else 1)
+        plan = make_schedule(name, p, m, 2 if name == "interleaved" else 1)
         f, b = uneven(plan.stages, chance)
         hops = [chance.uniform(0, 1) for _ in range(plan.stages - 1)]
         for beside in (True, False):

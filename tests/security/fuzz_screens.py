@@ -25,14 +25,14 @@ from samestep.launch import wire
 from samestep.planning import profile, settings
 from samestep.replicas import blame
 from samestep.reporting import summary as summaries
-from samestep.reporting.analysis import analysed
-from samestep.reporting.live.choice import Choice
+from samestep.reporting.analysis import analyse
+from samestep.reporting.live.choice import ViewState
 from samestep.reporting.live.latest import open_latest
-from samestep.reporting.live.view import View
-from samestep.reporting.page import rendered
-from samestep.reporting.record import opened
+from samestep.reporting.live.view import WatchApp
+from samestep.reporting.page import render_page
+from samestep.reporting.record import open_run
 from samestep.running.checkpoints import letters as checkpoint_letters
-from samestep.runtime.entries import fits, letter_of
+from samestep.runtime.entries import decode_message, fits
 from samestep.runtime.joining import Card
 from samestep.verification.checking import letters
 
@@ -99,9 +99,9 @@ def reports(data):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         run_directory(data, Path(name))
         patch.setattr("plotly.offline.get_plotlyjs", str)  # 4 MB that no test reads
-        analysis = analysed(opened(Path(name)))
+        analysis = analyse(open_run(Path(name)))
         told = summaries.summary(analysis, 2e9)
-        page = rendered(analysis, told)
+        page = render_page(analysis, told)
         json.dumps(summaries.as_json(analysis, told))
         assert MARKUP not in page
         assert page.lower().count("<script") == page.lower().count("</script>") == SCRIPTS
@@ -116,7 +116,7 @@ def pictures(data):
         run_directory(data, Path(name))
         screen = io.StringIO()
         console = Console(file=screen, width=100, highlight=False, markup=False, emoji=False, color_system=None)
-        View(open_latest(Path(name)), console, Choice(rank=None)).once()
+        WatchApp(open_latest(Path(name)), console, ViewState(rank=None)).once()
         assert obeyed(screen.getvalue()) == []
 
 
@@ -171,7 +171,7 @@ raw = st.binary(max_size=300) | st.integers(1, 200_000).map(lambda depth: b"[" *
 def letters_in_the_store(data):
     forms = data.draw(st.sampled_from(LETTERS))
     value = data.draw(raw | (near_letters | json_values | good_letters).map(lambda one: json.dumps(one).encode()))
-    told = letter_of(value, *forms, of="rank 1")
+    told = decode_message(value, *forms, of="rank 1")
     assert any(fits(told, form) for form in forms)
 
 
@@ -197,7 +197,7 @@ def descriptors(data):
         file.write(b"mine" * 1024)
         file.flush()
         number = data.draw(numbers | st.just(file.fileno()))
-        assert memory.opened(data.draw(numbers), number, data.draw(st.sampled_from([1, 4096]))) is None
+        assert memory.open_segment(data.draw(numbers), number, data.draw(st.sampled_from([1, 4096]))) is None
 
 
 def handshakes(data):

@@ -29,7 +29,7 @@ from samestep.launch.hostlist import parse_hostfile, parse_hosts
 from samestep.launch.terminal import harmless
 from samestep.launch.wire import SealedLink, new_token
 from samestep.network.cluster import parse as parse_cluster
-from samestep.reporting.record import opened
+from samestep.reporting.record import open_run
 from samestep.running.checkpoints import manifest
 from samestep.running.checkpoints.reader import read_tensors
 from samestep.runtime.entries import entry_of
@@ -126,7 +126,7 @@ def run_directories(data):
         folder.mkdir(parents=True)
         (Path(name) / "run.json").write_text(data.draw(texts | json_values.map(json.dumps)), encoding="utf-8")
         (folder / "rank0.events.jsonl").write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
-        opened(Path(name))
+        open_run(Path(name))
 
 
 def terminal_lines(data):

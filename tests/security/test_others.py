@@ -159,7 +159,7 @@ def test_another_user_is_not_taken_for_a_rank(tmp_path):
 
 
 NOBODY = 65534
-WATCHED = "from samestep.launch.watched import begin_watch; print(begin_watch(2, 2), flush=True); input()"
+WATCHED = "from samestep.launch.watched import start_watcher; print(start_watcher(2, 2), flush=True); input()"
 ASKING = """
 import os, socket, sys, tempfile
 from samestep import progress

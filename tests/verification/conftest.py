@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from samestep.launch.nursery import Nursery
+from samestep.launch.nursery import PreforkServer
 from samestep.launch.process import Process
 from samestep.verification import runner, runs, verify
 
@@ -22,10 +22,10 @@ FRESH = ["--start", "spawn", "--hash-seeds"]
 
 
 @pytest.fixture(scope="session")
-def forks_runs() -> Iterator[Nursery]:
+def forks_runs() -> Iterator[PreforkServer]:
     """The process that forks the runs, with one thread each."""
     modules = [observer.partition(":")[0] for observer in (runner._RECORDER, runner._ALONE)]
-    process = Nursery({"PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}, modules)
+    process = PreforkServer({"PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}, modules)
     assert process.objection() is None
     yield process
     process.close()
@@ -35,10 +35,12 @@ def forks_runs() -> Iterator[Nursery]:
 def _fork_all_runs(request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatch]:
     """Has all runs of verifications forked; a module's reports are made while this is in force."""
 
-    def shared(*_: object) -> contextlib.AbstractContextManager[Nursery]:
+    def shared(*_: object) -> contextlib.AbstractContextManager[PreforkServer]:
         return contextlib.nullcontext(request.getfixturevalue("forks_runs"))
 
-    def started(arguments: list[str], environment: Mapping[str, str], output: int, nursery: Nursery | None) -> Process:
+    def started(
+        arguments: list[str], environment: Mapping[str, str], output: int, nursery: PreforkServer | None
+    ) -> Process:
         if (at := arguments.index("--start")) and arguments[at : at + 3] == FRESH:
             arguments = [*arguments[:at], "--start", "fork", *arguments[at + 3 :]]
         return (nursery or request.getfixturevalue("forks_runs")).command(arguments, environment, output)

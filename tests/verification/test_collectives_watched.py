@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from samestep.verification.checking.calls import Calls
 from samestep.verification.watching import collectives
-from samestep.verification.watching.listener import Listener
+from samestep.verification.watching.listener import Callbacks
 
 T = torch.zeros(2)
 SAME = [  # one call in two ways
@@ -33,7 +33,7 @@ def told(name: str, args: Any, kwargs: Any) -> dict[str, Any]:
     """What verify's watcher tells of a call, which is not made."""
     heard: list[dict[str, Any]] = []
 
-    class Heard(Listener):
+    class Heard(Callbacks):
         def collective(self, call: dict[str, Any]) -> None:
             heard.append({key: call[key] for key in ("op", "reduce", "root")})
             raise InterruptedError

@@ -32,11 +32,11 @@ UNWATCHED = """
 
     def begin():
         from samestep.launch import noting
-        from samestep.launch.observers import Seat
+        from samestep.launch.observers import RankContext
         from samestep.verification.recording.recorder import Recorder
 
         noting.begin(lambda *_: None)
-        Recorder().begin(Seat(rank=0, size=1))
+        Recorder().begin(RankContext(rank=0, size=1))
 
     (import_all(), begin()) if sys.argv[1] == "before" else (begin(), import_all())
     names = {(m, n): v for m, module in [*sys.modules.items()] for n, v in [*getattr(module, "__dict__", {}).items()]}

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.verification.journal import Journal
+from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.inputs import Inputs
-from samestep.verification.watching.listener import Listener
+from samestep.verification.watching.listener import Callbacks
 from samestep.verification.watching.training import watch_bare_forward
 
 
@@ -27,7 +27,7 @@ class Wrapper(nn.Module):
         return self.module(x)
 
 
-class Told(Listener):
+class Told(Callbacks):
     """Counts forwards."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ def watched(tmp_path: Path) -> tuple[Wrapper, Told, Inputs]:
     watch_bare_forward(told, model)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.samestep_number = 0
-    inputs = Inputs(Journal(tmp_path, 0), lambda: None)
+    inputs = Inputs(TraceWriter(tmp_path, 0), lambda: None)
     inputs.watch(optimizer)
     return model, told, inputs
 

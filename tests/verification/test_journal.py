@@ -11,14 +11,14 @@ from samestep.verification import journal
 
 def test_values_are_kept_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MOST_KEPT", 1000)
-    book = journal.Journal(tmp_path, 0)
+    book = journal.TraceWriter(tmp_path, 0)
     numbers = [book.keep(lambda path: path.write_bytes(bytes(400)) and None) for _ in range(6)]
     assert numbers == [1, 2, 3, None, None, None]
     assert sum(path.stat().st_size for path in book.values.iterdir()) == 1200
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    book = journal.Journal(tmp_path, 0)
+    book = journal.TraceWriter(tmp_path, 0)
     book.write("step", event=0)
     with (tmp_path / "rank0.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind":"ste')

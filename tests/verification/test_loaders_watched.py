@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler, _utils, dataloader
 
 from samestep.verification.checking import loaders as checking
 from samestep.verification.checking import values
-from samestep.verification.watching.listener import Batch, Listener
+from samestep.verification.watching.listener import Batch, Callbacks
 from samestep.verification.watching.loaders import Loaders
 
 
-class Told(Listener):
+class Told(Callbacks):
     """Keeps what is told, pass by pass."""
 
     def __init__(self) -> None:

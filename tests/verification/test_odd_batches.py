@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import samestep
-from samestep.verification.journal import Journal
+from samestep.verification.journal import TraceWriter
 from samestep.verification.judging.record import Record
 from samestep.verification.recording import rows
-from samestep.verification.recording.witness import EnoughError
+from samestep.verification.recording.witness import StopRecording
 from samestep.verification.reference.alone import Alone
 
 SCRIPT = """
@@ -86,7 +86,7 @@ def test_rows_are_told_apart_by_what_has_rows() -> None:
 
 def test_the_script_alone_ends_where_no_more_batches_were_kept(tmp_path: Path) -> None:
     alone: Any = Alone.__new__(Alone)
-    alone.journal, alone.record = Journal(tmp_path, 0), Record(tmp_path, [])
-    with pytest.raises(EnoughError):
+    alone.journal, alone.record = TraceWriter(tmp_path, 0), Record(tmp_path, [])
+    with pytest.raises(StopRecording):
         alone._joined([(0, {"kept": None, "room": False, "size": 2, "indices": [0, 1]})], None)
     assert json.loads((tmp_path / "rank0.jsonl").read_text())["why"] == "there was no more room to keep them"

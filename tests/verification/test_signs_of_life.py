@@ -11,14 +11,14 @@ import pytest
 
 from samestep.launch.process import children, stat_of
 from samestep.verification import runner, runs, verify
-from samestep.verification.journal import STOP, Journal
+from samestep.verification.journal import STOP, TraceWriter
 from samestep.verification.recording.recorder import FEWEST, Recorder
 
 LOADS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
 
 
 def test_a_rank_whose_worker_computes_has_not_hung(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journals", 0)
+    journal = TraceWriter(tmp_path / "journals", 0)
     with subprocess.Popen([sys.executable, "-c", LOADS], start_new_session=True) as rank:
         try:
             journal.write("begin", rank=0, pid=rank.pid)
@@ -45,7 +45,7 @@ def test_only_processes_of_the_run_are_asked_for_their_stacks(tmp_path: Path, mo
         while not (ranks := children(launcher.pid)):
             pass
         for rank, pid in enumerate((*ranks, stranger.pid)):
-            Journal(tmp_path / "journals", rank).write("begin", rank=rank, pid=pid)
+            TraceWriter(tmp_path / "journals", rank).write("begin", rank=rank, pid=pid)
         runs._ask_for_stacks(launcher.pid, tmp_path)
         assert launcher.wait(30) == 0  # the rank was asked, and ended by it
         assert stranger.poll() is None
@@ -73,10 +73,10 @@ def test_a_run_in_which_nothing_moves_is_told_of_every_ten_seconds() -> None:
 def test_the_processes_are_known_by_the_first_lines_of_their_journals(tmp_path: Path) -> None:
     folder = tmp_path / "journals"
     for rank, pid in ((0, 70), (1, 71)):
-        journal = Journal(folder, rank)
+        journal = TraceWriter(folder, rank)
         journal.write("begin", rank=rank, pid=pid)
         journal.write("step", pid=5)
-    Journal(folder, 2)  # that has not written yet
+    TraceWriter(folder, 2)  # that has not written yet
     (folder / "rank3.jsonl").write_text('{"kind":"begin","pi', encoding="utf-8")
     assert sorted(runs.pids(tmp_path)) == [70, 71]
 
@@ -87,7 +87,7 @@ def test_the_last_step_is_named_far_ahead_of_what_ranks_do_in_a_few_looks(
     """Named too late, one rank would end at it and the others wait for that rank: a crash that is none."""
     now = [0.0]
     monkeypatch.setattr(verify.time, "monotonic", lambda: now[0])
-    journal, patience = Journal(tmp_path / "journals", 0), verify.Patience()
+    journal, patience = TraceWriter(tmp_path / "journals", 0), verify.Patience()
     for look in range(3):
         now[0] = look * verify.LONG_ENOUGH_S
         journal.write("stepped", event=50 * look)
@@ -96,7 +96,7 @@ def test_the_last_step_is_named_far_ahead_of_what_ranks_do_in_a_few_looks(
 
 
 def test_the_steps_of_a_model_with_thousands_of_parameters_are_counted(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, 0)
+    journal = TraceWriter(tmp_path, 0)
     journal.write("stepped", event=6, parameters={f"layers.{index}.weight": 32 * "0" for index in range(20_000)})
     assert verify._steps(tmp_path / "rank0.jsonl") == 7
     journal.write("step", event=7, gradients={f"layers.{index}.weight": 32 * "0" for index in range(20_000)})

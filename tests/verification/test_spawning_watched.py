@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from samestep.verification.watching.listener import Listener
+from samestep.verification.watching.listener import Callbacks
 from samestep.verification.watching.spawning import _watch
 
 
-class Instead(Listener):
+class Instead(Callbacks):
     """Is the rank that would have been started."""
 
     def spawning(self, start: Any, arguments: Any, processes: int) -> bool:
@@ -33,6 +33,6 @@ def test_what_ran_here_instead_has_ended_when_it_is_waited_for(join: bool) -> No
 def test_where_nobody_runs_instead_all_is_handed_on() -> None:
     given: list[Any] = []
     module = SimpleNamespace(start_processes=lambda *args, **kwargs: given.append((args, kwargs)))
-    _watch(Listener(), module)
+    _watch(Callbacks(), module)
     module.start_processes(print, (1,), 2, False, True, start_method="fork")
     assert given == [((print, (1,), 2, False, True), {"start_method": "fork"})]

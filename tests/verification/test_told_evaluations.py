@@ -21,7 +21,7 @@ from samestep.verification.report import Report
 def test_buffers_are_told_again_when_a_pass_is_evaluated_whole(tmp_path) -> None:
     """The first forward may still bring those of rank 0, and whoever loads ahead has two batches before it."""
     mean = torch.zeros(2)
-    book = journal.Journal(tmp_path, 0)
+    book = journal.TraceWriter(tmp_path, 0)
     model = Inputs(book, lambda: None)
     evaluations = Evaluations(book, lambda: {"mean": mean}, model)
     for index in (0, 1):
@@ -38,7 +38,7 @@ def test_buffers_are_told_again_when_a_pass_is_evaluated_whole(tmp_path) -> None
 
 def test_buffers_of_a_model_that_is_not_called_are_not_told(tmp_path) -> None:
     """Another model is evaluated, or its statistics are made: a pass without gradients alone says nothing."""
-    book = journal.Journal(tmp_path, 0)
+    book = journal.TraceWriter(tmp_path, 0)
     evaluations = Evaluations(book, lambda: {"mean": torch.zeros(2)}, Inputs(book, lambda: None))
     for index in (0, 1):
         evaluations.batch("train.py:9#1", 0, index)

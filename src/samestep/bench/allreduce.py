@@ -28,7 +28,7 @@ from samestep.launch.spawn import spawn
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from samestep.collectives.shared_memory import SharedMemory
+    from samestep.collectives.shared_memory import SharedMemoryAllReduce
     from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -108,14 +108,14 @@ def compare(repeats: int, sizes: tuple[int, ...]) -> tuple[list[Timed], float, d
     import torch
 
     import samestep
-    from samestep.collectives.shared_memory import SharedMemory
-    from samestep.runtime.neighbours import open_board
+    from samestep.collectives.shared_memory import SharedMemoryAllReduce
+    from samestep.runtime.neighbours import open_counters
 
     with samestep.world(device="cpu") as world:
-        board = open_board(world.data)
+        board = open_counters(world.data)
         if board is None:
             raise UsageError("the ranks of this machine cannot open each other's memory: there is nothing to compare")
-        memory = SharedMemory(board)
+        memory = SharedMemoryAllReduce(board)
         speed = copied_per_s(memory)
         timed = [one for nbytes in sizes for one in _timed(world, memory, nbytes, repeats)]
         conditions: dict[str, object] = {
@@ -127,7 +127,7 @@ def compare(repeats: int, sizes: tuple[int, ...]) -> tuple[list[Timed], float, d
         return timed, speed, conditions
 
 
-def copied_per_s(memory: SharedMemory) -> float:
+def copied_per_s(memory: SharedMemoryAllReduce) -> float:
     """Returns the bytes, read and written, that all ranks together copy in a second. Collective."""
     import torch
 
@@ -137,11 +137,11 @@ def copied_per_s(memory: SharedMemory) -> float:
     return 2 * COPIED * at_once / min(seconds)
 
 
-def _aligned(memory: SharedMemory) -> Callable[[], object]:
+def _aligned(memory: SharedMemoryAllReduce) -> Callable[[], object]:
     return lambda: memory.board.exchange(0)
 
 
-def _timed(world: World, memory: SharedMemory, nbytes: int, repeats: int) -> list[Timed]:
+def _timed(world: World, memory: SharedMemoryAllReduce, nbytes: int, repeats: int) -> list[Timed]:
     import torch
     import torch.distributed as dist
 
@@ -184,7 +184,7 @@ def _timed(world: World, memory: SharedMemory, nbytes: int, repeats: int) -> lis
 
 def _check(
     world: World,
-    memory: SharedMemory,
+    memory: SharedMemoryAllReduce,
     ways: dict[str, Callable[[int], object]],
     plain: list[Tensor],
     moved: list[Tensor],

@@ -137,9 +137,9 @@ def measure(device: str | None, repeats: int) -> Found:
 
 def _hosts(world: World) -> int:
     """Returns how many hosts there are. Collective."""
-    from samestep.runtime.exchange import gather_json
+    from samestep.runtime.exchange import all_gather_json
 
-    return len(set(gather_json(world.data, world.host_index)))
+    return len(set(all_gather_json(world.data, world.host_index)))
 
 
 def _replica(world: World, codec: str | None, reduce: Any = None) -> Replica:
@@ -155,24 +155,24 @@ def coding_time(codec: Codec, world: World) -> float:
     """
     import torch
 
-    from samestep.compress.chunks import MOST, chunks_of, pieces_of
+    from samestep.compress.chunks import MAX_CHUNK, chunks_of, pieces_of
     from samestep.compress.codec import RowCodec
-    from samestep.compress.memory import Memory
-    from samestep.compress.schemes import Part, mean
+    from samestep.compress.memory import ErrorFeedback
+    from samestep.compress.schemes import ReductionContext, mean
 
-    memory, seconds = Memory(world.device), []
+    memory, seconds = ErrorFeedback(world.device), []
     named = [(name, each.shape) for name, each in WIDE.network().named_parameters() if codec.takes(each.shape)]
     pieces = [
         piece
         for number, (name, shape) in enumerate(named)
-        for piece in pieces_of(name, shape, number, most=MOST if codec.cuts else None)
+        for piece in pieces_of(name, shape, number, most=MAX_CHUNK if codec.cuts else None)
     ]
     chunks = chunks_of(pieces, codec.block if isinstance(codec, RowCodec) else 1)
     flats = [torch.randn(chunk.length, device=world.device) for chunk in chunks]
     for step in range(4):  # the first takes memory
         begin = time.perf_counter()
         for chunk, flat in zip(chunks, flats, strict=True):
-            _answered(mean(codec, Part(chunk, world.rank, world.size, step, 0, memory), flat), world)
+            _answered(mean(codec, ReductionContext(chunk, world.rank, world.size, step, 0, memory), flat), world)
         _synchronise(world)
         seconds.append(time.perf_counter() - begin)
     return median(seconds[1:])
@@ -181,12 +181,12 @@ def coding_time(codec: Codec, world: World) -> float:
 def _answered(scheme: Iterator[Any], world: World) -> None:
     import torch
 
-    from samestep.compress.schemes import ToEach
+    from samestep.compress.schemes import AllToAll
 
     message = next(scheme)
     while True:
         packets = message.packets
-        if isinstance(message, ToEach):
+        if isinstance(message, AllToAll):
             packets = packets[: message.counts[world.rank]]
         try:
             message = scheme.send(torch.stack([packets] * world.size))  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ from samestep.launch.devices import visible_gpus
 from samestep.launch.spawn import spawn
 
 if TYPE_CHECKING:
-    from samestep.replicas.drift import DriftWatch
+    from samestep.replicas.drift import DriftMonitor
     from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -60,11 +60,11 @@ def compare(
 ) -> tuple[tuple[float, ...], tuple[float, ...], list[float], dict[str, Any]]:
     """Runs on every rank; returns seconds per step of both, seconds per check, and the conditions. Collective."""
     import samestep
-    from samestep.replicas.drift import DriftGuard, DriftWatch
+    from samestep.replicas.drift import DriftGuard, DriftMonitor
 
     with samestep.world(device=device) as world:
         model = samestep.replicate(MLP.network().to(world.device), world)
-        guard = DriftWatch(model.module, world, DriftGuard(every=EVERY))
+        guard = DriftMonitor(model.module, world, DriftGuard(every=EVERY))
         steps = steps_of(MLP, model, world)
         blocks = (lambda: block(steps, guard, awake=True), lambda: block(steps, guard, awake=False))
         times = alternate(*blocks, pairs=repeats, align=lambda: align(world))
@@ -72,14 +72,14 @@ def compare(
         return ours, theirs, checks(guard, steps, world), setting(world) | {"steps_per_block": EVERY}
 
 
-def block(steps: Iterator[None], guard: DriftWatch, *, awake: bool) -> None:
+def block(steps: Iterator[None], guard: DriftMonitor, *, awake: bool) -> None:
     """Takes as many steps as lie between two checks."""
     guard.active = awake
     for _ in range(EVERY):
         next(steps)
 
 
-def checks(guard: DriftWatch, steps: Iterator[None], world: World) -> list[float]:
+def checks(guard: DriftMonitor, steps: Iterator[None], world: World) -> list[float]:
     """Returns the seconds of some checks, each behind a step, as it would be. Collective."""
     guard.active = False
     found = []

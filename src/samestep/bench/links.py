@@ -55,26 +55,30 @@ def run(options: Options) -> Report:
     if max(options.ranks, 0 if started is None else started.size) < 2:
         raise UsageError("links need 2 ranks or more: samestep bench links -n 2")
     joined = started is not None and started.size > 1
-    found = measured(options.repeats) if joined else spawn(measured, options.ranks, options.repeats, progress=False)[0]
+    found = (
+        measure_cluster(options.repeats)
+        if joined
+        else spawn(measure_cluster, options.ranks, options.repeats, progress=False)[0]
+    )
     setting = {"hosts": found.hosts, "ranks on each": found.local}
     return Report("links", (), setting, conclusion="\n".join(_told(found)), file=cluster_text(found))
 
 
-def measured(series: int) -> Found:
+def measure_cluster(series: int) -> Found:
     """Runs on every rank; returns what lies between all, the quickest of so many series. Collective."""
     import torch.distributed as dist
 
     import samestep
     from samestep.collectives.measure import measure
-    from samestep.runtime.exchange import gather_json
+    from samestep.runtime.exchange import all_gather_json
 
     with samestep.world(backend="samestep", device="cpu") as world:
-        local = alike(gather_json(world.everyone, world.local_size))
+        local = alike(all_gather_json(world.everyone, world.local_size))
         group: Any = dist.new_group(backend="gloo")
         several = local < world.size
         links = measure(group, local if several else None, sizes=MESSAGES, crowds=several, series=series)
         shared = None if several else _shared(world.size, series)
-        told = gather_json(world.everyone, _memory(local))
+        told = all_gather_json(world.everyone, _memory(local))
         return Found(links, shared, world.size // local, local, min(told))
 
 

@@ -233,7 +233,7 @@ def _peak() -> int:
 def _notes(repeats: int = 30) -> Comparison:
     """What a script's usual calls of :mod:`samestep.progress` cost with events, held against what is promised."""
     from samestep import events, progress
-    from samestep.launch.observers import Seat
+    from samestep.launch.observers import RankContext
     from samestep.launch.timeline import Timeline
 
     times = []
@@ -242,7 +242,7 @@ def _notes(repeats: int = 30) -> Comparison:
             progress.attach(progress.create())
             timeline = Timeline()
             began = time.process_time()
-            timeline.begin(Seat(rank=0, size=1, folder=Path(folder)))
+            timeline.begin(RankContext(rank=0, size=1, folder=Path(folder)))
             for _ in range(NOTED_STEPS):
                 _note_step()
             timeline.end(None)
@@ -257,19 +257,19 @@ def _note_step() -> None:
     from samestep import progress
 
     for phase in ("data", "train", "backward"):
-        progress.note_phase(phase)
+        progress.set_phase(phase)
     for bucket in range(4):
-        progress.note_bucket(bucket, 1 << 20, begun=True)
-        progress.note_bucket_done(bucket)
-    progress.note_ready()
-    progress.note_backward()
-    progress.note_phase("train")
-    progress.enter("all_reduce", "train.py:12")
-    progress.leave()
-    progress.note_phase("optimizer")
-    progress.note_phase("train")
+        progress.bucket_filled(bucket, 1 << 20, begun=True)
+        progress.bucket_reduced(bucket)
+    progress.gradients_ready()
+    progress.backward_done()
+    progress.set_phase("train")
+    progress.enter_collective("all_reduce", "train.py:12")
+    progress.exit_collective()
+    progress.set_phase("optimizer")
+    progress.set_phase("train")
     progress.count_step()
-    progress.note_values({"loss": 0.5})
+    progress.log_values({"loss": 0.5})
 
 
 def _digests(repeats: int = 30) -> Comparison:

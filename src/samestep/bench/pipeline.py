@@ -117,13 +117,13 @@ def waiting(world: World, schedule: str, link: Link, repeats: int) -> tuple[Time
     import torch
     from torch.nn import functional
 
-    from samestep.pipelines.balance import Problem
+    from samestep.pipelines.balance import PartitionProblem
     from samestep.pipelines.choose import halved
     from samestep.pipelines.layers import Device
-    from samestep.pipelines.measure import REPEATS, measure
+    from samestep.pipelines.measure import REPEATS, profile_layers
     from samestep.pipelines.pipeline import Pipeline
-    from samestep.runtime.exchange import tell_json
-    from samestep.schedule.choose import named
+    from samestep.runtime.exchange import broadcast_json
+    from samestep.schedule.choose import make_schedule
     from samestep.schedule.simulate import Costs, simulate
 
     stages = world.pipeline.size
@@ -137,11 +137,11 @@ def waiting(world: World, schedule: str, link: Link, repeats: int) -> tuple[Time
     )
     x, y = torch.ones(MICRO_BATCHES, 4), torch.zeros(MICRO_BATCHES, 4)
     layers = list(waits(stages).named_children())
-    measured = measure(layers, [x[:1]], lambda outputs: functional.mse_loss(outputs, y[:1]), REPEATS)
-    plan = named(schedule, stages, MICRO_BATCHES)
-    costs = Problem(halved(measured, plan), [Device()] * stages, plan, link).costs(range(1, stages + 1))
+    measured = profile_layers(layers, [x[:1]], lambda outputs: functional.mse_loss(outputs, y[:1]), REPEATS)
+    plan = make_schedule(schedule, stages, MICRO_BATCHES)
+    costs = PartitionProblem(halved(measured, plan), [Device()] * stages, plan, link).costs(range(1, stages + 1))
     silent = Costs(costs.forward, costs.inputs, costs.weights)
-    predicted, ideal = tell_json(world.everyone, [simulate(plan, one).seconds for one in (costs, silent)])
+    predicted, ideal = broadcast_json(world.everyone, [simulate(plan, one).seconds for one in (costs, silent)])
     times = against(world, stepper(stage, (x, y)), predicted, repeats)
     return times, {"of_ideal": ideal / median(times[0]), "promised_at_least": NEAR}
 
@@ -156,7 +156,7 @@ def rebalanced(world: World, repeats: int) -> tuple[Times, dict[str, float]]:
     from torch.nn import functional
 
     from samestep.pipelines.pipeline import Pipeline
-    from samestep.schedule.choose import named
+    from samestep.schedule.choose import make_schedule
     from samestep.schedule.simulate import Costs, simulate
 
     def step_of(factors: tuple[float, float]) -> Callable[[], None]:
@@ -165,7 +165,7 @@ def rebalanced(world: World, repeats: int) -> tuple[Times, dict[str, float]]:
 
     def predicted(factors: tuple[float, float]) -> float:
         forward, half = ([factor * seconds for factor in factors] for seconds in (FORWARD_S, BACKWARD_S / 2))
-        return simulate(named("1f1b", 2, 6), Costs(forward, half, half)).seconds
+        return simulate(make_schedule("1f1b", 2, 6), Costs(forward, half, half)).seconds
 
     even, uneven = (7 / 8, 7 / 8), (1.0, 3 / 4)
     ours, theirs = alternate(step_of(even), step_of(uneven), pairs=repeats, align=lambda: align(world))
@@ -188,8 +188,8 @@ def in_pairs(world: World, model: nn.Module, plan: PipelinePlan, batch: tuple[Te
 
     import samestep
     from samestep.pipelines.chain import chain_of
-    from samestep.pipelines.measure import measure
-    from samestep.runtime.exchange import tell_json
+    from samestep.pipelines.measure import profile_layers
+    from samestep.runtime.exchange import broadcast_json
 
     step = stepper(samestep.pipeline(model, world, plan), batch)
     size = SAMPLES // plan.micro_batches
@@ -198,9 +198,9 @@ def in_pairs(world: World, model: nn.Module, plan: PipelinePlan, batch: tuple[Te
 
     def predicted() -> float:
         align(world)
-        found = measure(layers, [x], lambda outputs: functional.mse_loss(outputs, y), PASSES)
+        found = profile_layers(layers, [x], lambda outputs: functional.mse_loss(outputs, y), PASSES)
         seconds = replace(plan, sizes={size: found}).seconds_of(SAMPLES, plan.micro_batches)
-        return float(tell_json(world.everyone, seconds))
+        return float(broadcast_json(world.everyone, seconds))
 
     def taken() -> float:
         return median(alternate(step, pairs=PASSES, warmup=1, align=lambda: align(world))[0])

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 
 from samestep.cli import main
-from samestep.launch.process import follow_parent
+from samestep.launch.process import die_with_parent
 
 __all__: list[str] = []
 
 if __name__ == "__main__":
-    follow_parent(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     sys.exit(main(sys.argv[2:]))

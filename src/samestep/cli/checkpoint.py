@@ -12,7 +12,7 @@ from samestep.cli.before import check_json
 from samestep.cli.options import Parser, some_seconds, whole
 from samestep.cli.result import write_json
 from samestep.errors import CheckpointError, UsageError
-from samestep.reporting.words import printable, size, some
+from samestep.reporting.words import escape_control, format_bytes, plural
 
 if TYPE_CHECKING:
     import argparse
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.tree import Tree
 
-    from samestep.running.checkpoints.contents import Seen
+    from samestep.running.checkpoints.contents import CheckpointInfo
     from samestep.running.checkpoints.manifest import Manifest
-    from samestep.running.checkpoints.outline import Branch
+    from samestep.running.checkpoints.outline import TreeNode
 
 __all__ = ["main"]
 
@@ -105,16 +105,16 @@ def _refuse(options: argparse.Namespace, *names: str) -> None:
 def _list(options: argparse.Namespace) -> int:
     from rich.table import Table
 
-    from samestep.running.checkpoints.contents import found
+    from samestep.running.checkpoints.contents import list_checkpoints
 
-    folders = found(options.path)
+    folders = list_checkpoints(options.path)
     seen = _looked_at(folders, digests=options.digests)
     table = Table("checkpoint", "saved", title_justify="left")
     for heading in ("step", "epoch", "ranks", "size"):
         table.add_column(heading, justify="right")
     table.add_column("intact")
     for one in seen:
-        table.add_row(one.folder.name, _clock(one.saved), *_numbers(one.manifest), size(one.size), _intact(one))
+        table.add_row(one.folder.name, _clock(one.saved), *_numbers(one.manifest), format_bytes(one.size), _intact(one))
     console = _console()
     if seen:
         console.print(table)
@@ -129,40 +129,42 @@ def _numbers(manifest: Manifest | None) -> tuple[str, str, str]:
     return (f"{manifest.step:,}", str(manifest.epoch), str(manifest.world_size or "?"))
 
 
-def _intact(one: Seen) -> str:
-    return "yes" if one.problem is None else f"no: {printable(str(one.problem))}"
+def _intact(one: CheckpointInfo) -> str:
+    return "yes" if one.problem is None else f"no: {escape_control(str(one.problem))}"
 
 
 def _tell_aside(console: Console, path: Path, folders: Sequence[Path]) -> None:
-    from samestep.running.checkpoints.contents import set_aside
+    from samestep.running.checkpoints.contents import quarantined
 
     path = path.resolve()
-    if path not in folders and (aside := set_aside(path)):
-        console.print(f"quarantined by earlier runs, damaged or of another run: {', '.join(map(printable, aside))}")
+    if path not in folders and (aside := quarantined(path)):
+        console.print(
+            f"quarantined by earlier runs, damaged or of another run: {', '.join(map(escape_control, aside))}"
+        )
 
 
 # --- show -------------------------------------------------------------------------------------------
 
 
 def _show(options: argparse.Namespace) -> int:
-    from samestep.running.checkpoints.contents import found, look, parts, positions
+    from samestep.running.checkpoints.contents import data_positions, inspect, list_checkpoints, objects
 
-    folders = found(options.path)
-    one = look(folders[-1], digests=False) if folders else None
+    folders = list_checkpoints(options.path)
+    one = inspect(folders[-1], digests=False) if folders else None
     if one is None or one.manifest is None:
-        why = "nothing whole is left" if one is None else f"{one.folder}: {printable(str(one.problem))}"
+        why = "nothing whole is left" if one is None else f"{one.folder}: {escape_control(str(one.problem))}"
         raise CheckpointError(why)
     manifest, console = one.manifest, _console()
-    console.print(f"{one.folder}, {size(one.size)}, saved {_clock(one.saved)}")
-    console.print(f"step {manifest.step:,}, {some(manifest.epoch, 'epoch')} finished, {_ranks(manifest)}")
-    console.print(f"written by samestep {printable(manifest.samestep)}, torch {printable(manifest.torch)}")
+    console.print(f"{one.folder}, {format_bytes(one.size)}, saved {_clock(one.saved)}")
+    console.print(f"step {manifest.step:,}, {plural(manifest.epoch, 'epoch')} finished, {_ranks(manifest)}")
+    console.print(f"written by samestep {escape_control(manifest.samestep)}, torch {escape_control(manifest.torch)}")
     if one.problem is not None:
-        console.print(f"not intact: {printable(str(one.problem))}")
+        console.print(f"not intact: {escape_control(str(one.problem))}")
     _show_parts(console, manifest)
-    for name, state in positions(manifest):
-        console.print(f"{printable(name)}: {_position(state)}")
+    for name, state in data_positions(manifest):
+        console.print(f"{escape_control(name)}: {_position(state)}")
     _show_tensors(console, manifest, whole=options.all)
-    told = {**_as_json(one), "objects": [vars(part) for part in parts(manifest)], **_rest(manifest)}
+    told = {**_as_json(one), "objects": [vars(part) for part in objects(manifest)], **_rest(manifest)}
     return write_json(options.json, told, int(one.problem is not None))
 
 
@@ -170,37 +172,45 @@ def _ranks(manifest: Manifest) -> str:
     from samestep.running.checkpoints.contents import virtual_ranks
 
     virtual = virtual_ranks(manifest)
-    told = some(manifest.world_size, "rank") if manifest.world_size else "ranks unknown"  # a converted file tells none
+    told = (
+        plural(manifest.world_size, "rank") if manifest.world_size else "ranks unknown"
+    )  # a converted file tells none
     return told if virtual is None else f"{told}, virtual ranks: {virtual}"
 
 
 def _show_parts(console: Console, manifest: Manifest) -> None:
     from rich.table import Table
 
-    from samestep.running.checkpoints.contents import parts
+    from samestep.running.checkpoints.contents import objects
 
     table = Table("object", "kind")
     for heading in ("tensors", "values", "size", "parameters"):
         table.add_column(heading, justify="right")
-    for part in parts(manifest):
+    for part in objects(manifest):
         steered = "" if part.parameters is None else f"{part.parameters:,}"
-        row = (printable(part.name), printable(part.kind), str(part.tensors), f"{part.values:,}", size(part.size))
+        row = (
+            escape_control(part.name),
+            escape_control(part.kind),
+            str(part.tensors),
+            f"{part.values:,}",
+            format_bytes(part.size),
+        )
         table.add_row(*row, steered)
     console.print(table)
 
 
 def _position(state: dict[str, Any]) -> str:
     order = f"seed {state['seed']}" if state["shuffle"] else "unshuffled"
-    return printable(f"epoch {state['epoch']}, {state['cursor']} of {state['samples']} samples used, {order}")
+    return escape_control(f"epoch {state['epoch']}, {state['cursor']} of {state['samples']} samples used, {order}")
 
 
 def _show_tensors(console: Console, manifest: Manifest, *, whole: bool) -> None:
     from rich.tree import Tree
 
-    from samestep.running.checkpoints.outline import outline
+    from samestep.running.checkpoints.outline import tensor_tree
 
     tree = Tree(f"{len(manifest.tensors)} tensors{_in_files(manifest)}")
-    for branch in outline(manifest, whole=whole):
+    for branch in tensor_tree(manifest, whole=whole):
         _grow(tree, branch)
     console.print(tree)
 
@@ -212,21 +222,21 @@ def _in_files(manifest: Manifest) -> str:
     return f"{parts} in {len(manifest.files)} files" if len(manifest.files) > 1 else ""
 
 
-def _grow(tree: Tree, branch: Branch) -> None:
+def _grow(tree: Tree, branch: TreeNode) -> None:
     form = f"  {branch.form}" if branch.form else ""
-    node = tree.add(printable(f"{branch.name}{form}  {size(branch.size)}"))
+    node = tree.add(escape_control(f"{branch.name}{form}  {format_bytes(branch.size)}"))
     for further in branch.branches:
         _grow(node, further)
 
 
 def _rest(manifest: Manifest) -> dict[str, Any]:
-    from samestep.running.checkpoints.contents import positions, virtual_ranks
+    from samestep.running.checkpoints.contents import data_positions, virtual_ranks
 
     return {
         "virtual_ranks": virtual_ranks(manifest),
         "samestep": manifest.samestep,
         "torch": manifest.torch,
-        "data": dict(positions(manifest)),
+        "data": dict(data_positions(manifest)),
         "tensors": manifest.tensors,
         "files": list(manifest.files),
         "parts": manifest.parts,
@@ -237,50 +247,50 @@ def _rest(manifest: Manifest) -> dict[str, Any]:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from samestep.running.checkpoints.contents import found
+    from samestep.running.checkpoints.contents import list_checkpoints
 
-    folders = found(options.path)
+    folders = list_checkpoints(options.path)
     seen = _looked_at(folders, digests=True, with_ledgers=True)
     console = _console()
     for one in seen:
         _tell(console, one)
     _tell_aside(console, options.path, folders)
     wrong = [one for one in seen if not one.is_right]
-    count = some(len(seen), "checkpoint")
+    count = plural(len(seen), "checkpoint")
     console.print(f"{count}: all as saved" if seen and not wrong else f"{count}: {len(wrong)} not right")
     ok, rows = bool(seen) and not wrong, [_as_json(one) for one in seen]
     return write_json(options.json, {"path": str(options.path), "ok": ok, "checkpoints": rows}, int(not ok))
 
 
-def _tell(console: Console, one: Seen) -> None:
+def _tell(console: Console, one: CheckpointInfo) -> None:
     from samestep.running.checkpoints.integrity import ForeignError
 
     if one.problem is not None:
         kind = "" if isinstance(one.problem, ForeignError) else "damaged: "
-        console.print(f"{one.folder.name}: {kind}{printable(str(one.problem))}")
+        console.print(f"{one.folder.name}: {kind}{escape_control(str(one.problem))}")
         return
-    console.print(f"{one.folder.name}: every byte as saved, {size(one.size)}")
+    console.print(f"{one.folder.name}: every byte as saved, {format_bytes(one.size)}")
     for name, ledger in one.ledgers.items():
-        console.print(f"  {printable(name)}: {printable(ledger.summary)}")
+        console.print(f"  {escape_control(name)}: {escape_control(ledger.summary)}")
         for problem in ledger.problems:
-            console.print(f"    {printable(problem)}")
+            console.print(f"    {escape_control(problem)}")
 
 
 # --- what they share ----------------------------------------------------------------------------------
 
 
-def _looked_at(folders: Sequence[Path], *, digests: bool, with_ledgers: bool = False) -> list[Seen]:
+def _looked_at(folders: Sequence[Path], *, digests: bool, with_ledgers: bool = False) -> list[CheckpointInfo]:
     from dataclasses import replace
 
-    from samestep.running.checkpoints.contents import ledgers, look, size_of
+    from samestep.running.checkpoints.contents import audit_data, inspect, size_of
 
     seen = []
     total = sum(map(size_of, folders)) if digests else 0
     with _progress(total) as advance:
         for folder in folders:
-            one = look(folder, digests=digests, progress=advance)
+            one = inspect(folder, digests=digests, progress=advance)
             if one is not None and with_ledgers and one.manifest is not None and one.problem is None:
-                one = replace(one, ledgers=ledgers(one.manifest))
+                one = replace(one, ledgers=audit_data(one.manifest))
             seen += [] if one is None else [one]
     return seen
 
@@ -312,7 +322,7 @@ def _console() -> Console:
     return console
 
 
-def _as_json(one: Seen) -> dict[str, Any]:
+def _as_json(one: CheckpointInfo) -> dict[str, Any]:
     manifest, problem = one.manifest, one.problem
     return {
         "name": one.folder.name,

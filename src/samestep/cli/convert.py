@@ -58,16 +58,16 @@ def format_of(path: Path) -> str:
         raise UsageError(f"{path} is not there")
     if (path / ".metadata").exists():
         return DCP
-    from samestep.running.checkpoints.contents import found
+    from samestep.running.checkpoints.contents import list_checkpoints
 
-    found(path)
+    list_checkpoints(path)
     return OURS
 
 
 def _newest(path: Path) -> Path:
-    from samestep.running.checkpoints.contents import found
+    from samestep.running.checkpoints.contents import list_checkpoints
 
-    folders = found(path)
+    folders = list_checkpoints(path)
     if not folders:
         raise UsageError(f"all checkpoints in {path} are quarantined because they are damaged")
     return folders[-1]

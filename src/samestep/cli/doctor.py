@@ -13,10 +13,10 @@ from pathlib import Path
 from samestep.cli.before import check_json
 from samestep.cli.options import Parser
 from samestep.cli.result import write_json
-from samestep.doctor.line import Line, worst
+from samestep.doctor.line import Finding, worst_level
 from samestep.errors import RankVariablesError, UsageError
 from samestep.rankenv import RankVariables, read_rank_variables
-from samestep.reporting.words import printable
+from samestep.reporting.words import escape_control
 
 __all__ = ["main"]
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.json is not None and str(options.json) != STANDARD:
         check_json(options.json)
     lines, shows = _look(options)
-    code = int(worst(lines) == "error")
+    code = int(worst_level(lines) == "error")
     return _tell(lines, options, code) if shows else code
 
 
@@ -71,7 +71,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _look(options: argparse.Namespace) -> tuple[list[Line], bool]:
+def _look(options: argparse.Namespace) -> tuple[list[Finding], bool]:
     """Returns what was found, and whether this process shows it."""
     if options.hosts is not None or options.hostfile is not None:
         return _hosts(options), True
@@ -83,10 +83,10 @@ def _look(options: argparse.Namespace) -> tuple[list[Line], bool]:
     if told is not None and told.size > 1:
         from samestep.doctor import together
 
-        return together.look(told, Path.cwd())
-    from samestep.doctor.examine import examine
+        return together.check_job(told, Path.cwd())
+    from samestep.doctor.examine import run_checks
 
-    lines = examine(Path.cwd(), _progress)
+    lines = run_checks(Path.cwd(), _progress)
     _progress("")
     return lines, True
 
@@ -98,15 +98,15 @@ def _launched() -> RankVariables | None:
         return None  # a line says so
 
 
-def _hosts(options: argparse.Namespace) -> list[Line]:
+def _hosts(options: argparse.Namespace) -> list[Finding]:
     from samestep.cli.hosts import listed
-    from samestep.doctor.hosts import Named, examine
+    from samestep.doctor.hosts import HostList, check_hosts
 
     if options.hosts is not None and options.hostfile is not None:
         raise UsageError("--hosts and --hostfile both say which hosts: give one of them")
     _progress("hosts")
-    found = examine(
-        Named(
+    found = check_hosts(
+        HostList(
             hosts=tuple(host.name for host in listed(options)),
             via=options.via or "ssh",
             ssh_args=options.ssh_args,
@@ -125,7 +125,7 @@ def _progress(left: str) -> None:
         sys.stderr.flush()
 
 
-def _tell(lines: Sequence[Line], options: argparse.Namespace, code: int) -> int:
+def _tell(lines: Sequence[Finding], options: argparse.Namespace, code: int) -> int:
     """Shows what was found and writes it; returns the exit code."""
     told = {"v": FORMAT, "verdict": "fails" if code else "works", "lines": [line.as_json() for line in lines]}
     if str(options.json) == STANDARD:
@@ -138,11 +138,11 @@ def _tell(lines: Sequence[Line], options: argparse.Namespace, code: int) -> int:
     return write_json(options.json, told, code)
 
 
-def shown(lines: Sequence[Line], *, wrong: bool, coloured: bool, width: int | None = None) -> list[str]:
+def shown(lines: Sequence[Finding], *, wrong: bool, coloured: bool, width: int | None = None) -> list[str]:
     """Returns what a person reads: what several hosts have in common once, in lines of at most `width` letters."""
-    hosts: dict[Line, list[str]] = {}
+    hosts: dict[Finding, list[str]] = {}
     for line in lines:
-        common = Line(line.check, line.level, line.text, line.effect, line.fix)
+        common = Finding(line.check, line.level, line.text, line.effect, line.fix)
         hosts.setdefault(common, []).append(line.host)
     everybody = len({line.host for line in lines if line.host})
     told: list[str] = []
@@ -159,14 +159,14 @@ def _where(named: Sequence[str], everybody: int) -> str:
     return "all hosts: " if len(names) == everybody else f"{', '.join(names)}: "
 
 
-def _lines(line: Line, where: str, *, coloured: bool, width: int | None) -> list[str]:
+def _lines(line: Finding, where: str, *, coloured: bool, width: int | None) -> list[str]:
     word = f"{WORDS[line.level]:<8}"
-    head = f"{word} {printable(line.check):<{CHECK_WIDTH}} "
-    rows = _wrapped(f"{head}{printable(where)}{printable(line.text)}", len(head), width)
+    head = f"{word} {escape_control(line.check):<{CHECK_WIDTH}} "
+    rows = _wrapped(f"{head}{escape_control(where)}{escape_control(line.text)}", len(head), width)
     if line.level != "ok":
         for name, text in (("causes", line.effect), ("fix", line.fix)):
             label = f"{'':<{INDENT}}{name + ':':<8}"
-            rows += _wrapped(label + printable(text), len(label), width) if text else []
+            rows += _wrapped(label + escape_control(text), len(label), width) if text else []
     if coloured:
         rows[0] = f"\x1b[{COLOURS[line.level]}m{word}\x1b[0m{rows[0][len(word) :]}"
     return rows
@@ -179,10 +179,10 @@ def _wrapped(text: str, indent: int, width: int | None) -> list[str]:
     return textwrap.wrap(text, room, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-def verdict(lines: Sequence[Line]) -> str:
+def verdict(lines: Sequence[Finding]) -> str:
     """Returns the last line.
 
-    >>> verdict([Line("disk", "warning", "slow")])
+    >>> verdict([Finding("disk", "warning", "slow")])
     'training would work: 1 warning'
     """
     counts = {level: sum(line.level == level for line in lines) for level in ("error", "warning", "note")}

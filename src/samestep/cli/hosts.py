@@ -13,19 +13,26 @@ from pathlib import Path
 from samestep.cli.options import Parser, seconds
 from samestep.errors import RankVariablesError, SamestepError, UsageError
 from samestep.launch.address import check_loopback
-from samestep.launch.cluster import Part, Wanted, examine
+from samestep.launch.cluster import HostRanks, Wanted, preflight
 from samestep.launch.console import say
 from samestep.launch.devices import visible_gpus
-from samestep.launch.doors import Calling, Inviting
-from samestep.launch.gather import Call, by_invitation, by_transport, dismiss, farewell, streams_of
-from samestep.launch.head import Head, open_here
+from samestep.launch.doors import JoinSource, TransportSource
+from samestep.launch.gather import (
+    TransportSpec,
+    notify_end,
+    start_by_transport,
+    stop_transports,
+    stream_descriptors,
+    wait_for_agents,
+)
+from samestep.launch.head import Controller, open_here
 from samestep.launch.hostlist import HostSlots, parse_hostfile, parse_hosts
-from samestep.launch.meeting import own_secret
+from samestep.launch.meeting import user_secret
 from samestep.launch.memory import check_room
 from samestep.launch.network import addresses, interface_named
 from samestep.launch.replacement import Replacement
-from samestep.launch.run import part_here
-from samestep.launch.sibling import EVERYWHERE, PATIENCE, Sibling, sibling_of
+from samestep.launch.run import local_ranks
+from samestep.launch.sibling import ANY_ADDRESS, JOIN_TIMEOUT_S, NodeSpec, node_spec
 from samestep.launch.transport import VIAS, Started
 from samestep.launch.wire import new_token
 from samestep.rankenv import child_environment, read_rank_variables, variable
@@ -64,7 +71,7 @@ def add_options(parser: Parser) -> None:
         "--join-timeout",
         metavar="S",
         type=seconds,
-        default=PATIENCE,
+        default=JOIN_TIMEOUT_S,
         help="seconds to wait for the others (default: %(default)g)",
     )
     add(
@@ -107,8 +114,8 @@ def check_effect(options: argparse.Namespace) -> None:
 
 @contextmanager
 def opened(
-    options: argparse.Namespace, where: Call | Sibling | None
-) -> Iterator[tuple[Head, tuple[Part, ...], Replacement]]:
+    options: argparse.Namespace, where: TransportSpec | NodeSpec | None
+) -> Iterator[tuple[Controller, tuple[HostRanks, ...], Replacement]]:
     """Yields the head of a run, its parts, all examined, and what replaces hosts; ends all agents on every way out.
 
     Args:
@@ -123,38 +130,42 @@ def opened(
         ranks = options.ranks or visible_gpus() or 1
         check_room(ranks)
         check_loopback()
-        with Head([open_here(socket.gethostname(), ranks)]) as head:
-            parts = (part_here(ranks),)
+        with Controller([open_here(socket.gethostname(), ranks)]) as head:
+            parts = (local_ranks(ranks),)
             yield head, parts, Replacement(head, None, lambda _: parts, options.join_timeout, say)
         return
     started: list[Started] = []
-    if isinstance(where, Call):
-        hosts, started = by_transport(where, say)
+    if isinstance(where, TransportSpec):
+        hosts, started = start_by_transport(where, say)
     else:
-        hosts = by_invitation(where, own_ranks(options, where), say)
+        hosts = wait_for_agents(where, own_ranks(options, where), say)
     try:
-        with Head(hosts) as head:
-            head.attend([descriptor for one in started for descriptor in streams_of(one)], _show)
-            check = partial(examine, head, _wanted(options, where))
-            door = Calling(where, started, head, _show) if isinstance(where, Call) else Inviting(where, where.program)
+        with Controller(hosts) as head:
+            head.attend([descriptor for one in started for descriptor in stream_descriptors(one)], _show)
+            check = partial(preflight, head, _wanted(options, where))
+            door = (
+                TransportSource(where, started, head, _show)
+                if isinstance(where, TransportSpec)
+                else JoinSource(where, where.program)
+            )
             with _told(head, where):
                 yield head, tuple(check(_note)), Replacement(head, door, check, options.join_timeout, say)
     finally:
-        dismiss(started)
+        stop_transports(started)
 
 
 @contextmanager
-def _told(head: Head, where: Call | Sibling) -> Iterator[None]:
+def _told(head: Controller, where: TransportSpec | NodeSpec) -> Iterator[None]:
     """Lets whoever sits at the other hosts know why a run has come to nothing."""
     try:
         yield
     except SamestepError as error:
-        if isinstance(where, Sibling):
-            farewell(head, f"error: {error}", error.exit_code)
+        if isinstance(where, NodeSpec):
+            notify_end(head, f"error: {error}", error.exit_code)
         raise
 
 
-def place(options: argparse.Namespace) -> Call | Sibling | None:
+def place(options: argparse.Namespace) -> TransportSpec | NodeSpec | None:
     """Returns the hosts that the options name, or that somebody else has started this on; None for this one alone."""
     if options.interface is not None and not (options.hosts or options.hostfile or options.slurm):
         interface_named(options.interface)
@@ -164,7 +175,7 @@ def place(options: argparse.Namespace) -> Call | Sibling | None:
     if options.hosts is not None or options.hostfile is not None:
         names = tuple(host.name for host in listed(options))
         taken = taken_along(options.env)
-        return Call(
+        return TransportSpec(
             hosts=names,
             via=options.via or VIAS[0],
             ssh_args=options.ssh_args,
@@ -178,11 +189,11 @@ def place(options: argparse.Namespace) -> Call | Sibling | None:
     except RankVariablesError:
         return None  # of whoever started this; the ranks get their own
     if told is not None and told.source in STARTED_BY and told.size > 1:
-        return sibling_of(told, options.join_timeout, _program(options))
+        return node_spec(told, options.join_timeout, _program(options))
     return None
 
 
-def own_ranks(options: argparse.Namespace, where: Sibling) -> int:
+def own_ranks(options: argparse.Namespace, where: NodeSpec) -> int:
     """Returns how many ranks this process brings: a task of srun or mpiexec is one, a host as many as it has GPUs."""
     if options.ranks is not None:
         return int(options.ranks)
@@ -218,7 +229,7 @@ def _note(text: str) -> None:
     say(f"note: {text}")
 
 
-def _wanted(options: argparse.Namespace, where: Call | Sibling) -> Wanted:
+def _wanted(options: argparse.Namespace, where: TransportSpec | NodeSpec) -> Wanted:
     named = listed(options) if options.hosts or options.hostfile else []
     return Wanted(
         program=options.program[0],
@@ -226,7 +237,7 @@ def _wanted(options: argparse.Namespace, where: Call | Sibling) -> Wanted:
         ranks=options.ranks,
         slots={host.name: host.slots for host in named},
         interface=options.interface,
-        launcher=where.launcher if isinstance(where, Sibling) else None,
+        launcher=where.launcher if isinstance(where, NodeSpec) else None,
     )
 
 
@@ -246,7 +257,7 @@ def taken_along(more: list[str]) -> dict[str, str]:
     }
 
 
-def _by_hand(options: argparse.Namespace) -> Sibling:
+def _by_hand(options: argparse.Namespace) -> NodeSpec:
     count, index = options.nnodes, options.node_rank
     if options.rendezvous is None and hasattr(options, "master_addr"):
         options.rendezvous = f"{options.master_addr}:{getattr(options, 'master_port', TORCHRUNS_PORT)}"
@@ -257,7 +268,7 @@ def _by_hand(options: argparse.Namespace) -> Sibling:
     known = {"index": index, "count": count, "patience": options.join_timeout, "program": _program(options)}
     if "/" in options.rendezvous:
         file = Path(options.rendezvous).absolute()
-        return Sibling(**known, file=file, token=new_token(), named=str(file))
+        return NodeSpec(**known, file=file, token=new_token(), named=str(file))
     host, colon, port = options.rendezvous.rpartition(":")
     if not colon or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UsageError(
@@ -281,6 +292,6 @@ def _by_hand(options: argparse.Namespace) -> Sibling:
     # a host's own name may lead to 127.0.1.1 on that host alone; without a secret that is as far as it goes
     kept = loopback and (len(token) < SHORTEST_TOKEN or host in {address, "localhost"})
     if len(token) < SHORTEST_TOKEN:
-        token = own_secret()  # of the host's users, only this one comes in
-    bind = address if kept else EVERYWHERE
-    return Sibling(**known, address=address, port=int(port), token=token, named=options.rendezvous, bind=bind)
+        token = user_secret()  # of the host's users, only this one comes in
+    bind = address if kept else ANY_ADDRESS
+    return NodeSpec(**known, address=address, port=int(port), token=token, named=options.rendezvous, bind=bind)

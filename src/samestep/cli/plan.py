@@ -15,7 +15,7 @@ from samestep.errors import UsageError
 
 if TYPE_CHECKING:
     from samestep.network.cluster import Cluster
-    from samestep.planning.planned import Planned
+    from samestep.planning.planned import TrainingPlan
     from samestep.planning.profile import Profile
 
 __all__ = ["main"]
@@ -52,13 +52,13 @@ def main(arguments: Sequence[str]) -> int:
     if options.save_profile is not None:
         profile.save(options.save_profile)
         print(f"the profile is in {options.save_profile}", file=sys.stderr)
-    from samestep.planning.planned import planned
+    from samestep.planning.planned import make_plan
 
     grows = profile.per_rank if options.grows is None else options.grows
     if profile.per_rank and options.grows is None:
         text = f"each process keeps its batch of {profile.batch}, as DistributedSampler has it (or --no-scale-batch)"
         print(text, file=sys.stderr)
-    found = planned(profile, cluster, options.ranks or cluster.ranks, grows=grows)
+    found = make_plan(profile, cluster, options.ranks or cluster.ranks, grows=grows)
     _write(options, found)
     for line in found.lines():
         print(line)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if found.best is not None else 1
 
 
-def _started(found: Planned, settings: Path) -> str:
+def _started(found: TrainingPlan, settings: Path) -> str:
     """What the settings start: a pipeline is the script's own to make."""
     from samestep.network.links import seconds_text
 
@@ -185,17 +185,17 @@ def _profile(options: argparse.Namespace) -> Profile:
     return profile_script(program, arguments, steps=options.steps, is_module=options.module, threads=threads)
 
 
-def _write(options: argparse.Namespace, found: Planned) -> None:
-    from samestep.reporting.draft import write_whole
+def _write(options: argparse.Namespace, found: TrainingPlan) -> None:
+    from samestep.reporting.draft import write_atomic
 
     if options.json is not None:
-        write_whole(options.json, [json.dumps(found.as_json(), indent=2, allow_nan=False), "\n"])
+        write_atomic(options.json, [json.dumps(found.as_json(), indent=2, allow_nan=False), "\n"])
     if options.picture is not None:
         from samestep.planning.picture import draw
 
         draw(found, options.picture)
     if options.apply is not None:
-        write_whole(options.apply, [found.settings().dumps(found.title(found.as_it_is))])
+        write_atomic(options.apply, [found.settings().dumps(found.title(found.as_it_is))])
 
 
 def _say(text: str) -> None:

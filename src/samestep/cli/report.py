@@ -16,7 +16,7 @@ from samestep.cli.options import Parser
 from samestep.errors import UsageError
 
 if TYPE_CHECKING:
-    from samestep.reporting.analysis import Analysis
+    from samestep.reporting.analysis import RunAnalysis
     from samestep.reporting.summary import Summary
 
 __all__ = ["main"]
@@ -42,29 +42,29 @@ exit code: 0, whatever became of the run; 2 for a usage error."""
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options = _parser().parse(arguments)
-    from samestep.reporting.words import printable
+    from samestep.reporting.words import escape_control
 
     try:
         return _report(options)
     except UsageError as error:
-        raise UsageError(printable(error)) from error  # it names files
+        raise UsageError(escape_control(error)) from error  # it names files
 
 
 def _report(options: argparse.Namespace) -> int:
-    from samestep.reporting.record import newest
+    from samestep.reporting.record import latest_run
     from samestep.reporting.summary import lines
-    from samestep.reporting.words import printable
+    from samestep.reporting.words import escape_control
 
-    options.path = options.path or newest(Path("runs"))
+    options.path = options.path or latest_run(Path("runs"))
     page = options.output or options.path / "report.html"
     _check_paths(page, options.trace, options.json)
     analysis, told = _read(options)
     _write(options, page, analysis, told)
-    for line in [*lines(told), *(f"note: {printable(problem)}" for problem in analysis.run.problems)]:
+    for line in [*lines(told), *(f"note: {escape_control(problem)}" for problem in analysis.run.problems)]:
         print(_wrapped(line))
     for path in (page, options.trace, options.json):
         if path is not None:
-            print(printable(path))
+            print(escape_control(path))
     return 0
 
 
@@ -105,26 +105,26 @@ def _check_paths(*paths: Path | None) -> None:
             raise UsageError(f"page, trace and data need different files: {path} is named twice")
 
 
-def _read(options: argparse.Namespace) -> tuple[Analysis, Summary]:
-    from samestep.reporting.analysis import analysed
+def _read(options: argparse.Namespace) -> tuple[RunAnalysis, Summary]:
+    from samestep.reporting.analysis import analyse
     from samestep.reporting.packed import PackingReader
-    from samestep.reporting.record import opened
+    from samestep.reporting.record import open_run
     from samestep.reporting.summary import summary
 
-    analysis = analysed(opened(options.path, PackingReader), options.attempt)
+    analysis = analyse(open_run(options.path, PackingReader), options.attempt)
     return analysis, summary(analysis, time.time())
 
 
-def _write(options: argparse.Namespace, page: Path, analysis: Analysis, told: Summary) -> None:
-    from samestep.reporting.content import cleaned
-    from samestep.reporting.draft import write_whole
-    from samestep.reporting.page import rendered
+def _write(options: argparse.Namespace, page: Path, analysis: RunAnalysis, told: Summary) -> None:
+    from samestep.reporting.content import json_safe
+    from samestep.reporting.draft import write_atomic
+    from samestep.reporting.page import render_page
     from samestep.reporting.summary import as_json
     from samestep.reporting.trace import trace
 
     if options.json is not None:
-        data = json.dumps(cleaned(as_json(analysis, told)), indent=2, allow_nan=False)
-        write_whole(options.json, [data, "\n"])
+        data = json.dumps(json_safe(as_json(analysis, told)), indent=2, allow_nan=False)
+        write_atomic(options.json, [data, "\n"])
     if options.trace is not None:
-        write_whole(options.trace, trace(analysis.run, analysis.logs))
-    write_whole(page, [rendered(analysis, told)])
+        write_atomic(options.trace, trace(analysis.run, analysis.logs))
+    write_atomic(page, [render_page(analysis, told)])

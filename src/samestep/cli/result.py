@@ -20,10 +20,10 @@ def write_json(file: Path | None, told: Any, code: int = 0) -> int:
     if file is None:
         return code
     from samestep.launch.console import say
-    from samestep.reporting.draft import write_whole
+    from samestep.reporting.draft import write_atomic
 
     try:
-        write_whole(file, [json.dumps(told, indent=2), "\n"])
+        write_atomic(file, [json.dumps(told, indent=2), "\n"])
     except UsageError as error:
         say(f"error: --json {error}")
         return code or error.exit_code

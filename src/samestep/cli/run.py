@@ -16,24 +16,24 @@ from samestep.cli.mpi import under_mpiexec
 from samestep.cli.options import Parser, seconds, whole
 from samestep.cli.result import write_json
 from samestep.errors import UsageError
-from samestep.launch.cluster import Part
+from samestep.launch.cluster import HostRanks
 from samestep.launch.console import say
-from samestep.launch.cores import binding_warning, describe, read_cores, read_unbound
+from samestep.launch.cores import binding_warning, describe, read_cores, unbound_cores
 from samestep.launch.devices import visible_gpus
-from samestep.launch.following import follow
-from samestep.launch.gather import Call, farewell
-from samestep.launch.hang import LEAST
-from samestep.launch.head import Head
+from samestep.launch.following import run_foreground_agent
+from samestep.launch.gather import TransportSpec, notify_end
+from samestep.launch.hang import HANG_AFTER_S
+from samestep.launch.head import Controller
 from samestep.launch.process import end_for_mpiexec
 from samestep.launch.replacement import Replacement
-from samestep.launch.run import Plan, launch, part_here, summary
-from samestep.launch.sibling import PATIENCE, Sibling
-from samestep.launch.slurm import LEAVING, Batch, batch_script, submit, warning_for
-from samestep.launch.supervise import SAVING
-from samestep.launch.verdict import Verdict, explain
+from samestep.launch.run import RunSpec, launch, local_ranks, summary
+from samestep.launch.sibling import JOIN_TIMEOUT_S, NodeSpec
+from samestep.launch.slurm import LEAVE_TIME_S, Batch, batch_script, submit, warning_for
+from samestep.launch.supervise import DEFAULT_GRACE_S
+from samestep.launch.verdict import RunResult, summary_lines
 from samestep.paths import RunDirectory
 from samestep.rankenv import variable
-from samestep.verification.checking.outcome import outcome
+from samestep.verification.checking.outcome import online_outcome
 
 __all__ = ["main"]
 
@@ -89,10 +89,10 @@ def main(arguments: Sequence[str]) -> int:
         _show(options)
         return 0
     where = place(options)
-    if isinstance(where, Sibling):
+    if isinstance(where, NodeSpec):
         atexit.register(end_for_mpiexec)  # with the code of this task, whatever has become of its rank
         if where.index > 0:
-            return follow(where, own_ranks(options, where), say)
+            return run_foreground_agent(where, own_ranks(options, where), say)
     if where is None and options.lost_host == "continue":
         raise UsageError("--lost-host continue goes on with the hosts that are left, and this is the only one")
     if options.json is not None:
@@ -103,11 +103,11 @@ def main(arguments: Sequence[str]) -> int:
         plan = _plan(options, parts, path)
         _announce(plan)
         verdict = _launched(plan, head, replacement)
-        if isinstance(where, Sibling):
-            farewell(head, _ended(verdict), verdict.exit_code)
+        if isinstance(where, NodeSpec):
+            notify_end(head, _ended(verdict), verdict.exit_code)
     told, code = summary(plan, verdict), verdict.exit_code
     if options.check:
-        checked = outcome(plan.directory.path, plan.size)
+        checked = online_outcome(plan.directory.path, plan.size)
         told |= checked
         code = code or int(checked["verdict"] == "different")
     return write_json(options.json, told | {"exit": code}, code)
@@ -122,7 +122,7 @@ def _set(options: argparse.Namespace) -> None:
     options.chosen, options.settings = options.settings, found.variables
 
 
-def _launched(plan: Plan, head: Head, replacement: Replacement) -> Verdict:
+def _launched(plan: RunSpec, head: Controller, replacement: Replacement) -> RunResult:
     try:
         return launch(plan, head, replacement)
     except OSError as error:
@@ -131,9 +131,9 @@ def _launched(plan: Plan, head: Head, replacement: Replacement) -> Verdict:
         raise UsageError(f"the run directory {plan.directory.path} cannot be written: {error.strerror}") from error
 
 
-def _ended(verdict: Verdict) -> str:
+def _ended(verdict: RunResult) -> str:
     """Returns what a person at another host is told of a run's end."""
-    cause = next((line for line in explain(verdict, None) if line.startswith("samestep: ")), "")
+    cause = next((line for line in summary_lines(verdict, None) if line.startswith("samestep: ")), "")
     return f"the run is over, exit code {verdict.exit_code}{cause.replace('samestep:', ':', 1)}"
 
 
@@ -143,13 +143,13 @@ def _queue(options: argparse.Namespace) -> int:
     taken_along(options.env)  # each must be there
     run = [] if options.start == "auto" else ["--start", options.start]
     run += [] if options.local_rank is None else [f"--pass{options.local_rank[1:]}"]
-    run += [] if options.grace == SAVING else ["--grace", f"{options.grace:g}"]
+    run += [] if options.grace == DEFAULT_GRACE_S else ["--grace", f"{options.grace:g}"]
     run += [] if options.lost_host == "stop" else ["--lost-host", options.lost_host]
-    run += [] if options.join_timeout == PATIENCE else ["--join-timeout", f"{options.join_timeout:g}"]
+    run += [] if options.join_timeout == JOIN_TIMEOUT_S else ["--join-timeout", f"{options.join_timeout:g}"]
     run += [] if options.json is None else ["--json", str(options.json)]
     run += [] if options.interface is None else ["--interface", options.interface]
     run += ["--check"] if options.check else []
-    run += [] if options.hang_after == LEAST else ["--hang-after", f"{options.hang_after:g}"]
+    run += [] if options.hang_after == HANG_AFTER_S else ["--hang-after", f"{options.hang_after:g}"]
     run += [] if options.on_hang == "auto" else ["--on-hang", options.on_hang]
     run += [] if options.events else ["--no-events"]
     run += [] if options.chosen is None else ["--settings", str(options.chosen)]
@@ -163,7 +163,7 @@ def _queue(options: argparse.Namespace) -> int:
             ranks=options.ranks,
             more=(options.sbatch_args,) if options.sbatch_args else (),
             restarts=options.restarts,
-            wait=LEAVING if options.lost_host == "stop" else 0,
+            wait=LEAVE_TIME_S if options.lost_host == "stop" else 0,
             variables=tuple(dict.fromkeys(options.env)),
             warning=warning_for(options.grace),
         )
@@ -178,7 +178,7 @@ def _queue(options: argparse.Namespace) -> int:
     return 0
 
 
-def _announce(plan: Plan) -> None:
+def _announce(plan: RunSpec) -> None:
     if len(plan.parts) > 1:
         machines = len({part.machine for part in plan.parts})
         hosts = "one host" if machines == 1 else f"{machines} hosts"
@@ -188,7 +188,7 @@ def _announce(plan: Plan) -> None:
         chosen = variable("OMP_NUM_THREADS")
         line = describe(read_cores(), plan.size, plan.parts[0].threads, plan.pinned, chosen=chosen)
         say(line)
-    warning = binding_warning([read_cores().usable] * plan.size, read_unbound(), launcher="env")
+    warning = binding_warning([read_cores().usable] * plan.size, unbound_cores(), launcher="env")
     if len(plan.parts) == 1 and warning is not None:
         say(f"note: {warning}")
     if plan.size == 1 and {"-n", "--nproc-per-node", "--nproc_per_node"} & set(plan.arguments):
@@ -232,7 +232,7 @@ def _parser() -> Parser:
         "--grace",
         metavar="S",
         type=seconds,
-        default=SAVING,
+        default=DEFAULT_GRACE_S,
         help="seconds to save in after SIGTERM (default: %(default)g)",
     )
     add("--check", action="store_true", help=CHECK)
@@ -240,7 +240,7 @@ def _parser() -> Parser:
         "--hang-after",
         metavar="S",
         type=seconds,
-        default=LEAST,
+        default=HANG_AFTER_S,
         help="seconds in which no rank moves, and that are 5 steps or more, until a hang is explained "
         "(default: %(default)g)",
     )
@@ -270,9 +270,9 @@ def _check(options: argparse.Namespace) -> None:
     check_program(options.program[0], is_module=options.module)
 
 
-def _plan(options: argparse.Namespace, parts: tuple[Part, ...], path: Path) -> Plan:
+def _plan(options: argparse.Namespace, parts: tuple[HostRanks, ...], path: Path) -> RunSpec:
     program, *arguments = options.program
-    return Plan(
+    return RunSpec(
         parts=parts,
         directory=RunDirectory(path),
         run_id=secrets.token_hex(4),
@@ -297,8 +297,8 @@ def _plan(options: argparse.Namespace, parts: tuple[Part, ...], path: Path) -> P
 def _show(options: argparse.Namespace) -> None:
     """Prints what would be started, in a form that a shell would take."""
     where = place(options)
-    parts: tuple[Part, ...] = (part_here(options.ranks or visible_gpus() or 1),)
-    if isinstance(where, Call):
+    parts: tuple[HostRanks, ...] = (local_ranks(options.ranks or visible_gpus() or 1),)
+    if isinstance(where, TransportSpec):
         for start in where.starts():
             print(f"# on {', '.join(start.hosts)}; address and token go to its standard input\n{start}\n")
         hosts = [(host.name, options.ranks or host.slots or parts[0].ranks) for host in listed(options)]
@@ -306,7 +306,7 @@ def _show(options: argparse.Namespace) -> None:
     elif where is not None:
         ranks = own_ranks(options, where)
         names = [f"{where.word} {index}" for index in range(where.count)]
-        parts = tuple(replace(part_here(ranks), name=name, machine=name, interface="<found>") for name in names)
+        parts = tuple(replace(local_ranks(ranks), name=name, machine=name, interface="<found>") for name in names)
         print(f"# {names[where.index]} of {where.count}; sizes and ranks hold if every {where.word} brings {ranks}")
     plan = _plan(options, parts, run_path(options.run_dir, options.program[0]))
     unknown = _found_later(where, len(parts))
@@ -317,19 +317,19 @@ def _show(options: argparse.Namespace) -> None:
     if plan.start == "fork" or (plan.start == "auto" and max(part.ranks for part in parts) > 1):
         print("# the ranks are forked from one process that has imported torch, and each does what its command says")
     for rank in range(plan.size):
-        if not isinstance(where, Sibling) or plan.part_of(rank) == where.index:
+        if not isinstance(where, NodeSpec) or plan.part_of(rank) == where.index:
             chosen = {name: unknown.get(name, value) for name, value in plan.variables(rank).items()}
             variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in chosen.items())
             print(f"\n# rank {rank}\n{variables} \\\n  {shlex.join(plan.command(rank))}")
 
 
-def _found_later(where: Call | Sibling | None, parts: int) -> dict[str, str]:
+def _found_later(where: TransportSpec | NodeSpec | None, parts: int) -> dict[str, str]:
     """Returns the variables of which a command alone does not say the values."""
     found = {"MASTER_PORT": "<port>"} | ({"MASTER_ADDR": "<address>"} if parts > 1 else {})
-    if isinstance(where, Sibling) and where.index > 0:
+    if isinstance(where, NodeSpec) and where.index > 0:
         theirs = ("TORCHELASTIC_RUN_ID", "SAMESTEP_RUN_DIR", "SAMESTEP_LOGS")
         found |= dict.fromkeys(theirs, f"<of {where.word} 0>")
-    if isinstance(where, Sibling) and where.launcher is not None:  # tasks may share a host
+    if isinstance(where, NodeSpec) and where.launcher is not None:  # tasks may share a host
         local = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "OMP_NUM_THREADS", "SAMESTEP_LOGS")
         found |= dict.fromkeys(local, "<found>")
     return found

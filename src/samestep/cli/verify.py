@@ -23,7 +23,7 @@ from samestep.launch.memory import check_room
 from samestep.verification.findings import EXIT_CODES
 from samestep.verification.pages import PAGES
 from samestep.verification.raised import KINDS
-from samestep.verification.runs import STILL_S, Script
+from samestep.verification.runs import HANG_TIMEOUT_S, Script
 
 __all__ = ["main"]
 
@@ -156,7 +156,7 @@ def _parser() -> Parser:
         "--timeout",
         metavar="S",
         type=some_seconds,
-        default=STILL_S,
+        default=HANG_TIMEOUT_S,
         help="seconds without a sign of life until a run counts as hung (default: %(default)g)",
     )
     add("--explain", metavar="CODE", help="print the page of a finding, or of an error")

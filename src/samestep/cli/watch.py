@@ -54,21 +54,21 @@ def _parser() -> Parser:
 def _watch(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from samestep.reporting.live.choice import Choice
+    from samestep.reporting.live.choice import ViewState
     from samestep.reporting.live.latest import open_latest
-    from samestep.reporting.live.view import View
-    from samestep.reporting.record import newest
-    from samestep.reporting.words import printable
+    from samestep.reporting.live.view import WatchApp
+    from samestep.reporting.record import latest_run
+    from samestep.reporting.words import escape_control
 
-    path = options.path or newest(Path("runs"))
+    path = options.path or latest_run(Path("runs"))
     try:
         run = open_latest(path)
     except (UsageError, OSError) as error:
-        raise UsageError(printable(error)) from error
+        raise UsageError(escape_control(error)) from error
     console = Console(highlight=False, markup=False, emoji=False)
-    view = View(run, console, Choice(rank=options.rank))
+    view = WatchApp(run, console, ViewState(rank=options.rank))
     if options.rank is not None and options.rank not in view.scene.ranks:
-        raise UsageError(f"--rank {options.rank}: {printable(path)} has {_ranks(view.scene.ranks)}")
+        raise UsageError(f"--rank {options.rank}: {escape_control(path)} has {_ranks(view.scene.ranks)}")
     if options.once or not console.is_terminal or console.is_dumb_terminal:
         view.once()
         return 0

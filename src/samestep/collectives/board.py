@@ -26,7 +26,7 @@ import struct
 import time
 from collections.abc import Sequence
 
-from samestep.collectives.memory import is_running
+from samestep.collectives.memory import process_alive
 from samestep.errors import PeerError
 
 __all__: list[str] = []
@@ -48,7 +48,7 @@ _syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint
 _PAUSE = struct.pack("=qq", 0, round(_LOOK_AROUND_S * 1e9))
 
 
-def is_ordered() -> bool:
+def has_total_store_order() -> bool:
     """Whether this processor shows its writes to others in the order in which they were made."""
     return platform.system() == "Linux" and platform.machine() == "x86_64"
 
@@ -58,7 +58,7 @@ def length(ranks: int) -> int:
     return ranks * _LINES * _LINE
 
 
-class Board:
+class SharedCounters:
     """The counters of some ranks of one host, each 0 at first.
 
     Args:
@@ -142,7 +142,7 @@ class Board:
     def _sleep(self, place: int, word: int, value: int) -> None:
         began = time.monotonic()
         while not _is_past(seen := self._words[word], value):
-            gone = self._words[self._word(place, _LEFT)] != 0 or not is_running(self.processes[place])
+            gone = self._words[self._word(place, _LEFT)] != 0 or not process_alive(self.processes[place])
             waited = time.monotonic() - began
             if (gone or waited > self.timeout_s) and not _is_past(self._words[word], value):
                 raise PeerError(self._complaint(place, waited, gone=gone))

@@ -53,7 +53,7 @@ class Transport(Protocol):
         """Begins to receive."""
 
 
-class Scratch:
+class ScratchBuffers:
     """Memory for what arrives to be added. It grows to what is asked for and stays: fresh memory costs page faults."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Scratch:
         return self._memory[key]
 
 
-def run(plan: Plan, buffer: Tensor, transport: Transport, scratch: Scratch | None = None) -> None:
+def run(plan: Plan, buffer: Tensor, transport: Transport, scratch: ScratchBuffers | None = None) -> None:
     """Does this rank's part of a plan, in place. Collective: every rank must call it, with the same plan.
 
     Args:
@@ -87,12 +87,12 @@ def run(plan: Plan, buffer: Tensor, transport: Transport, scratch: Scratch | Non
         pass
 
 
-def steps(plan: Plan, buffer: Tensor, transport: Transport, scratch: Scratch | None = None) -> Iterator[None]:
+def steps(plan: Plan, buffer: Tensor, transport: Transport, scratch: ScratchBuffers | None = None) -> Iterator[None]:
     """The same, pausing in every round between [3] and [4]: for who simulates many ranks in one process."""
     _check(plan, buffer, transport)
     flat = buffer.detach()
     edges = plan.edges(flat.numel())
-    memory = Scratch() if scratch is None else scratch
+    memory = ScratchBuffers() if scratch is None else scratch
     arrived: list[tuple[Transfer, Tensor]] = []
     for number, part in enumerate(plan.of_rank(transport.rank)):
         part = _without_empty(part, edges)
@@ -108,7 +108,7 @@ def steps(plan: Plan, buffer: Tensor, transport: Transport, scratch: Scratch | N
 
 
 def _post(
-    part: Part, flat: Tensor, edges: Sequence[int], transport: Transport, memory: Scratch, turn: int
+    part: Part, flat: Tensor, edges: Sequence[int], transport: Transport, memory: ScratchBuffers, turn: int
 ) -> tuple[list[tuple[Transfer, Tensor]], list[Work]]:
     """Returns what will have to be added, with the memory that it arrives in, and what is on its way."""
     adds = [one for one in part.receives if one.adds]

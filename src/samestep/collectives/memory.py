@@ -25,7 +25,7 @@ NAME = "samestep"  # by which /proc shows it
 MADE = re.compile(rf"(/memfd:{NAME}|/.*/torch_\d+_\d+_\d+) \(deleted\)")  # a tensor's is torch's
 
 
-class Mine:
+class Segment:
     """Memory of this process, to be opened by others until `close`.
 
     Args:
@@ -51,7 +51,7 @@ class Mine:
         os.close(self.descriptor)
 
 
-def opened(process: int, descriptor: int, length: int) -> mmap.mmap | None:
+def open_segment(process: int, descriptor: int, length: int) -> mmap.mmap | None:
     """Returns the memory behind another process's descriptor, or None where this process may not see it.
 
     Where the two numbers come from a store, a stranger may have written them, and they could lead to any file that one
@@ -81,7 +81,7 @@ def _is_for_sharing(place: str) -> bool:
 Tell = Callable[[tuple[int, int]], Sequence[Sequence[int]]]  # two numbers of every rank, on every rank
 
 
-def shared(length: int, *, leader: int, leads: bool, tell: Tell) -> mmap.mmap | None:
+def shared_segment(length: int, *, leader: int, leads: bool, tell: Tell) -> mmap.mmap | None:
     """Returns memory that several processes share, all zero; None on all of them if one cannot see it.
 
     Collective: every rank that `tell` reaches must call it; more than one may lead, each those who name it.
@@ -92,10 +92,10 @@ def shared(length: int, *, leader: int, leads: bool, tell: Tell) -> mmap.mmap | 
         leads: whether that is this rank.
         tell: how the ranks talk.
     """
-    own = Mine(length) if leads else None
+    own = Segment(length) if leads else None
     try:
         process, descriptor = tell(own.place if own is not None else (0, 0))[leader]
-        memory = own.map if own is not None else opened(process, descriptor, length)
+        memory = own.map if own is not None else open_segment(process, descriptor, length)
         seen = tell((int(memory is not None), 0))
     finally:
         if own is not None:
@@ -103,7 +103,7 @@ def shared(length: int, *, leader: int, leads: bool, tell: Tell) -> mmap.mmap | 
     return memory if all(good for good, _ in seen) else None
 
 
-def is_running(process: int) -> bool:
+def process_alive(process: int) -> bool:
     """Whether a process lives; one that has ended but was not waited for does not."""
     try:
         state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]

@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.collectives.board import DONE, READY, Board
-from samestep.collectives.memory import opened, shared
+from samestep.collectives.board import DONE, READY, SharedCounters
+from samestep.collectives.memory import open_segment, shared_segment
 from samestep.errors import StepError
 
 __all__: list[str] = []
@@ -66,7 +66,7 @@ def share(elements: int, element_bytes: int, ranks: int, rank: int) -> tuple[int
     return min(begin * unit, elements), min(end * unit, elements)
 
 
-def mean_of(total: Tensor, parts: int) -> None:
+def divide_(total: Tensor, parts: int) -> None:
     """Divides a sum in place; by powers of two with a product, which gives the same bits in less time."""
     if parts & (parts - 1):
         total.div_(parts)
@@ -74,7 +74,7 @@ def mean_of(total: Tensor, parts: int) -> None:
         total.mul_(1 / parts)
 
 
-def overflows(gradients: Tensor) -> bool:
+def must_divide_first(gradients: Tensor) -> bool:
     """Whether a sum may leave the range that its mean is in: float16 ends at 65504, and its parts are divided first."""
     return gradients.dtype == torch.float16
 
@@ -96,7 +96,7 @@ def pairs(ranks: int, *, by_tree: bool) -> list[tuple[int, int]]:
     return found
 
 
-class Region:
+class RegisteredBuffer:
     """A tensor of each rank, equally long and of one dtype, all of them in sight of this rank.
 
     Args:
@@ -116,7 +116,7 @@ class Region:
             [part[at : min(at + step, end)] for part in parts] for at in range(begin, end, step)
         ]  # made once: to cut a view takes as long as a block of 8 KB
         self._pairs = pairs(len(parts), by_tree=by_tree)
-        self._divides_first = overflows(parts[0])
+        self._divides_first = must_divide_first(parts[0])
 
     def reduce(self, fold: Fold, divisor: int) -> None:
         """Does `add` and `write` at once, block by block."""
@@ -137,14 +137,14 @@ class Region:
     def _add(self, block: list[Tensor], fold: Fold, divisor: int) -> None:
         if self._divides_first:
             for part in block:
-                mean_of(part, divisor)
+                divide_(part, divisor)
         for into, other in self._pairs:
             fold(block[into], block[other])
 
     def _write(self, block: list[Tensor], divisor: int) -> None:
         first, *others = block
         if not self._divides_first:
-            mean_of(first, divisor)
+            divide_(first, divisor)
         for other in others:
             other.copy_(first)
 
@@ -152,7 +152,7 @@ class Region:
 @dataclass
 class _Started:
     number: int
-    region: Region
+    region: RegisteredBuffer
     fold: Fold
     divisor: int
     then: Callable[[], None]
@@ -160,7 +160,7 @@ class _Started:
 
 
 @dataclass
-class SharedMemory:
+class SharedMemoryAllReduce:
     """The all-reduces of the ranks of one host; every rank starts the same ones, in the same order.
 
     Args:
@@ -169,7 +169,7 @@ class SharedMemory:
             be needed by the one that it would wait for.
     """
 
-    board: Board
+    board: SharedCounters
     across: Across | None = None
     _number: int = field(default=0, init=False)
     _started: deque[_Started] = field(default_factory=deque, init=False)
@@ -177,14 +177,14 @@ class SharedMemory:
     _written: list[_Started] = field(default_factory=list, init=False)
     _stage: _Stage | None = field(default=None, init=False)
 
-    def register(self, tensor: Tensor, *, by_tree: bool = False) -> Region | None:
+    def register(self, tensor: Tensor, *, by_tree: bool = False) -> RegisteredBuffer | None:
         """Moves a tensor's storage into shared memory, in place; None on all ranks where it does not fit, or cannot.
 
         Collective: every rank of the board must call it.
 
         Args:
             tensor: contiguous, on the CPU; of the same length and dtype on all ranks.
-            by_tree: see :class:`Region`.
+            by_tree: see :class:`RegisteredBuffer`.
 
         Raises:
             StepError: the ranks brought tensors of different length.
@@ -198,7 +198,7 @@ class SharedMemory:
                 f"the ranks brought tensors of different length to one sum: {[length for length, _ in told]} bytes"
             )
         if not flat.numel():
-            return Region([flat] * self.board.size, self.board.rank)
+            return RegisteredBuffer([flat] * self.board.size, self.board.rank)
         if min(room for room, _ in rooms) < sum(wanted for _, wanted in told):
             return None
         descriptor, _ = storage._share_fd_cpu_()  # share_memory_ calls it, and does not tell where
@@ -211,15 +211,17 @@ class SharedMemory:
         seen = self.board.exchange(int(None not in parts))
         if not all(good for good, _ in seen):
             return None
-        return Region([part for part in parts if part is not None], self.board.rank, by_tree=by_tree)
+        return RegisteredBuffer([part for part in parts if part is not None], self.board.rank, by_tree=by_tree)
 
     def _seen(self, place: int, descriptor: int, offset: int, length: int, like: Tensor) -> Tensor | None:
-        memory = opened(self.board.processes[place], descriptor, length)
+        memory = open_segment(self.board.processes[place], descriptor, length)
         if memory is None:
             return None
         return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=offset)
 
-    def start(self, region: Region, op: str = "sum", divisor: int = 1, then: Callable[[], None] = lambda: None) -> None:
+    def start(
+        self, region: RegisteredBuffer, op: str = "sum", divisor: int = 1, then: Callable[[], None] = lambda: None
+    ) -> None:
         """Begins an all-reduce of what lies in `region` now, in place; `then` is called by `finish`."""
         self._started.append(_Started(self.next_number(), region, FOLDS[op], divisor, then))
         self.board.post(READY, self._number)
@@ -302,21 +304,21 @@ class _Stage:
         self.piece = halves.shape[2]
 
     @staticmethod
-    def opened_by(board: Board) -> _Stage:
+    def opened_by(board: SharedCounters) -> _Stage:
         """Returns the ranks' stage. Collective: every rank of the board must call it."""
         crowded = board.size > len(os.sched_getaffinity(0))
         length = 2 * board.size * (OVER_CORES if crowded else PIECE)
-        memory = shared(length, leader=0, leads=board.rank == 0, tell=lambda value: board.exchange(*value))
+        memory = shared_segment(length, leader=0, leads=board.rank == 0, tell=lambda value: board.exchange(*value))
         if memory is None:
             raise StepError("the ranks of this host cannot see each other's memory: use reduce='gloo'")
         return _Stage(memory, board.size, board.rank)
 
-    def all_reduce(self, shared: SharedMemory, flat: Tensor, fold: Fold, divisor: int) -> None:
+    def all_reduce(self, shared: SharedMemoryAllReduce, flat: Tensor, fold: Fold, divisor: int) -> None:
         step = self.piece // flat.element_size()
         for begin in range(0, flat.numel(), step):
             self._reduce_piece(shared, flat[begin : begin + step], fold, divisor)
 
-    def _reduce_piece(self, shared: SharedMemory, piece: Tensor, fold: Fold, divisor: int) -> None:
+    def _reduce_piece(self, shared: SharedMemoryAllReduce, piece: Tensor, fold: Fold, divisor: int) -> None:
         number = shared.next_number()
         bytes_, board = piece.numel() * piece.element_size(), shared.board
         slots = [slot[:bytes_].view(piece.dtype) for slot in self.slots[number % 2]]
@@ -326,7 +328,7 @@ class _Stage:
         piece.copy_(slots[0])
         for slot in slots[1:]:
             fold(piece, slot)
-        mean_of(piece, divisor)
+        divide_(piece, divisor)
         board.post(DONE, number)
 
 

@@ -30,7 +30,7 @@ from samestep.errors import UsageError
 
 __all__ = ["BFloat16", "Codec", "Float16", "Int8", "PowerSGD", "Sign", "TopK", "named"]
 
-NAMES: dict[str, type[Codec]] = {
+CODEC_NAMES: dict[str, type[Codec]] = {
     "fp16": Float16,
     "bf16": BFloat16,
     "int8": Int8,
@@ -52,10 +52,10 @@ def named(codec: str | Codec) -> Codec:
     """
     if isinstance(codec, Codec):
         return codec
-    kind = NAMES.get(codec) if isinstance(codec, str) else None
+    kind = CODEC_NAMES.get(codec) if isinstance(codec, str) else None
     if kind is None:
         raise UsageError(
-            f"compress={codec!r} is no codec: use {', '.join(map(repr, NAMES))}, or one of samestep.compress with "
-            "settings, as Int8(block=256)"
+            f"compress={codec!r} is no codec: use {', '.join(map(repr, CODEC_NAMES))}, or one of samestep.compress "
+            "with settings, as Int8(block=256)"
         )
     return kind()

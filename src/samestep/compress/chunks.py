@@ -21,7 +21,7 @@ from torch import Tensor
 
 __all__: list[str] = []
 
-MOST = 1 << 20  # elements of a piece, and of a chunk of several
+MAX_CHUNK = 1 << 20  # elements of a piece, and of a chunk of several
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Piece:
         return torch.Size(self.shape).numel()
 
 
-def pieces_of(parameter: str, shape: Sequence[int], first: int, *, most: int | None = MOST) -> list[Piece]:
+def pieces_of(parameter: str, shape: Sequence[int], first: int, *, most: int | None = MAX_CHUNK) -> list[Piece]:
     """Cuts a parameter's gradient.
 
     Args:
@@ -67,7 +67,7 @@ def pieces_of(parameter: str, shape: Sequence[int], first: int, *, most: int | N
     return [Piece(parameter, first + place, begin, (min(most, size - begin),)) for place, begin in enumerate(begins)]
 
 
-def chunks_of(pieces: Iterable[Piece], block: int, most: int = MOST) -> list[Chunk]:
+def chunks_of(pieces: Iterable[Piece], block: int, most: int = MAX_CHUNK) -> list[Chunk]:
     """Puts pieces together, in their order, as long as they have `most` elements at most."""
     chunks: list[list[Piece]] = []
     room = 0
@@ -114,7 +114,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Shares:
+class RowOwners:
     """Whose row is whose.
 
     Attributes:
@@ -135,7 +135,7 @@ class Shares:
         return max(self.counts)
 
 
-def shares_of(chunk: Chunk, size: int, device: torch.device | str = "cpu") -> Shares:
+def shares_of(chunk: Chunk, size: int, device: torch.device | str = "cpu") -> RowOwners:
     """Returns the ranks' shares of a chunk."""
     owners = torch.cat(
         [(torch.arange(rows) + piece.number) % size for piece, rows in zip(chunk.pieces, chunk.rows, strict=True)]
@@ -146,7 +146,7 @@ def shares_of(chunk: Chunk, size: int, device: torch.device | str = "cpu") -> Sh
     places = torch.empty_like(order)
     places[order] = owners[order] * max(counts) + within
     pieces = tuple(tuple(_rows_of(rank, chunk, size)) for rank in range(size))
-    return Shares(order.to(device), counts, places.to(device), pieces)
+    return RowOwners(order.to(device), counts, places.to(device), pieces)
 
 
 def _rows_of(rank: int, chunk: Chunk, size: int) -> Iterator[int]:

@@ -17,7 +17,7 @@ from samestep.compress.memory import State
 __all__: list[str] = []
 
 
-def folded(states: Sequence[State], numbers: Mapping[str, int], block: int) -> State:
+def redistribute(states: Sequence[State], numbers: Mapping[str, int], block: int) -> State:
     """Returns what every rank of another world is to remember.
 
     Args:

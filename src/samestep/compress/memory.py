@@ -18,7 +18,7 @@ __all__: list[str] = []
 State = dict[str, dict[str, Tensor]]  # kind -> piece -> [elements]
 
 
-class Memory:
+class ErrorFeedback:
     """Of one rank; all of it begins as zeros.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from samestep.compress.chunks import MOST, Chunk
+from samestep.compress.chunks import MAX_CHUNK, Chunk
 
 __all__: list[str] = []
 
@@ -25,7 +25,7 @@ _BEGINS = 1_048_573  # a prime: places to begin at
 
 @cache
 def _table(device: torch.device) -> Tensor:
-    return torch.rand(_BEGINS + 2 * MOST, generator=torch.Generator().manual_seed(_SEED)).to(device)
+    return torch.rand(_BEGINS + 2 * MAX_CHUNK, generator=torch.Generator().manual_seed(_SEED)).to(device)
 
 
 @dataclass(frozen=True)

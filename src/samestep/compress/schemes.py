@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samestep.compress.chunks import Chunk, Piece, Shares, shares_of
+from samestep.compress.chunks import Chunk, Piece, RowOwners, shares_of
 from samestep.compress.codec import Codec, Plain, RowCodec
 from samestep.compress.lowrank import PowerSGD, as_matrix, first_guess, orthonormal
-from samestep.compress.memory import Memory
+from samestep.compress.memory import ErrorFeedback
 from samestep.compress.noise import Noise
 from samestep.compress.topk import TopK, largest_places
 
@@ -37,7 +37,7 @@ PLAIN = Plain()
 
 
 @dataclass(frozen=True)
-class ToEach:
+class AllToAll:
     """A message to every rank, its own part each.
 
     Attributes:
@@ -50,7 +50,7 @@ class ToEach:
 
 
 @dataclass(frozen=True)
-class ToAll:
+class AllGather:
     """The same message to every rank.
 
     Attributes:
@@ -60,11 +60,11 @@ class ToAll:
     packets: Tensor
 
 
-Scheme = Generator[ToEach | ToAll, Tensor, Tensor]
+Scheme = Generator[AllToAll | AllGather, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class ReductionContext:
     """One rank's part in the sum of one chunk.
 
     Attributes:
@@ -81,9 +81,9 @@ class Part:
     size: int
     step: int
     seed: int
-    memory: Memory
+    memory: ErrorFeedback
 
-    def shares(self, device: torch.device) -> Shares:
+    def shares(self, device: torch.device) -> RowOwners:
         """Whose row is whose."""
         return shares_of(self.chunk, self.size, device)
 
@@ -92,7 +92,7 @@ class Part:
         return Noise(self.seed, self.step, self.rank, device).of(self.chunk, stage, lengths)
 
 
-def mean(codec: Codec, part: Part, flat: Tensor, shares: Shares | None = None) -> Scheme:
+def mean(codec: Codec, part: ReductionContext, flat: Tensor, shares: RowOwners | None = None) -> Scheme:
     """The mean over the ranks of a chunk's rows.
 
     Args:
@@ -112,20 +112,20 @@ def mean(codec: Codec, part: Part, flat: Tensor, shares: Shares | None = None) -
     return _mean_of_rows(codec, part, flat, shares or part.shares(flat.device))
 
 
-def _mean_of_rows(codec: RowCodec, part: Part, flat: Tensor, shares: Shares) -> Scheme:
+def _mean_of_rows(codec: RowCodec, part: ReductionContext, flat: Tensor, shares: RowOwners) -> Scheme:
     chunk, mine = part.chunk, shares.counts[part.rank]
     owned = [rows * codec.block for rows in shares.pieces[part.rank]]
     packets = _encoded(codec, part, flat.view(-1, codec.block), 0, list(chunk.lengths))
-    arrived = yield ToEach(_picked(packets, shares.order), shares.counts)  # [1]
+    arrived = yield AllToAll(_picked(packets, shares.order), shares.counts)  # [1]
     total = codec.decode(arrived[0])
     for packets in arrived[1:]:
         total += codec.decode(packets)
     packets = _encoded(codec, part, total.div_(part.size), 1, owned)
-    everybody = yield ToAll(torch.nn.functional.pad(packets, (0, 0, 0, shares.most - mine)))  # [2]
+    everybody = yield AllGather(torch.nn.functional.pad(packets, (0, 0, 0, shares.most - mine)))  # [2]
     return codec.decode(_picked(everybody.flatten(0, 1), shares.places)).view(-1)
 
 
-def _encoded(codec: RowCodec, part: Part, rows: Tensor, stage: int, lengths: list[int]) -> Tensor:
+def _encoded(codec: RowCodec, part: ReductionContext, rows: Tensor, stage: int, lengths: list[int]) -> Tensor:
     """Returns packets of rows and what is owed, and remembers what they lose."""
     noise = part.noise(stage, lengths, rows.device).view_as(rows) if codec.needs_noise else None
     if not codec.feedback:
@@ -147,7 +147,7 @@ def _picked(packets: Tensor, rows: Tensor) -> Tensor:
     return packets.view(torch.int32)[rows].view(torch.uint8)
 
 
-def _mean_of_largest(codec: TopK, part: Part, flat: Tensor) -> Scheme:
+def _mean_of_largest(codec: TopK, part: ReductionContext, flat: Tensor) -> Scheme:
     lengths = part.chunk.lengths
     owed = part.memory.of("owed", part.chunk, lengths)
     if codec.momentum:
@@ -170,7 +170,7 @@ def _mean_of_largest(codec: TopK, part: Part, flat: Tensor) -> Scheme:
         late[places] = 0.0
         _forgive(late)
     _forgive(owed)
-    arrived = yield ToAll(packets.view(torch.uint8))  # [3]
+    arrived = yield AllGather(packets.view(torch.uint8))  # [3]
     total = torch.zeros_like(flat)
     for packets in arrived:
         words = packets.view(torch.int32)
@@ -178,7 +178,7 @@ def _mean_of_largest(codec: TopK, part: Part, flat: Tensor) -> Scheme:
     return total.div_(part.size)
 
 
-def _mean_of_low_rank(codec: PowerSGD, part: Part, flat: Tensor) -> Scheme:
+def _mean_of_low_rank(codec: PowerSGD, part: ReductionContext, flat: Tensor) -> Scheme:
     pieces = part.chunk.pieces
     shapes = [as_matrix(piece.shape) for piece in pieces]
     widths = [columns * codec.rank for _, columns in shapes]
@@ -209,12 +209,14 @@ def _mean_of_low_rank(codec: PowerSGD, part: Part, flat: Tensor) -> Scheme:
     return total
 
 
-def _plain_mean(part: Part, values: Tensor) -> Generator[ToEach | ToAll, Tensor, Tensor]:
+def _plain_mean(part: ReductionContext, values: Tensor) -> Generator[AllToAll | AllGather, Tensor, Tensor]:
     """The mean of values as they are, [n]."""
     size = values.numel()
     rows = -(-size // PLAIN.block)
     flat = torch.nn.functional.pad(values, (0, rows * PLAIN.block - size))
-    whole = Part(Chunk((Piece("", 0, 0, (size,)),), PLAIN.block), part.rank, part.size, part.step, 0, part.memory)
+    whole = ReductionContext(
+        Chunk((Piece("", 0, 0, (size,)),), PLAIN.block), part.rank, part.size, part.step, 0, part.memory
+    )
     found = yield from _mean_of_rows(PLAIN, whole, flat, whole.shares(flat.device))
     return found[:size]
 

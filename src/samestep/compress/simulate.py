@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samestep.compress.schemes import Scheme, ToAll, ToEach
+from samestep.compress.schemes import AllGather, AllToAll, Scheme
 
 __all__: list[str] = []
 
@@ -46,17 +46,17 @@ def run(schemes: Sequence[Scheme]) -> Outcome:
             return Outcome(ends, sent)
 
 
-def bytes_sent(message: ToEach | ToAll, rank: int, size: int) -> int:
+def bytes_sent(message: AllToAll | AllGather, rank: int, size: int) -> int:
     """Returns how many bytes of a message leave the rank."""
-    if isinstance(message, ToAll):
+    if isinstance(message, AllGather):
         return message.packets.nbytes * (size - 1)
     return message.packets.nbytes - message.counts[rank] * message.packets.shape[1]
 
 
-def _arrived(messages: Sequence[ToEach | ToAll], rank: int) -> Tensor:
+def _arrived(messages: Sequence[AllToAll | AllGather], rank: int) -> Tensor:
     parts = []
     for message in messages:
-        if isinstance(message, ToEach):
+        if isinstance(message, AllToAll):
             parts.append(message.packets.split_with_sizes(list(message.counts))[rank])
         else:
             parts.append(message.packets)

@@ -29,7 +29,7 @@ import numpy as np
 from samestep.data.buckets import Bucketed, Buckets
 from samestep.data.costs import Costs
 from samestep.data.ledger import START, Segment, Skip, linked, parsed, tallied, without
-from samestep.data.order import BLOCK, ORDER_VERSION, UNKNOWN, Order, Positions
+from samestep.data.order import BLOCK, ORDER_VERSION, UNKNOWN, Positions, SampleOrder
 from samestep.errors import DataError
 
 __all__: list[str] = []
@@ -124,8 +124,8 @@ class _Case:
             raise DataError(f"the data state is malformed: from {case.begins} to {now} of {size} samples")
         return case
 
-    def _order(self, epoch: int) -> Order:
-        return Order(self.size, self.seed, epoch, self.shuffle)
+    def _order(self, epoch: int) -> SampleOrder:
+        return SampleOrder(self.size, self.seed, epoch, self.shuffle)
 
     # --- positions -------------------------------------------------------------------------------
 

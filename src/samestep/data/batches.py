@@ -28,15 +28,15 @@ def empty_like(batch: Any, *, own: bool = False) -> Any:
     return _mapped(batch, cut, leaf=[])
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
     """Returns `batch` with every tensor on `device`; copies from pinned memory do not wait."""
     return _mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def sliced(batch: Any, begin: int, end: int) -> Any:
+def slice_batch(batch: Any, begin: int, end: int) -> Any:
     """Returns the samples [begin, end) of `batch`: those of dim 0 of every tensor, which share its memory.
 
-    >>> sliced({"x": torch.arange(4), "y": [torch.arange(4)]}, 1, 3)
+    >>> slice_batch({"x": torch.arange(4), "y": [torch.arange(4)]}, 1, 3)
     {'x': tensor([1, 2]), 'y': [tensor([1, 2])]}
     """
     return _mapped(batch, lambda tensor: tensor[begin:end])
@@ -79,7 +79,7 @@ def _like(batch: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
         return parts
 
 
-class Mover:
+class DevicePrefetcher:
     """Takes host batches to the device; on CUDA on a stream of its own, one batch ahead of the computation."""
 
     def __init__(self, device: torch.device) -> None:
@@ -89,9 +89,9 @@ class Mover:
     def send(self, batch: Any) -> Any:
         """Starts the copy of one batch."""
         if self.stream is None:
-            return moved(batch, self.device)
+            return to_device(batch, self.device)
         with torch.cuda.stream(self.stream):
-            return moved(batch, self.device)
+            return to_device(batch, self.device)
 
     def receive(self, batch: Any) -> Any:
         """Makes the computation wait for the copy, and the allocator for the computation."""

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from samestep.data.costs import Costs, by_cost
-from samestep.data.order import Indices, Order
+from samestep.data.order import Indices, SampleOrder
 from samestep.errors import DataError
 from samestep.seeding import derive_seed
 
@@ -89,7 +89,7 @@ def check_position(cursor: int, saved: Any, mine: Buckets | None) -> None:
 class Bucketed:
     """An order with buckets."""
 
-    def __init__(self, order: Order, buckets: Buckets) -> None:
+    def __init__(self, order: SampleOrder, buckets: Buckets) -> None:
         self.epoch = order.epoch
         self.size = order.size
         self._order = order
@@ -125,5 +125,5 @@ class Bucketed:
         short = indices[gap : gap + rest]
         whole = np.delete(indices, slice(gap, gap + rest)).reshape(steps, buckets.batch_size)
         if steps:
-            whole = whole[Order(steps, seed, order.epoch, order.shuffle).take(0, steps)]
+            whole = whole[SampleOrder(steps, seed, order.epoch, order.shuffle).take(0, steps)]
         return np.concatenate([whole.reshape(-1), short])

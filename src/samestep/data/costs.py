@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.data.order import Cut, Indices, Positions, Step
+from samestep.data.order import Cut, Indices, Positions, StepPartition
 from samestep.errors import DataError
 from samestep.topology import cut_evenly
 
@@ -199,7 +199,7 @@ class Dealt:
         data = self._costs.of(self._step(start)).astype("<f8").tobytes()
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
-    def step(self, start: int) -> Step:
+    def step(self, start: int) -> StepPartition:
         """Returns the step that starts at position `start`; its micro-batches are spans of this order."""
         cut = self._cut
         plain = cut.step(start)
@@ -207,4 +207,4 @@ class Dealt:
             self._costs.of(self._step(start)), len(plain.micro) // cut.held, cut.ranks, cut.micro_batch_size
         )
         mine = [span for part in parts[cut.rank : cut.rank + cut.held] for span in part]
-        return Step(start, plain.stop, tuple((start + low, start + high) for low, high in mine), cut.held)
+        return StepPartition(start, plain.stop, tuple((start + low, start + high) for low, high in mine), cut.held)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from samestep.data.batches import Mover
+from samestep.data.batches import DevicePrefetcher
 from samestep.data.fetch import Loaded
 from samestep.data.iterable_loader import StreamLoader
 from samestep.data.ledger import Skip
 from samestep.data.loader import Loader
 from samestep.data.open_step import OpenStep
-from samestep.data.order import Positions, Step
+from samestep.data.order import Positions, StepPartition
 from samestep.data.skips import Skips
 from samestep.runtime.sums import PendingSum, Tag, start_sum
 from samestep.runtime.world import World
@@ -54,18 +54,18 @@ class Feed:
         self._batch_size = batch_size
         self._weigh = weigh
         self._tagged = tagged
-        self._mover = Mover(world.lands_on)
+        self._mover = DevicePrefetcher(world.lands_on)
 
-    def steps(self, order: Positions, steps: Sequence[Step]) -> Iterator[tuple[OpenStep, Iterator[Any]]]:
+    def steps(self, order: Positions, steps: Sequence[StepPartition]) -> Iterator[tuple[OpenStep, Iterator[Any]]]:
         """Yields every step with an iterator over its micro-batches, on the device; each is used up before the next."""
         if self._mover.device != self._world.lands_on:  # a pipeline with devices of its own was made since
-            self._mover = Mover(self._world.lands_on)
+            self._mover = DevicePrefetcher(self._world.lands_on)
         host = self._loader.load(order, steps)
         run = self._counted if self._weigh is None and self.skips is None else self._weighted
         return run(order.epoch, steps, host)
 
     def _counted(
-        self, _epoch: int, steps: Sequence[Step], host: Iterator[Loaded]
+        self, _epoch: int, steps: Sequence[StepPartition], host: Iterator[Loaded]
     ) -> Iterator[tuple[OpenStep, Iterator[Any]]]:
         """A sample weighs 1 and none is skipped, so a step's weight is known without looking."""
         batches = self._mover.stream_through(loaded.batch for loaded in host)
@@ -74,7 +74,7 @@ class Feed:
             yield OpenStep(step, float(step.size), counts), islice(batches, len(step.micro))
 
     def _weighted(
-        self, epoch: int, steps: Sequence[Step], host: Iterator[Loaded]
+        self, epoch: int, steps: Sequence[StepPartition], host: Iterator[Loaded]
     ) -> Iterator[tuple[OpenStep, Iterator[Any]]]:
         """A step's weight is summed over the ranks while the step before it computes, so it is loaded by then."""
         ahead = self._weighed(steps[:1], host)
@@ -86,7 +86,7 @@ class Feed:
                 current.skipped = self.skips.exchange(epoch, step, part.skipped, self._batch_size)
             yield current, map(self._mover.receive, part.batches)
 
-    def _weighed(self, steps: Sequence[Step], host: Iterator[Loaded]) -> _Part:
+    def _weighed(self, steps: Sequence[StepPartition], host: Iterator[Loaded]) -> _Part:
         """Loads this rank's part of a step (or of none), on its way to the device, and starts summing its weight."""
         batches: list[Any] = []
         counts: list[int] = []
@@ -105,7 +105,7 @@ class Feed:
         return _Part(batches, counts, weights, skipped, start_sum(self._world.data, *sums, tag=tag))
 
 
-def _by_slice(step: Step, weights: list[float]) -> float:
+def _by_slice(step: StepPartition, weights: list[float]) -> float:
     """Returns the sum of the micro-batches' weights, added as virtual ranks on any number of ranks would."""
     each = len(step.micro) // step.held
     total: float = tree_sum([sum(weights[at : at + each]) for at in range(0, len(weights), each)])

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
 from samestep.data.batches import empty_like
 from samestep.data.ledger import Skip
-from samestep.data.streams import SampleStreams, draws_nothing, kept_streams, seed_streams
+from samestep.data.streams import SampleSeeds, is_deterministic_dataset, preserve_rng, seed_global_rngs
 from samestep.errors import DataError
 from samestep.launch.failure import user_line
 
@@ -117,13 +117,13 @@ class Fetcher(Dataset[Any]):
         dataset: Any,
         collate_fn: Callable[[list[Any]], Any] | None,
         *,
-        streams: SampleStreams | None,
+        streams: SampleSeeds | None,
         skip: bool,
         board: Board | None,
     ) -> None:
         self.dataset = dataset
         self._collate = collate_fn or default_collate
-        self._streams = None if draws_nothing(dataset) else streams
+        self._streams = None if is_deterministic_dataset(dataset) else streams
         self._batch_stream = streams if self._streams is not None or collate_fn is not None else None
         self._skip = skip
         self._board = board
@@ -134,7 +134,7 @@ class Fetcher(Dataset[Any]):
         """Loads one micro-batch; DataLoader calls it, once for each."""
         worker = get_worker_info()
         if worker is None:
-            with kept_streams() if self._batch_stream is not None else nullcontext():
+            with preserve_rng() if self._batch_stream is not None else nullcontext():
                 return self._loaded(request, None)
         assert self._board is not None
         self._board.write(worker.id, request)
@@ -170,7 +170,7 @@ class Fetcher(Dataset[Any]):
         for place, index in enumerate(request.indices):
             self._note_place(worker, place)
             if words is not None:
-                seed_streams(words[place])
+                seed_global_rngs(words[place])
             try:
                 samples.append(self.dataset[index])
             except Exception as error:

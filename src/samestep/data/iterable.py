@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from samestep.data.fetch import reason_of
-from samestep.data.streams import SampleStreams, kept_streams, seed_streams
+from samestep.data.streams import SampleSeeds, preserve_rng, seed_global_rngs
 from samestep.errors import DataError
 from samestep.launch.failure import user_line
 from samestep.runtime.digest import bytes_of
-from samestep.runtime.exchange import agree, gather_json
+from samestep.runtime.exchange import all_gather_json, raise_on_all_ranks
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -76,7 +76,7 @@ def kind_of(dataset: Any, *, splits_itself: bool) -> Kind:
         )
     if splits_itself:
         return "own"
-    return "seeks" if hasattr(dataset, "iter_from") and length_of(dataset) is not None else "repeats"
+    return "seeks" if hasattr(dataset, "iter_from") and dataset_length(dataset) is not None else "repeats"
 
 
 def _is_iterable_only(dataset: Any) -> bool:
@@ -94,7 +94,7 @@ def iter_is_once(dataset: Any) -> bool:
     return one is other
 
 
-def length_of(dataset: Any) -> int | None:
+def dataset_length(dataset: Any) -> int | None:
     """Returns how many items a stream says it has; None if it does not say."""
     try:
         return len(dataset)
@@ -107,7 +107,7 @@ def hide_worker() -> None:
     torch_worker._worker_info = None  # noqa: SLF001
 
 
-def compare_first_items(dataset: Any, world: World, streams: SampleStreams | None) -> None:
+def compare_first_items(dataset: Any, world: World, streams: SampleSeeds | None) -> None:
     """Reads one item, and refuses a stream that is not the same on every rank. Collective: every rank must call it.
 
     One that splits itself by rank, unasked, would else be split twice, and most of it never read.
@@ -120,12 +120,12 @@ def compare_first_items(dataset: Any, world: World, streams: SampleStreams | Non
         return
     problem, mark = None, ""
     try:
-        with kept_streams():
+        with preserve_rng():
             mark = fingerprint(Reader(dataset, 0, streams=streams).take(0, 1))
     except DataError as error:
         problem = error
-    agree(world.data, problem)
-    marks = gather_json(world.data, mark)
+    raise_on_all_ranks(world.data, problem)
+    marks = all_gather_json(world.data, mark)
     if len(set(marks)) > 1:
         other = next(rank for rank, theirs in enumerate(marks) if theirs != marks[0])
         raise DataError(
@@ -184,7 +184,7 @@ class Reader:
         dataset: Any,
         epoch: int,
         *,
-        streams: SampleStreams | None,
+        streams: SampleSeeds | None,
         worker: int | None = None,
         note: Callable[[int], None] | None = None,
     ) -> None:
@@ -236,7 +236,7 @@ class Reader:
                 if self.at == first + len(words):
                     first = self.at
                     words = self._streams.words(self._epoch, list(range(first, min(first + _BLOCK, stop))))
-                seed_streams(words[self.at - first])
+                seed_global_rngs(words[self.at - first])
             if self._note is not None:
                 self._note(self.at)
             item = self._next()

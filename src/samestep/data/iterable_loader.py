@@ -24,8 +24,8 @@ from samestep.data.batches import empty_like
 from samestep.data.fetch import Board, Loaded, reason_of
 from samestep.data.iterable import Reader, hide_worker
 from samestep.data.loader import Loading
-from samestep.data.order import UNKNOWN, Cut, Order, Positions, Step
-from samestep.data.streams import SampleStreams, kept_streams
+from samestep.data.order import UNKNOWN, Cut, Positions, SampleOrder, StepPartition
+from samestep.data.streams import SampleSeeds, preserve_rng
 from samestep.errors import DataError
 from samestep.launch.failure import user_line
 from samestep.topology import cut_evenly
@@ -61,7 +61,7 @@ class StreamLoader:
         self.dataset = dataset
         self.how = how
 
-    def load(self, order: Positions, steps: Sequence[Step]) -> Iterator[Loaded]:
+    def load(self, order: Positions, steps: Sequence[StepPartition]) -> Iterator[Loaded]:
         """Yields one host batch for every micro-batch of `steps`.
 
         Raises:
@@ -92,13 +92,13 @@ class StreamLoader:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         board = self.how.board()
-        yield from self.how.run(made(board), Order(UNKNOWN, 0, epoch, shuffle=False), board, batch_size=None)
+        yield from self.how.run(made(board), SampleOrder(UNKNOWN, 0, epoch, shuffle=False), board, batch_size=None)
 
 
 class Batches:
     """Makes batches of items, and of none an empty one."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any] | None, streams: SampleStreams | None, epoch: int) -> None:
+    def __init__(self, collate: Callable[[list[Any]], Any] | None, streams: SampleSeeds | None, epoch: int) -> None:
         self._collate = collate or default_collate
         self._streams = streams
         self._epoch = epoch
@@ -149,7 +149,7 @@ class _Stream(IterableDataset[Any], ABC):
         produced = self._produced()
         while True:
             # the rank's own streams go on as if nothing had been loaded; in a worker nobody else draws
-            with kept_streams() if worker is None and self.streams is not None else nullcontext():
+            with preserve_rng() if worker is None and self.streams is not None else nullcontext():
                 loaded = next(produced, None)
             if worker is not None and self.board is not None:
                 self.board.write(worker, None)
@@ -182,7 +182,9 @@ class _Stream(IterableDataset[Any], ABC):
 class KnownSteps(_Stream):
     """The micro-batches of steps that are known."""
 
-    def __init__(self, loader: StreamLoader, order: Positions, steps: Sequence[Step], board: Board | None) -> None:
+    def __init__(
+        self, loader: StreamLoader, order: Positions, steps: Sequence[StepPartition], board: Board | None
+    ) -> None:
         super().__init__(loader, order.epoch, board)
         self.total = order.size
         self.steps = steps
@@ -195,7 +197,7 @@ class KnownSteps(_Stream):
             if mine:
                 yield from map(Loaded, self._batches(step, mine))
 
-    def _batches(self, step: Step, spans: list[tuple[int, int]]) -> Iterator[Any]:
+    def _batches(self, step: StepPartition, spans: list[tuple[int, int]]) -> Iterator[Any]:
         """One reading takes what lies between the first and the last item that is needed; a seek takes no more."""
         real = [span for span in spans if span[1] > span[0]]
         if not real and not self.batches.can_be_empty:
@@ -247,7 +249,7 @@ class UnknownSteps(_Stream):
         return []
 
 
-def step_of(cut: Cut, start: int, count: int) -> Step:
+def step_of(cut: Cut, start: int, count: int) -> StepPartition:
     """Returns the step of `count` items that starts at a position."""
     return replace(cut, total=start + count, drop_last=False).step(start)
 

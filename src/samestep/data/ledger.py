@@ -32,7 +32,7 @@ import numpy as np
 
 from samestep.data.order import Indices
 from samestep.errors import DataError
-from samestep.seeding import GOLDEN, mix
+from samestep.seeding import GOLDEN, splitmix64
 
 __all__: list[str] = []
 
@@ -110,7 +110,7 @@ def tallied(indices: Indices) -> int:
     >>> tallied(np.array([1, 2])) == tallied(np.array([2, 1])) != tallied(np.array([1, 3]))
     True
     """
-    words = mix(indices.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(GOLDEN))
+    words = splitmix64(indices.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(GOLDEN))
     return (int((words >> np.uint64(32)).sum()) << 32) + int((words & np.uint64(0xFFFFFFFF)).sum())
 
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from samestep.data import workers as processes
 from samestep.data.fetch import Board, Fetcher, Loaded, Request
-from samestep.data.order import Positions, Step
-from samestep.data.streams import SampleStreams
+from samestep.data.order import Positions, StepPartition
+from samestep.data.streams import SampleSeeds
 from samestep.errors import DataError
 
 __all__: list[str] = []
@@ -49,7 +49,7 @@ class _MicroBatches:
     """The batch sampler: this rank's micro-batches, in the order of `steps`."""
 
     order: Positions
-    steps: Sequence[Step]
+    steps: Sequence[StepPartition]
 
     def __iter__(self) -> Iterator[Request]:
         for step in self.steps:
@@ -75,7 +75,7 @@ class Loading:
     workers: int = 0
     collate_fn: Callable[[list[Any]], Any] | None = None
     pin_memory: bool = False
-    streams: SampleStreams | None = None
+    streams: SampleSeeds | None = None
 
     def board(self) -> Board | None:
         """Returns what the workers write on, if there are any."""
@@ -109,7 +109,7 @@ class Loader:
         self.how = how
         self.skip = skip
 
-    def load(self, order: Positions, steps: Sequence[Step]) -> Iterator[Loaded]:
+    def load(self, order: Positions, steps: Sequence[StepPartition]) -> Iterator[Loaded]:
         """Yields one host batch for every micro-batch of `steps`.
 
         Raises:
@@ -119,7 +119,7 @@ class Loader:
             self.dataset.set_epoch(order.epoch)
         yield from self.read(order, steps)
 
-    def read(self, order: Positions, steps: Sequence[Step]) -> Iterator[Loaded]:
+    def read(self, order: Positions, steps: Sequence[StepPartition]) -> Iterator[Loaded]:
         """Does the same without a word to the dataset about the epoch."""
         board = self.how.board()
         fetcher = Fetcher(self.dataset, self.how.collate_fn, streams=self.how.streams, skip=self.skip, board=board)

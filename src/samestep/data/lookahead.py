@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from samestep.data.batches import Mover, empty_like
+from samestep.data.batches import DevicePrefetcher, empty_like
 from samestep.data.open_step import OpenStep
-from samestep.data.order import Step
+from samestep.data.order import StepPartition
 from samestep.errors import DataError
 from samestep.runtime.sums import PendingSum, Tag, start_sum
 from samestep.runtime.world import World
@@ -39,7 +39,7 @@ class Share:
 
     batches: list[Any]
     counts: list[int]
-    step: Step | None = None
+    step: StepPartition | None = None
 
     @property
     def size(self) -> int:
@@ -64,7 +64,7 @@ class LookAhead:
         self._weigh = weigh
         self._tagged = tagged
         self._own = own
-        self._mover = Mover(world.lands_on)
+        self._mover = DevicePrefetcher(world.lands_on)
         self.empty: Any = None  # a host batch without samples, once there was one with
 
     def learn(self, share: Share) -> None:
@@ -80,7 +80,7 @@ class LookAhead:
                 batch from.
         """
         if self._mover.device != self._world.lands_on:  # a pipeline with devices of its own was made since
-            self._mover = Mover(self._world.lands_on)
+            self._mover = DevicePrefetcher(self._world.lands_on)
         ahead = self._weighed(next(shares, None), start)
         while True:
             part = ahead
@@ -130,7 +130,9 @@ class LookAhead:
         part.batches += [self._mover.send(empty_like(self.empty)) for _ in range(lacking)]
         counts = part.share.counts + [0] * lacking
         spans = tuple((start, start + count) for count in counts)
-        return OpenStep(Step(start, start + size, spans), weight, counts, weights and weights + [0.0] * lacking)
+        return OpenStep(
+            StepPartition(start, start + size, spans), weight, counts, weights and weights + [0.0] * lacking
+        )
 
 
 @dataclass

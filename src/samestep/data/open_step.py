@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from samestep.data.ledger import Skip
-from samestep.data.order import Step
+from samestep.data.order import StepPartition
 from samestep.errors import StepError
 
 __all__: list[str] = []
@@ -27,7 +27,7 @@ class OpenStep:
         micro: the micro-batch yielded last.
     """
 
-    step: Step
+    step: StepPartition
     weight: float
     counts: list[int]
     weights: list[float] | None = None

@@ -27,7 +27,7 @@ from typing import Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.seeding import mix
+from samestep.seeding import splitmix64
 from samestep.topology import cut_evenly
 
 __all__: list[str] = []
@@ -58,12 +58,12 @@ class Positions(Protocol):
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """One epoch's order of `size` samples.
 
-    >>> Order(size=10, seed=0, epoch=0).take(0, 10).tolist() == sorted(range(10))
+    >>> SampleOrder(size=10, seed=0, epoch=0).take(0, 10).tolist() == sorted(range(10))
     False
-    >>> sorted(Order(size=10, seed=0, epoch=0).take(0, 10).tolist()) == list(range(10))
+    >>> sorted(SampleOrder(size=10, seed=0, epoch=0).take(0, 10).tolist()) == list(range(10))
     True
     """
 
@@ -121,12 +121,12 @@ def _feistel(values: Words, half_bits: int, keys: Words) -> Words:
     bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> bits, values & mask
     for key in keys:
-        left, right = right, left ^ (mix(right + key) >> np.uint64(64 - half_bits))
+        left, right = right, left ^ (splitmix64(right + key) >> np.uint64(64 - half_bits))
     return (left << bits) | right
 
 
 @dataclass(frozen=True)
-class Step:
+class StepPartition:
     """The positions [start, stop) of one optimizer step, and its cut for one rank.
 
     Attributes:
@@ -182,7 +182,7 @@ class Cut:
         """Returns how many steps are left from position `cursor`."""
         return -(-max(0, self.end - cursor) // self.batch_size)
 
-    def step(self, start: int) -> Step:
+    def step(self, start: int) -> StepPartition:
         """Returns the step that starts at position `start`.
 
         The number of micro-batches follows from the largest share, so that it is the same on every rank. Micro-batch
@@ -198,9 +198,9 @@ class Cut:
             for low, high in together:
                 first, last = cut_evenly(high - low, self.ranks)[rank]
                 micro.append((start + low + first, start + low + last))
-        return Step(start, stop, tuple(micro), self.held)
+        return StepPartition(start, stop, tuple(micro), self.held)
 
-    def steps(self, cursor: int) -> Iterator[Step]:
+    def steps(self, cursor: int) -> Iterator[StepPartition]:
         """Yields the steps from position `cursor` to the end."""
         for start in range(cursor, self.end, self.batch_size):
             yield self.step(start)
@@ -209,11 +209,11 @@ class Cut:
 class Cutter(Protocol):
     """What cuts an order into steps; :class:`Cut` is one."""
 
-    def step(self, start: int) -> Step:
+    def step(self, start: int) -> StepPartition:
         """Returns the step that starts at position `start`."""
 
 
-class Steps(Sequence[Step]):
+class Steps(Sequence[StepPartition]):
     """The steps that start at `starts`, cut when they are asked for: a billion samples have millions.
 
     >>> [(step.start, step.stop) for step in Steps(Cut(10, 4), range(4, 10, 4))]
@@ -228,10 +228,10 @@ class Steps(Sequence[Step]):
         return len(self._starts)
 
     @overload
-    def __getitem__(self, place: int) -> Step: ...
+    def __getitem__(self, place: int) -> StepPartition: ...
     @overload
     def __getitem__(self, place: slice) -> Steps: ...
-    def __getitem__(self, place: int | slice) -> Step | Steps:
+    def __getitem__(self, place: int | slice) -> StepPartition | Steps:
         if isinstance(place, slice):
             return Steps(self._cut, self._starts[place])
         return self._cut.step(self._starts[place])

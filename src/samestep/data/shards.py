@@ -28,10 +28,10 @@ from samestep.data.iterable_loader import StreamLoader
 from samestep.data.ledger import Ledger, placed
 from samestep.data.loader import Loader
 from samestep.data.open_step import OpenStep
-from samestep.data.order import ORDER_VERSION, UNKNOWN, Cut, Order, Positions, Steps
+from samestep.data.order import ORDER_VERSION, UNKNOWN, Cut, Positions, SampleOrder, Steps
 from samestep.data.report import StepReport
 from samestep.errors import DataError, StepError
-from samestep.runtime.step import StepMean
+from samestep.runtime.step import StepLoss
 from samestep.runtime.sums import Tag
 from samestep.runtime.world import World
 from samestep.seeding import derive_seed
@@ -118,7 +118,7 @@ class Shards:
         self._report.discard()
 
     def _order_of(self, epoch: int) -> Positions:
-        order = Order(self._cut.total, self._seed, epoch, self._shuffle)
+        order = SampleOrder(self._cut.total, self._seed, epoch, self._shuffle)
         return order if self._buckets is None else Bucketed(order, self._buckets)
 
     @property
@@ -153,14 +153,14 @@ class Shards:
         return self._iterate(self._iteration)
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
-        progress.note_phase("data")
+        progress.set_phase("data")
         for batch in self._run():
             if iteration != self._iteration:
                 raise StepError("these shards are being iterated elsewhere: a second loop began and this one went on")
-            progress.note_phase("train")
+            progress.set_phase("train")
             yield batch
-            progress.note_phase("data")
-        progress.note_phase("train")
+            progress.set_phase("data")
+        progress.set_phase("train")
         self._consume()
         self._go_to(self._epoch + 1, 0)
         self._world.step.end_epoch()
@@ -181,7 +181,7 @@ class Shards:
     def _micro_batches(self, current: OpenStep, batches: Iterator[Any]) -> Iterator[Any]:
         self._open = current
         try:
-            progress.note_work(self._share_of(current))
+            progress.add_work(self._share_of(current))
             for number, batch in enumerate(batches):
                 current.micro = number
                 self.step_ends = current.step_ends
@@ -206,13 +206,13 @@ class Shards:
         weight = samples if step.weights is None else sum(step.weights)
         return {"samples": samples, "weight": weight, "epoch": self._epoch}
 
-    def _mean_of(self, step: OpenStep) -> StepMean:
+    def _mean_of(self, step: OpenStep) -> StepLoss:
         def weigh(samples: Any) -> float:
             if step.is_empty:
                 return 0.0
             return float(len(tensors_of(samples)[0]) if self._weigh is None else self._weigh(samples))
 
-        return StepMean(
+        return StepLoss(
             step.weight, weigh, lambda share: self._report.add(share, step.place), weighted=self._weigh is not None
         )
 

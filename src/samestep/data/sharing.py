@@ -11,13 +11,13 @@ import torch
 from samestep.data.buckets import Buckets
 from samestep.data.costs import Costs
 from samestep.data.endless import OwnShards, StreamShards
-from samestep.data.iterable import Kind, compare_first_items, kind_of, length_of
+from samestep.data.iterable import Kind, compare_first_items, dataset_length, kind_of
 from samestep.data.iterable_loader import StreamLoader, own_sizes
 from samestep.data.loader import Loader, Loading, check_dataset
 from samestep.data.order import UNKNOWN, Cut
 from samestep.data.shards import Shards
 from samestep.data.stateful import LoaderShards, micro_batches_of
-from samestep.data.streams import SampleStreams
+from samestep.data.streams import SampleSeeds
 from samestep.errors import DataError
 from samestep.runtime import seeds
 from samestep.runtime.world import World
@@ -109,7 +109,7 @@ def shards(
             raise DataError("workers, collate_fn and the batch size of a rank are the loader's own: give them to it")
         micro = micro_batches_of(dataset, batch_size, world.data.size)
         return LoaderShards(dataset, cut, world, micro=micro, seed=seed, weigh=weight)
-    streams = SampleStreams(seed) if sample_streams and kind != "own" else None
+    streams = SampleSeeds(seed) if sample_streams and kind != "own" else None
     how = Loading(
         workers=workers,
         collate_fn=collate_fn,
@@ -137,7 +137,7 @@ def _total(kind: Kind, dataset: Any, batch_size: int, *, drop_last: bool) -> int
     if kind == "indexed":
         total = check_dataset(dataset)
     else:
-        said = length_of(dataset) if kind in {"seeks", "repeats"} else None
+        said = dataset_length(dataset) if kind in {"seeks", "repeats"} else None
         total = UNKNOWN if said is None else said
     if total < 1:
         raise DataError(f"{type(dataset).__name__} is empty: an epoch of 0 samples has no step")

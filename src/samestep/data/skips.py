@@ -12,9 +12,9 @@ from __future__ import annotations
 import sys
 
 from samestep.data.ledger import Skip
-from samestep.data.order import Step
+from samestep.data.order import StepPartition
 from samestep.errors import DataError
-from samestep.runtime.exchange import gather_json
+from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -30,14 +30,14 @@ class Skips:
         self._said = 0
         self._of_step: dict[int, tuple[Skip, ...]] = {}  # finished steps, by their first position
 
-    def exchange(self, epoch: int, step: Step, mine: list[Skip], batch_size: int) -> tuple[Skip, ...]:
+    def exchange(self, epoch: int, step: StepPartition, mine: list[Skip], batch_size: int) -> tuple[Skip, ...]:
         """Returns what all ranks skipped in a step, in the order's order: [2]. Collective.
 
         Raises:
             DataError: nothing is left of a whole step.
         """
         rows = [(skip.position, skip.index, skip.reason) for skip in mine]
-        everyone = [Skip(*row) for rows in gather_json(self._world.data, rows) for row in rows]
+        everyone = [Skip(*row) for rows in all_gather_json(self._world.data, rows) for row in rows]
         found = tuple(sorted(everyone, key=lambda skip: skip.position))
         if len(found) == step.size == batch_size > 1:
             raise DataError(
@@ -55,7 +55,7 @@ class Skips:
                 line = f"samestep: skips sample {skip.index} in epoch {epoch}: {skip.reason}{rest}\n"
                 sys.stderr.write(line)
 
-    def note(self, step: Step, skipped: tuple[Skip, ...]) -> None:
+    def note(self, step: StepPartition, skipped: tuple[Skip, ...]) -> None:
         """Keeps what a finished step has skipped."""
         if skipped:
             self._of_step[step.start] = skipped

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from samestep.runtime.seeds import Streams
-from samestep.seeding import GOLDEN, derive_seed, mix
+from samestep.runtime.seeds import RngState
+from samestep.seeding import GOLDEN, derive_seed, splitmix64
 
 __all__: list[str] = []
 
@@ -37,7 +37,7 @@ _PLAIN = {TensorDataset, list, tuple, range}
 
 
 @dataclass(frozen=True)
-class SampleStreams:
+class SampleSeeds:
     """The streams of a run's samples; `seed` is that of the order."""
 
     seed: int
@@ -48,16 +48,16 @@ class SampleStreams:
 
     def enter(self, epoch: int, position: int) -> None:
         """Seeds the generators for what is done to a whole micro-batch: the one that starts at `position`."""
-        seed_streams(self._words("batches", epoch, [position])[0])
+        seed_global_rngs(self._words("batches", epoch, [position])[0])
 
     def _words(self, purpose: str, epoch: int, numbers: list[int]) -> list[int]:
         key = derive_seed(self.seed, purpose, epoch)
         steps = np.array(numbers, dtype=np.uint64) * np.uint64(GOLDEN)
-        words: list[int] = mix(steps + np.uint64(key)).tolist()
+        words: list[int] = splitmix64(steps + np.uint64(key)).tolist()
         return words
 
 
-def seed_streams(word: int) -> None:
+def seed_global_rngs(word: int) -> None:
     """Seeds the three generators from 64 bits."""
     random.seed(word)
     np.random.seed(word >> 32)  # noqa: NPY002  (the global generator is the one that transforms draw from)
@@ -65,19 +65,19 @@ def seed_streams(word: int) -> None:
 
 
 @contextmanager
-def kept_streams() -> Iterator[None]:
+def preserve_rng() -> Iterator[None]:
     """Gives the three generators back as they were."""
-    before = Streams.taken(HOST)
+    before = RngState.taken(HOST)
     try:
         yield
     finally:
         before.put_back()
 
 
-def draws_nothing(dataset: Any) -> bool:
+def is_deterministic_dataset(dataset: Any) -> bool:
     """Whether a dataset is one of those that hold their samples, and cannot draw a random number."""
     if type(dataset) is Subset:
-        return draws_nothing(dataset.dataset)
+        return is_deterministic_dataset(dataset.dataset)
     if type(dataset) is ConcatDataset:
-        return all(draws_nothing(part) for part in dataset.datasets)
+        return all(is_deterministic_dataset(part) for part in dataset.datasets)
     return type(dataset) in _PLAIN

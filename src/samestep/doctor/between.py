@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 
 import samestep
 from samestep.launch.network import addresses
-from samestep.runtime.exchange import gather_json
+from samestep.runtime.exchange import all_gather_json
 
 __all__: list[str] = []
 
@@ -63,12 +63,12 @@ def main() -> None:
 
 def measure(world: Any, folder: Path) -> dict[str, Any]:
     """Returns, on all ranks, their hosts, every pair, and whether they share a folder. Collective."""
-    hosts = gather_json(world.everyone, own_name())
+    hosts = all_gather_json(world.everyone, own_name())
     outer = [each.address for each in addresses() if not each.is_loopback]
-    known_as = gather_json(world.everyone, outer[0] if outer else "127.0.0.1")
-    unknown = gather_json(world.everyone, unknown_names(hosts, own_name()))
+    known_as = all_gather_json(world.everyone, outer[0] if outer else "127.0.0.1")
+    unknown = all_gather_json(world.everyone, unknown_names(hosts, own_name()))
     mine = [_pair(world.rank, *pair) for pairs in rounds(world.size) for pair in pairs if world.rank in pair]
-    known = [pair for pairs in gather_json(world.everyone, [asdict(one) for one in mine if one]) for pair in pairs]
+    known = [pair for pairs in all_gather_json(world.everyone, [asdict(one) for one in mine if one]) for pair in pairs]
     return {
         "hosts": hosts,
         "addresses": known_as,
@@ -144,7 +144,7 @@ def _there_and_back(tensor: torch.Tensor, other: int, *, leads: bool) -> tuple[f
 
 def _shared(world: Any, folder: Path) -> dict[str, list[int]]:
     """Returns which ranks see a file that rank 0 has made, and which get a lock that rank 0 holds."""
-    name = f".samestep-doctor-{gather_json(world.everyone, time.time_ns())[0]}"
+    name = f".samestep-doctor-{all_gather_json(world.everyone, time.time_ns())[0]}"
     path = folder / name
     held = FileLock(path.with_name(name + ".lock"))
     writable = True
@@ -154,10 +154,10 @@ def _shared(world: Any, folder: Path) -> dict[str, list[int]]:
             held.acquire(timeout=PATIENCE)
         except (OSError, Timeout):
             writable = False
-    writable = gather_json(world.everyone, writable)[0]
+    writable = all_gather_json(world.everyone, writable)[0]
     sees = writable and _comes(path, name)
     gets = sees and not world.is_first and _gets(path.with_name(name + ".lock"))
-    told = gather_json(world.everyone, [sees, gets])
+    told = all_gather_json(world.everyone, [sees, gets])
     if world.is_first:
         held.release()
         for each in (path, path.with_name(name + ".lock")):

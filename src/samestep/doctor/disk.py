@@ -13,8 +13,8 @@ from statistics import median
 
 from filelock import FileLock, Timeout
 
-from samestep.doctor.line import Line, ok
-from samestep.reporting.words import seconds, size
+from samestep.doctor.line import Finding, ok
+from samestep.reporting.words import format_bytes, format_duration
 
 __all__: list[str] = []
 
@@ -25,7 +25,7 @@ LONG = 0.2  # seconds for a small write to be safe
 LEAST = 1 << 30  # bytes
 
 
-def look(folder: Path) -> Iterator[Line]:
+def look(folder: Path) -> Iterator[Finding]:
     """Yields what the disk under a folder is like; writes, and removes, a file there."""
     check = "disk"
     try:
@@ -36,16 +36,16 @@ def look(folder: Path) -> Iterator[Line]:
     except OSError as error:
         fix = "mkdir -p ~/runs && cd ~/runs  # or name a folder by --run-dir"
         text = f"{folder} cannot be written: {error.strerror}"
-        yield Line(check, "error", text, "a run cannot keep its logs and checkpoints", fix)
+        yield Finding(check, "error", text, "a run cannot keep its logs and checkpoints", fix)
 
 
-def _room(folder: Path) -> Line:
+def _room(folder: Path) -> Finding:
     room = os.statvfs(folder)
     free = room.f_bavail * room.f_frsize
-    text = f"{size(free)} free in {folder} ({kind_of(folder)})"
+    text = f"{format_bytes(free)} free in {folder} ({kind_of(folder)})"
     if free < LEAST:
         effect = "checkpoints are refused for want of room"
-        return Line(
+        return Finding(
             "disk", "warning", text, effect, f"du -xh --max-depth=2 {shlex.quote(str(folder))} | sort -h | tail"
         )
     return ok("disk", text)
@@ -62,7 +62,7 @@ def kind_of(folder: Path) -> str:
     return "?"
 
 
-def _speed(folder: Path) -> Line:
+def _speed(folder: Path) -> Finding:
     block = os.urandom(1 << 20)
     begun = time.perf_counter()
     with (folder / "large").open("wb", buffering=0) as file:
@@ -71,10 +71,10 @@ def _speed(folder: Path) -> Line:
         os.fsync(file.fileno())
     rate = WRITTEN / (time.perf_counter() - begun)
     safe = median(_sync(folder / str(number)) for number in range(SYNCS))
-    text = f"{size(rate)}/s written and safe; a small write safe after {seconds(safe)}"
+    text = f"{format_bytes(rate)}/s written and safe; a small write safe after {format_duration(safe)}"
     if rate < SLOW or safe > LONG:
         effect = "checkpoints take long; they are written beside the training, but a preempted run must wait"
-        return Line("disk speed", "warning", text, effect, "df -hT  # give checkpoints a folder on a local disk")
+        return Finding("disk speed", "warning", text, effect, "df -hT  # give checkpoints a folder on a local disk")
     return ok("disk speed", text)
 
 
@@ -86,7 +86,7 @@ def _sync(path: Path) -> float:
     return time.perf_counter() - begun
 
 
-def locks(folder: Path) -> Line:
+def locks(folder: Path) -> Finding:
     """Judges whether a lock in a folder keeps out a second one."""
     name = str(folder / "lock")
     try:
@@ -102,4 +102,4 @@ def locks(folder: Path) -> Line:
         text = "are not exclusive"
     effect = "samestep.once may download twice, and two runs may write one checkpoint"
     fix = "findmnt -T . -o TARGET,FSTYPE,OPTIONS  # NFS: mount it without nolock; or use a local folder"
-    return Line("file locks", "warning", text, effect, fix)
+    return Finding("file locks", "warning", text, effect, fix)

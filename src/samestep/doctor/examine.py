@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from samestep.doctor import disk, gpus, machine, names, pairs, routes, software, trial, variables
-from samestep.doctor.line import Line, kept
+from samestep.doctor.line import Finding, kept
 
 __all__: list[str] = []
 
 
-def looks(folder: Path, busy: float = 0.0) -> dict[str, Callable[[], Iterable[Line]]]:
+def looks(folder: Path, busy: float = 0.0) -> dict[str, Callable[[], Iterable[Finding]]]:
     """Returns what is looked at, in the order in which it is shown; `busy` is how many cores others kept so before."""
     return {
         "software": software.look,
@@ -26,7 +26,7 @@ def looks(folder: Path, busy: float = 0.0) -> dict[str, Callable[[], Iterable[Li
     }
 
 
-def examine(folder: Path, tell: Callable[[str], None] = lambda _: None, *, steps: bool = True) -> list[Line]:
+def run_checks(folder: Path, tell: Callable[[str], None] = lambda _: None, *, steps: bool = True) -> list[Finding]:
     """Looks at everything; returns all lines in order.
 
     Args:
@@ -39,14 +39,14 @@ def examine(folder: Path, tell: Callable[[str], None] = lambda _: None, *, steps
     with ThreadPoolExecutor(len(chosen)) as pool:
         under_way = {pool.submit(_listed, check, look): check for check, look in chosen.items()}
         tell(_left(under_way.values(), ()))
-        done: dict[str, list[Line]] = {}
+        done: dict[str, list[Finding]] = {}
         for future in as_completed(under_way):
             done[under_way[future]] = future.result()
             tell(_left(under_way.values(), done))
     return [line for check in chosen for line in done[check]]
 
 
-def _listed(check: str, look: Callable[[], Iterable[Line]]) -> list[Line]:
+def _listed(check: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
     return list(kept(check, look))
 
 
@@ -55,7 +55,7 @@ def _left(all_of_them: Iterable[str], done: Iterable[str]) -> str:
     return ", ".join(check for check in all_of_them if check not in finished)
 
 
-def at(host: str, lines: Iterable[Line]) -> Iterator[Line]:
+def at(host: str, lines: Iterable[Finding]) -> Iterator[Finding]:
     """Yields lines with the host that they are of."""
     for line in lines:
-        yield Line(line.check, line.level, line.text, line.effect, line.fix, host)
+        yield Finding(line.check, line.level, line.text, line.effect, line.fix, host)

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from samestep.doctor.fixes import as_root
-from samestep.doctor.line import Level, Line, ok
+from samestep.doctor.line import Finding, Level, ok
 from samestep.doctor.pairs import cuda_of_torch, with_driver
 from samestep.doctor.software import said_by
 from samestep.launch.devices import DRIVER
-from samestep.reporting.words import size
+from samestep.reporting.words import format_bytes
 
 __all__: list[str] = []
 
@@ -55,7 +55,7 @@ class User:
         return f"{self.pid} {self.name} ({self.memory})"
 
 
-def look() -> Iterator[Line]:
+def look() -> Iterator[Finding]:
     """Yields what there is."""
     code, said = _asked(FIELDS + CAPABILITY)
     if code > 0 and "compute_cap" in said:
@@ -75,12 +75,12 @@ def _asked(fields: str) -> tuple[int, str]:
     return said_by(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
 
 
-def _none(said: str) -> Line:
+def _none(said: str) -> Finding:
     if DRIVER.is_dir() and any(DRIVER.iterdir()):
         effect = "torch finds no GPU, or fails at the first call"
         text = f"the driver knows some, and nvidia-smi fails: {said.splitlines()[0] if said else 'no answer'}"
         fix = as_root("modprobe nvidia && nvidia-smi") + "  # after a driver's update: reboot; docker run --gpus all"
-        return Line("GPUs", "error", text, effect, fix)
+        return Finding("GPUs", "error", text, effect, fix)
     return ok("GPUs", "none; training on the CPU")
 
 
@@ -114,7 +114,7 @@ def read_users(text: str) -> list[User]:
     return users
 
 
-def judge(cards: list[Card], users: list[User]) -> Iterator[Line]:
+def judge(cards: list[Card], users: list[User]) -> Iterator[Finding]:
     """Yields a line for each kind of GPU, who uses them, and one for each in use, or open to one process alone."""
     names = sorted({card.name for card in cards})
     driver = cards[0].driver if cards else "?"
@@ -123,9 +123,9 @@ def judge(cards: list[Card], users: list[User]) -> Iterator[Line]:
         effect = "the slowest sets the pace of every step"
         most = max(names, key=lambda name: sum(card.name == name for card in cards))
         alike = ",".join(str(card.index) for card in cards if card.name == most)
-        yield Line("GPUs", "note", f"{kinds}, driver {driver}", effect, f"export CUDA_VISIBLE_DEVICES={alike}")
+        yield Finding("GPUs", "note", f"{kinds}, driver {driver}", effect, f"export CUDA_VISIBLE_DEVICES={alike}")
     else:
-        memory = size(cards[0].total) if cards else "?"
+        memory = format_bytes(cards[0].total) if cards else "?"
         yield ok("GPUs", f"{kinds} of {memory}, driver {driver}")
     for card in cards:
         theirs = [user for user in users if user.uuid == card.uuid]
@@ -135,10 +135,12 @@ def judge(cards: list[Card], users: list[User]) -> Iterator[Line]:
             yield ok("GPU users", f"GPU {card.index}: {'; '.join(map(str, theirs))}")
         if card.mode in CLOSED:
             level, text, effect = CLOSED[card.mode]
-            yield Line("GPUs", level, f"GPU {card.index} {text}", effect, as_root(f"nvidia-smi -i {card.index} -c 0"))
+            yield Finding(
+                "GPUs", level, f"GPU {card.index} {text}", effect, as_root(f"nvidia-smi -i {card.index} -c 0")
+            )
 
 
-def _in_use(card: Card, users: list[User], cards: list[Card]) -> Line:
+def _in_use(card: Card, users: list[User], cards: list[Card]) -> Finding:
     by = f"; {'; '.join(map(str, users))}" if users else "; by whom is not told here"
     others = ",".join(str(other.index) for other in cards if other.used <= USED * other.total)
     effect = "less memory, and slower: out of memory in mid-training"
@@ -148,10 +150,10 @@ def _in_use(card: Card, users: list[User], cards: list[Card]) -> Line:
         fix = f"kill {' '.join(str(user.pid) for user in users)}  # if they are yours, and no longer wanted"
     else:
         fix = "nvidia-smi  # who holds it; in a container ask outside it"
-    return Line("GPUs", "warning", f"GPU {card.index} holds {size(card.used)} already{by}", effect, fix)
+    return Finding("GPUs", "warning", f"GPU {card.index} holds {format_bytes(card.used)} already{by}", effect, fix)
 
 
-def topology(text: str, cards: int) -> Iterator[Line]:
+def topology(text: str, cards: int) -> Iterator[Finding]:
     """Yields how the GPUs are joined, at worst: NVLink, PCIe, or through the processors."""
     rows = [line.split() for line in text.splitlines() if line.startswith("GPU")]
     ways = {way for row in rows for way in row[1 : cards + 1] if way != "X"}

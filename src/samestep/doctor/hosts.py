@@ -24,7 +24,7 @@ from typing import Any
 from samestep.doctor.between import MARK
 from samestep.doctor.fixes import samestep
 from samestep.doctor.judge import judge
-from samestep.doctor.line import Line, told_by
+from samestep.doctor.line import Finding, told_by
 from samestep.doctor.trial import read_failure
 from samestep.launch.transport import Started, explain, plan, start
 from samestep.rankenv import fresh_environment
@@ -37,7 +37,7 @@ THERE = 'cd "$1" 2>/dev/null; shift; exec "$@"'  # as `samestep run` starts rank
 
 
 @dataclass(frozen=True, kw_only=True)
-class Named:
+class HostList:
     """Hosts, and how they are reached."""
 
     hosts: tuple[str, ...]
@@ -56,7 +56,7 @@ class _Answer:
     err: list[str] = field(default_factory=list)
 
 
-def examine(named: Named) -> list[Line]:
+def check_hosts(named: HostList) -> list[Finding]:
     """Returns the lines of every host, and of what lies between them."""
     lines = list(_each(named))
     unreached = {line.host for line in lines if line.check == "host"}
@@ -65,11 +65,11 @@ def examine(named: Named) -> list[Line]:
         rest = ",".join(host for host in named.hosts if host not in unreached)
         fix = f"{samestep()} doctor {shlex.join(['--hosts', rest, *_reached_by(named)])}  # the others" if rest else ""
         effect = "a run on these hosts does not start"
-        return [*lines, Line("between hosts", "error", text, effect, fix or "fix what is said of each host")]
+        return [*lines, Finding("between hosts", "error", text, effect, fix or "fix what is said of each host")]
     return [*lines, *_between(named)]
 
 
-def _each(named: Named) -> Iterator[Line]:
+def _each(named: HostList) -> Iterator[Finding]:
     """Has every host look at itself."""
     words = [named.python or sys.executable, "-P", "-m", "samestep", "doctor", "--json", "-"]
     command = ["/bin/sh", "-c", THERE, "sh", str(Path.cwd()), *words]
@@ -82,7 +82,7 @@ def _each(named: Named) -> Iterator[Line]:
         if found is None:
             text = explain(host, named.via, answer.code, "\n".join(answer.err), named.python)
             fix = f"ssh {named.ssh_args} {shlex.quote(host)} true".replace("  ", " ")
-            yield Line("host", "error", text, "no rank can be started there", fix, host)
+            yield Finding("host", "error", text, "no rank can be started there", fix, host)
         else:
             yield from told_by(host, found)
 
@@ -115,7 +115,7 @@ def _told(out: Sequence[str]) -> dict[str, Any] | None:
     return None
 
 
-def _between(named: Named) -> Iterator[Line]:
+def _between(named: HostList) -> Iterator[Finding]:
     """Starts a rank on every host, and says what they have measured, or why they could not."""
     with tempfile.TemporaryDirectory(prefix="samestep-doctor-") as name:
         file = Path(name) / "run.json"
@@ -137,18 +137,18 @@ def _between(named: Named) -> Iterator[Line]:
             yield _failed(named, read_failure(file) or (errors[-1] if errors else f"ended with code {done.returncode}"))
 
 
-def _optional(named: Named) -> list[str]:
+def _optional(named: HostList) -> list[str]:
     given = {"--remote-python": named.python, "--interface": named.interface}
     return [word for option, value in given.items() if value is not None for word in (option, value)]
 
 
-def _reached_by(named: Named) -> list[str]:
+def _reached_by(named: HostList) -> list[str]:
     """Returns the options with which the hosts are reached, as the user gave them."""
     via = [] if named.via == "ssh" else ["--via", named.via]
     return [*via, *([f"--ssh-args={named.ssh_args}"] if named.ssh_args else []), *_optional(named)]
 
 
-def _failed(named: Named, why: str) -> Line:
+def _failed(named: HostList, why: str) -> Finding:
     words = ["--hosts", ",".join(named.hosts), *_reached_by(named), "-n", "1", "-m", "samestep.doctor.between"]
     fix = f"{samestep()} run {shlex.join(words)}  # the same alone, with all that it says"
-    return Line("between hosts", "error", why.removeprefix("samestep: error: "), "a run on these hosts fails", fix)
+    return Finding("between hosts", "error", why.removeprefix("samestep: error: "), "a run on these hosts fails", fix)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from samestep.reporting.words import printable
+from samestep.reporting.words import escape_control
 
 __all__: list[str] = []
 
@@ -16,7 +16,7 @@ FIELDS = ("check", "level", "text", "effect", "fix")  # of a line, in its order
 
 
 @dataclass(frozen=True)
-class Line:
+class Finding:
     """What was found of one thing.
 
     Attributes:
@@ -40,26 +40,26 @@ class Line:
         return asdict(self)
 
 
-def ok(check: str, text: str) -> Line:
+def ok(check: str, text: str) -> Finding:
     """A line that needs nothing to be done."""
-    return Line(check, "ok", text)
+    return Finding(check, "ok", text)
 
 
-def worst(lines: Iterable[Line]) -> Level:
+def worst_level(lines: Iterable[Finding]) -> Level:
     """Returns the level of the worst line."""
     return max((line.level for line in lines), key=LEVELS.index, default="ok")
 
 
-def told_by(host: str, found: dict[str, Any]) -> Iterator[Line]:
+def told_by(host: str, found: dict[str, Any]) -> Iterator[Finding]:
     """Yields the lines that another host's doctor has told; what is in no form that is known here is passed over."""
     lines = found.get("lines")
     for line in lines if isinstance(lines, list) else ():
         if isinstance(line, dict) and line.get("level") in LEVELS:
-            words = {name: printable(line.get(name, "")) for name in FIELDS if name != "level"}
-            yield Line(level=line["level"], host=host, **words)
+            words = {name: escape_control(line.get(name, "")) for name in FIELDS if name != "level"}
+            yield Finding(level=line["level"], host=host, **words)
 
 
-def kept(check: str, look: Callable[[], Iterable[Line]]) -> Iterator[Line]:
+def kept(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
     """Yields what is seen; a look that fails itself is a line too, so that the others are still shown.
 
     >>> [line.text for line in kept("disk", lambda: [ok("disk", "300 MB/s")])]
@@ -69,4 +69,4 @@ def kept(check: str, look: Callable[[], Iterable[Line]]) -> Iterator[Line]:
         yield from look()
     except Exception as error:  # noqa: BLE001  (a machine has more ways to be odd than are known here)
         text = f"cannot be looked at: {type(error).__name__}: {error}"
-        yield Line(check, "note", text, "unknown")
+        yield Finding(check, "note", text, "unknown")

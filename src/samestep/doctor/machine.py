@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from samestep.doctor.fixes import as_root, raised
-from samestep.doctor.line import Level, Line, ok
+from samestep.doctor.line import Finding, Level, ok
 from samestep.launch.busy import busy_cores
 from samestep.launch.cores import MACHINE, Cores, groups, read_cores
 from samestep.launch.memory import read_memory
-from samestep.reporting.words import size
+from samestep.reporting.words import format_bytes
 
 __all__: list[str] = []
 
@@ -30,7 +30,7 @@ BUSY = 0.5  # of the cores
 UNLIMITED = resource.RLIM_INFINITY
 
 
-def look(root: Path = MACHINE, busy: float = 0.0) -> Iterator[Line]:
+def look(root: Path = MACHINE, busy: float = 0.0) -> Iterator[Finding]:
     """Yields a line for each; `busy` is how many of the cores others kept busy before the doctor began."""
     yield judge_cores(read_cores(root), busy)
     yield numa(root)
@@ -47,25 +47,25 @@ def busy_before() -> float:
     return busy_cores(read_cores().usable)
 
 
-def judge_cores(cores: Cores, busy: float) -> Line:
+def judge_cores(cores: Cores, busy: float) -> Finding:
     """Judges what there is to compute with, and what others leave of it."""
     text = f"{cores.limit}, {busy:.1f} of them busy"
     if cores.reason == "affinity" and len(cores.usable) == 1 < cores.machine:
         effect = "all ranks share one core"
         fix = f"taskset -cp 0-{cores.machine - 1} $$  # this shell; or srun --cpu-bind=none, mpiexec --bind-to none"
-        return Line("cores", "warning", text, effect, fix)
+        return Finding("cores", "warning", text, effect, fix)
     if cores.amount < 1:
         effect = "every step is stopped for a part of each tenth of a second"
         fix = f"docker update --cpus={min(2, cores.machine)} {socket.gethostname()}"
         fix += "  # on the machine that holds this container; of a pod: resources.limits.cpu"
-        return Line("cores", "warning", text, effect, fix)
+        return Finding("cores", "warning", text, effect, fix)
     if busy > BUSY * len(cores.usable):
         effect = "ranks wait for cores, and for each other"
-        return Line("cores", "warning", text, effect, "top -o %CPU  # who computes")
+        return Finding("cores", "warning", text, effect, "top -o %CPU  # who computes")
     return ok("cores", text)
 
 
-def numa(root: Path) -> Line:
+def numa(root: Path) -> Finding:
     """Tells how many parts of memory there are, each near to some of the cores."""
     nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
     if nodes > 1:
@@ -74,43 +74,43 @@ def numa(root: Path) -> Line:
     return ok("NUMA", "1 node: all memory is as near to every core")
 
 
-def _memory(left: int, whole: int) -> Line:
-    text = f"{size(left)} free of {size(whole)}"
+def _memory(left: int, whole: int) -> Finding:
+    text = f"{format_bytes(left)} free of {format_bytes(whole)}"
     if left < LEAST_MEMORY:
         effect = "the kernel ends ranks without a word (exit code 137)"
-        return Line("memory", "warning", text, effect, "ps aux --sort=-rss | head  # who holds it")
+        return Finding("memory", "warning", text, effect, "ps aux --sort=-rss | head  # who holds it")
     return ok("memory", text)
 
 
-def shared_memory(folder: Path) -> Line:
+def shared_memory(folder: Path) -> Finding:
     """Judges the folder in which DataLoader workers and ranks of one host share memory."""
     check, effect = str(folder), "DataLoader workers and MPI's ranks crash; gradients of ranks on CPUs go over gloo"
     fix = as_root(f"mount -o remount,size=8G {folder}") + "  # or start the container by docker run --shm-size=8g"
     try:
         room = os.statvfs(folder)
     except OSError as error:
-        return Line(
+        return Finding(
             check, "warning", f"cannot be used: {error.strerror}", effect, as_root(f"mount -t tmpfs shm {folder}")
         )
     free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
-    text = f"{size(free)} free of {size(whole)}"
+    text = f"{format_bytes(free)} free of {format_bytes(whole)}"
     if not os.access(folder, os.W_OK | os.X_OK):
-        return Line(check, "warning", f"{text}, and not writable", effect, as_root(f"chmod 1777 {folder}"))
-    return Line(check, "warning", text, effect, fix) if free < LEAST_SHM else ok(check, text)
+        return Finding(check, "warning", f"{text}, and not writable", effect, as_root(f"chmod 1777 {folder}"))
+    return Finding(check, "warning", text, effect, fix) if free < LEAST_SHM else ok(check, text)
 
 
-def open_files(soft: int, hard: int) -> Line:
+def open_files(soft: int, hard: int) -> Finding:
     """Judges how many files a process may have open."""
     text = f"{_told(soft)} a process"
     if soft != UNLIMITED and soft < LEAST_FILES:
         effect = "ranks with DataLoader workers end with 'Too many open files'"
         wanted = hard if LEAST_FILES <= hard < WANTED_FILES else WANTED_FILES
         level: Level = "warning" if soft < FEWEST_FILES else "note"
-        return Line("open files", level, text, effect, raised("n", "nofile", wanted, hard))
+        return Finding("open files", level, text, effect, raised("n", "nofile", wanted, hard))
     return ok("open files", text)
 
 
-def processes(root: Path, soft: int, hard: int) -> Line:
+def processes(root: Path, soft: int, hard: int) -> Finding:
     """Judges how many processes and threads there may be: the user's limit, which binds root not, and the group's."""
     own = math.inf if soft == UNLIMITED or os.geteuid() == 0 else soft
     group, held, folder = _group_processes(root)
@@ -121,7 +121,7 @@ def processes(root: Path, soft: int, hard: int) -> Line:
         text, fix = f"{own:,.0f} of this user", raised("u", "nproc", 65536, hard)
     else:
         return ok("processes", "unlimited" if min(own, group) == math.inf else f"{min(own, group):,.0f} with threads")
-    return Line("processes", "warning", text, "ranks, workers and threads end with 'cannot allocate'", fix)
+    return Finding("processes", "warning", text, "ranks, workers and threads end with 'cannot allocate'", fix)
 
 
 def _group_processes(root: Path) -> tuple[float, float, Path]:
@@ -137,20 +137,20 @@ def _group_processes(root: Path) -> tuple[float, float, Path]:
     return min(found, key=lambda one: one[0] - one[1])
 
 
-def largest_file(soft: int, hard: int) -> Iterator[Line]:
+def largest_file(soft: int, hard: int) -> Iterator[Finding]:
     """Yields how large a file may grow, where there is a limit that checkpoints can reach."""
     if soft != UNLIMITED and soft < LARGEST_FILE:
         effect = "checkpoints and logs that are larger fail: 'File too large'"
         whole = as_root("prlimit --pid $$ --fsize=unlimited:unlimited") + "  # this shell; docker run --ulimit fsize=-1"
         fix = "ulimit -f unlimited" if hard == UNLIMITED else whole
-        yield Line("file size", "warning", f"at most {size(soft)}", effect, fix)
+        yield Finding("file size", "warning", f"at most {format_bytes(soft)}", effect, fix)
 
 
 def _told(limit: int) -> str:
     return "unlimited" if limit == UNLIMITED else f"{limit:,}"
 
 
-def _locked(root: Path) -> Iterator[Line]:
+def _locked(root: Path) -> Iterator[Finding]:
     """RDMA pins memory: only where there is an adapter does the limit matter."""
     adapters = root / "sys/class/infiniband"
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -159,4 +159,4 @@ def _locked(root: Path) -> Iterator[Line]:
         fix = (
             as_root("prlimit --pid $$ --memlock=unlimited:unlimited") + "  # this shell; docker run --ulimit memlock=-1"
         )
-        yield Line("locked memory", "warning", size(soft), effect, fix)
+        yield Finding("locked memory", "warning", format_bytes(soft), effect, fix)

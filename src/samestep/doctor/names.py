@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 
 from samestep.doctor.fixes import as_root, hosts_entry
-from samestep.doctor.line import Line, ok
+from samestep.doctor.line import Finding, ok
 from samestep.launch.network import Interface, addresses
 from samestep.rankenv import variable
 
@@ -31,7 +31,7 @@ WIDER = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
 FEWEST = 1000  # ports
 
 
-def look() -> Iterator[Line]:
+def look() -> Iterator[Finding]:
     """Yields a line for each."""
     found = addresses()
     yield own_name(socket.gethostname(), found)
@@ -43,7 +43,7 @@ def look() -> Iterator[Line]:
     yield from adapters(ADAPTERS)
 
 
-def own_name(name: str, found: Sequence[Interface]) -> Line:
+def own_name(name: str, found: Sequence[Interface]) -> Finding:
     """Judges where the host's own name leads."""
     outer = next((interface.address for interface in found if not interface.is_loopback), None)
     entry = f"{outer or '127.0.0.1'} {name}"
@@ -53,23 +53,25 @@ def own_name(name: str, found: Sequence[Interface]) -> Line:
         led = sorted({entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)})
     except OSError as error:
         effect = "torchrun, gloo and NCCL on several hosts fail, or wait: they look it up"
-        return Line("own name", "warning", f"{name} does not resolve: {error}", effect, hosts_entry(entry, first=False))
+        return Finding(
+            "own name", "warning", f"{name} does not resolve: {error}", effect, hosts_entry(entry, first=False)
+        )
     took = time.monotonic() - begun
     text = f"{name} is {', '.join(map(str, led))}"
     known = {interface.address for interface in found}
     if outer is not None and all(str(address).startswith("127.") for address in led):
         effect = "torchrun's ranks on other hosts that are told it connect to themselves; samestep run does not use it"
-        return Line("own name", "note", text, effect, fix)
+        return Finding("own name", "note", text, effect, fix)
     if not any(str(address) in known or str(address).startswith("127.") for address in led):
         effect = "ranks on other hosts that are told it reach somebody else"
-        return Line("own name", "warning", f"{text}, which is not this host", effect, fix)
+        return Finding("own name", "warning", f"{text}, which is not this host", effect, fix)
     if took > LONG:
         effect = "every start of a rank waits as long"
-        return Line("own name", "warning", f"{text}, found after {took:.1f} s", effect, fix)
+        return Finding("own name", "warning", f"{text}, found after {took:.1f} s", effect, fix)
     return ok("own name", text)
 
 
-def localhost() -> Iterator[Line]:
+def localhost() -> Iterator[Finding]:
     """Yields whether the name that scripts give as MASTER_ADDR leads to this host."""
     try:
         led = {entry[4][0] for entry in socket.getaddrinfo("localhost", None, socket.AF_INET, socket.SOCK_STREAM)}
@@ -80,10 +82,10 @@ def localhost() -> Iterator[Line]:
             return
         said = f"is {', '.join(sorted(map(str, led)))}"
     effect = "scripts with MASTER_ADDR=localhost do not start"
-    yield Line("localhost", "warning", said, effect, hosts_entry("127.0.0.1 localhost", first=True))
+    yield Finding("localhost", "warning", said, effect, hosts_entry("127.0.0.1 localhost", first=True))
 
 
-def interfaces(found: Sequence[Interface], net: Path = NET) -> Line:
+def interfaces(found: Sequence[Interface], net: Path = NET) -> Finding:
     """Tells which there are, how fast, and how large their packets are."""
     text = ", ".join(f"{interface.name} {interface.address}{_link(net / interface.name)}" for interface in found)
     if all(interface.is_loopback for interface in found):
@@ -92,7 +94,7 @@ def interfaces(found: Sequence[Interface], net: Path = NET) -> Line:
         first = (
             as_root(f"ip link set {shlex.quote(down[0])} up  # then: ip addr add ADDRESS") if down else "ip -br link"
         )
-        return Line("interfaces", "note", text or "none", effect, first)
+        return Finding("interfaces", "note", text or "none", effect, first)
     return ok("interfaces", text)
 
 
@@ -108,7 +110,7 @@ def _link(folder: Path) -> str:
     return f" ({', '.join(told)})" if told else ""
 
 
-def loopback() -> Iterator[Line]:
+def loopback() -> Iterator[Finding]:
     """Sees whether two processes of this host could talk."""
     try:
         with (
@@ -121,11 +123,11 @@ def loopback() -> Iterator[Line]:
             first, last = port_range()
             effect = "no rank finds a port to be reached at"
             fix = as_root(WIDER) + "  # who has them: ss -tan"
-            yield Line("ports", "error", f"all of {first} to {last} are taken", effect, fix)
+            yield Finding("ports", "error", f"all of {first} to {last} are taken", effect, fix)
             return
         effect = "ranks of one host do not find each other"
         text = f"127.0.0.1 does not answer: {error}"
-        yield Line("loopback", "error", text, effect, as_root("ip link set lo up"))
+        yield Finding("loopback", "error", text, effect, as_root("ip link set lo up"))
 
 
 def port_range() -> tuple[int, int]:
@@ -137,23 +139,23 @@ def port_range() -> tuple[int, int]:
     return first, last
 
 
-def ports(named: int = TORCHRUNS_PORT) -> Iterator[Line]:
+def ports(named: int = TORCHRUNS_PORT) -> Iterator[Finding]:
     """Yields whether there are ports, and whether the one is free that scripts like to name."""
     first, last = port_range()
     if last - first < FEWEST:
         effect = "many ranks on one host find no port"
         text = f"{last - first + 1} to choose from, {first} to {last}"
-        yield Line("ports", "warning", text, effect, as_root(WIDER))
+        yield Finding("ports", "warning", text, effect, as_root(WIDER))
     try:
         with closing(socket.create_server(("0.0.0.0", named))):  # noqa: S104  (closed at once)
             yield ok("ports", f"{first} to {last}; {named} is free")
     except OSError:
         effect = "torchrun, and scripts with a fixed MASTER_PORT, fail: 'address already in use'"
         fix = f"ss -ltnp 'sport = :{named}'  # who has it; samestep run takes a free one, torchrun with --master-port"
-        yield Line("ports", "note", f"{named} is taken", effect, fix)
+        yield Finding("ports", "note", f"{named} is taken", effect, fix)
 
 
-def chosen(found: Sequence[Interface]) -> Iterator[Line]:
+def chosen(found: Sequence[Interface]) -> Iterator[Finding]:
     """Yields variables that name an interface which is not there."""
     there = sorted({interface.name for interface in found})
     for name in CHOSEN:
@@ -164,10 +166,10 @@ def chosen(found: Sequence[Interface]) -> Iterator[Line]:
         prefixes = name.startswith("NCCL") and not value.startswith("=")  # NCCL takes beginnings of names
         if not any(one == word or (prefixes and one.startswith(word)) for one in there for word in wanted):
             effect = "ranks find no network: the process group fails to form"
-            yield Line(name, "error", f"is {value}; here are {', '.join(there)}", effect, f"unset {name}")
+            yield Finding(name, "error", f"is {value}; here are {', '.join(there)}", effect, f"unset {name}")
 
 
-def adapters(folder: Path) -> Iterator[Line]:
+def adapters(folder: Path) -> Iterator[Finding]:
     """Yields InfiniBand's ports, and those that are down."""
     for port in sorted(folder.glob("*/ports/*")):
         state, rate = ((port / name).read_text(encoding="ascii").strip() for name in ("state", "rate"))
@@ -176,4 +178,4 @@ def adapters(folder: Path) -> Iterator[Line]:
             yield ok(check, text)
         else:
             effect = "NCCL and MPI use the ports that are left, or TCP"
-            yield Line(check, "warning", text, effect, "ibstat  # then see to the cable, and the subnet manager")
+            yield Finding(check, "warning", text, effect, "ibstat  # then see to the cable, and the subnet manager")

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from samestep.doctor.fixes import as_root, pip, python
-from samestep.doctor.line import Line
+from samestep.doctor.line import Finding
 
 __all__: list[str] = []
 
@@ -44,27 +44,27 @@ def installed(package: str) -> str | None:
         return None
 
 
-def look() -> Iterator[Line]:
+def look() -> Iterator[Finding]:
     """Yields the pairs that were found."""
     yield from packages(installed)
     yield from kernel(platform.release())
     yield from overwritten(_files())
 
 
-def packages(of: Installed) -> Iterator[Line]:
+def packages(of: Installed) -> Iterator[Finding]:
     """Yields pairs of Python packages."""
     board, tools, torch = of("tensorboard"), of("setuptools"), of("torch")
     if board and tools and numbers(board)[:2] <= TENSORBOARDS_LAST and numbers(tools) >= SETUPTOOLS_FIRST:
         effect = "tensorboard ends with: No module named 'pkg_resources'"
         fix = pip("setuptools<82", "tensorboard")
-        yield Line(CHECK, "warning", f"tensorboard {board} beside setuptools {tools}", effect, fix)
+        yield Finding(CHECK, "warning", f"tensorboard {board} beside setuptools {tools}", effect, fix)
     for name in ("torchvision", "torchaudio"):
         other = of(name)
         if torch and other and apart(build(torch), build(other), platform.machine()):
             text = f"{name} {other} beside torch {torch}: of another build"
             effect = f"import {name} fails: an operator does not exist, or a library is not found"
             fix = pip("--force-reinstall", "--no-deps", name, *index(build(torch)))
-            yield Line(CHECK, "warning", text, effect, fix)
+            yield Finding(CHECK, "warning", text, effect, fix)
 
 
 def build(told: str) -> str:
@@ -104,11 +104,11 @@ def numbers(told: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-def kernel(release: str) -> Iterator[Line]:
+def kernel(release: str) -> Iterator[Finding]:
     if (0,) < numbers(release)[:2] < OLDEST_LINUX:
         effect = "processes may hang, as accelerate warns"
         fix = as_root("apt-get install --only-upgrade linux-image-generic") + "  # or your distribution's; then reboot"
-        yield Line(CHECK, "note", f"Linux {release} is older than 5.5", effect, fix)
+        yield Finding(CHECK, "note", f"Linux {release} is older than 5.5", effect, fix)
 
 
 def _files() -> dict[str, set[str]]:
@@ -117,7 +117,7 @@ def _files() -> dict[str, set[str]]:
     return {name: {str(file) for file in distribution(name).files or () if ".so" in file.name} for name in names}
 
 
-def overwritten(files: Mapping[str, set[str]]) -> Iterator[Line]:
+def overwritten(files: Mapping[str, set[str]]) -> Iterator[Finding]:
     """Yields packages that have written each other's files."""
     names = sorted(files)
     for place, first in enumerate(names):
@@ -128,7 +128,7 @@ def overwritten(files: Mapping[str, set[str]]) -> Iterator[Line]:
                 keep = second if re.search(rf"-cu{cuda_of_torch()[0] or 0}$", second) else first
                 drop = first if keep == second else second
                 fix = f"{python()} -m pip uninstall -y {drop} && {pip('--force-reinstall', '--no-deps', keep)}"
-                yield Line(CHECK, "warning", text, effect, fix)
+                yield Finding(CHECK, "warning", text, effect, fix)
 
 
 def cuda_of_torch() -> tuple[int, ...]:
@@ -144,7 +144,7 @@ def cuda_of_torch() -> tuple[int, ...]:
     return numbers(told[1]) if told else (0,)
 
 
-def with_driver(cuda: tuple[int, ...], driver: str, capabilities: Mapping[str, str]) -> Iterator[Line]:
+def with_driver(cuda: tuple[int, ...], driver: str, capabilities: Mapping[str, str]) -> Iterator[Finding]:
     """Yields what torch's CUDA, the driver and the GPUs make of each other.
 
     Args:
@@ -157,7 +157,7 @@ def with_driver(cuda: tuple[int, ...], driver: str, capabilities: Mapping[str, s
         effect = "torch.cuda.is_available() is False, or: 'the NVIDIA driver on your system is too old'"
         fix = pip("--force-reinstall", "torch", *index(_for(driver)))
         text = f"torch for CUDA {told} wants driver {oldest} or newer, and this one is {driver}"
-        yield Line(CHECK, "error", text, effect, fix + "  # or a newer driver")
+        yield Finding(CHECK, "error", text, effect, fix + "  # or a newer driver")
     for name, capability in capabilities.items():
         known = numbers(capability)
         too_old, too_new = cuda >= (13,) and known < TURING, cuda < FIRST_WITH_BLACKWELL and known >= BLACKWELL
@@ -165,7 +165,7 @@ def with_driver(cuda: tuple[int, ...], driver: str, capabilities: Mapping[str, s
             text = f"torch for CUDA {told} has no kernels for {name} (compute capability {capability})"
             effect = "every call ends with: 'no kernel image is available for execution on the device'"
             fix = pip("--force-reinstall", "torch", *index("cu126" if too_old else "cu128"))
-            yield Line(CHECK, "error", text, effect, fix)
+            yield Finding(CHECK, "error", text, effect, fix)
 
 
 def _for(driver: str) -> str:

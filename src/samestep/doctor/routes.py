@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from samestep.doctor.fixes import as_root
-from samestep.doctor.line import Line, ok
+from samestep.doctor.line import Finding, ok
 
 __all__: list[str] = []
 
@@ -48,7 +48,7 @@ class Route(NamedTuple):
         return f"{'default' if self.is_default else self.network}{by} on {self.interface}"
 
 
-def look() -> Iterator[Line]:
+def look() -> Iterator[Finding]:
     """Yields where packets go."""
     yield from judge(read(TABLE.read_text(encoding="ascii", errors="replace")))
 
@@ -72,7 +72,7 @@ def _address(word: str) -> str:
     return socket.inet_ntoa(struct.pack("=I", int(word, 16)))
 
 
-def judge(routes: list[Route]) -> Iterator[Line]:
+def judge(routes: list[Route]) -> Iterator[Finding]:
     """Yields the ways there are, those that lead nowhere, and defaults of which chance takes one."""
     used = [one for one in routes if one.flags & UP and not one.is_dropped]
     if used:
@@ -82,20 +82,20 @@ def judge(routes: list[Route]) -> Iterator[Line]:
         if one.is_dropped:
             effect = "hosts there are not reached: 'network is unreachable', or silence"
             fix = as_root(f"ip route del {'default' if one.is_default else one.network}")
-            yield Line("routes", "warning", f"what goes to {one.network} is dropped here", effect, fix)
+            yield Finding("routes", "warning", f"what goes to {one.network} is dropped here", effect, fix)
     yield from _defaults([one for one in used if one.is_default], used)
 
 
-def _defaults(defaults: list[Route], used: list[Route]) -> Iterator[Line]:
+def _defaults(defaults: list[Route], used: list[Route]) -> Iterator[Finding]:
     outer = [one.interface for one in used if one.interface != "lo"]
     if not defaults and outer:
         effect = "hosts outside these networks are not reached; those inside are"
         fix = as_root(f"ip route add default dev {outer[0]}") + "  # or via GATEWAY"
-        yield Line("routes", "note", "there is no default route", effect, fix)
+        yield Finding("routes", "note", "there is no default route", effect, fix)
     least = min((one.metric for one in defaults), default=0)
     first = [one for one in defaults if one.metric == least]
     if len({one.interface for one in first}) > 1:
         text = f"{len(first)} default routes are as good as each other: {', '.join(map(str, first))}"
         effect = "which network carries the training is chance: samestep run --interface NAME decides"
         fix = as_root(f"ip route del default dev {first[-1].interface}")
-        yield Line("routes", "warning", text, effect, fix)
+        yield Finding("routes", "warning", text, effect, fix)

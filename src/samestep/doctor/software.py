@@ -14,7 +14,7 @@ from pathlib import Path
 
 from samestep._version import __version__
 from samestep.doctor.fixes import as_root, pip, python
-from samestep.doctor.line import Line, ok
+from samestep.doctor.line import Finding, ok
 from samestep.doctor.pairs import cuda_of_torch, installed
 from samestep.errors import SamestepError
 from samestep.launch import devices, mpiexec
@@ -34,7 +34,7 @@ READING = 30.0  # seconds for pip to read what is installed: 2 on an idle machin
 visible_gpus = functools.cache(devices.visible_gpus)  # asks nvidia-smi, which may take a second
 
 
-def look() -> Iterator[Line]:
+def look() -> Iterator[Finding]:
     """Yields a line for each of them."""
     yield _python()
     yield ok(
@@ -47,15 +47,15 @@ def look() -> Iterator[Line]:
     yield from _starters()
 
 
-def _python() -> Line:
+def _python() -> Finding:
     text = f"{platform.python_version()} ({platform.python_compiler()}), {sys.executable}"
     if sys.version_info[:2] < OLDEST_PYTHON:
         fix = f"{pip('uv')} && {python()} -m uv venv --python 3.12"
-        return Line("python", "error", text, "samestep does not start", fix)
+        return Finding("python", "error", text, "samestep does not start", fix)
     return ok("python", text)
 
 
-def torch(told: str | None, gpus: int, cuda: tuple[int, ...] | None = None) -> Line:
+def torch(told: str | None, gpus: int, cuda: tuple[int, ...] | None = None) -> Finding:
     """Judges torch's version beside what the machine has.
 
     Args:
@@ -64,17 +64,17 @@ def torch(told: str | None, gpus: int, cuda: tuple[int, ...] | None = None) -> L
         cuda: that it was built for; as its own file says by default.
     """
     if told is None:
-        return Line("torch", "error", "is not installed", "nothing trains", pip("torch"))
+        return Finding("torch", "error", "is not installed", "nothing trains", pip("torch"))
     numbers = tuple(int(part) for part in re.findall(r"\d+", told)[:2])
     if numbers < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         effect = "samestep needs gradient hooks and process-group calls that it lacks"
-        return Line("torch", "error", told, effect, pip("--upgrade", f"torch>={oldest}"))
+        return Finding("torch", "error", told, effect, pip("--upgrade", f"torch>={oldest}"))
     cuda = cuda_of_torch() if cuda is None else cuda
     if gpus and ("+cpu" in told or cuda == (0,)):
         fix = pip("--force-reinstall", "torch") + "  # PyPI's build for Linux has CUDA"
         effect = "the GPU here stays idle" if gpus == 1 else f"the {gpus} GPUs here stay idle"
-        return Line("torch", "warning", f"{told}, a CPU build", effect, fix)
+        return Finding("torch", "warning", f"{told}, a CPU build", effect, fix)
     return ok("torch", f"{told}, {'for CUDA ' + '.'.join(map(str, cuda)) if cuda[0] else 'without CUDA'}")
 
 
@@ -87,17 +87,17 @@ def said_by(command: Sequence[str], patience: float = SLOWEST) -> tuple[int, str
     return done.returncode, (done.stdout + done.stderr).strip()
 
 
-def quarrels(checked: tuple[int, str]) -> Iterator[Line]:
+def quarrels(checked: tuple[int, str]) -> Iterator[Finding]:
     """Reads what `pip check` says of packages that torch and samestep stand on."""
     if checked[0] < 0 or "No module named pip" in checked[1]:
         effect = "packages that contradict each other are not found"
         fix = f"{python()} -m ensurepip"
-        yield Line("packages", "note", "not checked: pip check does not answer here", effect, fix)
+        yield Finding("packages", "note", "not checked: pip check does not answer here", effect, fix)
         return
     found = [text for text in checked[1].splitlines() if OURS.search(text)] if checked[0] > 0 else []
     for text in found:
         effect = "imports fail, or calls crash in native code"
-        yield Line("packages", "warning", text, effect, agreeing(text))
+        yield Finding("packages", "warning", text, effect, agreeing(text))
     if not found:
         yield ok("packages", "those that torch and samestep stand on agree")
 
@@ -118,27 +118,29 @@ def agreeing(text: str) -> str:
     return pip("--force-reinstall", asks)
 
 
-def _mpi() -> Iterator[Line]:
+def _mpi() -> Iterator[Finding]:
     if find_spec("mpi4py") is None:
         return
     text = f"mpi4py {installed('mpi4py')}"
     try:
         program = mpiexec.mpiexec()
     except SamestepError:
-        yield Line("MPI", "note", f"{text}, without mpiexec", "samestep run --mpi does not start", pip("mpich"))
+        yield Finding("MPI", "note", f"{text}, without mpiexec", "samestep run --mpi does not start", pip("mpich"))
         return
     code, said = said_by([program, "--version"])
     named = next((line.strip() for line in said.splitlines() if line.strip()), "")
     if code != 0:
         effect = "samestep run --mpi does not start"
-        yield Line("MPI", "warning", f"{program} --version fails: {named}", effect, pip("--force-reinstall", "mpich"))
+        yield Finding(
+            "MPI", "warning", f"{program} --version fails: {named}", effect, pip("--force-reinstall", "mpich")
+        )
         return
     release = re.search(r"(?:Version:|Open MPI\)|Intel.*Version)\s*(\S+)", said)
     family = "Open MPI" if "Open MPI" in said or "OpenRTE" in said else "MPICH or Intel MPI"
     yield ok("MPI", f"{text}, {family} {release[1] if release else named} ({Path(program).name})")
 
 
-def _starters() -> Iterator[Line]:
+def _starters() -> Iterator[Finding]:
     """What starts ranks on other hosts."""
     missing = []
     for name, option in STARTERS.items():
@@ -150,7 +152,7 @@ def _starters() -> Iterator[Line]:
         first = said.splitlines()[0].strip() if said else "?"
         if code != 0:
             effect = "hosts cannot be reached with it"
-            yield Line(
+            yield Finding(
                 name,
                 "warning",
                 f"{name} {option} fails: {first}",
@@ -170,7 +172,7 @@ def _starters() -> Iterator[Line]:
         yield ok("not here", f"{', '.join(missing)}: more ways to start ranks, of which none is needed")
 
 
-def slurm(asked: tuple[int, str], *, configured: bool, release: str = "installed") -> Line:
+def slurm(asked: tuple[int, str], *, configured: bool, release: str = "installed") -> Finding:
     """Judges what sinfo says of the nodes, and of its own release."""
     code, said = asked
     if code != 0 and not configured:
@@ -178,7 +180,7 @@ def slurm(asked: tuple[int, str], *, configured: bool, release: str = "installed
     if code != 0:
         first = said.splitlines()[0] if said else "no answer"
         effect = "jobs cannot be queued"
-        return Line(
+        return Finding(
             "Slurm",
             "warning",
             f"sinfo fails: {first}",
@@ -190,5 +192,5 @@ def slurm(asked: tuple[int, str], *, configured: bool, release: str = "installed
     text = ", ".join(f"{count} {state}" for count, state in states) or "no nodes"
     if usable == 0:
         fix = "sinfo -R  # why; then: scontrol update NodeName=NAME State=RESUME"
-        return Line("Slurm", "warning", f"{release}, nodes: {text}", "jobs wait for ever", fix)
+        return Finding("Slurm", "warning", f"{release}, nodes: {text}", "jobs wait for ever", fix)
     return ok("Slurm", f"{release}, nodes: {text}")

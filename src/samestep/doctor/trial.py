@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from samestep.doctor.fixes import pip, python, samestep
-from samestep.doctor.line import Line, ok
+from samestep.doctor.line import Finding, ok
 from samestep.doctor.pairs import cuda_of_torch
 from samestep.doctor.software import visible_gpus
 from samestep.errors import SamestepError
 from samestep.launch import mpiexec
 from samestep.rankenv import fresh_environment, variable
-from samestep.reporting.words import seconds, some
+from samestep.reporting.words import format_duration, plural
 
 __all__: list[str] = []
 
@@ -35,7 +35,7 @@ HANGS = "20"  # seconds after which it is told where a rank stands
 PATIENCE_OF_MPI = 40.0  # seconds; nobody there tells of a hang
 
 
-def look() -> Iterator[Line]:
+def look() -> Iterator[Finding]:
     """Yields a line for each backend."""
     gpus = visible_gpus()
     ours = ["gloo", "samestep", *(["nccl"] if gpus and cuda_of_torch() != (0,) else [])]  # else torch's line says so
@@ -48,7 +48,7 @@ def look() -> Iterator[Line]:
         yield from (line for line in steps if line.check == BUILT)
 
 
-def _run(folder: Path, backends: Sequence[str], ranks: int) -> Iterator[Line]:
+def _run(folder: Path, backends: Sequence[str], ranks: int) -> Iterator[Finding]:
     """Has `samestep run` start the ranks: one on a machine with one GPU, which two would not share.
 
     What comes behind a backend that fails is taken in another run, so that each is known.
@@ -69,7 +69,7 @@ def _run(folder: Path, backends: Sequence[str], ranks: int) -> Iterator[Line]:
     yield from built(steps)
 
 
-def _mpi(folder: Path) -> Iterator[Line]:
+def _mpi(folder: Path) -> Iterator[Finding]:
     if find_spec("mpi4py") is None:
         return
     if variable("SLURM_JOB_ID") is not None:
@@ -83,7 +83,7 @@ def _mpi(folder: Path) -> Iterator[Line]:
     said = _said(command, PATIENCE_OF_MPI)
     for line in judge(["mpi"], read_steps(found), {"mpi": said}):
         effect = "training over MPI fails; over gloo it does not"
-        yield line if line.level == "ok" else Line(line.check, "warning", line.text, effect, line.fix)
+        yield line if line.level == "ok" else Finding(line.check, "warning", line.text, effect, line.fix)
 
 
 def _said(words: Sequence[str], patience: float) -> str:
@@ -145,7 +145,7 @@ def read_failure(file: Path) -> str:
 
 def judge(
     backends: Sequence[str], steps: Sequence[dict[str, Any]], failures: Mapping[str, str], ranks: int = 2
-) -> Iterator[Line]:
+) -> Iterator[Finding]:
     """Yields a line for each backend: how long its step took, or why there is none."""
     done = {step["backend"]: step for step in steps}
     for backend in backends:
@@ -153,22 +153,20 @@ def judge(
         step = done.get(backend)
         if step is None:
             fix = f"{by_hand(backend)}  # its whole traceback"
-            yield Line(check, "error", failures.get(backend, "no step"), "training fails with it", fix)
+            yield Finding(check, "error", failures.get(backend, "no step"), "training fails with it", fix)
         elif step["ranks"] != ranks:
             effect = "every process trains alone, and nothing says so"
             text = f"{ranks} processes were started, and each finds itself in a world of {step['ranks']}"
             fix = pip("--force-reinstall", "mpi4py", "mpich") + "  # the mpiexec is of another MPI than mpi4py's"
-            yield Line(check, "error", text, effect, fix)
+            yield Finding(check, "error", text, effect, fix)
         elif not step["right"]:
             effect = "replicas diverge silently"
             text = "the gradient is not the mean of the ranks'"
-            yield Line(check, "error", text, effect, pip("--force-reinstall", "torch"))
+            yield Finding(check, "error", text, effect, pip("--force-reinstall", "torch"))
         else:
             versions = "".join(f", {name.upper()} {step[name]}" for name in ("cuda", "nccl") if step.get(name))
-            yield ok(
-                check,
-                f"{some(ranks, 'rank')}, right, {seconds(step['seconds'])}{versions if backend == 'nccl' else ''}",
-            )
+            text = f"{plural(ranks, 'rank')}, right, {format_duration(step['seconds'])}"
+            yield ok(check, text + (versions if backend == "nccl" else ""))
 
 
 def by_hand(backend: str) -> str:
@@ -178,7 +176,7 @@ def by_hand(backend: str) -> str:
     return f"{samestep()} run -n 2 -m {PROGRAM} /dev/null {backend}"
 
 
-def built(steps: Sequence[dict[str, Any]]) -> Iterator[Line]:
+def built(steps: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     """Yields what torch's own libraries are, as the rank that took a step has found them."""
     if steps:
         found = steps[-1]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from samestep.doctor.fixes import as_root, samestep
-from samestep.doctor.line import Level, Line, ok
+from samestep.doctor.line import Finding, Level, ok
 from samestep.doctor.names import CHOSEN
 from samestep.doctor.software import visible_gpus
 from samestep.errors import RankVariablesError
@@ -87,7 +87,7 @@ LIBRARIES = ("libnccl.so*", "libcudart.so*", "libcudnn.so*", "libtorch.so*", "li
 NCCL_FILES = (Path("/etc/nccl.conf"), Path("~/.nccl.conf"))
 
 
-def look(read: Read = variable, names: Iterable[str] | None = None) -> Iterator[Line]:
+def look(read: Read = variable, names: Iterable[str] | None = None) -> Iterator[Finding]:
     """Yields those that are set to something that surprises.
 
     Args:
@@ -108,83 +108,85 @@ def look(read: Read = variable, names: Iterable[str] | None = None) -> Iterator[
     yield from found or [ok("variables", "none that will surprise")]
 
 
-def _sprung(trap: Trap, read: Read) -> Line | None:
+def _sprung(trap: Trap, read: Read) -> Finding | None:
     value = read(trap.name)
     if value is None or not re.fullmatch(trap.values, value.strip()):
         return None
-    return Line(trap.name, trap.level, f"is {value}", trap.effect, f"unset {trap.name}")
+    return Finding(trap.name, trap.level, f"is {value}", trap.effect, f"unset {trap.name}")
 
 
-def _detail(read: Read, gpus: int) -> Line | None:
+def _detail(read: Read, gpus: int) -> Finding | None:
     """DETAIL compares all collectives through another group, which DistributedDataParallel's own does not survive."""
     if (read("TORCH_DISTRIBUTED_DEBUG") or "").strip().upper() != "DETAIL":
         return None
     check, fix = "TORCH_DISTRIBUTED_DEBUG", "unset TORCH_DISTRIBUTED_DEBUG"
     fix += f"  # {samestep()} verify compares collectives"
     if gpus:
-        return Line(check, "warning", "is DETAIL", "every collective is compared first: several times slower", fix)
+        return Finding(check, "warning", "is DETAIL", "every collective is compared first: several times slower", fix)
     effect = "DistributedDataParallel on CPUs ends by a segmentation fault (torch 2.13)"
-    return Line(check, "error", "is DETAIL", effect, fix)
+    return Finding(check, "error", "is DETAIL", effect, fix)
 
 
-def _threads(text: str | None, cores: float) -> Line | None:
+def _threads(text: str | None, cores: float) -> Finding | None:
     if text is None:
         return None
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text.strip()):
         effect = "it is ignored, and every rank starts a thread for each core"
-        return Line("OMP_NUM_THREADS", "warning", f"is {text!r}, no number", effect, "unset OMP_NUM_THREADS")
+        return Finding("OMP_NUM_THREADS", "warning", f"is {text!r}, no number", effect, "unset OMP_NUM_THREADS")
     threads = int(text.split(",")[0])
     if threads > cores:
         effect = "threads of one rank wait for each other's cores: several times slower"
-        return Line("OMP_NUM_THREADS", "warning", f"is {threads} on {cores:g} cores", effect, "unset OMP_NUM_THREADS")
+        return Finding(
+            "OMP_NUM_THREADS", "warning", f"is {threads} on {cores:g} cores", effect, "unset OMP_NUM_THREADS"
+        )
     effect = f"every rank computes with {threads}, however many ranks there are; unset, samestep run divides the cores"
-    return Line("OMP_NUM_THREADS", "note", f"is {threads} on {cores:g} cores", effect, "unset OMP_NUM_THREADS")
+    return Finding("OMP_NUM_THREADS", "note", f"is {threads} on {cores:g} cores", effect, "unset OMP_NUM_THREADS")
 
 
-def _gpus(text: str | None, visible: int) -> Line | None:
+def _gpus(text: str | None, visible: int) -> Finding | None:
     if text is None:
         return None
     check, fix = "CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES"
     if not text.strip() or visible == 0:
-        return Line(check, "note", f"is {text!r}", "no GPU is seen: training is on the CPU", fix)
+        return Finding(check, "note", f"is {text!r}", "no GPU is seen: training is on the CPU", fix)
     if visible < len(text.split(",")):
         effect = "CUDA stops reading at the first entry that it does not know"
-        return Line(check, "warning", f"is {text}, of which {visible} can be seen", effect, fix)
-    return Line(check, "note", f"is {text}", f"{visible} GPUs are seen, others are not", fix)
+        return Finding(check, "warning", f"is {text}, of which {visible} can be seen", effect, fix)
+    return Finding(check, "note", f"is {text}", f"{visible} GPUs are seen, others are not", fix)
 
 
-def _ranks(read: Read) -> Iterator[Line]:
+def _ranks(read: Read) -> Iterator[Finding]:
     """What a launcher sets, and shells keep."""
     fix = f"unset {' '.join(ENVIRONMENT)}"
     try:
         told = read_rank_variables()
     except RankVariablesError as error:
-        yield Line("rank variables", "error", str(error), "scripts that join by env:// fail at once", fix)
+        yield Finding("rank variables", "error", str(error), "scripts that join by env:// fail at once", fix)
         return
     if told is None and read("MASTER_ADDR") is not None:
         yield from _master(str(read("MASTER_ADDR")), fix)
 
 
-def _master(name: str, fix: str) -> Iterator[Line]:
+def _master(name: str, fix: str) -> Iterator[Finding]:
     try:
         socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
         effect = "scripts that join by env:// wait for a host that there is not, and fail"
-        yield Line("MASTER_ADDR", "warning", f"is {name}, which does not resolve: {error}", effect, fix)
+        yield Finding("MASTER_ADDR", "warning", f"is {name}, which does not resolve: {error}", effect, fix)
     else:
-        yield Line("MASTER_ADDR", "note", f"is {name}", "scripts started by hand meet there", fix)
+        yield Finding("MASTER_ADDR", "note", f"is {name}", "scripts started by hand meet there", fix)
 
 
-def _families(names: Sequence[str], told: Collection[str], read: Read) -> Iterator[Line]:
+def _families(names: Sequence[str], told: Collection[str], read: Read) -> Iterator[Finding]:
     """Whatever else is set for NCCL, gloo and OpenMP: a line for each of them."""
     for family, effect in FAMILIES.items():
         found = [name for name in names if name.startswith(family) and name not in told and read(name)]
         if found:
             text = ", ".join(f"{name}={read(name)}" for name in found)
-            yield Line(f"{family}*", "note", text, effect, f"unset {' '.join(found)}")
+            yield Finding(f"{family}*", "note", text, effect, f"unset {' '.join(found)}")
 
 
-def _libraries(path: str) -> Iterator[Line]:
+def _libraries(path: str) -> Iterator[Finding]:
     """Folders that are searched before torch's own, and hold a library that torch brings along."""
     for folder in filter(None, path.split(":")):
         found = sorted({file.name for pattern in LIBRARIES for file in Path(folder).glob(pattern)})
@@ -192,15 +194,15 @@ def _libraries(path: str) -> Iterator[Line]:
             rest = ":".join(other for other in path.split(":") if other and other != folder)
             effect = "they may be loaded instead of those that torch was built with: calls fail, or crash"
             fix = f"export LD_LIBRARY_PATH={shlex.quote(rest)}"
-            yield Line("LD_LIBRARY_PATH", "note", f"{folder} holds {', '.join(found[:4])}", effect, fix)
+            yield Finding("LD_LIBRARY_PATH", "note", f"{folder} holds {', '.join(found[:4])}", effect, fix)
 
 
-def _files(files: Iterable[Path]) -> Iterator[Line]:
+def _files(files: Iterable[Path]) -> Iterator[Finding]:
     """NCCL reads variables from files as well."""
     for file in (each.expanduser() for each in files):
         if file.is_file():
             effect = "NCCL takes variables from it that no shell shows"
-            yield Line(
+            yield Finding(
                 "NCCL's file",
                 "note",
                 f"there is {file}",

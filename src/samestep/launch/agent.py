@@ -38,10 +38,10 @@ from samestep.launch.frames import Link, Message
 from samestep.launch.limits import raise_limit
 from samestep.launch.loop import Loop
 from samestep.launch.network import Doorbell, Target, interface_named, probe, route_to
-from samestep.launch.process import adopt_orphans, follow_parent, open_missing_streams, outlive_parent
+from samestep.launch.process import adopt_orphans, die_with_parent, open_missing_streams, outlive_parent
 from samestep.launch.pulse import Pulses
 from samestep.launch.signals import PASSED_ON, Signals
-from samestep.launch.team import Job, Team
+from samestep.launch.team import Job, LocalRanks
 from samestep.launch.variables import threads_per_rank
 from samestep.launch.wire import SealedLink, connect
 from samestep.rankenv import set_variables
@@ -81,7 +81,7 @@ class Agent:
         self._link = link
         self._about = about
         self._loop = Loop()
-        self._team = Team(self._loop, self._tell)
+        self._team = LocalRanks(self._loop, self._tell)
         self._paused = False  # the ranks' output is not read
         self._listener: socket.socket | None = None
         self._doorbell: Doorbell | None = None
@@ -240,7 +240,7 @@ def fork_agent(link: Link, ours: Link) -> int:
         return pid
     try:
         os.setsid()  # the keyboard's signals are the head's
-        follow_parent(parent)  # importing torch takes seconds in which it hears nothing
+        die_with_parent(parent)  # importing torch takes seconds in which it hears nothing
         ours.close()
         live(link)
     finally:
@@ -256,7 +256,7 @@ def live(link: Link) -> NoReturn:
 def live_ahead(end: socket.socket, parent: int, ranks: int) -> NoReturn:
     """Serves the head at the other end as soon as torch is imported for so many ranks (samestep.launch.ahead)."""
     os.setsid()
-    follow_parent(parent)
+    die_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     import_torch(threads_per_rank(ranks))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)

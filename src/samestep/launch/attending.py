@@ -115,7 +115,7 @@ def _last_drawn(rest: bytes) -> bytes:
 
 
 @dataclass
-class Attendant:
+class OutputForwarder:
     """Attends a pool of ranks; without streams and status it only waits.
 
     Args:
@@ -218,7 +218,7 @@ class Attendant:
             os.close(self._records.pop())
 
 
-def attend(name: str, size: int, wanted: bool | None) -> Attendant:
+def attend(name: str, size: int, wanted: bool | None) -> OutputForwarder:
     """Returns who attends the call of a function by a person's program.
 
     Args:
@@ -233,7 +233,7 @@ def attend(name: str, size: int, wanted: bool | None) -> Attendant:
         for number, stream in own.items()
         if not _leads_to(stream, number) or (drawing is not None and place_of(stream) == "terminal")
     }
-    return Attendant(size, passed, None if drawing is None else Status(name, size, drawing))
+    return OutputForwarder(size, passed, None if drawing is None else Status(name, size, drawing))
 
 
 def _leads_to(stream: TextIO, number: int) -> bool:

@@ -37,11 +37,11 @@ from samestep.launch import observers
 from samestep.launch.address import serve_store, use_store
 from samestep.launch.control import Control
 from samestep.launch.failure import format_traceback, show_from_here, text_in
-from samestep.launch.process import follow_parent, note_leaving
+from samestep.launch.process import die_with_parent, set_exit_code
 from samestep.launch.script import run_module, run_script
 from samestep.launch.spawned import describe_with_spawned
 from samestep.launch.stacks import STACKS_SIGNAL
-from samestep.launch.telling import says_it_all, show, write
+from samestep.launch.telling import says_it_all, show, write_stderr
 from samestep.launch.watched import note_watched
 from samestep.rankenv import variable
 
@@ -52,7 +52,7 @@ _OF_PYTHON = (io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.Buffer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assignment:
+class RankTask:
     """What a rank is told beside its variables; the numbers are descriptors that it inherits.
 
     `control` leads to its team; `stacks` is the file for fatal stacks (standard error without one); on `store` it
@@ -83,11 +83,11 @@ class Assignment:
 def main() -> NoReturn:
     """Does what the command line says and leaves the process with its exit code."""
     options = vars(_parse(sys.argv[1:]))
-    follow_parent(options.pop("parent"))
-    live(Assignment(**options | {"program": tuple(options["program"])}))
+    die_with_parent(options.pop("parent"))
+    live(RankTask(**options | {"program": tuple(options["program"])}))
 
 
-def live(assignment: Assignment) -> NoReturn:
+def live(assignment: RankTask) -> NoReturn:
     """Runs what the rank was told to, and leaves the process with its exit code."""
     stacks = sys.stderr.fileno() if assignment.stacks is None else assignment.stacks
     faulthandler.enable(file=stacks, all_threads=True)
@@ -125,7 +125,7 @@ def _end_observers(error: BaseException) -> None:
     try:
         observers.end(error)
     except Exception as other:  # noqa: BLE001  (the script's own exception is what ends this rank)
-        write(format_traceback(other))
+        write_stderr(format_traceback(other))
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -141,7 +141,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _run(assignment: Assignment, rank: int, size: int) -> None:
+def _run(assignment: RankTask, rank: int, size: int) -> None:
     if assignment.calls is not None:
         from multiprocessing.connection import Connection  # a run of a script needs neither
 
@@ -171,12 +171,12 @@ def _report(error: BaseException, rank: int, control: Control | None) -> int:
 
 def leave(code: int) -> NoReturn:
     """Ends the process as python would, short of finalising the interpreter (see the top of this file)."""
-    note_leaving(code, for_certain=True)
+    set_exit_code(code, for_certain=True)
     for last in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # noqa: SLF001
         try:
             last()  # joins and calls what python does, for which there is no other way
         except BaseException as error:  # noqa: BLE001  (a second Ctrl-C, say)
-            write(f"Exception ignored in: {last!r}\n{format_traceback(error)}")
+            write_stderr(f"Exception ignored in: {last!r}\n{format_traceback(error)}")
     writing = threading.Thread(target=_write_out, daemon=True)
     writing.start()
     writing.join(WRITING_S)
@@ -219,7 +219,7 @@ def _flush() -> bool:
         except Exception as error:  # noqa: BLE001  (the reader is gone, or it is something of the script's own)
             good = False
             if name == "stdout":
-                write(f"Exception ignored in: {name}\n{type(error).__name__}: {text_in(error)}\n")
+                write_stderr(f"Exception ignored in: {name}\n{type(error).__name__}: {text_in(error)}\n")
     for own in (sys.__stdout__, sys.__stderr__):  # below what the script may have put in their place
         with suppress(Exception):
             own.flush()  # type: ignore[union-attr]

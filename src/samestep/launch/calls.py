@@ -28,7 +28,7 @@ from typing import Any, cast
 
 from samestep.errors import UsageError
 from samestep.launch.address import serve_store
-from samestep.launch.failure import Failure, describe
+from samestep.launch.failure import FailureRecord, describe
 from samestep.rankenv import child_environment, set_variables
 
 __all__: list[str] = []
@@ -38,7 +38,7 @@ _NO_FILE = "<dynamic-code>"
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchRequest:
     """One call. `module` is the name and file of the module that defines the function, where it has one."""
 
     variables: dict[str, str | None]
@@ -87,7 +87,7 @@ def dump(value: Any) -> bytes:
     return payload.getvalue()
 
 
-def send_job(connection: Connection, job: Job, listener: socket.socket) -> None:
+def send_job(connection: Connection, job: LaunchRequest, listener: socket.socket) -> None:
     """Sends one call; `listener` goes with it where `job.brings_listener`."""
     connection.send(job)
     if job.brings_listener:
@@ -106,7 +106,7 @@ def serve_calls(connection: Connection, rank: int, size: int) -> None:
         connection.send_bytes(_answer(job, rank))
 
 
-def _answer(job: Job, rank: int) -> bytes:
+def _answer(job: LaunchRequest, rank: int) -> bytes:
     before = child_environment({})
     try:
         set_variables(job.variables)
@@ -144,6 +144,6 @@ def _finds(name: str, file: str) -> bool:
     return spec is not None and spec.origin is not None and Path(spec.origin) == Path(file)
 
 
-def failure_of(answer: tuple[str, Any]) -> Failure | None:
+def failure_of(answer: tuple[str, Any]) -> FailureRecord | None:
     """Returns why a call failed, or None where it returned."""
     return answer[1] if answer[0] == "raised" else None

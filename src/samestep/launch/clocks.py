@@ -41,13 +41,13 @@ def _note_loading(module: Any) -> None:
     def __next__(self: Any) -> Any:  # noqa: N807
         if progress.current_phase() == "evaluate":
             return original(self)  # its batches are part of it
-        before = progress.note_phase("data")
+        before = progress.set_phase("data")
         try:
             batch = original(self)
         finally:
-            progress.note_phase(before)
+            progress.set_phase(before)
         if before != "data":  # else it is one of samestep.shards, which know better
-            progress.note_work({"elements": elements(batch)})
+            progress.add_work({"elements": elements(batch)})
         return batch
 
     iterator.__next__ = __next__
@@ -73,7 +73,7 @@ def _note_evaluations(module: Any) -> None:
 
     @functools.wraps(eval_)
     def evaluating(self: Any) -> Any:
-        progress.note_phase("evaluate")
+        progress.set_phase("evaluate")
         return eval_(self)
 
     @functools.wraps(train)
@@ -93,12 +93,12 @@ def _note_backward(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
-        before = progress.note_phase("backward")
+        before = progress.set_phase("backward")
         try:
             return original(*args, **kwargs)
         finally:
-            progress.note_backward()
-            progress.note_phase("train" if before == "evaluate" else before)
+            progress.backward_done()
+            progress.set_phase("train" if before == "evaluate" else before)
             _learning[:] = [each for each in _learning if each.goes_on()]
 
     module.backward = backward  # type: ignore[attr-defined]  # Tensor.backward calls it by this name
@@ -130,12 +130,12 @@ class _Lasts:
         if self._passes < LEARNT:
             self._order.pop(number, None)
             self._order[number] = len(self._order)
-            progress.note_ready()
+            progress.gradients_ready()
             return
         if number in self._buckets:
-            progress.note_bucket(*self._buckets[number], begun=False)
+            progress.bucket_filled(*self._buckets[number], begun=False)
         if number == self._final:
-            progress.note_ready()
+            progress.gradients_ready()
 
     def goes_on(self) -> bool:
         """Returns, after a backward pass, whether all gradients are looked at in the next too."""

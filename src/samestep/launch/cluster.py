@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from samestep.errors import UsageError
 from samestep.launch.cores import binding_warning
 from samestep.launch.facts import Facts, digest
-from samestep.launch.head import Head, Host
+from samestep.launch.head import Controller, Host
 from samestep.launch.network import Target, addresses
 from samestep.launch.preflight import objection
 
@@ -23,7 +23,7 @@ __all__: list[str] = []
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class HostRanks:
     """One host's share of a run.
 
     `name` is what the user calls it; parts of one `machine` share it, as tasks of Slurm may. `address` is where the
@@ -53,7 +53,7 @@ class Wanted:
     launcher: str | None = None
 
 
-def examine(head: Head, wanted: Wanted, warn: Callable[[str], None]) -> list[Part]:
+def preflight(head: Controller, wanted: Wanted, warn: Callable[[str], None]) -> list[HostRanks]:
     """Returns the part of every host of `head`, in its order, after all checks; says what is amiss but not wrong.
 
     Raises:
@@ -83,7 +83,7 @@ def examine(head: Head, wanted: Wanted, warn: Callable[[str], None]) -> list[Par
     alone = one_machine(head.hosts)  # then nobody else needs to reach the store
     machines = [(fact.host, doors[label].address) for label, fact in zip(labels, facts, strict=True)]
     return [
-        Part(
+        HostRanks(
             name=label,
             machine=fact.host if all(name != fact.host or place == own for name, place in machines) else label,
             ranks=counts[label],
@@ -107,7 +107,7 @@ def tell_apart(names: Sequence[str]) -> list[str]:
     ]
 
 
-def _ring(head: Head, facts: Sequence[Facts], interface: str | None) -> dict[str, Target]:
+def _ring(head: Controller, facts: Sequence[Facts], interface: str | None) -> dict[str, Target]:
     """Lets every host open a doorbell; returns where they are: on the network that was asked for, where it has it."""
     rings = head.ask("ring", "ringing", lambda _: {"address": "0.0.0.0"})  # noqa: S104  (any way in is tried)
     asked = [None if interface is None else fact.address_on(interface) for fact in facts]
@@ -139,7 +139,7 @@ def one_machine(hosts: Sequence[Host]) -> bool:
     return all(host.address is None or host.address in own for host in hosts)
 
 
-def _address(host: Host, head: Head) -> str:
+def _address(host: Host, head: Controller) -> str:
     """Returns where others reach a host: where the head does, and the head's own where the others did."""
     if host.address is not None:
         return host.address

@@ -90,7 +90,7 @@ def read_cores(root: Path = MACHINE, read: Callable[[str], str | None] = variabl
     return Cores(usable=usable, machine=_online(root, len(usable)), quota=cpu_quota(root), slurm=slurm_share(read))
 
 
-def read_unbound(root: Path = MACHINE, read: Callable[[str], str | None] = variable) -> int:
+def unbound_cores(root: Path = MACHINE, read: Callable[[str], str | None] = variable) -> int:
     """Returns how many cores this job could use on this host if nothing bound its processes to single ones."""
     usable = _online(root, len(os.sched_getaffinity(0)))
     limits = [usable, cpuset_size(root), cpu_quota(root), _whole(read("SLURM_CPUS_ON_NODE"))]

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from samestep.launch.gather import CONNECT, Call, Hearing, invite, refuse, streams_of
-from samestep.launch.head import Head, Host
+from samestep.launch.gather import CONNECT, Hearing, TransportSpec, invite, refuse, stream_descriptors
+from samestep.launch.head import Controller, Host
 from samestep.launch.loop import Alarm, Loop
-from samestep.launch.sibling import Sibling
+from samestep.launch.sibling import NodeSpec
 from samestep.launch.transport import Started, start
 from samestep.launch.wire import Listener, new_token
 
@@ -66,7 +66,7 @@ class _Try:
     hearing: Hearing | None
 
 
-class Calling:
+class TransportSource:
     """A :class:`Door` to hosts that a transport reaches.
 
     Args:
@@ -76,7 +76,9 @@ class Calling:
         show: where that goes.
     """
 
-    def __init__(self, call: Call, started: list[Started], head: Head, show: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, call: TransportSpec, started: list[Started], head: Controller, show: Callable[[bytes], None]
+    ) -> None:
         self._call = call
         self._started = started
         self._head = head
@@ -127,7 +129,7 @@ class Calling:
         current.alarm.cancel()
         current.hearing.leave()
         current.hearing = None
-        self._head.attend(streams_of(current.started), self._show)
+        self._head.attend(stream_descriptors(current.started), self._show)
         return True
 
     def failed(self, number: int, reason: str) -> None:
@@ -157,12 +159,12 @@ class Calling:
             self._forget(one)
 
     def _forget(self, one: Started) -> None:
-        self._head.neglect(streams_of(one))
+        self._head.neglect(stream_descriptors(one))
         self._started.remove(one)
         one.end()
 
 
-class Inviting:
+class JoinSource:
     """A :class:`Door` to hosts that somebody else starts.
 
     Args:
@@ -170,7 +172,7 @@ class Inviting:
         program: what runs there.
     """
 
-    def __init__(self, place: Sibling, program: Sequence[str]) -> None:
+    def __init__(self, place: NodeSpec, program: Sequence[str]) -> None:
         self._place = place
         self._program = list(program)
         self.reasons: dict[int, str] = {}

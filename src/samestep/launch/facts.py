@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep._version import __version__
-from samestep.launch.cores import read_cores, read_unbound
+from samestep.launch.cores import read_cores, unbound_cores
 from samestep.launch.devices import visible_gpus
 from samestep.launch.network import addresses
 from samestep.launch.script import find_module
@@ -96,7 +96,7 @@ def look(
         gpus=visible_gpus(),
         cpus=cores.usable,
         cores=cores.count,
-        unbound=read_unbound(),
+        unbound=unbound_cores(),
         digest=digest(program, is_module=is_module),
         directory=str(Path.cwd()),
         machine=machine(),

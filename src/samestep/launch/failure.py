@@ -57,7 +57,7 @@ _start: list[str] = []  # the folder that this process was started in
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class FailureRecord:
     """Why one rank failed.
 
     `where` is "file:line" of the user's own innermost frame and `source` the text of that line; `lost_peer` says
@@ -87,11 +87,11 @@ class Failure:
         draft.replace(path)
 
 
-def describe(error: BaseException, rank: int) -> Failure:
+def describe(error: BaseException, rank: int) -> FailureRecord:
     """Returns the record of an exception that nobody caught, whatever that exception does when it is looked at."""
     where, source = tried(lambda: _place_of(error), UNKNOWN)
     message = error.msg if isinstance(error, SyntaxError) and isinstance(error.msg, str) else text_in(error)
-    return Failure(
+    return FailureRecord(
         rank=rank,
         pid=os.getpid(),
         exception=type(error).__name__,
@@ -179,7 +179,7 @@ def _innermost(trace: TracebackType | None) -> TracebackType | None:
 
 def _communicates(filename: str) -> bool:
     of_torch = any(_is_below(filename, place) for place in ("distributed", "nn/parallel", "autograd"))
-    return of_torch or (_lies_in(_real(filename), _PACKAGE) and not is_users(filename))
+    return of_torch or (_lies_in(_real(filename), _PACKAGE) and not is_user_file(filename))
 
 
 def _is_below(filename: str, folder: str) -> bool:
@@ -188,10 +188,10 @@ def _is_below(filename: str, folder: str) -> bool:
     return any(_lies_in(filename, f"{place}/{folder}") for place in places)
 
 
-def brief(message: str) -> str:
+def one_line(message: str) -> str:
     """Returns what a message of gloo says, without where in gloo and what to try.
 
-    >>> brief("[/a/pair.cc:537] Read error [127.0.0.1]:9: Connection reset by peer. This is typically caused by …")
+    >>> one_line("[/a/pair.cc:537] Read error [127.0.0.1]:9: Connection reset by peer. This is typically caused by …")
     'Read error [127.0.0.1]:9: Connection reset by peer'
     """
     first = message.splitlines()[0] if message else "no message"
@@ -200,7 +200,7 @@ def brief(message: str) -> str:
 
 def _place_of(error: BaseException) -> tuple[str | None, str | None]:
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{shown(error.filename)}:{error.lineno}", (error.text or "").strip()
+        return f"{relative_path(error.filename)}:{error.lineno}", (error.text or "").strip()
     if isinstance(error, UsageError) and below_the_launcher(error.__traceback__) is None:
         return None, None  # the launcher's own: no line is to be looked at
     return user_line(error.__traceback__)
@@ -215,19 +215,19 @@ def own_line(frames: traceback.StackSummary) -> tuple[str | None, str | None]:
     """Returns "file:line" and text of the last of `frames` that is the user's own, or of the last at all."""
     if not frames:
         return None, None
-    own = [frame for frame in frames if is_users(frame.filename)]
+    own = [frame for frame in frames if is_user_file(frame.filename)]
     frame = (own or list(frames))[-1]
     text = linecache.getline(frame.filename, frame.lineno or 0).strip() or frame.line
-    return f"{shown(frame.filename)}:{frame.lineno}", text
+    return f"{relative_path(frame.filename)}:{frame.lineno}", text
 
 
 def show_from_here() -> None:
-    """Makes :func:`shown` go by the current directory, wherever the script goes from here."""
+    """Makes :func:`relative_path` go by the current directory, wherever the script goes from here."""
     with suppress(OSError):
         _start[:] = [os.getcwd()]  # noqa: PTH109
 
 
-def shown(filename: str) -> str:
+def relative_path(filename: str) -> str:
     """Returns a file as a person who started the run would name it: from that directory, if it lies below."""
     here = _start[0] if _start else tried(os.getcwd, "")
     return filename[len(here) + 1 :] if here and filename.startswith(f"{here.rstrip('/')}/") else filename
@@ -259,7 +259,7 @@ def _is_launcher(filename: str) -> bool:
     return filename.startswith("<frozen") or os.path.dirname(filename) in _LAUNCH  # noqa: PTH120
 
 
-def is_users(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
     """Tells whether a file is the user's own: neither python's, nor installed, nor ours."""
     if filename.startswith("<"):
         return filename.startswith("<ipython")
@@ -290,7 +290,7 @@ def death(
     place: tuple[str | None, str | None] | None = None,
     *,
     of_memory: bool = False,
-) -> Failure:
+) -> FailureRecord:
     """Returns the failure of a rank that ended without a word.
 
     Args:
@@ -302,7 +302,7 @@ def death(
     """
     number = -code if code < 0 else None
     where, source = place or UNKNOWN
-    return Failure(
+    return FailureRecord(
         rank=rank,
         pid=pid,
         exception="Exit" if number is None else "Signal",
@@ -338,9 +338,9 @@ def signal_name(number: int) -> str:
         return f"SIGRTMIN{number - signal.SIGRTMIN:+d}"
 
 
-def lost_host(rank: int, host: str, reason: str) -> Failure:
+def lost_host(rank: int, host: str, reason: str) -> FailureRecord:
     """Returns the failure of a host whose connection has ended, in the name of its first rank."""
-    return Failure(
+    return FailureRecord(
         rank=rank,
         pid=0,
         host=host,
@@ -351,7 +351,7 @@ def lost_host(rank: int, host: str, reason: str) -> Failure:
     )
 
 
-def culprit(failures: list[Failure], finished: Mapping[int, int], size: int) -> Failure | None:
+def root_cause(failures: list[FailureRecord], finished: Mapping[int, int], size: int) -> FailureRecord | None:
     """Returns the failure that explains the others, or None where nobody failed.
 
     Args:
@@ -368,8 +368,8 @@ def culprit(failures: list[Failure], finished: Mapping[int, int], size: int) -> 
     return _early_exit(*next(iter(finished.items())), first) if finished and len(finished) < size else first
 
 
-def _early_exit(rank: int, pid: int, victim: Failure) -> Failure:
-    return Failure(
+def _early_exit(rank: int, pid: int, victim: FailureRecord) -> FailureRecord:
+    return FailureRecord(
         rank=rank,
         pid=pid,
         host=victim.host,
@@ -380,11 +380,11 @@ def _early_exit(rank: int, pid: int, victim: Failure) -> Failure:
     )
 
 
-def _aborted(failure: Failure) -> bool:
+def _aborted(failure: FailureRecord) -> bool:
     return failure.signal == signal.SIGABRT and not failure.traceback
 
 
-def as_json(failure: Failure, waiting: list[int]) -> dict[str, Any]:
+def as_json(failure: FailureRecord, waiting: list[int]) -> dict[str, Any]:
     """Returns what `--json` says of a failure; `waiting` are the ranks that lost their connection to the culprit."""
     names = ("rank", "host", "pid", "signal", "exception", "message", "where")
     return {name: getattr(failure, name) for name in names} | {"waiting": waiting}

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from samestep.launch.agent import Agent, Greeting
 from samestep.launch.frames import Message
 from samestep.launch.gather import SOON, Say
-from samestep.launch.meeting import await_published
-from samestep.launch.sibling import Sibling
+from samestep.launch.meeting import wait_for
+from samestep.launch.sibling import NodeSpec
 from samestep.launch.wire import SealedLink, connect
 
 __all__: list[str] = []
@@ -53,7 +53,7 @@ class Follower(Agent):
             self._loop.stop()
 
 
-def follow(place: Sibling, ranks: int, say: Say) -> int:
+def run_foreground_agent(place: NodeSpec, ranks: int, say: Say) -> int:
     """Does this host's part of a run that another leads; returns the run's exit code.
 
     Raises:
@@ -77,9 +77,9 @@ def follow(place: Sibling, ranks: int, say: Say) -> int:
     return agent.exit_code
 
 
-def _come_in(place: Sibling, ranks: int) -> tuple[SealedLink, Greeting]:
+def _come_in(place: NodeSpec, ranks: int) -> tuple[SealedLink, Greeting]:
     if place.file is not None:
-        found = await_published(place.file, place.patience)
+        found = wait_for(place.file, place.patience)
         known = Greeting(addresses=tuple(found["addresses"]), port=found["port"], token=found["token"])
     else:
         assert place.address is not None
@@ -91,7 +91,7 @@ def _come_in(place: Sibling, ranks: int) -> tuple[SealedLink, Greeting]:
 
 
 @contextmanager
-def _patience(place: Sibling, say: Say) -> Iterator[None]:
+def _patience(place: NodeSpec, say: Say) -> Iterator[None]:
     """Says what is waited for when that lasts."""
     text = f"waiting for up to {place.patience:g} s for {place.word} 0 to answer at {place.where}"
     timer = threading.Timer(SOON, say, [text])

@@ -37,10 +37,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
-from samestep.launch.bootstrap import Assignment, live
-from samestep.launch.failure import is_users
+from samestep.launch.bootstrap import RankTask, live
+from samestep.launch.failure import is_user_file
 from samestep.launch.limits import lower_again
-from samestep.launch.process import Forked, follow_parent
+from samestep.launch.process import Forked, die_with_parent
 from samestep.launch.script import find_module
 from samestep.rankenv import child_environment, set_variables, variable
 
@@ -53,7 +53,7 @@ _left: list[str] = []  # the launcher's own place on sys.path; taken off once
 _kept: list[io.TextIOWrapper] = []  # the launcher's own streams: collected, they would close the rank's
 
 
-def source_of(program: str, *, is_module: bool) -> str:
+def read_source(program: str, *, is_module: bool) -> str:
     """Returns the text of a script or module; "" where there is none to read, or where reading would use it up."""
     try:
         file = _module_file(program) if is_module else Path(program)
@@ -70,10 +70,10 @@ def _module_file(name: str) -> Path:
     return Path(origin).parent if Path(origin).name == "__init__.py" else Path(origin)
 
 
-def needs_fresh_interpreter(source: str) -> str | None:
+def fork_blocker(source: str) -> str | None:
     r"""Returns why a script cannot be run after torch was imported, or None.
 
-    >>> needs_fresh_interpreter("import os\nos.environ['OMP_NUM_THREADS'] = '3'\nimport torch")
+    >>> fork_blocker("import os\nos.environ['OMP_NUM_THREADS'] = '3'\nimport torch")
     'it sets OMP_NUM_THREADS in line 2'
     """
     try:
@@ -166,7 +166,7 @@ def warm(source: str, folder: Path) -> str | None:
         return f"{hidden} lies beside it and would be taken for the installed package of that name"
     if threading.active_count() > 1:
         return "importing torch has started threads"
-    is_users(str(folder))  # where packages lie is looked up once, not by every rank at its first collective
+    is_user_file(str(folder))  # where packages lie is looked up once, not by every rank at its first collective
     gc.collect()
     gc.freeze()  # else the ranks' first collections would copy every page
     return None
@@ -198,7 +198,7 @@ def _hidden(names: set[str], folder: Path) -> str | None:
 
 
 def fork(
-    assignment: Assignment,
+    assignment: RankTask,
     environment: Mapping[str, str],
     *,
     stdin: int | None,
@@ -245,7 +245,7 @@ def _forked(
         return Forked(pid)
     try:
         os.setsid()
-        follow_parent(parent)
+        die_with_parent(parent)
         _reset_signals()
         _take_streams(streams)
         _close_all_but(keep)
@@ -257,7 +257,7 @@ def _forked(
         os._exit(70)  # EX_SOFTWARE: only reached where the lines above failed
 
 
-def _live(assignment: Assignment) -> NoReturn:
+def _live(assignment: RankTask) -> NoReturn:
     _renew_libraries()
     live(assignment)
 

@@ -25,12 +25,12 @@ from samestep.errors import RendezvousError, UsageError
 from samestep.launch.agent import Greeting
 from samestep.launch.cluster import ordered
 from samestep.launch.frames import Link
-from samestep.launch.head import Head, Host, from_afar, name_of, open_here
+from samestep.launch.head import Controller, Host, from_afar, name_of, open_here
 from samestep.launch.loop import Loop
 from samestep.launch.meeting import publish
 from samestep.launch.network import addresses
 from samestep.launch.process import wait_all
-from samestep.launch.sibling import Sibling
+from samestep.launch.sibling import NodeSpec
 from samestep.launch.transport import Start, Started, agent_command, explain, start
 from samestep.launch.transport import plan as plan_transport
 from samestep.launch.wire import Listener, SealedLink, new_token
@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class TransportSpec:
     """Hosts that are to be called over a transport; `variables` go along, for sshd takes none over."""
 
     hosts: tuple[str, ...]
@@ -67,7 +67,7 @@ class Call:
         return json.dumps(asdict(replace(known, index=index)))
 
 
-def streams_of(one: Started) -> list[int]:
+def stream_descriptors(one: Started) -> list[int]:
     """Returns the descriptors by which a transport speaks."""
     return [stream.fileno() for stream in (one.process.stdout, one.process.stderr) if stream is not None]
 
@@ -98,14 +98,14 @@ class Hearing:
         self._voices: dict[str, _Voice] = {}
         self._told: set[str] = set()
         self._handle = os.pidfd_open(one.process.pid)
-        for descriptor in streams_of(one):
+        for descriptor in stream_descriptors(one):
             os.set_blocking(descriptor, False)
             loop.watch(descriptor, partial(self._listen, descriptor))
         loop.watch(self._handle, self._ended)
 
     def leave(self) -> None:
         """Hears no more; the transport goes on, and its pipes stay open."""
-        for descriptor in (*streams_of(self._one), self._handle):
+        for descriptor in (*stream_descriptors(self._one), self._handle):
             self._loop.forget(descriptor)
         os.close(self._handle)
 
@@ -128,7 +128,7 @@ class Hearing:
 
     def _ended(self) -> None:
         self._loop.forget(self._handle)
-        for descriptor in streams_of(self._one):
+        for descriptor in stream_descriptors(self._one):
             while self._listen(descriptor):
                 pass
         host = self._one.start.hosts[0]
@@ -157,7 +157,7 @@ class Gathering:
     """
 
     def __init__(
-        self, expected: Sequence[str], listener: Listener, say: Say, where: str = "", place: Sibling | None = None
+        self, expected: Sequence[str], listener: Listener, say: Say, where: str = "", place: NodeSpec | None = None
     ) -> None:
         self._expected = list(expected)
         self._listener = listener
@@ -295,19 +295,19 @@ def refuse(links: Sequence[Link], said: str, code: int = UsageError.exit_code) -
             link.receive()
 
 
-def farewell(head: Head, said: str, code: int) -> None:
+def notify_end(head: Controller, said: str, code: int) -> None:
     """Tells agents that somebody else has started how their run has ended."""
     refuse([host.link for host in head.hosts if host.address is not None and not host.gone], said, code)
 
 
-def invite(place: Sibling, port: int) -> None:
+def invite(place: NodeSpec, port: int) -> None:
     """Says where this process waits, if the others do not know."""
     if place.file is not None:
         here = [interface.address for interface in addresses()]
         publish(place.file, {"addresses": here, "port": port, "token": place.token})
 
 
-def by_transport(call: Call, say: Say) -> tuple[list[Host], list[Started]]:
+def start_by_transport(call: TransportSpec, say: Say) -> tuple[list[Host], list[Started]]:
     """Starts an agent on every host and returns them in their order, with what keeps them alive.
 
     Raises:
@@ -320,13 +320,13 @@ def by_transport(call: Call, say: Say) -> tuple[list[Host], list[Started]]:
             where = f" to answer over {call.via} and to connect to this host"
             links = Gathering(call.hosts, listener, say, where).collect(CONNECT, started, call.python)
         except BaseException:
-            dismiss(started)
+            stop_transports(started)
             raise
     aliases = {host: names_of(host, call.ssh_args) for host in call.hosts}
     return ordered([from_afar(link) for link in links], call.hosts, aliases), started
 
 
-def dismiss(started: Sequence[Started]) -> None:
+def stop_transports(started: Sequence[Started]) -> None:
     """Ends transports, and with them what they have started."""
     for one in started:
         one.release()
@@ -335,7 +335,7 @@ def dismiss(started: Sequence[Started]) -> None:
         one.end()
 
 
-def by_invitation(place: Sibling, ranks: int, say: Say) -> list[Host]:
+def wait_for_agents(place: NodeSpec, ranks: int, say: Say) -> list[Host]:
     """Returns the agents that were started beside this one, in the order of their numbers; this process is number 0."""
     own = open_here(socket.gethostname(), ranks)
     try:
@@ -353,7 +353,7 @@ def by_invitation(place: Sibling, ranks: int, say: Say) -> list[Host]:
     return [own, *(from_afar(link) for link in sorted(links, key=lambda link: int(link.peer_about["index"])))]
 
 
-def _listener(place: Sibling) -> Listener:
+def _listener(place: NodeSpec) -> Listener:
     try:
         return Listener(place.token, place.bind, place.port)
     except RendezvousError as error:

@@ -18,14 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from samestep.launch.pulse import BACKWARD, Pulse
+from samestep.launch.pulse import BACKWARD, RankHeartbeat
 from samestep.launch.verdict import MUTUAL
 from samestep.text import rank_list
 
 __all__: list[str] = []
 
 EACH = "every rank has to come by every collective (`samestep verify` says what each had called)"
-LEAST = 10.0  # seconds
+HANG_AFTER_S = 10.0  # seconds
 TIMES = 5.0  # as long as nearly every step
 LONGER = 6.0  # as long again, for the first steps, and evaluations, saves, loads that neither read, write nor compute
 RECENT = 3.0  # seconds within which what computes has been seen computing
@@ -55,12 +55,12 @@ class Hang:
     early: bool = False
 
 
-def limit(pulses: Sequence[Pulse], least: float = LEAST) -> float:
+def limit(pulses: Sequence[RankHeartbeat], least: float = HANG_AFTER_S) -> float:
     """Returns the seconds without a move after which a run may hang."""
     return max(least, TIMES * max((pulse.usual for pulse in pulses), default=0.0))
 
 
-def diagnose(pulses: Sequence[Pulse], least: float = LEAST, missing: Sequence[int] = ()) -> Hang | None:
+def diagnose(pulses: Sequence[RankHeartbeat], least: float = HANG_AFTER_S, missing: Sequence[int] = ()) -> Hang | None:
     """Returns what holds a run up; None where something moves, or does long work.
 
     Args:
@@ -76,13 +76,13 @@ def diagnose(pulses: Sequence[Pulse], least: float = LEAST, missing: Sequence[in
     return replace(found, culprits=tuple(missing)) if missing else found
 
 
-def is_doubtful(pulses: Sequence[Pulse], least: float = LEAST) -> bool:
+def is_doubtful(pulses: Sequence[RankHeartbeat], least: float = HANG_AFTER_S) -> bool:
     """Whether nothing moves though all ranks compute: whoever waits in a kernel of NCCL looks like that."""
     still = min((pulse.still for pulse in pulses), default=0.0)
     return still >= limit(pulses, least) and all(_is_busy(pulse) and not pulse.operation for pulse in pulses)
 
 
-def _diagnosed(pulses: Sequence[Pulse], least: float, missing: Sequence[int]) -> Hang | None:
+def _diagnosed(pulses: Sequence[RankHeartbeat], least: float, missing: Sequence[int]) -> Hang | None:
     patience = limit(pulses, least)
     still = min((pulse.still for pulse in pulses), default=0.0)
     if still < patience:
@@ -106,15 +106,15 @@ def _diagnosed(pulses: Sequence[Pulse], least: float, missing: Sequence[int]) ->
     return _hang("disk", disk, still) if disk else _hang("asleep", asleep if inside else _behind(asleep), still)
 
 
-def _is_early(pulses: Sequence[Pulse]) -> bool:
+def _is_early(pulses: Sequence[RankHeartbeat]) -> bool:
     return max(pulse.step for pulse in pulses) < 2
 
 
-def _parted(pulses: Sequence[Pulse]) -> tuple[list[Pulse], list[Pulse]]:
+def _parted(pulses: Sequence[RankHeartbeat]) -> tuple[list[RankHeartbeat], list[RankHeartbeat]]:
     return [pulse for pulse in pulses if pulse.operation], [pulse for pulse in pulses if not pulse.operation]
 
 
-def _between(inside: Sequence[Pulse], still: float) -> Hang | None:
+def _between(inside: Sequence[RankHeartbeat], still: float) -> Hang | None:
     """All are in collectives: who is in another than the rest?"""
     if any(_is_busy(pulse) for pulse in inside):
         return None  # messages are on their way, or made
@@ -123,34 +123,34 @@ def _between(inside: Sequence[Pulse], still: float) -> Hang | None:
     return _hang("mismatch", _behind(inside), still, certain=True)
 
 
-def _behind(pulses: Sequence[Pulse]) -> Sequence[Pulse]:
+def _behind(pulses: Sequence[RankHeartbeat]) -> Sequence[RankHeartbeat]:
     """The ranks that have come least far; all where none is behind the others."""
     least = min(map(_come, pulses))
     behind = [pulse for pulse in pulses if _come(pulse) == least]
     return behind if len(behind) < len(pulses) else pulses
 
 
-def _come(pulse: Pulse) -> tuple[int, int]:
+def _come(pulse: RankHeartbeat) -> tuple[int, int]:
     """How far a rank has come: steps, and collectives, of which that of a backward pass has no number."""
     return pulse.step, pulse.entered + (pulse.operation == BACKWARD)
 
 
-def _is_busy(pulse: Pulse) -> bool:
+def _is_busy(pulse: RankHeartbeat) -> bool:
     return pulse.idle < RECENT
 
 
-def _works_long(pulse: Pulse, patience: float) -> bool:
+def _works_long(pulse: RankHeartbeat, patience: float) -> bool:
     """Whether a rank is at what may take long, and has not stood still there for very long."""
     if pulse.phase not in _LONG:
         return False
     return _is_busy(pulse) or (pulse.state != "D" and pulse.still < LONGER * patience)
 
 
-def _hang(kind: Kind, pulses: Sequence[Pulse], still: float, *, certain: bool = False) -> Hang:
+def _hang(kind: Kind, pulses: Sequence[RankHeartbeat], still: float, *, certain: bool = False) -> Hang:
     return Hang(kind=kind, culprits=tuple(sorted(pulse.rank for pulse in pulses)), still=still, certain=certain)
 
 
-def told(hang: Hang, pulses: Mapping[int, Pulse], standing: Mapping[int, str]) -> list[str]:
+def told(hang: Hang, pulses: Mapping[int, RankHeartbeat], standing: Mapping[int, str]) -> list[str]:
     """Returns what a person is told: who is stuck, where, and what the others wait in.
 
     Args:
@@ -165,7 +165,7 @@ def told(hang: Hang, pulses: Mapping[int, Pulse], standing: Mapping[int, str]) -
     return lines + [f"    {rank_list(ranks)} {doing}" for doing, ranks in groups.items()]
 
 
-def _headline(hang: Hang, pulses: Mapping[int, Pulse]) -> str:
+def _headline(hang: Hang, pulses: Mapping[int, RankHeartbeat]) -> str:
     who, several = rank_list(hang.culprits), len(hang.culprits) > 1
     are = "are" if several else "is"
     others = [rank for rank in pulses if rank not in hang.culprits]
@@ -181,7 +181,7 @@ def _headline(hang: Hang, pulses: Mapping[int, Pulse]) -> str:
     }[hang.kind]
 
 
-def _doing(pulse: Pulse, standing: str | None) -> str:
+def _doing(pulse: RankHeartbeat, standing: str | None) -> str:
     place = "" if standing is None else f" at {standing}"
     step = f"  (after step {pulse.step})" if pulse.step else ""
     if pulse.state in FROZEN:

@@ -21,15 +21,15 @@ from samestep.launch import ahead
 from samestep.launch.agent import fork_agent
 from samestep.launch.console import MOST_HELD, Console
 from samestep.launch.frames import Link, Message, pair
-from samestep.launch.hang import LEAST
+from samestep.launch.hang import HANG_AFTER_S
 from samestep.launch.limits import raise_limit
 from samestep.launch.loop import Alarm, Loop
 from samestep.launch.process import adopt_orphans, end_orphans
 from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.supervise import Supervisor
 from samestep.launch.team import Job
-from samestep.launch.verdict import Verdict
-from samestep.launch.vigil import Note, OnHang, Vigil
+from samestep.launch.verdict import RunResult
+from samestep.launch.vigil import Note, OnHang, Watchdog
 from samestep.launch.wire import SealedLink
 
 __all__: list[str] = []
@@ -80,7 +80,7 @@ class Attempt:
     jobs: tuple[Job, ...]
     console: Console
     grace: float
-    hang_after: float = LEAST
+    hang_after: float = HANG_AFTER_S
     on_hang: OnHang = "auto"
     machines: int = 1
     note: Note = lambda *_: None
@@ -117,7 +117,7 @@ def open_here(name: str, ranks: int) -> Host:
     return Host(name, ours, ranks, process)
 
 
-class Head:
+class Controller:
     """Holds the agents of all hosts for as long as the run lasts; a context manager.
 
     Args:
@@ -129,7 +129,7 @@ class Head:
         self._loop = Loop()
         self._left_behind: list[Host] = []
         self._supervisor: Supervisor | None = None
-        self._vigil: Vigil | None = None
+        self._vigil: Watchdog | None = None
         self._console: Console | None = None
         self._folding: Alarm | None = None
         self._paused = False  # the ranks' output is not read: whoever reads ours does not keep up
@@ -163,7 +163,7 @@ class Head:
         port: int = first.answers.pop("bound")["port"]
         return port
 
-    def run(self, attempt: Attempt) -> Verdict:
+    def run(self, attempt: Attempt) -> RunResult:
         """Starts all ranks, and returns when none is left, nor anything that one has started."""
         start = 0
         for host, job in zip(self.hosts, attempt.jobs, strict=True):
@@ -182,8 +182,8 @@ class Head:
         verdict, self._supervisor = self._supervisor.verdict(), None
         return verdict
 
-    def _watch_over(self, attempt: Attempt, supervisor: Supervisor) -> Vigil:
-        return Vigil(
+    def _watch_over(self, attempt: Attempt, supervisor: Supervisor) -> Watchdog:
+        return Watchdog(
             self._loop,
             lambda: [] if self._paused else supervisor.running(),  # who writes to a full pipe stands still
             supervisor.order,

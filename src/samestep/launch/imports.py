@@ -29,7 +29,7 @@ def when_imported(name: str, act: Act) -> None:
         sys.meta_path.insert(0, _Waiting(name, act))
 
 
-def exchange(package: str, changed: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+def replace_function(package: str, changed: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
     """Puts other functions in the place of a package's own, wherever its modules have those, under any name.
 
     What has been imported before has taken by `from package import function` what was there then.

@@ -29,7 +29,7 @@ from typing import Any
 
 from samestep.errors import RendezvousError, UsageError
 from samestep.launch.wire import new_token
-from samestep.paths import meeting_file, own_folder
+from samestep.paths import own_folder, rendezvous_file
 from samestep.rankenv import RankVariables, variable
 
 __all__: list[str] = []
@@ -46,7 +46,7 @@ MARKS = (  # all tasks of a step have them alike; the port is that of the srun t
 GONE = (errno.ENOENT, errno.ESTALE)  # ESTALE: replaced on the server after it was found here
 
 
-def place_for(told: RankVariables, who: str = "head") -> Path:
+def rendezvous_path(told: RankVariables, who: str = "head") -> Path:
     """Returns the file of this step: private to this host where the step is, else in the working directory.
 
     Args:
@@ -54,7 +54,7 @@ def place_for(told: RankVariables, who: str = "head") -> Path:
         who: tells apart on one host what the tasks meet for: to be agents of a run ("head"), or its ranks.
     """
     if told.one_host:
-        return meeting_file(f"{told.job}-{_mark()}-{who}" if told.job else None)
+        return rendezvous_file(f"{told.job}-{_mark()}-{who}" if told.job else None)
     job = re.sub(r"[^\w.-]+", "-", told.job or "job")
     return Path.cwd() / f".samestep-{job}-{_mark()}.json"
 
@@ -87,7 +87,7 @@ def publish(path: Path, facts: dict[str, Any]) -> None:
         ) from error
 
 
-def own_secret() -> str:
+def user_secret() -> str:
     """Returns a secret that this user's processes on this host share, made by the first that asks for it.
 
     For what listens on the loopback address, where the other users of the host can connect too. It lies in a file that
@@ -110,7 +110,7 @@ def own_secret() -> str:
         raise UsageError(f"no secret can be kept on this host ({error}): set SAMESTEP_TOKEN") from error
 
 
-def await_published(path: Path, seconds: float) -> dict[str, Any]:
+def wait_for(path: Path, seconds: float) -> dict[str, Any]:
     """Returns what was published.
 
     Raises:

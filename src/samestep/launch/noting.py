@@ -27,13 +27,13 @@ from typing import Any, ParamSpec, TypeVar
 
 from samestep import progress
 from samestep.launch import clocks
-from samestep.launch.failure import is_users, shown
-from samestep.launch.imports import exchange, when_imported
+from samestep.launch.failure import is_user_file, relative_path
+from samestep.launch.imports import replace_function, when_imported
 
 __all__: list[str] = []
 
 # isend and irecv are compared by identity (torch.distributed.P2POp), and return at once.
-NOTED = (
+TRACED_CALLS = (
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
@@ -102,22 +102,22 @@ def _note_steps(module: ModuleType) -> None:
 
 def _begin_step(*_: Any) -> None:
     if not _is_compiling():
-        progress.note_phase("optimizer")
+        progress.set_phase("optimizer")
 
 
 def _count_step(*_: Any) -> None:
     if not _is_compiling():  # a compiled optimizer's steps are not counted, and stay one graph
-        progress.note_phase("train")
+        progress.set_phase("train")
         progress.count_step()
 
 
 def _note_collectives(joined: Callable[[int, int], None] | None, module: ModuleType) -> None:
     if not module.is_available():
         return
-    calls = {getattr(module, name): name for name in NOTED if hasattr(module, name)}
+    calls = {getattr(module, name): name for name in TRACED_CALLS if hasattr(module, name)}
     changed = {call: noted(call, name) for call, name in calls.items()}
     changed[module.init_process_group] = _initialising(module, joined)
-    exchange("torch.distributed", changed)
+    replace_function("torch.distributed", changed)
 
 
 def _initialising(module: ModuleType, joined: Callable[[int, int], None] | None) -> Callable[..., None]:
@@ -141,11 +141,11 @@ def noted(call: Callable[Arguments, Result], name: str) -> Callable[Arguments, R
             return call(*args, **kwargs)
         _inside.collective = True
         caller = sys._getframe(1)  # noqa: SLF001  (documented; the name only looks private)
-        progress.enter(name, site(caller), direct=is_own(caller.f_code.co_filename))
+        progress.enter_collective(name, call_site(caller), direct=is_own(caller.f_code.co_filename))
         try:
             return call(*args, **kwargs)
         finally:
-            progress.leave()
+            progress.exit_collective()
             _inside.collective = False
 
     return noting
@@ -157,17 +157,17 @@ def _is_compiling() -> bool:
     return torch.compiler.is_compiling()
 
 
-def site(frame: FrameType | None) -> str:
+def call_site(frame: FrameType | None) -> str:
     """Returns "file:line" of the innermost frame that is the user's own, from `frame` outwards, or of `frame`."""
     own = frame
     while own is not None and not is_own(own.f_code.co_filename):
         own = own.f_back
     standing = own or frame
-    return "" if standing is None else f"{shown(standing.f_code.co_filename)}:{standing.f_lineno}"
+    return "" if standing is None else f"{relative_path(standing.f_code.co_filename)}:{standing.f_lineno}"
 
 
 def is_own(filename: str) -> bool:
     """Returns whether a file is the user's own; remembered, since it is asked at every call."""
     if filename not in _users:
-        _users[filename] = is_users(filename)
+        _users[filename] = is_user_file(filename)
     return _users[filename]

@@ -32,9 +32,9 @@ from multiprocessing.reduction import recvfds, sendfds
 from pathlib import Path
 from typing import Any, NoReturn
 
-from samestep.launch.bootstrap import Assignment
+from samestep.launch.bootstrap import RankTask
 from samestep.launch.fork import fork, fork_command, warm
-from samestep.launch.process import Forked, exit_status, follow_parent, signal_alone, start
+from samestep.launch.process import Forked, die_with_parent, exit_status, signal_alone, start
 from samestep.rankenv import child_environment
 
 __all__: list[str] = []
@@ -42,7 +42,7 @@ __all__: list[str] = []
 _SOURCE = "import samestep"  # what is started here imports all of it sooner or later
 
 
-class Nursery:
+class PreforkServer:
     """Starts ranks that answer calls, and launchers; its process starts with it, and ends at :meth:`close`.
 
     Several threads may use one.
@@ -77,7 +77,7 @@ class Nursery:
         return self._objection[0]
 
     def start(
-        self, assignment: Assignment, environment: Mapping[str, str], *, stdout: int | None, stderr: int | None
+        self, assignment: RankTask, environment: Mapping[str, str], *, stdout: int | None, stderr: int | None
     ) -> Nursling:
         """Starts one rank.
 
@@ -138,7 +138,7 @@ class Nursery:
 class Nursling:
     """What a nursery has started: a :class:`samestep.launch.process.Process` that is not this process's child."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
+    def __init__(self, nursery: PreforkServer, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._nursery = nursery
@@ -166,7 +166,7 @@ def main() -> NoReturn:
     parser.add_argument("--orders", type=int, required=True, help="hear it on this inherited socket")
     parser.add_argument("modules", nargs="*", help="import these too")
     options = parser.parse_args()
-    follow_parent(options.parent)
+    die_with_parent(options.parent)
     os.set_inheritable(options.orders, False)
     with suppress(EOFError, OSError):  # the caller has hung up
         _serve(Connection(options.orders), options.modules)

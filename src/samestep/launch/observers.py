@@ -30,7 +30,7 @@ __all__: list[str] = []
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class RankContext:
     """Where an observer finds itself.
 
     `folder` is for its files and may not exist yet, None where nobody keeps any; `spawned` says that the script
@@ -46,7 +46,7 @@ class Seat:
 class Observer:
     """Watches one rank; every method does nothing until it is overridden."""
 
-    def begin(self, seat: Seat) -> None:
+    def begin(self, seat: RankContext) -> None:
         """Called before the script, on the main thread. It must not import torch: see `imports.when_imported`."""
 
     def end(self, error: BaseException | None) -> None:
@@ -62,7 +62,7 @@ def begin(rank: int, size: int) -> None:
     noting.begin(_joined)
     os.register_at_fork(after_in_child=partial(_forked, rank))
     when_imported("multiprocessing.spawn", partial(_pass_on, rank))
-    _load(Seat(rank=rank, size=size, folder=_folder()))
+    _load(RankContext(rank=rank, size=size, folder=_folder()))
 
 
 def end(error: BaseException | None) -> None:
@@ -71,7 +71,7 @@ def end(error: BaseException | None) -> None:
         _watching.pop().end(error)
 
 
-def _load(seat: Seat) -> None:
+def _load(seat: RankContext) -> None:
     for name in filter(None, (variable("SAMESTEP_OBSERVERS") or "").split(",")):
         module, _, attribute = name.partition(":")
         observer: Observer = getattr(import_module(module), attribute)()
@@ -128,7 +128,7 @@ def _joined(rank: int, size: int) -> None:
     if not _starter or folder is None or progress.is_attached():
         return
     own = recognise(folder, _starter[0], rank)
-    _load(Seat(rank=rank, size=size, folder=own, spawned=True))
+    _load(RankContext(rank=rank, size=size, folder=own, spawned=True))
     if _watching:
         from multiprocessing.util import Finalize  # whose processes leave by no other door
 

@@ -26,14 +26,14 @@ from typing import IO, Any, Self
 
 from samestep.errors import RankFailure, UsageError
 from samestep.launch.address import listen_on_loopback
-from samestep.launch.attending import Attendant
-from samestep.launch.bootstrap import Assignment
-from samestep.launch.calls import Job, dump_call, failure_of, send_job
+from samestep.launch.attending import OutputForwarder
+from samestep.launch.bootstrap import RankTask
+from samestep.launch.calls import LaunchRequest, dump_call, failure_of, send_job
 from samestep.launch.cells import with_cell_names
-from samestep.launch.failure import Failure, culprit, death
-from samestep.launch.nursery import Nursery
+from samestep.launch.failure import FailureRecord, death, root_cause
+from samestep.launch.nursery import PreforkServer
 from samestep.launch.process import Process, rank_command, reap, start, stop_all, wait_all
-from samestep.launch.variables import Group, rank_variables
+from samestep.launch.variables import RankLayout, rank_variables
 from samestep.rankenv import child_environment
 from samestep.text import rank_list
 
@@ -82,16 +82,16 @@ class RankPool:
         size: int,
         *,
         extra: Mapping[str, str | None] | None = None,
-        attendant: Attendant | None = None,
-        nursery: Nursery | None = None,
+        attendant: OutputForwarder | None = None,
+        nursery: PreforkServer | None = None,
     ) -> None:
         if size < 1:
             raise UsageError(f"a world has at least one rank, not {size}: ask for 1 or more")
         self.size = size
         self._extra = dict(extra or {})
-        self._attendant = attendant or Attendant(size)
+        self._attendant = attendant or OutputForwarder(size)
         self._nursery = nursery
-        self._group = Group(size=size, port=0, run_id=secrets.token_hex(4))
+        self._group = RankLayout(size=size, port=0, run_id=secrets.token_hex(4))
         self._members: list[_Member] = []
         try:
             for rank in range(size):
@@ -106,11 +106,11 @@ class RankPool:
         stacks = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the rank)
         environment = child_environment(rank_variables(self._group, rank) | self._extra)
         with theirs, self._attendant.admit(rank) as means:
-            assignment = Assignment(calls=theirs.fileno(), stacks=stacks.fileno(), progress=means.record)
+            assignment = RankTask(calls=theirs.fileno(), stacks=stacks.fileno(), progress=means.record)
             process = self._begin(assignment, environment, stdout=means.stdout, stderr=means.stderr)
         return _Member(rank, process, Connection(ours.detach()), stacks)
 
-    def _begin(self, assignment: Assignment, environment: Mapping[str, str], **streams: int | None) -> Process:
+    def _begin(self, assignment: RankTask, environment: Mapping[str, str], **streams: int | None) -> Process:
         if self._nursery is not None:
             return self._nursery.start(assignment, environment, **streams)
         return start(rank_command(*assignment.options()), environment, keep=assignment.descriptors(), **streams)
@@ -140,14 +140,14 @@ class RankPool:
             group = replace(self._group, port=listener.getsockname()[1])
             for member in self._members:
                 variables = rank_variables(group, member.rank) | self._extra
-                job = Job(variables, list(sys.path), _module_of(module_of or fn), payload, member.rank == 0)
+                job = LaunchRequest(variables, list(sys.path), _module_of(module_of or fn), payload, member.rank == 0)
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died; _collect says how
                     send_job(member.connection, job, listener)
         return self._collect(None if timeout is None else time.monotonic() + timeout, timeout)
 
     def _collect(self, deadline: float | None, timeout: float | None) -> list[Any]:
         results: dict[int, Any] = {}
-        failures: list[Failure] = []
+        failures: list[FailureRecord] = []
         while len(results) + len(failures) < self.size:
             done = {*results, *(failure.rank for failure in failures)}
             pending = [member for member in self._members if member.rank not in done]
@@ -168,7 +168,7 @@ class RankPool:
                     raise _as_error(failure, failures, self.size)
                 patience = time.monotonic() + PATIENCE
                 deadline = patience if deadline is None else min(deadline, patience)
-        blamed = culprit(failures, self._processes(results), self.size)
+        blamed = root_cause(failures, self._processes(results), self.size)
         if blamed is not None:
             raise _as_error(blamed, failures, self.size)
         return [results[rank] for rank in range(self.size)]
@@ -258,7 +258,7 @@ def _receive(member: _Member) -> tuple[str, Any]:
     return "raised", death(member.rank, member.process.pid, reap(member.process))
 
 
-def _as_error(blamed: Failure, failures: list[Failure], size: int) -> RankFailure:
+def _as_error(blamed: FailureRecord, failures: list[FailureRecord], size: int) -> RankFailure:
     """Returns what the caller is told: the culprit, its own traceback, and which ranks lost their connection to it."""
     reason = f"of {size} failed: {blamed.exception}: {blamed.message}"
     if blamed.where is not None:

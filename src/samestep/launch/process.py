@@ -2,7 +2,7 @@
 
 torchrun starts its workers in sessions of their own but without a parent-death signal: kill the agent with SIGKILL
 and the workers live on; kill a worker and its children live on. Here each rank asks the kernel for SIGKILL at its
-parent's end (:func:`follow_parent`), stopping goes to the whole process group, and what left its group is adopted by
+parent's end (:func:`die_with_parent`), stopping goes to the whole process group, and what left its group is adopted by
 the nearest subreaper (:func:`adopt_orphans`) and ended there (:func:`end_orphans`).
 """
 
@@ -137,12 +137,12 @@ def end_for_mpiexec() -> None:
 _leaving: list[tuple[int, bool]] = []
 
 
-def note_leaving(code: int, *, for_certain: bool = False) -> None:
+def set_exit_code(code: int, *, for_certain: bool = False) -> None:
     """Notes the exit code that this process is about to end with, for what is called at its end."""
     _leaving[:] = [(code, for_certain)]
 
 
-def leaving_with() -> int | None:
+def pending_exit_code() -> int | None:
     """Returns the exit code that was noted; None where nobody has, as at a script's last line."""
     return _leaving[0][0] if _leaving else None
 
@@ -174,7 +174,7 @@ def open_missing_streams() -> None:
             setattr(sys, f"__{name}__", stream)
 
 
-def follow_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Makes the kernel kill this process when its parent ends; called in the rank before anything else."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel was asked
@@ -182,7 +182,7 @@ def follow_parent(parent: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Takes :func:`follow_parent` back: there is something to be cleared away first when the parent ends."""
+    """Takes :func:`die_with_parent` back: there is something to be cleared away first when the parent ends."""
     _prctl(PR_SET_PDEATHSIG, 0)
 
 

@@ -35,7 +35,7 @@ _KEPT = 200  # steps whose durations are kept
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pulse:
+class RankHeartbeat:
     """How one rank is.
 
     Attributes:
@@ -75,7 +75,7 @@ class Pace:
         at: when the last of them was, on its host's monotonic clock.
         waited: for other ranks.
         data: waiting for data.
-        apart: in evaluations, saves and loads.
+        non_training: in evaluations, saves and loads.
         load: no seconds: the samples, tokens or numbers that it has worked on.
     """
 
@@ -84,7 +84,7 @@ class Pace:
     at: float
     waited: float
     data: float
-    apart: float
+    non_training: float
     load: float = 0.0
 
 
@@ -158,9 +158,9 @@ class Pulses:
         self._loop.at(max(QUICK, soon), self._follow)
 
 
-def _pulse(rank: int, pid: int, record: Progress, seen: _Seen, state: str, now: float) -> Pulse:
+def _pulse(rank: int, pid: int, record: Progress, seen: _Seen, state: str, now: float) -> RankHeartbeat:
     durations = sorted(seen.durations)
-    return Pulse(
+    return RankHeartbeat(
         rank=rank,
         pid=pid,
         step=record.step,
@@ -176,7 +176,7 @@ def _pulse(rank: int, pid: int, record: Progress, seen: _Seen, state: str, now: 
 
 
 def _pace(rank: int, record: Progress, at: float) -> Pace:
-    spent = {"waited": record.waited, "data": record.data, "apart": record.apart, "load": record.load}
+    spent = {"waited": record.waited, "data": record.data, "non_training": record.non_training, "load": record.load}
     return Pace(rank=rank, step=record.step, at=at, **spent)
 
 

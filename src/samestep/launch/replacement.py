@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from samestep.errors import RendezvousError, SamestepError
-from samestep.launch.cluster import Part
+from samestep.launch.cluster import HostRanks
 from samestep.launch.doors import Door
-from samestep.launch.head import Head, Host, Interruption, from_afar
+from samestep.launch.head import Controller, Host, Interruption, from_afar
 from samestep.launch.loop import Loop
 from samestep.launch.wire import Listener
 
@@ -29,7 +29,7 @@ __all__: list[str] = []
 class Outcome:
     """What a wait has led to: the parts of all hosts; else why there are none, or the signal that has ended it."""
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[HostRanks, ...] = ()
     reason: str | None = None
     signal: int | None = None
 
@@ -47,9 +47,9 @@ class Replacement:
 
     def __init__(
         self,
-        head: Head,
+        head: Controller,
         door: Door | None,
-        examine: Callable[[Callable[[str], None]], Sequence[Part]],
+        examine: Callable[[Callable[[str], None]], Sequence[HostRanks]],
         seconds: float,
         say: Callable[[str], None],
     ) -> None:
@@ -59,7 +59,7 @@ class Replacement:
         self._seconds = seconds
         self._say = say
 
-    def bring_back(self, prepare: Callable[[tuple[Part, ...]], object]) -> Outcome:
+    def bring_back(self, prepare: Callable[[tuple[HostRanks, ...]], object]) -> Outcome:
         """Waits until nobody is missing, and all have been examined and prepared.
 
         Args:
@@ -94,7 +94,7 @@ class Replacement:
             finally:
                 loop.forget(listener.fileno())
 
-    def _complete(self, loop: Loop, prepare: Callable[[tuple[Part, ...]], object]) -> Outcome:
+    def _complete(self, loop: Loop, prepare: Callable[[tuple[HostRanks, ...]], object]) -> Outcome:
         while True:
             try:
                 if not self._fill(loop):

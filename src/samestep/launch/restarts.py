@@ -6,7 +6,7 @@ each time after the whole way there.
 
 from __future__ import annotations
 
-from samestep.launch.verdict import Verdict
+from samestep.launch.verdict import RunResult
 
 __all__: list[str] = []
 
@@ -27,7 +27,7 @@ class Restarts:
         self.reason: str | None = None  # why there is no other attempt although some are left
         self._failed_at: list[int] = []
 
-    def another(self, verdict: Verdict) -> bool:
+    def another(self, verdict: RunResult) -> bool:
         """Takes note of how an attempt has ended; returns whether another one follows."""
         if verdict.exit_code == 0 or verdict.blamed is None or verdict.interrupted is not None:
             return False

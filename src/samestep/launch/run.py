@@ -18,20 +18,20 @@ from typing import Any
 
 from samestep._version import __version__
 from samestep.events import EventFile
-from samestep.launch.bootstrap import Assignment
-from samestep.launch.cluster import Part
+from samestep.launch.bootstrap import RankTask
+from samestep.launch.cluster import HostRanks
 from samestep.launch.console import Console, say
 from samestep.launch.failure import as_json
-from samestep.launch.hang import LEAST
-from samestep.launch.head import Attempt, Head, Interruption
+from samestep.launch.hang import HANG_AFTER_S
+from samestep.launch.head import Attempt, Controller, Interruption
 from samestep.launch.process import rank_command
 from samestep.launch.replacement import Outcome, Replacement
 from samestep.launch.restarts import Restarts
-from samestep.launch.supervise import SAVING
+from samestep.launch.supervise import DEFAULT_GRACE_S
 from samestep.launch.team import Job
 from samestep.launch.terminal import is_terminal
-from samestep.launch.variables import Group, lay_out, rank_variables, threads_per_rank
-from samestep.launch.verdict import Verdict, explain, understood
+from samestep.launch.variables import RankLayout, lay_out, rank_variables, threads_per_rank
+from samestep.launch.verdict import RunResult, summary_lines, understood
 from samestep.launch.vigil import Note, OnHang
 from samestep.paths import RunDirectory, make_private, open_private, rank_file, write_private
 from samestep.rankenv import variable
@@ -43,7 +43,7 @@ WORTH_A_LOOK = 30.0  # seconds of a run whose report is pointed at
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunSpec:
     """What is to be started.
 
     `parts` are the hosts with their ranks: at first this one alone, of several known when they have been examined.
@@ -55,7 +55,7 @@ class Plan:
     ranks every time rather than now and then; `settings` are variables that a plan has chosen.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[HostRanks, ...]
     directory: RunDirectory
     run_id: str
     program: str
@@ -65,9 +65,9 @@ class Plan:
     start: str = "auto"
     pinned: bool = False
     restarts: int = 0
-    grace: float = SAVING
+    grace: float = DEFAULT_GRACE_S
     lost_host: str = "stop"
-    hang_after: float = LEAST
+    hang_after: float = HANG_AFTER_S
     on_hang: OnHang = "auto"
     observers: tuple[str, ...] = ()
     events: bool = False
@@ -79,9 +79,9 @@ class Plan:
         """How many ranks there are in all."""
         return sum(part.ranks for part in self.parts)
 
-    def group(self, port: int = 0, attempt: int = 0) -> Group:
+    def group(self, port: int = 0, attempt: int = 0) -> RankLayout:
         """Returns the ranks and where they meet."""
-        return Group(
+        return RankLayout(
             size=self.size,
             port=port,
             run_id=self.run_id,
@@ -95,9 +95,9 @@ class Plan:
         """Returns the command that is one rank in a fresh interpreter, and what a forked one does instead."""
         extra = () if self.local_rank_option is None else (f"{self.local_rank_option}={rank}",)
         program = (self.program, *extra, *self.arguments)
-        return rank_command(*Assignment(program=program, is_module=self.is_module).options())
+        return rank_command(*RankTask(program=program, is_module=self.is_module).options())
 
-    def variables(self, rank: int, group: Group | None = None) -> dict[str, str]:
+    def variables(self, rank: int, group: RankLayout | None = None) -> dict[str, str]:
         """Returns the variables that one rank gets beside its host's own."""
         group = group or self.group()
         part = self.parts[self.part_of(rank)]
@@ -120,7 +120,7 @@ class Plan:
         ends = list(accumulate(part.ranks for part in self.parts))
         return next(number for number, end in enumerate(ends) if rank < end)
 
-    def jobs(self, group: Group | None = None) -> tuple[Job, ...]:
+    def jobs(self, group: RankLayout | None = None) -> tuple[Job, ...]:
         """Returns what the ranks of every part run."""
         owners = [self.part_of(rank) for rank in range(self.size)]
         return tuple(
@@ -128,7 +128,7 @@ class Plan:
             for number in range(len(self.parts))
         )
 
-    def _job(self, ranks: tuple[int, ...], group: Group | None) -> Job:
+    def _job(self, ranks: tuple[int, ...], group: RankLayout | None) -> Job:
         here = 0 in ranks and self.parts[0].interface == "lo"
         drawn = [stream for stream, number in (("out", 1), ("err", 2)) if here and is_terminal(number)]
         return Job(
@@ -149,13 +149,13 @@ class Plan:
         return [self.directory.logs(self.parts[self.part_of(rank)].machine, attempt) for rank in range(self.size)]
 
 
-def part_here(ranks: int) -> Part:
+def local_ranks(ranks: int) -> HostRanks:
     """Returns this host's part of a run that is on no other."""
     name = socket.gethostname()
-    return Part(name=name, machine=name, ranks=ranks, threads=threads_per_rank(ranks))
+    return HostRanks(name=name, machine=name, ranks=ranks, threads=threads_per_rank(ranks))
 
 
-def launch(plan: Plan, head: Head, replacement: Replacement | None = None) -> Verdict:
+def launch(plan: RunSpec, head: Controller, replacement: Replacement | None = None) -> RunResult:
     """Starts the ranks, waits for them and returns what became of them. Call it from the main thread.
 
     Args:
@@ -200,7 +200,7 @@ def launch(plan: Plan, head: Head, replacement: Replacement | None = None) -> Ve
     return verdict
 
 
-def _noting(plan: Plan, attempt: int) -> Note:
+def _noting(plan: RunSpec, attempt: int) -> Note:
     """Returns what writes down an event of the launcher's own; there are few, and they are written at once."""
 
     def note(kind: str, step: int, text: str, ranks: Sequence[int]) -> None:
@@ -211,7 +211,7 @@ def _noting(plan: Plan, attempt: int) -> Note:
     return note
 
 
-def _prepare(plan: Plan, head: Head) -> Verdict | None:
+def _prepare(plan: RunSpec, head: Controller) -> RunResult | None:
     """Lets all hosts import what their ranks need; returns the verdict where a signal has broken that off."""
     try:
         with head.between_attempts():
@@ -219,7 +219,7 @@ def _prepare(plan: Plan, head: Head) -> Verdict | None:
                 say(f"note: {note}")
     except Interruption as interruption:
         number = interruption.args[0]
-        return Verdict(exit_code=128 + number, size=plan.size, interrupted=number)
+        return RunResult(exit_code=128 + number, size=plan.size, interrupted=number)
     return None
 
 
@@ -227,7 +227,7 @@ def _everybody(size: int) -> str:
     return "the rank starts" if size == 1 else f"all {size} ranks start"
 
 
-def _following(plan: Plan, head: Head, replacement: Replacement | None) -> Outcome:
+def _following(plan: RunSpec, head: Controller, replacement: Replacement | None) -> Outcome:
     """Returns the parts for another attempt, or why there is none."""
     lost = [host.host for host in head.hosts if host.gone]
     if not lost:
@@ -241,12 +241,12 @@ def _following(plan: Plan, head: Head, replacement: Replacement | None) -> Outco
     return Outcome(parts=left)
 
 
-def _interrupted(verdict: Verdict, number: int) -> Verdict:
+def _interrupted(verdict: RunResult, number: int) -> RunResult:
     """Returns the verdict on a run that a signal has ended when it was to be started again."""
     return replace(verdict, exit_code=128 + number, interrupted=number)
 
 
-def _attempt(head: Head, plan: Plan, number: int) -> Verdict:
+def _attempt(head: Controller, plan: RunSpec, number: int) -> RunResult:
     jobs = plan.jobs(plan.group(head.bind(plan.parts[0].address), number))
     console = Console(plan.logs(number), jobs[0].drawn)
     try:
@@ -273,13 +273,13 @@ def _attempt(head: Head, plan: Plan, number: int) -> Verdict:
     return verdict if verdict.blamed is None else understood(verdict, plan.logs(number)[verdict.blamed.rank])
 
 
-def summary(plan: Plan, verdict: Verdict) -> dict[str, Any]:
+def summary(plan: RunSpec, verdict: RunResult) -> dict[str, Any]:
     """Returns what `--json` says."""
     failure = None if verdict.blamed is None else as_json(verdict.blamed, list(verdict.waiting))
     return {"exit": verdict.exit_code, "run_dir": str(plan.directory.path), "failure": failure}
 
 
-def _write_record(plan: Plan, began: float, verdict: Verdict | None, restarts: int) -> None:
+def _write_record(plan: RunSpec, began: float, verdict: RunResult | None, restarts: int) -> None:
     """Writes run.json, at the start and again at the end; a reader never sees half of it."""
     record = {
         "samestep": __version__,
@@ -301,9 +301,9 @@ def _write_record(plan: Plan, began: float, verdict: Verdict | None, restarts: i
     draft.replace(plan.directory.record)
 
 
-def _cause(plan: Plan, verdict: Verdict, attempt: int) -> list[str]:
+def _cause(plan: RunSpec, verdict: RunResult, attempt: int) -> list[str]:
     logs = plan.logs(attempt)[0 if verdict.blamed is None else verdict.blamed.rank]
-    return explain(verdict, _shown(logs))
+    return summary_lines(verdict, _shown(logs))
 
 
 def _shown(path: Path) -> Path:

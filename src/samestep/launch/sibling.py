@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.launch.meeting import place_for
+from samestep.launch.meeting import rendezvous_path
 from samestep.launch.wire import new_token
 from samestep.rankenv import RankVariables
 
 __all__: list[str] = []
 
-PATIENCE = 300.0  # seconds for agents that somebody else starts; a queue may start hosts one by one
-EVERYWHERE = "0.0.0.0"  # noqa: S104  (the others must reach it)
+JOIN_TIMEOUT_S = 300.0  # seconds for agents that somebody else starts; a queue may start hosts one by one
+ANY_ADDRESS = "0.0.0.0"  # noqa: S104  (the others must reach it)
 SHOWN = 60  # characters of a command that a message repeats
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sibling:
+class NodeSpec:
     """One of `count` processes that somebody else has started; number 0 leads.
 
     They meet at `address` and `port`, or through a file; `named` is how a person has written that, and `bind` the
@@ -38,10 +38,10 @@ class Sibling:
     port: int = 0
     token: str = ""
     file: Path | None = None
-    patience: float = PATIENCE
+    patience: float = JOIN_TIMEOUT_S
     launcher: str | None = None
     named: str = ""
-    bind: str = EVERYWHERE
+    bind: str = ANY_ADDRESS
     program: tuple[str, ...] = ()
 
     @property
@@ -52,7 +52,7 @@ class Sibling:
     @property
     def where(self) -> str:
         """Where number 0 waits, as a person knows it."""
-        lost = self.address is not None and self.bind != EVERYWHERE and self.address not in self.named
+        lost = self.address is not None and self.bind != ANY_ADDRESS and self.address not in self.named
         return f"{self.named} ({self.address}, which only this host can reach)" if lost else self.named
 
     @property
@@ -75,10 +75,10 @@ class Sibling:
         return None
 
 
-def sibling_of(told: RankVariables, patience: float = PATIENCE, program: Sequence[str] = ()) -> Sibling:
+def node_spec(told: RankVariables, patience: float = JOIN_TIMEOUT_S, program: Sequence[str] = ()) -> NodeSpec:
     """Returns this process's place among the tasks of an srun or mpiexec."""
-    file, token = place_for(told), new_token()
-    return Sibling(
+    file, token = rendezvous_path(told), new_token()
+    return NodeSpec(
         index=told.rank,
         count=told.size,
         file=file,

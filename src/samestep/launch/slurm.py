@@ -38,7 +38,7 @@ WARNING = 60  # seconds before the time limit at which the ranks are asked to sa
 AFTERWARDS = 30.0  # seconds that are left when a save has taken all of its grace
 LONGEST = 65_535  # seconds that sbatch takes
 SCRIPT = "samestep.sbatch"  # what is submitted, in the run directory
-LEAVING = 60  # seconds for the other tasks to end when one has
+LEAVE_TIME_S = 60  # seconds for the other tasks to end when one has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Batch:
     more: tuple[str, ...] = ()
     restarts: int = 0
     python: str | None = None
-    wait: int = LEAVING
+    wait: int = LEAVE_TIME_S
     variables: tuple[str, ...] = ()
     warning: int = WARNING
 

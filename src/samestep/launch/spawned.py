@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from samestep import progress
-from samestep.launch.failure import Failure, cut, describe, own_line, signal_name, text_in, tried
+from samestep.launch.failure import FailureRecord, cut, describe, own_line, signal_name, text_in, tried
 from samestep.launch.stacks import STACKS_SIGNAL, place_in
 from samestep.paths import open_private, rank_file, spawned_folder
 from samestep.rankenv import variable
@@ -45,7 +45,7 @@ def recognise(logs: Path, starter: int, rank: int) -> Path:
     return folder
 
 
-def describe_with_spawned(error: BaseException, rank: int) -> Failure:
+def describe_with_spawned(error: BaseException, rank: int) -> FailureRecord:
     """Returns the record of an exception that nobody caught: of the spawned rank that is behind it, if one is."""
     failure = describe(error, rank)
     looks = {"ProcessRaisedException": _raised, "ProcessExitedException": _exited}
@@ -53,7 +53,7 @@ def describe_with_spawned(error: BaseException, rank: int) -> Failure:
     return failure if look is None else tried(lambda: look(error, failure), failure)
 
 
-def _raised(error: BaseException, failure: Failure) -> Failure:
+def _raised(error: BaseException, failure: FailureRecord) -> FailureRecord:
     """It holds the text of a traceback, which lies below torch's own frames and above the script's."""
     text = text_in(error).rstrip()
     frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(text)]
@@ -63,7 +63,7 @@ def _raised(error: BaseException, failure: Failure) -> Failure:
     return replace(failure, exception=name, message=message, where=where, source=source)
 
 
-def _exited(error: BaseException, failure: Failure) -> Failure:
+def _exited(error: BaseException, failure: FailureRecord) -> FailureRecord:
     who, stacks = _who(error)
     where, source = place_in(stacks)
     name, code = getattr(error, "signal_name", None), getattr(error, "exit_code", 1)

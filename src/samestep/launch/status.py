@@ -174,7 +174,7 @@ class Status:
             self._surface.close(self._line(f"{_ranks(self._size)} returned" if all_there else state, records))
 
     def _line(self, state: str, records: Sequence[int]) -> str:
-        took = spoken(time.monotonic() - self._since)
+        took = format_elapsed(time.monotonic() - self._since)
         steps = range_of([progress.read(record).step for record in records])
         return "  ".join(filter(None, [self._name, state, took, steps]))
 
@@ -195,10 +195,10 @@ def range_of(steps: Sequence[int]) -> str:
     return f"step {slowest} (rank {steps.index(slowest)}) to {fastest} (rank {steps.index(fastest)})"
 
 
-def spoken(seconds: float) -> str:
-    """Returns a time as a person says it.
+def format_elapsed(seconds: float) -> str:
+    """Returns a time in the two largest units that it has.
 
-    >>> spoken(12.3), spoken(185), spoken(7384)
+    >>> format_elapsed(12.3), format_elapsed(185), format_elapsed(7384)
     ('12 s', '3 min 5 s', '2 h 3 min')
     """
     minutes, rest = divmod(int(seconds), 60)

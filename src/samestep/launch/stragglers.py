@@ -142,7 +142,7 @@ def _spent(paces: Sequence[Pace]) -> _Spent | None:
     samples: dict[str, list[float]] = {"whole": [], "own": [], "data": [], "load": []}
     for before, after in pairwise(paces):
         count = after.step - before.step
-        whole = after.at - before.at - (after.apart - before.apart)
+        whole = after.at - before.at - (after.non_training - before.non_training)
         data = after.data - before.data
         samples["whole"].append(whole / count)
         samples["own"].append(max(0.0, whole - data - (after.waited - before.waited)) / count)

@@ -25,9 +25,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from samestep.launch.failure import Failure, lost_host
+from samestep.launch.failure import FailureRecord, lost_host
 from samestep.launch.loop import Alarm, Loop
-from samestep.launch.verdict import PREEMPTED, Verdict, judge
+from samestep.launch.verdict import PREEMPTED, RunResult, judge
 from samestep.progress import Progress
 
 __all__: list[str] = []
@@ -37,7 +37,7 @@ PATIENCE = 2.0  # seconds to wait for a better reason than "my peer is gone"
 OBEY = 0.3  # seconds to leave when told over the pipe
 ANSWER = 0.1  # seconds for faulthandler to write the stacks of a rank that does not
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
-SAVING = 30.0  # seconds to save in after SIGTERM; what Slurm and Kubernetes give by default
+DEFAULT_GRACE_S = 30.0  # seconds to save in after SIGTERM; what Slurm and Kubernetes give by default
 GENTLE = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler's: save first
 
 
@@ -62,7 +62,7 @@ class Crew(Protocol):
     ranks: tuple[int, ...]
 
     def order(self, what: str, ranks: Sequence[int], number: int = 0) -> None:
-        """Passes an order on; see :meth:`samestep.launch.team.Team.order`."""
+        """Passes an order on; see :meth:`samestep.launch.team.LocalRanks.order`."""
 
 
 class Supervisor:
@@ -75,14 +75,16 @@ class Supervisor:
         grace: seconds that ranks may take to save after a preemption by SIGTERM.
     """
 
-    def __init__(self, loop: Loop, crews: Sequence[Crew], done: Callable[[], None], *, grace: float = SAVING) -> None:
+    def __init__(
+        self, loop: Loop, crews: Sequence[Crew], done: Callable[[], None], *, grace: float = DEFAULT_GRACE_S
+    ) -> None:
         self._loop = loop
         self._crews = list(crews)
         self._done = done
         self._grace = grace
         self._size = sum(len(crew.ranks) for crew in crews)
         self._codes: dict[int, int] = {}
-        self._failures: dict[int, Failure] = {}
+        self._failures: dict[int, FailureRecord] = {}
         self._finished: dict[int, int] = {}  # rank and process that exited with code 0 before anybody failed by itself
         self._standing: dict[int, str] = {}  # where a rank stood when it was told to leave
         self._steps: dict[int, int] = {}
@@ -100,7 +102,7 @@ class Supervisor:
         """Takes note of a message from a team."""
         rank = body["rank"]
         if kind == "failed":
-            self._failed(replace(Failure(**body["failure"]), host=crew.host))
+            self._failed(replace(FailureRecord(**body["failure"]), host=crew.host))
         elif kind == "ended":
             self._ended(crew, body)
         elif kind == "waiting" and body["where"] is not None:
@@ -138,7 +140,7 @@ class Supervisor:
         """Gives an order to some ranks that have not ended."""
         self._order(what, spare={rank for crew in self._crews for rank in crew.ranks} - set(ranks))
 
-    def hung(self, failure: Failure) -> None:
+    def hung(self, failure: FailureRecord) -> None:
         """Ends a run that hangs, for this reason."""
         if not self.ending:
             self._failures[failure.rank] = failure
@@ -150,7 +152,7 @@ class Supervisor:
         """Whether ranks are told to end, by us or by a signal."""
         return self._stopping or bool(self._signals)
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RunResult:
         """Returns what became of it."""
         found = judge(self._codes, list(self._failures.values()), self._finished, self._interrupted())
         lost = [failure for failure in self._failures.values() if failure.lost_peer and failure.where is not None]
@@ -185,7 +187,7 @@ class Supervisor:
         if code == 0 and not self._stopping and all(failure.lost_peer for failure in self._failures.values()):
             self._finished[rank] = body["pid"]  # a victim may be heard before its culprit has quite gone
         elif code not in {0, PREEMPTED} and rank not in self._failures and not self._stopping and not self._signals:
-            self._failed(replace(Failure(**body["death"]), host=crew.host))
+            self._failed(replace(FailureRecord(**body["death"]), host=crew.host))
         self._finish_if_over()
 
     def _finish_if_over(self) -> None:
@@ -193,7 +195,7 @@ class Supervisor:
             self._set(None)
             self._done()
 
-    def _failed(self, failure: Failure) -> None:
+    def _failed(self, failure: FailureRecord) -> None:
         if self._stopping:
             return
         first = not self._failures
@@ -264,7 +266,7 @@ class Supervisor:
             self._set(GRACE, self._kill)
 
 
-def _place(failure: Failure) -> str:
+def _place(failure: FailureRecord) -> str:
     return _line(str(failure.where), failure.source)
 
 

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from samestep import progress
-from samestep.launch.bootstrap import Assignment
+from samestep.launch.bootstrap import RankTask
 from samestep.launch.control import Pipe
 from samestep.launch.cores import pin, read_cores
 from samestep.launch.failure import death, text_of
-from samestep.launch.fork import fork, needs_fresh_interpreter, source_of, warm
+from samestep.launch.fork import fork, fork_blocker, read_source, warm
 from samestep.launch.limits import lower_again
 from samestep.launch.loop import Loop
 from samestep.launch.memory import out_of_memory_kills
@@ -96,7 +96,7 @@ class _Member:
     ended: bool = False
 
 
-class Team:
+class LocalRanks:
     """The ranks of one host.
 
     Args:
@@ -117,7 +117,7 @@ class Team:
         self._forks = False
         if job.start == "spawn" or (job.start == "auto" and len(job.ranks) == 1):
             return None
-        source = source_of(job.program, is_module=job.is_module)
+        source = read_source(job.program, is_module=job.is_module)
         wanted = job.variables[0].get("OMP_NUM_THREADS", variable("OMP_NUM_THREADS"))
         obstacle = None
         if "torch" in sys.modules and variable("OMP_NUM_THREADS") != wanted:
@@ -125,7 +125,7 @@ class Team:
         set_variables({"OMP_NUM_THREADS": wanted})
         folder = Path.cwd() if job.is_module else Path(job.program).resolve().parent
         if job.start == "auto":
-            obstacle = obstacle or needs_fresh_interpreter(source)
+            obstacle = obstacle or fork_blocker(source)
         obstacle = obstacle or warm(source, folder)
         self._forks = obstacle is None
         return f"{job.program} starts in fresh interpreters: {obstacle}" if obstacle else None
@@ -144,7 +144,7 @@ class Team:
         memory = progress.create()
         outputs, sinks = self._open_streams(job, rank)
         option = () if job.local_rank_option is None else (f"{job.local_rank_option}={place}",)
-        assignment = Assignment(
+        assignment = RankTask(
             program=(job.program, *option, *job.arguments),
             is_module=job.is_module,
             control=theirs.fileno(),
@@ -165,7 +165,7 @@ class Team:
 
     def _begin(
         self,
-        assignment: Assignment,
+        assignment: RankTask,
         environment: dict[str, str],
         sinks: dict[str, int],
         channel: list[int],

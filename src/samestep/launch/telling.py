@@ -19,25 +19,33 @@ from contextlib import suppress
 from traceback import walk_tb
 
 from samestep.errors import PeerError, RankFailure, SamestepError
-from samestep.launch.failure import Failure, below_the_launcher, brief, format_traceback, is_users, text_in, tried
+from samestep.launch.failure import (
+    FailureRecord,
+    below_the_launcher,
+    format_traceback,
+    is_user_file,
+    one_line,
+    text_in,
+    tried,
+)
 
 __all__: list[str] = []
 
 
-def show(error: BaseException, failure: Failure, *, launched: bool) -> None:
+def show(error: BaseException, failure: FailureRecord, *, launched: bool) -> None:
     """Prints what is to be seen of an exception that nobody caught; `launched`: by somebody who sums it up."""
     if isinstance(error, SystemExit):
         if error.code is not None and not isinstance(error.code, int):
-            write(f"{text_in(error)}\n")
+            write_stderr(f"{text_in(error)}\n")
     elif failure.in_short:
-        write(f"samestep: stops at {failure.where} with {failure.exception}; the rank's log has the traceback\n")
+        write_stderr(f"samestep: stops at {failure.where} with {failure.exception}; the rank's log has the traceback\n")
     elif launched and failure.lost_peer and not failure.usage:
-        write(_in_one_line(failure))
+        write_stderr(_in_one_line(failure))
     elif not (launched and failure.usage) and not isinstance(error, KeyboardInterrupt):
         _print_traceback(error)  # a usage error is the launcher's to show, once for all ranks
 
 
-def says_it_all(error: BaseException, failure: Failure) -> bool:
+def says_it_all(error: BaseException, failure: FailureRecord) -> bool:
     """Tells whether an exception's message and the user's own line are all that helps.
 
     They are not where something of the user's own was raised first, in the model say, or shows exceptions its own way.
@@ -45,7 +53,7 @@ def says_it_all(error: BaseException, failure: Failure) -> bool:
     if not isinstance(error, SamestepError) or isinstance(error, PeerError | RankFailure) or failure.usage:
         return False
     frames = (frame for cause in _causes(error) for frame, _ in walk_tb(cause.__traceback__))
-    own = tried(lambda: any(is_users(frame.f_code.co_filename) for frame in frames), True)
+    own = tried(lambda: any(is_user_file(frame.f_code.co_filename) for frame in frames), True)
     return _is_pythons_hook() and failure.where is not None and not own
 
 
@@ -60,10 +68,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         yield cause
 
 
-def _in_one_line(failure: Failure) -> str:
+def _in_one_line(failure: FailureRecord) -> str:
     """A victim's traceback is kept, but must not bury the culprit's."""
     kept = f"traceback in rank{failure.rank}.error.json"
-    return f"lost its connection to other ranks at {failure.where}: {brief(failure.message)} ({kept})\n"
+    return f"lost its connection to other ranks at {failure.where}: {one_line(failure.message)} ({kept})\n"
 
 
 def _is_pythons_hook() -> bool:
@@ -73,16 +81,18 @@ def _is_pythons_hook() -> bool:
 
 def _print_traceback(error: BaseException) -> None:
     if _is_pythons_hook():
-        write(format_traceback(error))  # in one piece, so that the ranks' lines do not mix; torch's adds the rank
+        write_stderr(
+            format_traceback(error)
+        )  # in one piece, so that the ranks' lines do not mix; torch's adds the rank
         return
     try:  # the script has installed its own
         sys.excepthook(type(error), error, below_the_launcher(error.__traceback__))
     except BaseException as other:  # noqa: BLE001  (what it was to show must be seen)
         theirs = "" if isinstance(other, SystemExit) else f"Error in sys.excepthook:\n{format_traceback(other)}\n"
-        write(f"{theirs}Original exception was:\n{format_traceback(error)}")
+        write_stderr(f"{theirs}Original exception was:\n{format_traceback(error)}")
 
 
-def write(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Writes to standard error, past whatever the script has put there if that fails."""
     try:
         sys.stderr.write(text)

@@ -22,18 +22,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from samestep import events, progress
-from samestep.launch.failure import brief, lost_peer, text_in
-from samestep.launch.observers import Observer, Seat
+from samestep.launch.failure import lost_peer, one_line, text_in
+from samestep.launch.observers import Observer, RankContext
 from samestep.paths import rank_file
+from samestep.progress_listener import ProgressListener
 from samestep.rankenv import variable
-from samestep.taker import Taker
 
 __all__: list[str] = []
 
 MOST_SPANS = 64  # of a step that are written down one by one
 MOST_KEPT = 1000  # pieces of a step that are told apart
 LONG = 2_000_000_000  # nanoseconds of a piece that is told before it is over
-_WHOLE = {*events.APART, "data"}  # phases that collectives in them are part of
+_WHOLE = {*events.NON_TRAINING, "data"}  # phases that collectives in them are part of
 _FIELDS = dict[str, Any]
 
 
@@ -62,7 +62,7 @@ class Step:
             self.unnamed[name] = self.unnamed.get(name, 0) + ended - began
 
 
-class Timeline(Observer, Taker):
+class Timeline(Observer, ProgressListener):
     """Takes note of the steps of one rank, and writes events."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Timeline(Observer, Taker):
 
     # --- observer: begin and end of the script ------------------------------------------------
 
-    def begin(self, seat: Seat) -> None:
+    def begin(self, seat: RankContext) -> None:
         """Opens the file."""
         if seat.folder is None:
             return
@@ -91,7 +91,7 @@ class Timeline(Observer, Taker):
         path = rank_file(seat.folder, seat.rank, "events.jsonl")
         self._file = events.EventFile(path, seat.rank, attempt, look=self._look)
         events.attach(self._file)
-        progress.tell_also(self)
+        progress.add_listener(self)
         host = {"host": socket.gethostname(), "pid": os.getpid(), "size": seat.size}
         self._file.put("begin", 0, {**host, "python": platform.python_version()})
 
@@ -110,31 +110,31 @@ class Timeline(Observer, Taker):
         self._file.put("end", self._finished, {"error": None if error is None else _line_of(error)})
         self._file.close()
 
-    # --- taker: what the rank does --------------------------------------------------------------
+    # --- listener: what the rank does --------------------------------------------------------------
 
-    def note_phase(self, name: str) -> None:
+    def set_phase(self, name: str) -> None:
         """Closes what it was at."""
         if threading.get_ident() == self._thread:
             self._close(time.monotonic_ns())
             self._phase = name
 
-    def enter(self, operation: str, site: str, *, direct: bool) -> None:
+    def enter_collective(self, operation: str, site: str, *, direct: bool) -> None:
         """Closes what it was at, unless the collective is part of that; of one within a call no line is told."""
         if threading.get_ident() == self._thread and self._phase not in _WHOLE:
             self._close(time.monotonic_ns())
             self._call, self._direct = (operation, site), direct
 
-    def leave(self) -> None:
+    def exit_collective(self) -> None:
         """Closes the collective."""
         if self._call is not None and threading.get_ident() == self._thread:
             self._close(time.monotonic_ns())
             self._call = None
 
-    def note_ready(self) -> None:
+    def gradients_ready(self) -> None:
         """From here on the backward pass waits for others; autograd may call from a thread of its own."""
         self._ready = time.monotonic_ns()
 
-    def note_backward(self) -> None:
+    def backward_done(self) -> None:
         """Divides the pass at that moment."""
         if self._ready is not None and self._phase == "backward":
             now = time.monotonic_ns()
@@ -142,22 +142,22 @@ class Timeline(Observer, Taker):
             self._close(now, "wait")
         self._ready = None
 
-    def note_bucket(self, number: int, size: int, *, begun: bool) -> None:
+    def bucket_filled(self, number: int, size: int, *, begun: bool) -> None:
         """A bucket of this step; of one that has passed in another micro-batch, the last counts."""
         now = time.monotonic_ns()
         self._step.buckets[number] = [size, now, now if begun else None, None]
 
-    def note_bucket_done(self, number: int) -> None:
+    def bucket_reduced(self, number: int) -> None:
         """Its end."""
         if number in self._step.buckets:
             self._step.buckets[number][3] = time.monotonic_ns()
 
-    def note_work(self, work: Mapping[str, float]) -> None:
+    def add_work(self, work: Mapping[str, float]) -> None:
         """This rank's share of the step; of several micro-batches the sum."""
         known = self._step.work
         self._step.work = {**known, **{name: known.get(name, 0) + each for name, each in work.items()}, **_of(work)}
 
-    def note_values(self, values: Mapping[str, float | str]) -> None:
+    def log_values(self, values: Mapping[str, float | str]) -> None:
         """Kept until the next step has come, so that one line has all of a step; the last of a line's steps counts."""
         every = events.stride(self._count)
         if self._values and self._finished // every != self._values_step // every:
@@ -165,11 +165,11 @@ class Timeline(Observer, Taker):
         self._values.update(values)
         self._values_step, self._values_at = self._finished, time.monotonic()
 
-    def begin_at(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """The run goes on."""
         self._finished = step
 
-    def note_step(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """Ends a step, if the optimizer has not done so before anybody counted."""
         if step == self._finished:
             return
@@ -296,5 +296,5 @@ def machine() -> _FIELDS:
 
 def _line_of(error: BaseException) -> str:
     text = text_in(error)
-    line = f"{events.LOST_PEERS}: {brief(text)}" if lost_peer(error) else f"{type(error).__name__}: {text}"
+    line = f"{events.LOST_PEERS}: {one_line(text)}" if lost_peer(error) else f"{type(error).__name__}: {text}"
     return line.splitlines()[0][:500]

@@ -58,7 +58,7 @@ def lay_out(hosts: Sequence[tuple[str, int]]) -> tuple[Place, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class RankLayout:
     """The ranks that start together. `places` is each rank's; by default all are on one host."""
 
     size: int
@@ -75,7 +75,7 @@ class Group:
         return self.places[rank] if self.places else Place(0, rank, self.size)
 
 
-def rank_variables(group: Group, rank: int, *, threads: int | None = None) -> dict[str, str]:
+def rank_variables(group: RankLayout, rank: int, *, threads: int | None = None) -> dict[str, str]:
     """Returns the variables of one rank; those that the user has set already and that are theirs are left out."""
     here = group.place(rank)
     place = {

@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from samestep.launch.failure import Failure, brief, culprit
+from samestep.launch.failure import FailureRecord, one_line, root_cause
 from samestep.paths import rank_file
 from samestep.text import rank_list
 
 __all__: list[str] = []
 
-UNLIKE = "the ranks were in unlike collectives"
+DIFFERENT_COLLECTIVES = "the ranks were in unlike collectives"
 MISMATCH = "distributed collective mismatch"  # in what gloo says before it aborts
 LAST = 1 << 16  # bytes of a log in which its last line is looked for
 MOST_PLACES = 4  # of ranks that were stopped; the logs and records have them all
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class RunResult:
     """What became of a run of `size` ranks.
 
     `blamed` is the failure that explains the others, `alike` the ranks that failed in the very same way, `waiting`
@@ -34,7 +34,7 @@ class Verdict:
 
     exit_code: int
     size: int
-    blamed: Failure | None = None
+    blamed: FailureRecord | None = None
     alike: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
     silent: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class Verdict:
     after: int = 0
     apart: bool = False
     lost: tuple[str, ...] = ()
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[FailureRecord, ...] = ()
 
 
 MUTUAL = "the ranks wait in different collectives, each for the others"  # so none is known to be the culprit
@@ -54,8 +54,8 @@ PREEMPTED = 75  # EX_TEMPFAIL: start the same command again
 
 
 def judge(
-    codes: Mapping[int, int], failures: list[Failure], finished: Mapping[int, int], interrupted: int | None
-) -> Verdict:
+    codes: Mapping[int, int], failures: list[FailureRecord], finished: Mapping[int, int], interrupted: int | None
+) -> RunResult:
     """Returns the verdict.
 
     Args:
@@ -66,19 +66,19 @@ def judge(
     """
     size = len(codes)
     if not failures and PREEMPTED in codes.values() and set(codes.values()) <= {0, PREEMPTED}:
-        return Verdict(exit_code=PREEMPTED, size=size, interrupted=interrupted)
+        return RunResult(exit_code=PREEMPTED, size=size, interrupted=interrupted)
     if interrupted is not None:
         handled = not any(codes.values())  # every rank ended in its own, orderly way
-        return Verdict(exit_code=0 if handled else 128 + interrupted, size=size, interrupted=interrupted)
-    blamed = culprit(failures, finished, size)
+        return RunResult(exit_code=0 if handled else 128 + interrupted, size=size, interrupted=interrupted)
+    blamed = root_cause(failures, finished, size)
     if blamed is None:
-        return Verdict(exit_code=0, size=size)
+        return RunResult(exit_code=0, size=size)
     alike = sorted((f for f in failures if _same(f, blamed)), key=lambda failure: failure.rank)
     ranks = tuple(failure.rank for failure in alike)
     first = alike[0] if alike else blamed
     silent = set(codes) - {failure.rank for failure in failures} - set(finished)
     waiting = set(codes) - set(ranks) - set(finished) - {blamed.rank} - (silent if first.lost_peer else set())
-    return Verdict(
+    return RunResult(
         exit_code=first.exit_code,
         size=size,
         blamed=first,
@@ -88,12 +88,12 @@ def judge(
     )
 
 
-def _same(one: Failure, other: Failure) -> bool:
+def _same(one: FailureRecord, other: FailureRecord) -> bool:
     told = ("exception", "message", "where", "lost_peer")
     return all(getattr(one, name) == getattr(other, name) for name in told)
 
 
-def explain(verdict: Verdict, logs: Path | None) -> list[str]:
+def summary_lines(verdict: RunResult, logs: Path | None) -> list[str]:
     """Returns the last lines of standard error: the root cause first. Without logs it names none."""
     if verdict.exit_code == PREEMPTED and verdict.blamed is None:
         lines = _preemption(verdict)
@@ -102,7 +102,7 @@ def explain(verdict: Verdict, logs: Path | None) -> list[str]:
     return lines if logs is None else [*lines, f"{'    ' if lines else 'samestep: '}logs: {logs}"]
 
 
-def _interruption(verdict: Verdict) -> list[str]:
+def _interruption(verdict: RunResult) -> list[str]:
     assert verdict.interrupted is not None
     name = signal.Signals(verdict.interrupted).name
     ranks = "the rank has" if verdict.size == 1 else f"all {verdict.size} ranks have"
@@ -112,13 +112,13 @@ def _interruption(verdict: Verdict) -> list[str]:
     return lines
 
 
-def _preemption(verdict: Verdict) -> list[str]:
+def _preemption(verdict: RunResult) -> list[str]:
     by = "" if verdict.interrupted is None else f" by {signal.Signals(verdict.interrupted).name}"
     saved = "" if verdict.saved is None else f": step {verdict.saved[0]} is saved in {verdict.saved[1]}"
     return [f"samestep: preempted{by}{saved}; rerun the same command to resume (exit code {PREEMPTED})"]
 
 
-def _cause(verdict: Verdict, logs: Path | None) -> list[str]:
+def _cause(verdict: RunResult, logs: Path | None) -> list[str]:
     failure = verdict.blamed
     if failure is None:
         return []
@@ -132,7 +132,7 @@ def _cause(verdict: Verdict, logs: Path | None) -> list[str]:
     return [*lines, f"    {_particulars(failure, verdict)}", *_standing(verdict)]
 
 
-def _standing(verdict: Verdict) -> list[str]:
+def _standing(verdict: RunResult) -> list[str]:
     """Where the others stood, ranks of one place in one line; the places that most ranks share first."""
     places: dict[str, list[int]] = {}
     for rank, place in sorted(verdict.standing.items()):
@@ -143,7 +143,7 @@ def _standing(verdict: Verdict) -> list[str]:
     return lines + ([f"    and others at {rest} more places"] if rest else [])
 
 
-def understood(verdict: Verdict, logs: Path) -> Verdict:
+def understood(verdict: RunResult, logs: Path) -> RunResult:
     """Says what it means that a rank was aborted, where the backend has told so.
 
     gloo ends whoever gets a message of another size than it waits for: seldom the rank that left a collective out.
@@ -154,8 +154,8 @@ def understood(verdict: Verdict, logs: Path) -> Verdict:
     if MISMATCH not in _end(rank_file(logs, failure.rank, "err")):
         return verdict
     message = (
-        f"{UNLIKE}, and gloo aborted this one when it got another's message: every rank has to come by every "
-        "collective, with tensors of one size; `samestep verify` says what each had called"
+        f"{DIFFERENT_COLLECTIVES}, and gloo aborted this one when it got another's message: every rank has to come by "
+        "every collective, with tensors of one size; `samestep verify` says what each had called"
     )
     return replace(verdict, blamed=replace(failure, message=message))
 
@@ -175,12 +175,12 @@ def _end(log: Path) -> str:
         return ""
 
 
-def _headline(failure: Failure, verdict: Verdict) -> str:
+def _headline(failure: FailureRecord, verdict: RunResult) -> str:
     if failure.usage:
         return failure.message
     if failure.lost_peer:
         lost = "lost its connection to other ranks, and no rank reported a cause"
-        return f"{_who(failure, verdict)} {lost}: {brief(failure.message)}"
+        return f"{_who(failure, verdict)} {lost}: {one_line(failure.message)}"
     if failure.exception == "Hang":
         return failure.message
     what = f"{failure.exception}: {failure.message}".rstrip(": ")
@@ -191,13 +191,13 @@ def _headline(failure: Failure, verdict: Verdict) -> str:
     return f"{_who(failure, verdict)} failed: {what}"
 
 
-def _who(failure: Failure, verdict: Verdict) -> str:
+def _who(failure: FailureRecord, verdict: RunResult) -> str:
     if verdict.size > 1 and len(verdict.alike) == verdict.size:
         return f"all {verdict.size} ranks"
     return f"rank {failure.rank} of {verdict.size}"
 
 
-def _particulars(failure: Failure, verdict: Verdict) -> str:
+def _particulars(failure: FailureRecord, verdict: RunResult) -> str:
     code = f"exit code {verdict.exit_code}"
     if failure.exception == "EarlyExit":
         code = f"exit code 0, and {verdict.exit_code} of the run"

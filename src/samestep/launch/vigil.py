@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from samestep.launch.failure import Failure
+from samestep.launch.failure import FailureRecord
 from samestep.launch.flight import Flight, missing
 from samestep.launch.flight import lines as recorder_lines
-from samestep.launch.hang import FROZEN, LEAST, Hang, diagnose, is_doubtful, told
+from samestep.launch.hang import FROZEN, HANG_AFTER_S, Hang, diagnose, is_doubtful, told
 from samestep.launch.loop import Loop
-from samestep.launch.pulse import Pace, Pulse
+from samestep.launch.pulse import Pace, RankHeartbeat
 from samestep.launch.stragglers import Stragglers
 
 __all__: list[str] = []
@@ -37,7 +37,7 @@ OnHang = Literal["auto", "stop", "wait"]
 Note = Callable[[str, int, str, Sequence[int]], None]
 
 
-class Vigil:
+class Watchdog:
     """Watches one attempt of a run.
 
     Args:
@@ -60,11 +60,11 @@ class Vigil:
         running: Callable[[], Sequence[int]],
         order: Callable[[str, Sequence[int]], None],
         say: Callable[[str], None],
-        stop: Callable[[Failure], None],
+        stop: Callable[[FailureRecord], None],
         note: Note = lambda *_: None,
         show: Callable[[str], None] = lambda _: None,
         *,
-        least: float = LEAST,
+        least: float = HANG_AFTER_S,
         on_hang: OnHang = "auto",
         machines: int = 1,
         logs: str = "",
@@ -73,7 +73,7 @@ class Vigil:
         self._say, self._stop, self._note, self._show = say, stop, note, show
         self._shown = ""
         self._least, self._on_hang, self._machines, self._logs = least, on_hang, machines, logs
-        self._pulses: dict[int, Pulse] = {}
+        self._pulses: dict[int, RankHeartbeat] = {}
         self._standing: dict[int, str] = {}
         self._flights: dict[int, list[Flight]] = {}
         self._hosts: dict[int, str] = {}
@@ -97,7 +97,7 @@ class Vigil:
         if kind == "flight":
             self._flights[body["rank"]] = [Flight(rank=body["rank"], **each) for each in body["flights"]]
         elif kind == "pulse":
-            self._pulses[body["rank"]] = Pulse(**body)
+            self._pulses[body["rank"]] = RankHeartbeat(**body)
         else:
             self._stragglers.hear(Pace(**body))
 
@@ -137,14 +137,14 @@ class Vigil:
             self._tell_of("moves", [], f"progress again after {time.monotonic() - self._since:.0f} s")
             self._since = None
 
-    def _diagnosed(self, pulses: Mapping[int, Pulse]) -> Hang | None:
+    def _diagnosed(self, pulses: Mapping[int, RankHeartbeat]) -> Hang | None:
         return diagnose(list(pulses.values()), self._least, missing(self._told_of(pulses)))
 
-    def _told_of(self, pulses: Mapping[int, Pulse]) -> list[Flight]:
+    def _told_of(self, pulses: Mapping[int, RankHeartbeat]) -> list[Flight]:
         """What the flight recorders of these ranks have told."""
         return [each for rank in pulses for each in self._flights.get(rank, ())]
 
-    def _doubt(self, pulses: Mapping[int, Pulse]) -> None:
+    def _doubt(self, pulses: Mapping[int, RankHeartbeat]) -> None:
         """Asks the flight recorders where the pulses alone cannot tell who waits."""
         if self._since is not None:
             return
@@ -165,7 +165,7 @@ class Vigil:
         self._say(text)
         self._note(kind, min(self._steps.values(), default=0), text, ranks)
 
-    def _known(self) -> dict[int, Pulse]:
+    def _known(self) -> dict[int, RankHeartbeat]:
         """The pulses of all ranks that have not ended; none where one has none, for it moves."""
         running = self._running()
         known = {rank: self._pulses[rank] for rank in running if rank in self._pulses}
@@ -195,10 +195,10 @@ class Vigil:
         if stops:
             self._stop(self._failure(hang, pulses[hang.culprits[0]], lines[0]))
 
-    def _failure(self, hang: Hang, pulse: Pulse, message: str) -> Failure:
+    def _failure(self, hang: Hang, pulse: RankHeartbeat, message: str) -> FailureRecord:
         standing = self._standing.get(pulse.rank, pulse.site or None)
         where, _, source = (None, "", None) if standing is None else standing.partition("  ")
-        return Failure(
+        return FailureRecord(
             rank=hang.culprits[0],
             pid=pulse.pid,
             host=self._hosts.get(pulse.rank, socket.gethostname()),

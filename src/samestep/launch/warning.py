@@ -9,7 +9,7 @@ import sys
 import warnings
 from types import FrameType
 
-from samestep.launch.failure import is_users
+from samestep.launch.failure import is_user_file
 
 __all__: list[str] = []
 
@@ -18,6 +18,6 @@ def warn(message: str) -> None:
     """Warns at the innermost line that is the user's own, or at the caller's where there is none."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  (what warnings itself counts)
     level = 2
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=2 if frame is None else level)

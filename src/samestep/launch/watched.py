@@ -1,7 +1,7 @@
 """The rank's side of a watcher: how a rank that `samestep run` has not started is watched over all the same.
 
-    begin_watch   in one rank of each host: starts samestep.launch.watcher; the others are told its address
-    be_watched    in every rank: hands over its record and its stacks, and what it fails with from then on
+    start_watcher         in one rank of each host: starts samestep.launch.watcher; the others are told its address
+    connect_to_watcher    in every rank: hands over its record and its stacks, and what it fails with from then on
 
 The address is an abstract socket: it is gone with the watcher, and no file has to be cleared away. Whoever connects
 must be a process of the same user.
@@ -43,7 +43,7 @@ def note_watched() -> None:
     _watched[:] = [True]
 
 
-def begin_watch(ranks: int, size: int) -> str:
+def start_watcher(ranks: int, size: int) -> str:
     """Starts the watcher of this host, and returns where the ranks find it.
 
     Args:
@@ -65,7 +65,7 @@ def begin_watch(ranks: int, size: int) -> str:
     return name
 
 
-def be_watched(name: str, rank: int) -> None:
+def connect_to_watcher(name: str, rank: int) -> None:
     """Connects this process to the watcher of its host; where that does not answer, it goes on without."""
     record, stacks = progress.create(), tempfile.TemporaryFile()  # noqa: SIM115  (faulthandler keeps it open)
     stream = _connect(name, rank, [stacks.fileno(), record])

@@ -38,7 +38,7 @@ from samestep.launch.failure import death, text_of
 from samestep.launch.loop import Loop
 from samestep.launch.stacks import STACKS_SIGNAL, place_in
 from samestep.launch.supervise import GRACE, Supervisor, ended
-from samestep.launch.verdict import Verdict, explain
+from samestep.launch.verdict import RunResult, summary_lines
 from samestep.text import rank_list
 
 __all__: list[str] = []
@@ -133,7 +133,7 @@ class Watch:
         return text.decode(errors="replace")
 
     def order(self, what: str, ranks: Sequence[int], number: int = 0) -> None:
-        """Gives an order to those of `ranks` that are alive; see :meth:`samestep.launch.team.Team.order`."""
+        """Gives an order to those of `ranks` that are alive; see :meth:`samestep.launch.team.LocalRanks.order`."""
         for one in [self._members[rank] for rank in ranks]:
             if what == "stop":
                 one.control.order(what, self.verdict().exit_code)  # launchers pass one of their ranks' codes on
@@ -145,7 +145,7 @@ class Watch:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(one.handle, numbers.get(what, number))
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RunResult:
         """Returns what became of the ranks of this host."""
         found = self.supervisor.verdict()
         blamed = found.blamed
@@ -203,7 +203,7 @@ def _welcome(stream: socket.socket) -> _Rank | None:
     return _Rank(int(said), process, handle, Pipe(stream), stacks, record)
 
 
-def last_words(verdict: Verdict, size: int, host: str) -> list[str]:
+def last_words(verdict: RunResult, size: int, host: str) -> list[str]:
     """Returns what is to be said at the end: nothing where nobody failed, or somebody ended the run.
 
     Args:
@@ -223,7 +223,7 @@ def last_words(verdict: Verdict, size: int, host: str) -> list[str]:
         return [
             f"samestep: {rank_list(ranks)} on host {host} lost {theirs} connection to a peer: its own host says why"
         ]
-    return explain(replace(verdict, size=size), None)
+    return summary_lines(replace(verdict, size=size), None)
 
 
 def main() -> None:

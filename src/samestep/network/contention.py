@@ -94,7 +94,7 @@ class Part(NamedTuple):
         return self.latency_s + self.transfer_s * nbytes
 
 
-def price(
+def contended_price(
     rounds: Iterable[Some | Messages],
     topology: Topology,
     placement: Placement,
@@ -118,9 +118,9 @@ def price(
         >>> from samestep.network.topologies.cables import Cables
         >>> from samestep.network.topologies.slim_fly import SlimFly
         >>> network = SlimFly(Cables(Link(1e-6, 25e9)), q=5)
-        >>> print(price(ring(200, 100e6), network, linear(network, 200)))
+        >>> print(contended_price(ring(200, 100e6), network, linear(network, 200)))
         17.5 ms in 398 rounds: latency 1.59 ms, transfer 15.9 ms, 2.00 times that alone
-        >>> print(price(ring(200, 100e6), network, circuit(network, 200)))
+        >>> print(contended_price(ring(200, 100e6), network, circuit(network, 200)))
         9.15 ms in 398 rounds: latency 1.19 ms, transfer 7.96 ms, 1.00 times that alone
     """
     counter = Counter(topology, placement, routing)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from samestep.errors import UsageError
 from samestep.network.topologies.topology import Hop, Legs, Topology
-from samestep.seeding import GOLDEN, derive_seed, mix
+from samestep.seeding import GOLDEN, derive_seed, splitmix64
 
 if TYPE_CHECKING:
     from samestep.network.topologies.topology import Ints
@@ -162,5 +162,5 @@ def _draws(seed: int, part: int, sources: Ints, targets: Ints) -> Ints:
 
     state = np.full(len(sources), derive_seed(seed, "valiant", part), dtype=np.uint64)
     for hosts in (sources, targets):
-        state = mix((state ^ hosts.astype(np.uint64)) + np.uint64(GOLDEN))
+        state = splitmix64((state ^ hosts.astype(np.uint64)) + np.uint64(GOLDEN))
     return (state >> np.uint64(2)).astype(np.int64)

@@ -17,7 +17,7 @@ __all__: list[str] = []
 _NOISE = 1e-5  # of a norm, on devices that add up in another order each time
 
 
-def check(model: nn.Module, layers: Sequence[nn.Module], sample: Sequence[Tensor]) -> None:
+def check_equivalence(model: nn.Module, layers: Sequence[nn.Module], sample: Sequence[Tensor]) -> None:
     """Compares layers, called one after another, with the model's own forward; all stay as they are.
 
     Raises:

@@ -30,7 +30,7 @@ from samestep.network.links import bytes_text
 from samestep.pipelines.bounds import Chain
 from samestep.pipelines.dealt import Dealt
 from samestep.pipelines.layers import Device, Layer, Link, check_chain
-from samestep.schedule.plan import Plan
+from samestep.schedule.plan import Schedule
 from samestep.schedule.simulate import Costs, simulate
 
 __all__: list[str] = []
@@ -77,7 +77,7 @@ def pairs_of(ends: Sequence[int]) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Problem:
+class PartitionProblem:
     """What is to be cut, for what.
 
     Attributes:
@@ -94,13 +94,13 @@ class Problem:
     Example:
         >>> from samestep.schedule.one_f_one_b import one_f_one_b
         >>> layers = [Layer(name, forward=1, inputs=1, weights=1) for name in "abcd"]
-        >>> Problem(layers, [Device(), Device(speed=3)], one_f_one_b(2, 4)).best().ends
+        >>> PartitionProblem(layers, [Device(), Device(speed=3)], one_f_one_b(2, 4)).best().ends
         (1, 4)
     """
 
     layers: Sequence[Layer]
     devices: Sequence[Device]
-    plan: Plan
+    plan: Schedule
     link: Link = field(default_factory=Link)
     state: float = STATE
     together: Sequence[frozenset[int]] = ()

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from samestep.pipelines.layers import Device, Layer, Link
-from samestep.schedule.plan import BACKWARDS, Action, Plan
+from samestep.schedule.plan import BACKWARDS, Action, Schedule
 
 __all__: list[str] = []
 
@@ -46,7 +46,7 @@ class Chain:
 
     layers: Sequence[Layer]
     devices: Sequence[Device]
-    plan: Plan
+    plan: Schedule
     link: Link
     state: float
     together: Sequence[frozenset[int]]

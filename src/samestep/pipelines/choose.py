@@ -20,8 +20,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from samestep.errors import ModelError, UsageError
-from samestep.pipelines.agreement import check
-from samestep.pipelines.balance import Problem
+from samestep.pipelines.agreement import check_equivalence
+from samestep.pipelines.balance import PartitionProblem
 from samestep.pipelines.chain import chain_of, shared
 from samestep.pipelines.compared import ways
 from samestep.pipelines.curves import layers_at
@@ -29,12 +29,12 @@ from samestep.pipelines.cutting import Recipe
 from samestep.pipelines.given import Given, opened
 from samestep.pipelines.layers import Device, Layer, Link, check_chain
 from samestep.pipelines.losses import doubt
-from samestep.pipelines.measure import PARTS, REPEATS, WARM_UP, measure
+from samestep.pipelines.measure import PARTS, REPEATS, WARM_UP, profile_layers
 from samestep.pipelines.picture import draw
-from samestep.pipelines.telling import Telling
+from samestep.pipelines.telling import ProgressLine
 from samestep.pipelines.ties import ties_of
-from samestep.schedule.choose import NAMES, STRAIGHT, named
-from samestep.schedule.plan import Plan
+from samestep.schedule.choose import SCHEDULE_NAMES, STRAIGHT, make_schedule
+from samestep.schedule.plan import Schedule
 from samestep.schedule.simulate import Costs, Timeline, simulate
 from samestep.topology import cut_evenly
 
@@ -124,9 +124,9 @@ class PipelinePlan:
         """
         if not 1 <= micro_batches <= samples:
             raise UsageError(f"{samples} samples in {micro_batches} micro-batches: each must have one at least")
-        plan = named(self.schedule, self.ranks, micro_batches, self.chunks)
+        plan = make_schedule(self.schedule, self.ranks, micro_batches, self.chunks)
         layers = halved(layers_at(self.sizes, -(-samples // micro_batches)), plan)
-        return simulate(plan, Problem(layers, self.devices, plan, self.link).costs(self.ends)).seconds
+        return simulate(plan, PartitionProblem(layers, self.devices, plan, self.link).costs(self.ends)).seconds
 
     def gantt(self, file: str | Path, *, compared: bool = False) -> None:
         """Draws the step that is predicted: in a page that needs no network, or as an image.
@@ -226,7 +226,7 @@ def plan_pipeline(
     if len(chain.layers) < stages and chain.obstacles:
         raise ModelError(f"{stages} stages of {type(model).__name__}: {'; '.join(chain.obstacles[:3])}")
     if chain.recipe is not None:
-        check(model, [layer for _, layer in chain.layers], inputs)
+        check_equivalence(model, [layer for _, layer in chain.layers], inputs)
     devices = [Device()] * stages if devices is None else devices
     if len(devices) != stages:
         raise UsageError(f"{len(devices)} devices for {stages} stages: give one for each")
@@ -234,7 +234,7 @@ def plan_pipeline(
     check_chain(chain.layers, stages * (CHUNKS[0] if schedule == "interleaved" else 1))
     together = shared(chain.layers, ties_of(model, chain.layers))
     counts = _counts(micro_batches, stages, len(sample[-1]))
-    with Telling() as telling:
+    with ProgressLine() as telling:
         asked = _Asked(
             chain.layers, chain.recipe, together, sample, loss_fn, weight, devices, link or Link(), repeats, telling
         )
@@ -262,8 +262,8 @@ def _cautious(plan: PipelinePlan) -> float:
 def _names(asked: str, stages: int, link: Link | None) -> Sequence[str]:
     """Returns the schedules to be compared: those with more messages than others only if it is known what they take."""
     if asked == "auto":
-        return [name for name in NAMES if name in STRAIGHT or link is not None]
-    named(asked, stages, 1)
+        return [name for name in SCHEDULE_NAMES if name in STRAIGHT or link is not None]
+    make_schedule(asked, stages, 1)
     return [asked]
 
 
@@ -291,7 +291,7 @@ class _Asked:
     devices: Sequence[Device]
     link: Link
     repeats: int
-    telling: Telling
+    telling: ProgressLine
     sizes: dict[int, list[Layer]] = field(default_factory=dict)
     refused: list[UsageError] = field(default_factory=list)
 
@@ -301,8 +301,10 @@ class _Asked:
         for name, chunks in self._schedules(count, names):
             self.telling.say(f"searching where to cut for {name}, {count} micro-batches")
             try:
-                plan = named(name, len(self.devices), count, chunks)
-                problem = Problem(halved(measured, plan), self.devices, plan, self.link, together=self.together)
+                plan = make_schedule(name, len(self.devices), count, chunks)
+                problem = PartitionProblem(
+                    halved(measured, plan), self.devices, plan, self.link, together=self.together
+                )
                 split = problem.best()
             except UsageError as error:
                 self.refused.append(error)
@@ -350,12 +352,12 @@ class _Asked:
             what = f"measuring {count} micro-batches of {end - begin} samples"
             self.telling.say(f"{what}: pass {next(passes)} of {PARTS * (WARM_UP + self.repeats)}")
 
-        found = measure(self.layers, inputs, lose, self.repeats, tell)
+        found = profile_layers(self.layers, inputs, lose, self.repeats, tell)
         self.sizes[end - begin] = found
         return found
 
 
-def halved(layers: Sequence[Layer], plan: Plan) -> list[Layer]:
+def halved(layers: Sequence[Layer], plan: Schedule) -> list[Layer]:
     """Returns what layers cost under a schedule: backwards in halves may take more."""
     if not any(action.kind == "W" for order in plan.orders for action in order):
         return list(layers)

@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from samestep.schedule.fill_drain import fill_drain
-from samestep.schedule.plan import Plan
+from samestep.schedule.plan import Schedule
 from samestep.schedule.simulate import Costs, Timeline, simulate
 
 __all__: list[str] = []
 
 
-def ways(plan: Plan, costs: Costs) -> dict[str, Timeline]:
+def ways(plan: Schedule, costs: Costs) -> dict[str, Timeline]:
     """Returns title -> the step on one device, and under fill and drain with one stream, and two.
 
     Where ranks have several stages, the last two are under the plan itself.

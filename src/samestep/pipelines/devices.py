@@ -15,8 +15,8 @@ import torch
 
 from samestep.errors import DeviceError, UsageError
 from samestep.machine import machine
-from samestep.runtime.device import choose_device, identity, refuse_sharing
-from samestep.runtime.exchange import agree, gather_json
+from samestep.runtime.device import check_no_shared_gpu, choose_device, gpu_uuid
+from samestep.runtime.exchange import all_gather_json, raise_on_all_ranks
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -43,13 +43,13 @@ def devices_of(asked: Asked, world: World) -> tuple[torch.device, ...]:
         found = _found(asked, world)
     except UsageError as error:
         problem = error
-    agree(world.everyone, problem)
+    raise_on_all_ranks(world.everyone, problem)
     form = [[each.type, found.index(each)] for each in found]
-    told = gather_json(world.everyone, [machine(), form, [identity(each) for each in found]])
+    told = all_gather_json(world.everyone, [machine(), form, [gpu_uuid(each) for each in found]])
     if world.pipeline.size == 1:
         _check_alike([form for _, form, _ in told])
     if asked is not None:
-        refuse_sharing([(rank, where, card) for rank, (where, _, cards) in enumerate(told) for card in cards])
+        check_no_shared_gpu([(rank, where, card) for rank, (where, _, cards) in enumerate(told) for card in cards])
     return found
 
 

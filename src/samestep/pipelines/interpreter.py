@@ -17,7 +17,7 @@ from torch import Tensor
 from samestep.pipelines.batch import Kinds
 from samestep.pipelines.stage import Lose, Stage, Tensors
 from samestep.pipelines.stopwatch import Stopwatch
-from samestep.schedule.plan import BACKWARDS, Action, Plan
+from samestep.schedule.plan import BACKWARDS, Action, Schedule
 
 __all__: list[str] = []
 
@@ -51,7 +51,7 @@ class Interpreter:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Schedule,
         rank: int | None,
         stages: Mapping[int, Stage],
         transport: Transport,

@@ -27,7 +27,7 @@ from samestep.pipelines.layers import Link
 from samestep.pipelines.messages import Messages
 from samestep.pipelines.shelves import Shelf, shelves
 from samestep.runtime.axes import Axis
-from samestep.runtime.exchange import gather_json
+from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.world import World
 from samestep.schedule.forward_only import forward_only
 from samestep.schedule.plan import Action
@@ -63,7 +63,7 @@ def measure_link(world: World) -> Link:
             small, large = (_trip(each, world, other, between.get(other), leads=leads) for each in tensors)
             if leads:
                 mine.append([median(small), max(0.0, min(large) - min(small))])
-    told = [pair for pairs in gather_json(world.everyone, mine) for pair in pairs]
+    told = [pair for pairs in all_gather_json(world.everyone, mine) for pair in pairs]
     for shelf in between.values():
         shelf.leave()
     trip, more = max(pair[0] for pair in told), max(pair[1] for pair in told)
@@ -91,7 +91,7 @@ def _handling(world: World, between: Mapping[int, Shelf]) -> float:
             sent.append(_seconds(partial(messages.send, Action("F", stage, number), tensors)))
     messages.end()
     mine = [median(each[1 + WARM_UP :] or [0.0]) for each in (sent, taken)]
-    sending, taking = (max(each) for each in zip(*gather_json(world.everyone, mine), strict=True))
+    sending, taking = (max(each) for each in zip(*all_gather_json(world.everyone, mine), strict=True))
     return float(sending + taking) / 2
 
 

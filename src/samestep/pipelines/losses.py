@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.data.batches import sliced, tensors_of
+from samestep.data.batches import slice_batch, tensors_of
 from samestep.errors import DataError
 from samestep.pipelines.agreement import chained, left_alone
 from samestep.pipelines.batch import Cuts, samples_of
@@ -55,7 +55,7 @@ class Losses:
         if self._doubt is not None and (len(cuts) > 1 or self._world.data.size > 1) and not (mean and mean.weighted):
             raise DataError(self._doubt)
         weigh = self._weigh if mean is None else mean.weigh
-        weights = [weigh(sliced(batch, *cut)) for cut in cuts]
+        weights = [weigh(slice_batch(batch, *cut)) for cut in cuts]
         return weights, self._total(sum(weights)) if mean is None else mean.total
 
     def _weigh(self, samples: Sequence[Any]) -> float:
@@ -101,7 +101,7 @@ def doubt(
     """
     samples = samples_of(batch)
     size = samples if size is None else size
-    parts = (sliced(batch, begin, begin + size) for begin in range(0, min(samples, MOST * size), size))
+    parts = (slice_batch(batch, begin, begin + size) for begin in range(0, min(samples, MOST * size), size))
     with left_alone(*layers), torch.no_grad():
         for layer in layers:
             layer.eval()
@@ -112,10 +112,10 @@ def _doubt(layers: Sequence[nn.Module], batch: Sequence[Any], loss_fn: Loss, wei
     samples = samples_of(batch)
 
     def outputs(begin: int, end: int) -> Any:
-        return chained(layers)(*sliced(batch[:-1], begin, end))
+        return chained(layers)(*slice_batch(batch[:-1], begin, end))
 
     def part(given: Any, begin: int, end: int, seed: int = 0) -> float:
-        targets = sliced(batch[-1], begin, end)
+        targets = slice_batch(batch[-1], begin, end)
         own = float(end - begin) if weight is None else float(weight(targets))
         if not own:
             return 0.0

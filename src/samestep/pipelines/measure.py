@@ -71,7 +71,7 @@ class _Mark(torch.autograd.Function):
         return None, None, *gradients
 
 
-def measure(
+def profile_layers(
     layers: Sequence[tuple[str, nn.Module]],
     sample: Sequence[Tensor],
     lose: Callable[[Any], Tensor],
@@ -92,7 +92,8 @@ def measure(
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
-        >>> [layer.activations for layer in measure(list(model.named_children()), [torch.ones(2, 4)], torch.sum, 1)]
+        >>> layers = profile_layers(list(model.named_children()), [torch.ones(2, 4)], torch.sum, 1)
+        >>> [layer.activations for layer in layers]
         [64.0, 64.0]
     """
     if repeats < 1:

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from samestep import progress
 from samestep.errors import DataError, ModelError, StepError
-from samestep.launch.noting import site
+from samestep.launch.noting import call_site
 from samestep.pipelines.batch import Kinds
 from samestep.pipelines.forms import LENGTH, MOST_TENSORS, Form, Forms, header, read, told
 from samestep.pipelines.shelves import Shelf
 from samestep.runtime.axes import Axis
-from samestep.schedule.plan import Action, Plan
+from samestep.schedule.plan import Action, Schedule
 
 __all__: list[str] = []
 
@@ -50,13 +50,13 @@ class _waiting:  # noqa: N801  (as contextlib's, and quicker: one is entered for
     """Notes that this rank waits for another, for those who explain hangs."""
 
     def __init__(self, what: str) -> None:
-        progress.enter(what, site(sys._getframe()))  # noqa: SLF001
+        progress.enter_collective(what, call_site(sys._getframe()))  # noqa: SLF001
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *_: object) -> None:
-        progress.leave()
+        progress.exit_collective()
 
 
 class Messages:
@@ -70,7 +70,7 @@ class Messages:
     """
 
     def __init__(
-        self, plan: Plan, axis: Axis, device: torch.device, shelves: Mapping[int, Shelf] | None = None
+        self, plan: Schedule, axis: Axis, device: torch.device, shelves: Mapping[int, Shelf] | None = None
     ) -> None:
         self._shelves = shelves or {}
         self._plan = plan

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.runtime.axes import Axis
-from samestep.runtime.exchange import gather_json, tell_json
+from samestep.runtime.exchange import all_gather_json, broadcast_json
 
 __all__: list[str] = []
 
@@ -28,7 +28,7 @@ def told(axis: Axis, source: int, given: Sequence[tuple[Tensor, ...]], device: t
     whole = [torch.cat(each).to(device) for each in zip(*given, strict=True)]
     if axis.size > 1:
         forms = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in whole]
-        forms = tell_json(axis, forms, source)
+        forms = broadcast_json(axis, forms, source)
         if axis.rank != source:
             whole = [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in forms]
         for each in whole:
@@ -53,7 +53,7 @@ def gathered(axis: Axis, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     forms = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in own.items()]
     found: dict[str, Tensor] = {}
-    for source, told_ in zip(axis.ranks, gather_json(axis, forms), strict=True):
+    for source, told_ in zip(axis.ranks, all_gather_json(axis, forms), strict=True):
         for name, dtype, shape in told_:
             if source == axis.ranks[axis.rank]:
                 found[name] = own[name].detach().to("cpu", copy=True).contiguous()

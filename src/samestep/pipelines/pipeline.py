@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from samestep.compress.codec import Codec
-from samestep.data.batches import sliced
+from samestep.data.batches import slice_batch
 from samestep.errors import DataError, ModelError
 from samestep.pipelines.batch import Cuts, samples_of, split
 from samestep.pipelines.chain import Whole, chain_of, stages_of, unpacked
@@ -46,12 +46,12 @@ from samestep.pipelines.stage import Lose, Stage, Tensors
 from samestep.pipelines.stopwatch import Stopwatch
 from samestep.pipelines.ties import Copies, parted, ties_of
 from samestep.pipelines.transfers import Transfers
-from samestep.replicas.buffers import equalise_buffers
-from samestep.runtime.exchange import gather_json, gather_tensors, tell_json
+from samestep.replicas.buffers import sync_buffers
+from samestep.runtime.exchange import all_gather_json, all_gather_tensors, broadcast_json
 from samestep.runtime.world import World
-from samestep.schedule.choose import named
+from samestep.schedule.choose import make_schedule
 from samestep.schedule.forward_only import forward_only
-from samestep.schedule.plan import Plan
+from samestep.schedule.plan import Schedule
 from samestep.seeding import derive_seed
 from samestep.topology import cut_evenly
 
@@ -68,7 +68,7 @@ class Pipeline(nn.Module):
         world: made with `pipeline=` as many ranks as hold stages; one if each process holds all.
         loss_fn: takes the model's outputs and the targets, and gives the mean loss of a micro-batch, or all losses.
         ends: by stage, the layer behind its last one.
-        schedule: a name of :data:`samestep.schedule.choose.NAMES`.
+        schedule: a name of :data:`samestep.schedule.choose.SCHEDULE_NAMES`.
         micro_batches: that a batch is cut into; fewer where it has fewer samples.
         split_size: samples of a micro-batch at most, from which the number of each batch's follows; instead of
             `micro_batches`.
@@ -127,7 +127,7 @@ class Pipeline(nn.Module):
         self.micro_batches, self.split_size = micro_batches, split_size
         self._losses = Losses(loss_fn, weight, world, doubt)
         chunks = len(cuts) // ranks
-        self._plans = cache(lambda count: named(schedule, ranks, count, chunks))
+        self._plans = cache(lambda count: make_schedule(schedule, ranks, count, chunks))
         self._passes = cache(lambda count: forward_only(ranks, count, chunks))
         self._placement = self._plans(micro_batches).placement
         own = [stage for stage, rank in enumerate(self._placement) if self._holds_all or rank == axis.rank]
@@ -142,7 +142,7 @@ class Pipeline(nn.Module):
             self.parts[stage] = part.to(self.devices[stage])
             self._layers[stage] = list(enumerate(calls, cuts[stage][0]))
             self.add_module(f"stage{stage}", part)
-        seed = tell_json(world.everyone, torch.initial_seed())
+        seed = broadcast_json(world.everyone, torch.initial_seed())
         self._nothing = (nn.Parameter(torch.empty(0), requires_grad=False),)
         self.draws = Draws(derive_seed(seed, "pipeline", self.number), world.data.rank, here)
         self._training, self._forwards = cache(self._trains), cache(self._evaluates)
@@ -162,7 +162,7 @@ class Pipeline(nn.Module):
     def _evaluates(self, count: int) -> Interpreter:
         return self._interpreter(self._passes(count))
 
-    def _interpreter(self, plan: Plan, watch: Stopwatch | None = None) -> Interpreter:
+    def _interpreter(self, plan: Schedule, watch: Stopwatch | None = None) -> Interpreter:
         stages = {
             number: Stage(number, part, self._call(number), self.devices[number]) for number, part in self.parts.items()
         }
@@ -223,7 +223,7 @@ class Pipeline(nn.Module):
         targets = self._brought(targets, len(self._placement) - 1)
 
         def lose(number: int) -> Lose:
-            wanted = sliced(targets, *cuts[number])
+            wanted = slice_batch(targets, *cuts[number])
             return lambda outputs: self._losses.part(outputs, wanted, weights[number], total)
 
         with self._watched(len(cuts), samples):
@@ -293,7 +293,7 @@ class Pipeline(nn.Module):
             return []
 
         def given(number: int) -> Tensors:
-            return self._brought(tuple(sliced(each, *cuts[number]) for each in inputs), 0)  # type: ignore[no-any-return]
+            return self._brought(tuple(slice_batch(each, *cuts[number]) for each in inputs), 0)  # type: ignore[no-any-return]
 
         return interpreters(len(cuts)).run(given, lose, roll)
 
@@ -309,7 +309,7 @@ class Pipeline(nn.Module):
 
     def equalise_buffers(self) -> None:
         """Makes buffers equal on all replicas. Collective: all call it."""
-        equalise_buffers(self, self.world.data)
+        sync_buffers(self, self.world.data)
 
     def release(self) -> None:
         """Lets go of the memory and groups that are shared with other ranks; the world calls it when it closes."""
@@ -325,8 +325,8 @@ class Pipeline(nn.Module):
             if parameter.grad is not None and name not in self.aliases
         }
         axis = self.world.pipeline
-        names = [name for told in gather_json(axis, list(own)) for name in told]
-        norms = dict(zip(names, torch.cat(gather_tensors(axis, on_host(list(own.values())))), strict=True))
+        names = [name for told in all_gather_json(axis, list(own)) for name in told]
+        norms = dict(zip(names, torch.cat(all_gather_tensors(axis, on_host(list(own.values())))), strict=True))
         return [norms[name] for name in self.whole.parameters if name in norms]
 
     def gathered(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:

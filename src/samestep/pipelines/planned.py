@@ -18,7 +18,7 @@ from samestep.pipelines.losses import Loss, Weight
 from samestep.pipelines.pipeline import Pipeline
 from samestep.pipelines.report import Foreseen
 from samestep.replicas import asked
-from samestep.runtime.exchange import tell_json
+from samestep.runtime.exchange import broadcast_json
 from samestep.runtime.world import World
 from samestep.schedule.simulate import Costs
 
@@ -118,7 +118,7 @@ def pipeline(
     """
     codec = asked.codec(compress, world, None, None)
     if plan is None:
-        told = tell_json(world.everyone, [schedule or "1f1b", micro_batches, split_size])
+        told = broadcast_json(world.everyone, [schedule or "1f1b", micro_batches, split_size])
         return _by_hand(opened(model), world, loss_fn, *told, weight=weight, devices=devices, codec=codec)
     if loss_fn is not None or schedule is not None or weight is not None:
         raise UsageError("loss_fn, schedule and weight are the plan's: give them to plan_pipeline, or no plan")
@@ -134,7 +134,7 @@ def pipeline(
         told,
         plan.doubt,
     ]
-    heard = tell_json(world.everyone, [*own, count, split_size])
+    heard = broadcast_json(world.everyone, [*own, count, split_size])
     ends, chunks, schedule, samples, planned, costs, told, doubt, count, split_size = heard
     ranks, size = len(ends) // chunks, world.pipeline.size
     foreseen = Foreseen(samples, planned, Costs(**costs)) if devices is not None or ranks == size else None

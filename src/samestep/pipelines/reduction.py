@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.collectives.board import is_ordered
-from samestep.collectives.shared_memory import Region, SharedMemory
+from samestep.collectives.board import has_total_store_order
+from samestep.collectives.shared_memory import RegisteredBuffer, SharedMemoryAllReduce
 from samestep.compress.codec import Codec
 from samestep.errors import UsageError
 from samestep.pipelines.ties import Copies
-from samestep.replicas.compression import Compression
-from samestep.runtime.neighbours import open_board
+from samestep.replicas.compression import GradientCompression
+from samestep.runtime.neighbours import open_counters
 from samestep.runtime.world import World
 from samestep.seeding import derive_seed
 
@@ -54,7 +54,9 @@ class Reduction:
         compression: of what the replicas send each other; None without.
     """
 
-    def __init__(self, module: nn.Module, world: World, copies: Copies, compression: Compression | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, world: World, copies: Copies, compression: GradientCompression | None = None
+    ) -> None:
         self._copies = copies
         self._compression = compression
         self._parameters = copies.parameters if world.data.size == 1 else list(module.parameters())
@@ -105,7 +107,7 @@ class Reduction:
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
-    def _send(self, parameters: Iterable[nn.Parameter], compression: Compression) -> None:
+    def _send(self, parameters: Iterable[nn.Parameter], compression: GradientCompression) -> None:
         """Adds up in compressed messages."""
         axis = self._world.data
         owners = {id(each.grad): each for each in parameters if each.grad is not None}
@@ -147,7 +149,7 @@ class Reduction:
 
 def compression_of(
     module: nn.Module, world: World, codec: Codec | None, devices: Collection[torch.device]
-) -> Compression | None:
+) -> GradientCompression | None:
     """Returns what compresses gradients on their way to the replicas. Collective over them.
 
     Raises:
@@ -161,7 +163,7 @@ def compression_of(
             "it or devices= out"
         )
     seed = derive_seed(world.seed or 0, "compression", world.pipeline.rank)
-    compression = Compression(module, codec, seed)
+    compression = GradientCompression(module, codec, seed)
     compression.connect(world.data)
     return compression
 
@@ -172,7 +174,7 @@ class _Bucket:
 
     flat: Tensor
     lengths: list[int]
-    region: Region | None
+    region: RegisteredBuffer | None
 
 
 class _Given:
@@ -194,15 +196,15 @@ class _Given:
         return self._ends
 
 
-def _in_shared_memory(world: World, module: nn.Module) -> SharedMemory | None:
+def _in_shared_memory(world: World, module: nn.Module) -> SharedMemoryAllReduce | None:
     """Returns what adds up over the replicas, if they are on CPUs of one host. Collective over them."""
     axis = world.data
     one_host = axis.neighbours is not None and axis.neighbours.is_one_host
     on_cpu = all(each.device.type == "cpu" for each in module.parameters()) and world.device.type == "cpu"
-    if axis.size == 1 or not on_cpu or not one_host or not is_ordered():
+    if axis.size == 1 or not on_cpu or not one_host or not has_total_store_order():
         return None
-    board = open_board(axis)
-    return None if board is None else SharedMemory(board)
+    board = open_counters(axis)
+    return None if board is None else SharedMemoryAllReduce(board)
 
 
 def buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:

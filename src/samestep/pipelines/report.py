@@ -22,9 +22,9 @@ from typing import Any
 from samestep.errors import StepError
 from samestep.pipelines.picture import draw
 from samestep.pipelines.stopwatch import Timed
-from samestep.runtime.exchange import gather_json
+from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.world import World
-from samestep.schedule.plan import Action, Plan
+from samestep.schedule.plan import Action, Schedule
 from samestep.schedule.simulate import Costs, Span, Timeline, simulate
 
 __all__ = ["PipelineReport"]
@@ -121,7 +121,7 @@ def reported(world: World, own: Sequence[Timed], foreseen: Foreseen | None) -> P
     samples = Counter(each.samples for each in own).most_common(1)[0][0]
     steps = [each for each in own if each.samples == samples]
     plan = steps[0].plan
-    told = gather_json(world.pipeline, [_as_json(each) for each in steps])
+    told = all_gather_json(world.pipeline, [_as_json(each) for each in steps])
     one_host = world.local_size == world.size
     whole = [_seconds(ranks, one_host=one_host) for ranks in zip(*told, strict=True)]
     place = sorted(range(len(whole)), key=whole.__getitem__)[len(whole) // 2]
@@ -153,7 +153,7 @@ def _seconds(ranks: Sequence[dict[str, Any]], *, one_host: bool) -> float:
     return float(max(each["began"] + each["seconds"] for each in ranks) - min(each["began"] for each in ranks))
 
 
-def _joined(plan: Plan, ranks: Sequence[dict[str, Any]], *, one_host: bool) -> Timeline:
+def _joined(plan: Schedule, ranks: Sequence[dict[str, Any]], *, one_host: bool) -> Timeline:
     """Returns the ranks' actions on one clock: the host's, or where they have several that of the steps' begins."""
     first = min(each["began"] for each in ranks)
     spans = []
@@ -166,7 +166,7 @@ def _joined(plan: Plan, ranks: Sequence[dict[str, Any]], *, one_host: bool) -> T
     return Timeline(plan, tuple(sorted(spans, key=lambda span: span.begin)))
 
 
-def _costs(plan: Plan, told: Sequence[Sequence[dict[str, Any]]]) -> Costs:
+def _costs(plan: Schedule, told: Sequence[Sequence[dict[str, Any]]]) -> Costs:
     """Returns the medians of what the actions took."""
     found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for steps in told:

@@ -24,7 +24,7 @@ from torch import nn
 from samestep.errors import DataError, ModelError
 from samestep.pipelines.batch import Cuts, glimpse, kinds_of, shown
 from samestep.runtime.axes import Axis
-from samestep.runtime.exchange import gather_json
+from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.sums import PendingSum, Tag, start_sum
 
 __all__: list[str] = []
@@ -107,7 +107,7 @@ class RollCall:
 
     def _part(self, own: str) -> None:
         """Says in words who has which batch. Collective over the pipeline."""
-        told = gather_json(self._axis, own)
+        told = all_gather_json(self._axis, own)
         ranks = self._axis.ranks
         other = next((place for place, each in enumerate(told) if each != told[0]), None)
         what = (
@@ -124,7 +124,7 @@ class RollCall:
         """Tells which parameters are trained, since on some rank that has changed. Collective over the pipeline."""
         self._changes += 1
         known: dict[str, tuple[str, bool]] = {}
-        for told in gather_json(self._axis, self._tied()):
+        for told in all_gather_json(self._axis, self._tied()):
             for name, trained in told.items():
                 origin = self._aliases.get(name, name)
                 other, before = known.setdefault(origin, (name, trained))

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from samestep.collectives import board
-from samestep.collectives.board import DONE, READY, Board, is_ordered
-from samestep.collectives.memory import Mine, opened
+from samestep.collectives.board import DONE, READY, SharedCounters, has_total_store_order
+from samestep.collectives.memory import Segment, open_segment
 from samestep.errors import PeerError, StepError
 from samestep.runtime.axes import Axis
-from samestep.runtime.exchange import gather_json
-from samestep.runtime.neighbours import meet
+from samestep.runtime.exchange import all_gather_json
+from samestep.runtime.neighbours import gather_host_map
 
 __all__: list[str] = []
 
@@ -58,7 +58,7 @@ class Shelf:
     def __init__(
         self, memory: mmap.mmap, place: int, names: Sequence[int], processes: Sequence[int], timeout_s: float
     ) -> None:
-        self._board = Board(memory, place, names, processes, timeout_s, together=_TOGETHER)
+        self._board = SharedCounters(memory, place, names, processes, timeout_s, together=_TOGETHER)
         begins = [board.length(2) + one * LINES * _LINE.size for one in (0, 1)]
         ledgers = [memoryview(memory)[begin : begin + LINES * _LINE.size] for begin in begins]
         self._mine, self._theirs = ledgers[place], ledgers[1 - place]
@@ -67,7 +67,7 @@ class Shelf:
         self._laid_at_end, self._taken_at_end = 0, 0  # of the step
         self._before = 0, 0  # at the end of the one before it
         self._memories, self._unseen = 0, 0  # made; the first message in the last, until it has been taken
-        self._own: list[Mine] = []  # that others may still open; the last is the one in use
+        self._own: list[Segment] = []  # that others may still open; the last is the one in use
         self._used = 0
         weakref.finalize(self, _close, self._own)
         self._opened = 0  # of the other's memories, by number
@@ -127,7 +127,7 @@ class Shelf:
                 self._own.pop(0).close()
         length = len(self._own[-1].map) if self._own else 0
         if not length or self._used + size > length:
-            self._own.append(Mine(max(LEAST, size, 2 * length)))
+            self._own.append(Segment(max(LEAST, size, 2 * length)))
             self._memories, self._unseen = self._memories + 1, self._laid + 1
             self._used = 0
         return self._used
@@ -163,7 +163,7 @@ class Shelf:
                 "rank waits for: let its error end the run, or give up the step on every rank"
             )
         if memory != self._opened:
-            self._opened, self._from = memory, opened(self._process, descriptor, length)
+            self._opened, self._from = memory, open_segment(self._process, descriptor, length)
         if self._from is None:
             raise PeerError(f"the message buffer of rank {self._other} was closed")
         return Message(self, self._from, begin)
@@ -207,7 +207,7 @@ class Message:
         self._shelf.took()
 
 
-def _close(own: list[Mine]) -> None:
+def _close(own: list[Segment]) -> None:
     while own:
         own.pop().close()
 
@@ -237,18 +237,22 @@ def shelves(axis: Axis, device: torch.device) -> dict[int, Shelf]:
     if axis.size == 1 or device.type != "cpu":
         return {}
     mine = axis.rank
-    neighbours = meet(axis)
-    around = {(mine + way) % axis.size for way in (-1, 1)} & set(neighbours.beside(mine)) if is_ordered() else set()
-    own = {other: Mine(Shelf.length()) for other in around if mine < other}
+    neighbours = gather_host_map(axis)
+    around = (
+        {(mine + way) % axis.size for way in (-1, 1)} & set(neighbours.beside(mine))
+        if has_total_store_order()
+        else set()
+    )
+    own = {other: Segment(Shelf.length()) for other in around if mine < other}
     try:
-        told = gather_json(axis, {str(other): one.place for other, one in own.items()})
+        told = all_gather_json(axis, {str(other): one.place for other, one in own.items()})
         found = {other: one.map for other, one in own.items()}
         for other in around - own.keys():
             process, descriptor = told[other].get(str(mine), (0, 0))
-            memory = opened(process, descriptor, Shelf.length())
+            memory = open_segment(process, descriptor, Shelf.length())
             if memory is not None:
                 found[other] = memory
-        seen = gather_json(axis, sorted(found))
+        seen = all_gather_json(axis, sorted(found))
     finally:
         for one in own.values():
             one.close()

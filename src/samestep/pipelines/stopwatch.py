@@ -18,7 +18,7 @@ import torch
 
 from samestep import events, progress
 from samestep.pipelines.streams import meet
-from samestep.schedule.plan import Action, Plan
+from samestep.schedule.plan import Action, Schedule
 
 __all__: list[str] = []
 
@@ -30,7 +30,7 @@ DRAWN = 3  # first steps that are all among the run's events
 class _Step:
     """One step; times are seconds of the host's clock, or events."""
 
-    plan: Plan
+    plan: Schedule
     samples: int
     began: float
     first: Mapping[torch.device, Any]
@@ -50,7 +50,7 @@ class Timed:
         spans: the actions, with begin and end in seconds after the step's begin.
     """
 
-    plan: Plan
+    plan: Schedule
     samples: int
     began: float
     seconds: float
@@ -71,7 +71,7 @@ class Stopwatch:
         self._taken = 0
 
     @contextmanager
-    def step(self, plan: Plan, samples: int) -> Iterator[None]:
+    def step(self, plan: Schedule, samples: int) -> Iterator[None]:
         """Notes a step, if it comes to its end."""
         step = _Step(plan, samples, time.monotonic(), self._begun())
         self._steps.append(step)

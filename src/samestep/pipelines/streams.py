@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from samestep.data.batches import moved, tensors_of
+from samestep.data.batches import tensors_of, to_device
 
 __all__: list[str] = []
 
@@ -132,7 +132,7 @@ class Crossing:
         here, there = self._ends
         here.departs(each for each in tensors_of(batch) if each.device == self._source)
         with here.copying(), there.copying():
-            copies = moved(batch, self._target)
+            copies = to_device(batch, self._target)
             return Parcel(copies, there.mark() or here.mark())
 
     def receive(self, parcel: Parcel) -> Any:

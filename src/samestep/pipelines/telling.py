@@ -17,11 +17,11 @@ __all__: list[str] = []
 _EVERY = 0.1  # seconds, so that saying costs nothing beside what is measured
 
 
-class Telling:
+class ProgressLine:
     """Says on standard error what is being done.
 
     Example:
-        >>> with Telling() as telling:
+        >>> with ProgressLine() as telling:
         ...     for number in range(3):
         ...         telling.say(f"pass {number + 1} of 3")
     """

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from samestep.errors import ModelError
-from samestep.launch.failure import is_users, own_line, shown
+from samestep.launch.failure import is_user_file, own_line, relative_path
 
 __all__: list[str] = []
 
@@ -92,8 +92,8 @@ def line_of(node: fx.Node) -> str:
     frames = _FRAME.findall(node.stack_trace or "")
     if not frames:
         return ""
-    file, number, text = ([frame for frame in frames if is_users(frame[0])] or frames)[-1]
-    return f"{shown(file)}:{number}  {text.strip()}"
+    file, number, text = ([frame for frame in frames if is_user_file(frame[0])] or frames)[-1]
+    return f"{relative_path(file)}:{number}  {text.strip()}"
 
 
 def as_before(value: Any, ask: str, answer: Any, where: str) -> None:

@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from samestep.schedule.plan import ADDS, Action, Order, Plan
+from samestep.schedule.plan import ADDS, Action, Order, Schedule
 
 __all__: list[str] = []
 
@@ -26,7 +26,7 @@ __all__: list[str] = []
 Row = Counter[tuple[str, int]]
 
 
-def rows(plan: Plan, *, beside: bool) -> dict[int, list[Row]]:
+def rows(plan: Schedule, *, beside: bool) -> dict[int, list[Row]]:
     """Returns, by rank, sums that no step undercuts; as many of each, in the same order.
 
     Args:
@@ -42,7 +42,7 @@ def rows(plan: Plan, *, beside: bool) -> dict[int, list[Row]]:
     return {rank: list(_of(plan, rank, order, beside=beside)) for rank, order in enumerate(plan.orders)}
 
 
-def _of(plan: Plan, rank: int, order: Order, *, beside: bool) -> Iterator[Row]:
+def _of(plan: Schedule, rank: int, order: Order, *, beside: bool) -> Iterator[Row]:
     own = [stage for stage, holder in enumerate(plan.placement) if holder == rank]
     place = {action: number for number, action in enumerate(order)}
     firsts = [Action(kind, stage, 0) for kind in ("F", "B") for stage in own]
@@ -59,13 +59,13 @@ def _of(plan: Plan, rank: int, order: Order, *, beside: bool) -> Iterator[Row]:
             yield _way(plan, first) + work + _back(plan, last.stage)
 
 
-def _hops(plan: Plan, stages: Sequence[int]) -> Row:
+def _hops(plan: Schedule, stages: Sequence[int]) -> Row:
     """Messages along a line of stages."""
     pairs = [pair for pair in pairwise(stages) if plan.placement[pair[0]] != plan.placement[pair[1]]]
     return Row(("hop", max(pair)) for pair in pairs) + Row(("hand", stage) for pair in pairs for stage in pair)
 
 
-def _handled(plan: Plan, between: Sequence[Action]) -> Row:
+def _handled(plan: Schedule, between: Sequence[Action]) -> Row:
     """Messages that a rank takes and sends while one waits there, without those that lead to it and away from it."""
     found = Row()
     for place, action in enumerate(between):
@@ -75,7 +75,7 @@ def _handled(plan: Plan, between: Sequence[Action]) -> Row:
     return found
 
 
-def _way(plan: Plan, action: Action) -> Row:
+def _way(plan: Schedule, action: Action) -> Row:
     """What comes before an action of micro-batch 0."""
     stages = range(plan.stages)
     if action.kind == "F":
@@ -85,13 +85,13 @@ def _way(plan: Plan, action: Action) -> Row:
     return there + Row(("B", stage) for stage in turn[:-1]) + _hops(plan, turn)
 
 
-def _back(plan: Plan, stage: int) -> Row:
+def _back(plan: Schedule, stage: int) -> Row:
     """What comes after a backward."""
     stages = range(stage, -1, -1)
     return Row(("B", one) for one in stages[1:]) + _hops(plan, stages)
 
 
-def _sent(plan: Plan, action: Action) -> tuple[str, int] | None:
+def _sent(plan: Schedule, action: Action) -> tuple[str, int] | None:
     """The message that an action makes, if another rank takes it."""
     taker = plan.taker(action)
     if taker is None or taker == plan.placement[action.stage]:
@@ -99,7 +99,7 @@ def _sent(plan: Plan, action: Action) -> tuple[str, int] | None:
     return "hop", action.stage + (action.kind == "F")
 
 
-def held(plan: Plan, rank: int) -> list[dict[int, int]]:
+def held(plan: Schedule, rank: int) -> list[dict[int, int]]:
     """Returns by stage of a rank how many micro-batches' activations it holds, at all times at which that is most.
 
     >>> from samestep.schedule.interleaved import interleaved

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import ModelError
-from samestep.pipelines.agreement import check
+from samestep.pipelines.agreement import check_equivalence
 from samestep.pipelines.chain import chain_of
 from samestep.pipelines.layers import Layer
-from samestep.pipelines.measure import measure
+from samestep.pipelines.measure import profile_layers
 from samestep.planning.inputs import Inputs, tensors_in
 from samestep.planning.kept import Kept
 from samestep.planning.profile import Size
@@ -234,12 +234,12 @@ def _layers(
         if len(chain.layers) < 2:
             return {}, _clause((chain.obstacles or ["it is a single layer"])[0])
         if chain.recipe is not None:
-            check(model, [layer for _, layer in chain.layers], few)
+            check_equivalence(model, [layer for _, layer in chain.layers], few)
         for samples in [inputs.samples // part for part in PARTS_OF_LAYERS if inputs.samples // part]:
             say(f"measuring layers, {samples} samples")
             with _precision(inputs):
                 cut = [each[:samples].clone() for each in given]
-                found[samples] = tuple(measure(chain.layers, cut, _sum, _repeats(step_s)))
+                found[samples] = tuple(profile_layers(chain.layers, cut, _sum, _repeats(step_s)))
     except ModelError as error:
         return {}, _clause(str(error))
     except Exception as error:  # noqa: BLE001  (likewise: a layer may stand no other batch, or no autograd by itself)

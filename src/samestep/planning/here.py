@@ -22,10 +22,10 @@ def threads() -> int:
 
 def cluster() -> Cluster:
     """Returns this machine; with several devices its links are measured, which takes some seconds."""
-    from samestep.bench.links import cluster_text, measured
+    from samestep.bench.links import cluster_text, measure_cluster
     from samestep.launch.spawn import spawn
 
     count = devices()
     if count < 2:
         return parse("[nodes]\ncount = 1", "this machine")
-    return parse(cluster_text(spawn(measured, count, 3, progress=False)[0]), "this machine")
+    return parse(cluster_text(spawn(measure_cluster, count, 3, progress=False)[0]), "this machine")

@@ -26,15 +26,15 @@ from typing import Any
 from samestep import progress
 from samestep.errors import UsageError
 from samestep.launch.imports import when_imported
-from samestep.launch.observers import Observer, Seat
+from samestep.launch.observers import Observer, RankContext
 from samestep.planning.moments import Mark, Moments, mark
+from samestep.progress_listener import ProgressListener
 from samestep.rankenv import variable
-from samestep.taker import Taker
-from samestep.verification.journal import SPAWNED, Journal
+from samestep.verification.journal import SPAWNED, TraceWriter
 from samestep.verification.recording.adjusting import adjusted
-from samestep.verification.recording.witness import EnoughError
+from samestep.verification.recording.witness import StopRecording
 from samestep.verification.watching import ours, spawning
-from samestep.verification.watching.listener import Listener
+from samestep.verification.watching.listener import Callbacks
 
 __all__: list[str] = []
 
@@ -45,18 +45,18 @@ FEWEST = 3  # timed steps of which a median is taken
 _COUNTED = 1  # the step whose kept bytes are counted
 
 
-class Observing(Observer, Taker, Listener):
+class Observing(Observer, ProgressListener, Callbacks):
     """Measures one training; SAMESTEP_VERIFY names a folder, how many steps are timed, and the script, for people."""
 
-    def begin(self, seat: Seat) -> None:
+    def begin(self, seat: RankContext) -> None:
         """Watches from now on."""
         self._order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
         self._folder = Path(self._order["folder"])
         apart = seat.spawned or seat.size > 1
-        self.journal = Journal(self._folder / SPAWNED if apart else self._folder, seat.rank)
+        self.journal = TraceWriter(self._folder / SPAWNED if apart else self._folder, seat.rank)
         self.journal.write("begin", pid=os.getpid())
         if apart:
-            raise EnoughError(0)
+            raise StopRecording(0)
         self._thread = threading.get_ident()
         self._optimizers: dict[int, Any] = {}
         self._last: Any = None  # whose step ends a step
@@ -66,7 +66,7 @@ class Observing(Observer, Taker, Listener):
         self._begin_anew()
         spawning.watch(self)
         ours.watch(self)
-        progress.tell_also(self)
+        progress.add_listener(self)
         when_imported("torch.optim.optimizer", self._watch_optimizers)
         when_imported("torch.utils.data.distributed", self._watch_samplers)
 
@@ -88,8 +88,8 @@ class Observing(Observer, Taker, Listener):
     def spawning(self, start: Any, arguments: Any, processes: int) -> bool:
         """What starts its own ranks is no training of one process."""
         del start, arguments
-        Journal(self._folder / SPAWNED, 0).write("begin", pid=os.getpid(), processes=processes)
-        raise EnoughError(0)
+        TraceWriter(self._folder / SPAWNED, 0).write("begin", pid=os.getpid(), processes=processes)
+        raise StopRecording(0)
 
     def called(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -163,7 +163,7 @@ class Observing(Observer, Taker, Listener):
         missing = WARM_UP + int(self._order["steps"]) + LISTENED - len(self.steps)
         if not missing:
             self._measure()
-            raise EnoughError(0)
+            raise StopRecording(0)
         self._tell(f"step {len(self.steps) + 1} of {len(self.steps) + missing}")
         self._prepare()
         self._begin_step()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from samestep.network.cluster import Cluster
-from samestep.network.contention import price
+from samestep.network.contention import contended_price
 from samestep.network.links import Link
 from samestep.network.offers import Offer, offers
 from samestep.network.rounds import Round
@@ -67,7 +67,7 @@ class Offered:
             senders = ranks[ranks % stages < stages - 1]
             each = Round(senders, senders + 1, np.full(len(senders), 1e9))
             placed = self.cluster.place(replicas * stages)
-            cost = price([each], self.cluster.topology, placed, self.cluster.routing).price
+            cost = contended_price([each], self.cluster.topology, placed, self.cluster.routing).price
             self._hops[key] = Link(float(f"{cost.latency_s:.9g}"), float(f"{1e9 / cost.transfer_s:.9g}"))
         return self._hops[key]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from samestep.planning.planned import Planned
+from samestep.planning.planned import TrainingPlan
 from samestep.planning.search import KINDS
 from samestep.planning.step import WORDS, Step
 from samestep.planning.told import TITLES
@@ -18,7 +18,7 @@ WIDTH = 150  # letters of a title's line
 LEFT, RIGHT = (0.0, 0.38), (0.45, 0.83)  # of the page's width: the plots; what is left is for the second one's legend
 
 
-def draw(plan: Planned, file: Path) -> None:
+def draw(plan: TrainingPlan, file: Path) -> None:
     """Writes the page."""
     from plotly.subplots import make_subplots
 
@@ -43,7 +43,7 @@ def draw(plan: Planned, file: Path) -> None:
     figure.write_html(file, include_plotlyjs=WHOLE_PAGE, default_height="96vh")
 
 
-def _curves(figure: Any, plan: Planned) -> None:
+def _curves(figure: Any, plan: TrainingPlan) -> None:
     ranks = [one.ranks for one in plan.points]
     alone = plan.planner.alone.rate
     figure.add_scatter(
@@ -63,7 +63,7 @@ def _curves(figure: Any, plan: Planned) -> None:
             )
 
 
-def _parts(figure: Any, plan: Planned) -> None:
+def _parts(figure: Any, plan: TrainingPlan) -> None:
     best = [(one.ranks, one.best) for one in plan.points if one.best is not None]
     for name, words in WORDS.items():
         values = [1e3 * one.parts.shares()[name] for _, one in best]

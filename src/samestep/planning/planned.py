@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Planned:
+class TrainingPlan:
     """What was found.
 
     Attributes:
@@ -129,7 +129,7 @@ class Planned:
             yield f"Compressing gradients to 8 bits {pays} here: {100 * gain:+.0f} %."
 
 
-def planned(profile: Profile, cluster: Cluster, ranks: int, *, grows: bool = False) -> Planned:
+def make_plan(profile: Profile, cluster: Cluster, ranks: int, *, grows: bool = False) -> TrainingPlan:
     """Returns the plan of a training.
 
     Args:
@@ -143,13 +143,13 @@ def planned(profile: Profile, cluster: Cluster, ranks: int, *, grows: bool = Fal
     """
     planner = Planner(profile, Offered(cluster), cluster.speed, cluster.memory, grows)
     points = tuple(planner.curve(ranks))
-    draft = Planned(profile, cluster, planner, points, (), None)
+    draft = TrainingPlan(profile, cluster, planner, points, (), None)
     if draft.best is None:
         return draft
     used, adding = draft.best.way.ranks, cluster.links.adding_bytes_per_s
     found = advice.ordered([*advice.changes(planner, used, adding), *_elsewhere(planner, cluster, used)])
     squeezed = advice.compressed(planner, adding).step(draft.best.way) if draft.best.algorithm else None
-    return Planned(profile, cluster, planner, points, tuple(found), squeezed)
+    return TrainingPlan(profile, cluster, planner, points, tuple(found), squeezed)
 
 
 def _elsewhere(planner: Planner, cluster: Cluster, ranks: int) -> Iterator[Change]:

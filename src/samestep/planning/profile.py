@@ -18,7 +18,7 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.pipelines.layers import Layer
-from samestep.reporting.draft import write_whole
+from samestep.reporting.draft import write_atomic
 
 __all__: list[str] = []
 
@@ -142,7 +142,7 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Writes the profile, whole or not at all."""
-        write_whole(Path(path), [json.dumps({"v": VERSION, **asdict(self)}, indent=1), "\n"])
+        write_atomic(Path(path), [json.dumps({"v": VERSION, **asdict(self)}, indent=1), "\n"])
 
 
 def load(path: str | Path) -> Profile:

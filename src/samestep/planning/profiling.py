@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.launch.nursery import Nursery
+from samestep.launch.nursery import PreforkServer
 from samestep.launch.script import find_module
 from samestep.launch.variables import threads_per_rank
-from samestep.pipelines.telling import Telling
+from samestep.pipelines.telling import ProgressLine
 from samestep.planning.observing import FEWEST, RESULT
 from samestep.planning.profile import Profile, load
 from samestep.verification import journal, runs
@@ -41,7 +41,7 @@ def profile_script(
     is_module: bool = False,
     threads: int | None = None,
     progress: Say | None = None,
-    nursery: Nursery | None = None,
+    nursery: PreforkServer | None = None,
 ) -> Profile:
     r"""Runs a script in one process for some steps, stops it, and returns what its training is.
 
@@ -85,7 +85,7 @@ def profile_script(
     program = runs.Script(program=str(script), arguments=tuple(args), is_module=is_module)
     folder = Path(tempfile.mkdtemp(prefix="samestep-plan-"))
     try:
-        with Telling() as telling:
+        with ProgressLine() as telling:
             ended = _run(program, steps, folder / "run", progress or telling.say, threads, nursery)
         return _result(program, ended)
     finally:
@@ -107,7 +107,7 @@ def _run(
     folder: Path,
     say: Say,
     threads: int | None,
-    nursery: Nursery | None,
+    nursery: PreforkServer | None,
 ) -> runs.Ended:
     said: list[str] = []
 
@@ -126,7 +126,7 @@ def _run(
         OBSERVER,
         order,
         threads=threads or threads_per_rank(1),
-        still_s=runs.STILL_S,
+        still_s=runs.HANG_TIMEOUT_S,
         nursery=nursery,
         progress=look,
     )

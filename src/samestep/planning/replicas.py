@@ -24,7 +24,7 @@ from samestep.planning import work
 from samestep.planning.fabric import Fabric, Sum
 from samestep.planning.profile import Profile
 from samestep.planning.step import Parts, Step, Way
-from samestep.replicas.buckets import Backward, Cut, best_cap, best_cut, merged
+from samestep.replicas.buckets import BackwardProfile, BucketLayout, best_single_size, coalesced, optimal_layout
 
 __all__: list[str] = []
 
@@ -111,7 +111,7 @@ def one_cap(profile: Profile, fabric: Fabric, way: Way, backward_s: float, algor
     """Returns the one size for all buckets, in bytes, that is best with an all-reduce: what `replicate` can be told."""
     sums = fabric.sums(way.replicas, way.stages, profile.gradient_bytes)
     link = next(one.link for one in sums if one.name == algorithm)
-    return best_cap(replace(_backward(profile, backward_s), link=link))
+    return best_single_size(replace(_backward(profile, backward_s), link=link))
 
 
 def memory(profile: Profile, samples: float) -> float:
@@ -137,10 +137,10 @@ def spread(profile: Profile, parts: Parts, ranks: int) -> tuple[float, float]:
 ERROR = 0.15  # of predicted messages, as measured over limited links: docs/plan.md
 
 
-def _backward(profile: Profile, backward_s: float) -> Backward:
+def _backward(profile: Profile, backward_s: float) -> BackwardProfile:
     sizes = tuple(one.nbytes for one in profile.gradients)
-    backward = Backward(sizes, _ready(profile, backward_s), FREE)
-    return merged(backward, MOST_GRADIENTS) if len(sizes) > MOST_GRADIENTS else backward
+    backward = BackwardProfile(sizes, _ready(profile, backward_s), FREE)
+    return coalesced(backward, MOST_GRADIENTS) if len(sizes) > MOST_GRADIENTS else backward
 
 
 def _ready(profile: Profile, backward_s: float) -> tuple[float, ...]:
@@ -150,7 +150,7 @@ def _ready(profile: Profile, backward_s: float) -> tuple[float, ...]:
     return tuple(one.ready_s * scale for one in profile.gradients)
 
 
-def _beside(backward: Backward, one: Sum) -> Exposed:
+def _beside(backward: BackwardProfile, one: Sum) -> Exposed:
     """[latency, then transfer] What an all-reduce adds, and what of it is gone without its latency."""
     cut, whole = _timed(backward, one.link)
     _, bytes_alone = _timed(backward, Link(0.0, one.link.bytes_per_s))
@@ -161,8 +161,8 @@ def _beside(backward: Backward, one: Sum) -> Exposed:
     return Exposed(one.name, mine.buckets(cut), whole - transfer, transfer, max(0.0, hidden))
 
 
-def _timed(backward: Backward, link: Link) -> tuple[Cut, float]:
+def _timed(backward: BackwardProfile, link: Link) -> tuple[BucketLayout, float]:
     """The best buckets, and how long after the backward the last of them is summed."""
     mine = replace(backward, link=link)
-    cut = best_cut(mine)
+    cut = optimal_layout(mine)
     return cut, max(0.0, mine.finish_s(cut) - backward.alone_s)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from samestep.network.links import Link as Wire
-from samestep.pipelines.balance import Problem
+from samestep.pipelines.balance import PartitionProblem
 from samestep.pipelines.choose import halved
 from samestep.pipelines.curves import layers_at
 from samestep.pipelines.layers import Device, Layer, Link
@@ -23,8 +23,8 @@ from samestep.planning.fabric import Fabric
 from samestep.planning.profile import Profile
 from samestep.planning.replicas import spread
 from samestep.planning.step import Parts, Step, Way
-from samestep.schedule.choose import named
-from samestep.schedule.plan import Plan
+from samestep.schedule.choose import make_schedule
+from samestep.schedule.plan import Schedule
 from samestep.schedule.simulate import Costs, simulate
 
 __all__: list[str] = []
@@ -54,11 +54,13 @@ def step(
     """
     samples = profile.batch if batch is None else batch
     each = -(-samples // (way.replicas * way.micro_batches))
-    plan = named(way.schedule, way.stages, way.micro_batches)
+    plan = make_schedule(way.schedule, way.stages, way.micro_batches)
     layers = halved(layers_at(profile.layers, each), plan)
     whole = _whole(profile, samples) / way.ranks / speed
     devices = [Device(speed, memory)] * way.stages
-    problem = Problem(layers, devices, plan, _link(fabric.hop(way.replicas, way.stages)), state=_state(profile))
+    problem = PartitionProblem(
+        layers, devices, plan, _link(fabric.hop(way.replicas, way.stages)), state=_state(profile)
+    )
     ends = problem.best(1).ends
     played = _Played(plan, problem.costs(ends))
     own = _own(layers, ends)
@@ -102,7 +104,7 @@ class _Played:
         messages: what messages add.
     """
 
-    def __init__(self, plan: Plan, costs: Costs) -> None:
+    def __init__(self, plan: Schedule, costs: Costs) -> None:
         ranks = plan.ranks
         silent = Costs(costs.forward, costs.inputs, costs.weights, beside=costs.beside)
         forward, inputs, weights = (sum(each) / ranks for each in (costs.forward, costs.inputs, costs.weights))
@@ -146,7 +148,7 @@ def _tail(fabric: Fabric, way: Way, nbytes: float) -> tuple[str, float, float]:
     return best.name, best.link.latency_s, nbytes / best.link.bytes_per_s
 
 
-def _fullest(problem: Problem, ends: Sequence[int]) -> float:
+def _fullest(problem: PartitionProblem, ends: Sequence[int]) -> float:
     """Bytes of the stage that needs most."""
     pairs = zip((0, *ends), ends, strict=False)
     return max(float(problem.chain.memory(stage)[pair]) for stage, pair in enumerate(pairs))

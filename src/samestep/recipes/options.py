@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import samestep
-from samestep.compress import NAMES
+from samestep.compress import CODEC_NAMES
 
 __all__ = [
     "add_training_options",
@@ -100,7 +100,13 @@ def add_training_options(to: argparse.ArgumentParser, *, epochs: int, batch_size
     add("--precision", choices=sorted(PRECISIONS), default="float32", help="bf16 is mixed: weights stay float32")
     add("--device", default=None, metavar="NAME", help="cpu or cuda; by default this rank's GPU, if there is one")
     add_virtual_ranks(to)
-    add("--compress", choices=sorted(NAMES), default=None, metavar="CODEC", help=f"gradients by {', '.join(NAMES)}")
+    add(
+        "--compress",
+        choices=sorted(CODEC_NAMES),
+        default=None,
+        metavar="CODEC",
+        help=f"gradients by {', '.join(CODEC_NAMES)}",
+    )
     add("--backend", default=None, metavar="NAME", help="process group backend, instead of the rule's choice")
 
 

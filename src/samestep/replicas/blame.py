@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from samestep.replicas.local_gradients import Bad, LocalGradients
 from samestep.runtime.axes import Axis
-from samestep.runtime.entries import letter_of
+from samestep.runtime.entries import decode_message
 
 __all__: list[str] = []
 
@@ -148,4 +148,4 @@ def _exchange(axis: Axis, subject: str, mine: dict[str, Any]) -> list[dict[str, 
     names = [f"samestep/nonfinite/{axis.ranks[0]}/{subject}/{rank}" for rank in axis.ranks]
     store.set(names[axis.rank], json.dumps(mine))
     store.wait(names, timedelta(seconds=PATIENCE_S))
-    return [letter_of(store.get(name), *FINDINGS, of="what a rank found in its gradients") for name in names]
+    return [decode_message(store.get(name), *FINDINGS, of="what a rank found in its gradients") for name in names]

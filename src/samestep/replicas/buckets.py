@@ -39,11 +39,11 @@ DEFAULT_CAPS = (MIB, 25 * MIB)  # of DistributedDataParallel: the first bucket, 
 SLACK = 1 / 200  # of the earliest end, which fewer buckets may cost
 CAPS = 64  # that are tried where all buckets must have the same
 
-Cut = tuple[int, ...]  # where the buckets end, in gradients; the last is the number of gradients
+BucketLayout = tuple[int, ...]  # where the buckets end, in gradients; the last is the number of gradients
 
 
 @dataclass(frozen=True)
-class Backward:
+class BackwardProfile:
     """A backward, and what it takes to add its gradients.
 
     Attributes:
@@ -75,10 +75,10 @@ class Backward:
         """Returns when the bucket of gradients begin .. end is added, the one before it being added at `done_s`."""
         return max(done_s, self._gates[end - 1]) + self.link.seconds(self._starts[end] - self._starts[begin])
 
-    def finish_s(self, cut: Cut) -> float:
+    def finish_s(self, cut: BucketLayout) -> float:
         """Returns when the last bucket of a cut is added.
 
-        >>> backward = Backward((100, 100), (1.0, 2.0), Link(latency_s=0.1, bytes_per_s=200))
+        >>> backward = BackwardProfile((100, 100), (1.0, 2.0), Link(latency_s=0.1, bytes_per_s=200))
         >>> backward.finish_s((2,)), backward.finish_s((1, 2))
         (3.1, 2.6)
         """
@@ -87,16 +87,16 @@ class Backward:
             done = self.after(done, begin, end)
         return done
 
-    def adding_s(self, cut: Cut) -> float:
+    def adding_s(self, cut: BucketLayout) -> float:
         """Returns the seconds of all its all-reduces together."""
         return sum(self.link.seconds(nbytes) for nbytes in self.buckets(cut))
 
-    def buckets(self, cut: Cut) -> tuple[int, ...]:
+    def buckets(self, cut: BucketLayout) -> tuple[int, ...]:
         """Returns the bytes of each bucket."""
         return tuple(self._starts[end] - self._starts[begin] for begin, end in zip((0, *cut), cut, strict=False))
 
 
-def cut_by(sizes: Sequence[int], caps: Sequence[int], *, from_the_end: bool = False) -> Cut:
+def cut_by(sizes: Sequence[int], caps: Sequence[int], *, from_the_end: bool = False) -> BucketLayout:
     """Returns the cut that DistributedDataParallel makes: a bucket ends with the gradient that fills it.
 
     Args:
@@ -120,10 +120,10 @@ def cut_by(sizes: Sequence[int], caps: Sequence[int], *, from_the_end: bool = Fa
     return tuple(cut) if cut and cut[-1] == len(sizes) else (*cut, len(sizes))
 
 
-def best_cut(backward: Backward, slack: float = SLACK) -> Cut:
+def optimal_layout(backward: BackwardProfile, slack: float = SLACK) -> BucketLayout:
     """Returns the cut with the fewest buckets of those that end within `slack` of the earliest end [2].
 
-    >>> best_cut(Backward((10,) * 5, (1.0, 2.0, 3.0, 4.0, 5.0), Link(latency_s=0.5, bytes_per_s=100)))
+    >>> optimal_layout(BackwardProfile((10,) * 5, (1.0, 2.0, 3.0, 4.0, 5.0), Link(latency_s=0.5, bytes_per_s=100)))
     (4, 5)
     """
     most = _earliest(backward) * (1 + slack)
@@ -136,14 +136,14 @@ def best_cut(backward: Backward, slack: float = SLACK) -> Cut:
     return _traced(begins)
 
 
-def best_cap(backward: Backward, *, from_the_end: bool = False) -> int:
+def best_single_size(backward: BackwardProfile, *, from_the_end: bool = False) -> int:
     """Returns the one cap, in bytes, for all buckets that ends earliest: all that torch before 2.13 can be told."""
     total = sum(backward.sizes)
     caps = [-(-total // number) for number in range(1, min(len(backward.sizes), CAPS) + 1)]
     return min(caps, key=lambda cap: backward.finish_s(cut_by(backward.sizes, (cap,), from_the_end=from_the_end)))
 
 
-def merged(backward: Backward, most: int) -> Backward:
+def coalesced(backward: BackwardProfile, most: int) -> BackwardProfile:
     """Returns the backward with neighbouring small gradients taken together, at most about `most` of them in all."""
     cut = cut_by(backward.sizes, (-(-sum(backward.sizes) // most),))
     ready = tuple(max(backward.ready_s[begin:end]) for begin, end in zip((0, *cut), cut, strict=False))
@@ -166,7 +166,7 @@ def is_quicker(ratios: Sequence[float]) -> tuple[bool, str]:
     return takes, f"{kept}{by}, first in {wins} of {len(ratios)} comparisons"
 
 
-def _earliest(backward: Backward) -> float:
+def _earliest(backward: BackwardProfile) -> float:
     """[1] The earliest end of all cuts."""
     ends = [0.0]
     for j in range(1, len(backward.sizes) + 1):
@@ -174,12 +174,12 @@ def _earliest(backward: Backward) -> float:
     return ends[-1]
 
 
-def _last(backward: Backward, ends: Sequence[float], j: int) -> tuple[float, int]:
+def _last(backward: BackwardProfile, ends: Sequence[float], j: int) -> tuple[float, int]:
     """When the first j gradients are added at the earliest, and with which one their last bucket begins."""
     return min((backward.after(ends[i], i, j), i) for i in range(j))
 
 
-def _traced(begins: Sequence[Sequence[int]]) -> Cut:
+def _traced(begins: Sequence[Sequence[int]]) -> BucketLayout:
     cut = [len(begins[0])]
     for number in range(len(begins) - 1, 0, -1):
         cut.append(begins[number][cut[-1] - 1])
@@ -208,12 +208,12 @@ class Cutting:
     achieved_hidden: float | None = None
 
     @staticmethod
-    def predicted(backward: Backward, cut: Cut) -> Cutting:
+    def predicted(backward: BackwardProfile, cut: BucketLayout) -> Cutting:
         """Returns what is predicted of a cut."""
         finish, adding = backward.finish_s(cut), backward.adding_s(cut)
         return Cutting(backward.buckets(cut), adding, finish, _hidden(finish - backward.alone_s, adding))
 
-    def achieved(self, backward: Backward, finish_s: float) -> Cutting:
+    def achieved(self, backward: BackwardProfile, finish_s: float) -> Cutting:
         """Returns it with the measured end."""
         hidden = _hidden(finish_s - backward.alone_s, self.adding_s) if backward.beside else None
         return dataclasses.replace(self, achieved_s=finish_s, achieved_hidden=hidden)

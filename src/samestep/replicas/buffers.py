@@ -18,7 +18,7 @@ from samestep.runtime.digest import bytes_of
 __all__: list[str] = []
 
 
-def equalise_buffers(module: nn.Module, axis: Axis) -> None:
+def sync_buffers(module: nn.Module, axis: Axis) -> None:
     """Gives every rank of `axis` the buffers of its first rank, bit for bit. Collective: every rank must call.
 
     Needed before evaluation and before saving where buffers may differ: per-rank BatchNorm statistics

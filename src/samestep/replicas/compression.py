@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from samestep.compress.chunks import MOST, Chunk, Piece, Shares, chunks_of, pieces_of
+from samestep.compress.chunks import MAX_CHUNK, Chunk, Piece, RowOwners, chunks_of, pieces_of
 from samestep.compress.codec import Codec, RowCodec
-from samestep.compress.folding import folded
-from samestep.compress.memory import Memory, State
-from samestep.compress.schemes import PLAIN, Part, Scheme, mean
+from samestep.compress.folding import redistribute
+from samestep.compress.memory import ErrorFeedback, State
+from samestep.compress.schemes import PLAIN, ReductionContext, Scheme, mean
 from samestep.compress.topk import TopK
 from samestep.launch.warning import warn
 from samestep.replicas.line import Line
@@ -69,11 +69,11 @@ class _Load:
 
     codec: Codec
     chunk: Chunk
-    shares: Shares
+    shares: RowOwners
     staging: Tensor
 
 
-class Compression:
+class GradientCompression:
     """How one replica's gradients are compressed; for :class:`samestep.Replica`.
 
     Args:
@@ -103,10 +103,10 @@ class Compression:
             taken = codec.takes(parameter.shape)
             if parameter.requires_grad:
                 (codec if taken else PLAIN).check_dtype(name, parameter.dtype)
-            most = MOST if codec.cuts or not taken else None
+            most = MAX_CHUNK if codec.cuts or not taken else None
             self._pieces[name] = pieces_of(name, parameter.shape, first, most=most)
             first += len(self._pieces[name])
-        self.memory = Memory(next((each.device for each in module.parameters()), "cpu"))
+        self.memory = ErrorFeedback(next((each.device for each in module.parameters()), "cpu"))
         self._line: Line | None = None
         self._loads: dict[tuple[int, ...], list[_Load]] = {}
         self._sent_before = 0
@@ -153,7 +153,7 @@ class Compression:
         ending = _Ending(future, buffer, len(loads))
         for load in loads:
             gradients = [_part(flats[piece.parameter], piece) for piece in load.chunk.pieces]
-            part = Part(load.chunk, axis.rank, axis.size, step, self._seed, self.memory)
+            part = ReductionContext(load.chunk, axis.rank, axis.size, step, self._seed, self.memory)
             self._line.send(_averaged(load, part, gradients), partial(ending.take, load.chunk, gradients))
         return future
 
@@ -172,7 +172,7 @@ class Compression:
             pieces = [piece for each in mine for piece in self._pieces[self._name(each)]]
             block = codec.block if isinstance(codec, RowCodec) else 1
             for chunk in chunks_of(pieces, block):
-                shares = Part(chunk, axis.rank, axis.size, 0, 0, self.memory).shares(self.memory.device)
+                shares = ReductionContext(chunk, axis.rank, axis.size, 0, 0, self.memory).shares(self.memory.device)
                 yield _Load(codec, chunk, shares, torch.zeros(chunk.length, device=self.memory.device))
 
     def state(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class Compression:
         own = [_only(state, numbers) for state in states]
         if len(own) == axis.size:
             return own[axis.rank]
-        return folded(own, numbers, self.codec.block if isinstance(self.codec, RowCodec) else 1)
+        return redistribute(own, numbers, self.codec.block if isinstance(self.codec, RowCodec) else 1)
 
     def load(self, steps: int, owed: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Goes on from there."""
@@ -201,7 +201,7 @@ class Compression:
         self._loads.clear()
 
 
-def _averaged(load: _Load, part: Part, gradients: list[Tensor]) -> Scheme:
+def _averaged(load: _Load, part: ReductionContext, gradients: list[Tensor]) -> Scheme:
     """The mean of a chunk; its gradients are read when it begins."""
     torch._foreach_copy_(load.chunk.views(load.staging), gradients)
     return (yield from mean(load.codec, part, load.staging, load.shares))

@@ -40,10 +40,10 @@ from samestep.replicas.digests import Item, digest_of_all, items_of_model, items
 from samestep.replicas.rounds import Rounds, is_among, watch_steps
 from samestep.runtime.axes import Axis
 from samestep.runtime.digest import bytes_of
-from samestep.runtime.exchange import gather_json, tell_json
+from samestep.runtime.exchange import all_gather_json, broadcast_json
 from samestep.runtime.world import World
 
-__all__ = ["DriftGuard", "DriftWatch"]
+__all__ = ["DriftGuard", "DriftMonitor"]
 
 Policy = Literal["stop", "warn", "repair"]
 POLICIES = ("stop", "warn", "repair")
@@ -130,7 +130,7 @@ def guard_of(asked: int | DriftGuard | None) -> DriftGuard | None:
     return DriftGuard(every=asked)
 
 
-class DriftWatch:
+class DriftMonitor:
     """The guard of one replica, at work.
 
     Collective: every rank must make it, for a model that is alike on all. Alone it does nothing. It can be given to
@@ -155,7 +155,7 @@ class DriftWatch:
         >>> import samestep, torch
         >>> with samestep.world() as world:
         ...     model = samestep.replicate(torch.nn.Linear(2, 1).to(world.device), world)
-        ...     drift = DriftWatch(model.module, world, DriftGuard(every=1))
+        ...     drift = DriftMonitor(model.module, world, DriftGuard(every=1))
         ...     drift.check(), drift.checks
         (True, 0)
     """
@@ -229,7 +229,7 @@ class DriftWatch:
     def _differences(self, items: Sequence[Item]) -> list[Difference]:
         """Returns what differs, the same on every rank. Collective."""
         mine = {"at": [self.number, self.steps], "of": {item.name: [item.digest(), item.kind] for item in items}}
-        told = gather_json(self._axis, mine)
+        told = all_gather_json(self._axis, mine)
         if any(one["at"] != mine["at"] for one in told):
             steps = ", ".join(
                 f"rank {rank} at step {one['at'][1]} of model {one['at'][0]}"
@@ -385,7 +385,7 @@ def same_everywhere(axis: Axis, word: int) -> bool:
 def send(item: Item, axis: Axis, source: int) -> None:
     """Gives all ranks an item as the one at position `source` has it, in place, through host memory. Collective."""
     if not isinstance(item.value, torch.Tensor):
-        told = tell_json(axis, item.value, source)
+        told = broadcast_json(axis, item.value, source)
         item.home[item.key] = tuple(told) if isinstance(item.value, tuple) else told
         return
     data = bytes_of(item.value).to("cpu", copy=True)

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.compress.schemes import Scheme, ToAll, ToEach
+from samestep.compress.schemes import AllGather, AllToAll, Scheme
 from samestep.compress.simulate import bytes_sent
 from samestep.runtime.axes import Axis
-from samestep.runtime.neighbours import group_of
-from samestep.runtime.worker import Worker
+from samestep.runtime.neighbours import new_group
+from samestep.runtime.worker import WorkerThread
 
 __all__: list[str] = []
 
@@ -46,8 +46,8 @@ class Line:
     def __init__(self, axis: Axis, rounds: int, *, threads: bool) -> None:
         timeout = timedelta(seconds=axis.timeout_s)
         self._axis = axis
-        self._groups = [group_of(axis.ranks, timeout) for _ in range(rounds)]
-        self._workers = [Worker(f"compresses {number}") for number in range(rounds + 1)] if threads else []
+        self._groups = [new_group(axis.ranks, timeout) for _ in range(rounds)]
+        self._workers = [WorkerThread(f"compresses {number}") for number in range(rounds + 1)] if threads else []
         self._sent = [0] * rounds  # by each thread's own
 
     @property
@@ -73,14 +73,14 @@ class Line:
         else:
             self._do(number + 1, functools.partial(self._go_on, scheme, number + 1, arriving, done))
 
-    def _issue(self, number: int, message: ToEach | ToAll) -> _Arriving:
+    def _issue(self, number: int, message: AllToAll | AllGather) -> _Arriving:
         group: Any = self._groups[number]
         size, packets = self._axis.size, message.packets
         self._sent[number] += bytes_sent(message, self._axis.rank, size)
-        rows = message.counts[self._axis.rank] if isinstance(message, ToEach) else len(packets)
+        rows = message.counts[self._axis.rank] if isinstance(message, AllToAll) else len(packets)
         arrived = torch.empty(size, rows, packets.shape[1], dtype=torch.uint8, device=packets.device)
         flat = packets.view(-1)
-        if isinstance(message, ToAll):
+        if isinstance(message, AllGather):
             return _Arriving(arrived, group._allgather_base(arrived.view(-1), flat), packets)  # noqa: SLF001
         sent = [count * packets.shape[1] for count in message.counts]
         received = [rows * packets.shape[1]] * size

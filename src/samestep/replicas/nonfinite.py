@@ -49,7 +49,7 @@ from samestep.replicas.blame import find_blame
 from samestep.replicas.local_gradients import Bad, LocalGradients, Look, examined, look_for
 from samestep.replicas.norm import SyncBatchNorm
 from samestep.replicas.rounds import is_capturing
-from samestep.replicas.virtual import SliceEngine
+from samestep.replicas.virtual import VirtualRankEngine
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -82,7 +82,7 @@ class Guard:
         self.thorough = policy not in {None, "off"}
         self.skipped = self.in_a_row = self.found = 0
         self.number = 0  # of the replica
-        self.slices: SliceEngine | None = None  # of virtual ranks
+        self.slices: VirtualRankEngine | None = None  # of virtual ranks
         self._module = weakref.ref(module)
         self._buffers: list[Tensor] = []
         if self.policy == "skip":

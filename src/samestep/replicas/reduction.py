@@ -33,13 +33,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep import progress
 from samestep.collectives import shared_memory
-from samestep.collectives.board import Board, is_ordered
-from samestep.collectives.shared_memory import Region, SharedMemory, is_shared, mean_of, overflows
+from samestep.collectives.board import SharedCounters, has_total_store_order
+from samestep.collectives.shared_memory import (
+    RegisteredBuffer,
+    SharedMemoryAllReduce,
+    divide_,
+    is_shared,
+    must_divide_first,
+)
 from samestep.errors import UsageError
 from samestep.launch.warning import warn
-from samestep.replicas.compression import Compression
+from samestep.replicas.compression import GradientCompression
 from samestep.runtime.axes import Axis
-from samestep.runtime.neighbours import across_hosts, open_board
+from samestep.runtime.neighbours import inter_host_group, open_counters
 
 __all__: list[str] = []
 
@@ -61,7 +67,7 @@ class Way:
 
 
 def bring_in(
-    model: DistributedDataParallel, axis: Axis, asked: Reduce | None, compression: Compression | None = None
+    model: DistributedDataParallel, axis: Axis, asked: Reduce | None, compression: GradientCompression | None = None
 ) -> Way:
     """Has a model's gradients added as asked; returns how. Collective: every rank must call it.
 
@@ -86,12 +92,12 @@ def bring_in(
         return Way(beside=True)
     if asked == "ordered" and (why_not is not None or not one_host):
         return _ordered(model, axis)
-    board = open_board(axis)
+    board = open_counters(axis)
     if board is None:
         if asked == "shared":
             raise UsageError("reduce='shared' is not available: the ranks of a host cannot open each other's memory")
         return _ordered(model, axis) if asked == "ordered" else Way(beside=True)
-    hook = SharedHook(axis, board, across_hosts(axis))
+    hook = SharedHook(axis, board, inter_host_group(axis))
     register(model, axis, hook)
     return Way(beside=not one_host, let_go=hook.leave)  # between hosts the backend's messages take the time
 
@@ -105,7 +111,7 @@ def _why_not_shared(axis: Axis, device: torch.device) -> str | None:
     """Why the gradients cannot be added in shared memory; None where they can. The same on all ranks."""
     if device.type != "cpu":
         return f"the gradients are on {device}, which has its own ways"
-    if not is_ordered():
+    if not has_total_store_order():
         return "it needs Linux on x86-64, where processors show their writes in order"
     if axis.neighbours is None or any(len(host) == 1 for host in axis.neighbours.hosts):
         return "a rank stands alone on its host, or cannot see the processes beside it"
@@ -125,9 +131,9 @@ def register(model: DistributedDataParallel, axis: Axis, hook: Hook) -> None:
             return hook(axis, bucket)
         number, buffer = bucket.index(), bucket.buffer()
         dense = buffer if buffer.layout is torch.strided else buffer._values()  # noqa: SLF001
-        progress.note_bucket(number, dense.nbytes, begun=True)
+        progress.bucket_filled(number, dense.nbytes, begun=True)
         mean = hook(axis, bucket)
-        mean.add_done_callback(lambda _: progress.note_bucket_done(number))
+        mean.add_done_callback(lambda _: progress.bucket_reduced(number))
         return mean
 
     model.register_comm_hook(axis, handed)
@@ -142,10 +148,10 @@ class SharedHook:
         across: adds a share over the hosts, None on one host.
     """
 
-    def __init__(self, axis: Axis, board: Board, across: dist.ProcessGroup | None) -> None:
-        self._memory = SharedMemory(board, None if across is None else functools.partial(_add_across, across))
+    def __init__(self, axis: Axis, board: SharedCounters, across: dist.ProcessGroup | None) -> None:
+        self._memory = SharedMemoryAllReduce(board, None if across is None else functools.partial(_add_across, across))
         self._board = board
-        self._regions: dict[int, Region | None] = {}
+        self._regions: dict[int, RegisteredBuffer | None] = {}
         self._said = axis.rank != 0
 
     def __call__(self, axis: Axis, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -162,7 +168,7 @@ class SharedHook:
             self._memory.advance()
         return future
 
-    def _region(self, index: int, buffer: Tensor) -> Region | None:
+    def _region(self, index: int, buffer: Tensor) -> RegisteredBuffer | None:
         """Where the ranks' buckets of this number lie; DDP builds other buckets after the first step."""
         known = self._regions.get(index)
         if index in self._regions and (known is None or (known.address == buffer.data_ptr() and is_shared(buffer))):
@@ -179,7 +185,7 @@ class SharedHook:
         self._board.leave()
 
 
-def _compressed_by(compression: Compression) -> Hook:
+def _compressed_by(compression: GradientCompression) -> Hook:
     """[4] Averages buckets in compressed messages."""
 
     def hook(axis: Axis, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -215,8 +221,8 @@ def add_in_order(axis: Axis, bucket: GradBucket) -> torch.futures.Future[Tensor]
     buffer = bucket.buffer()
     if buffer.layout is not torch.strided:
         return add_by_backend(axis, bucket)
-    before, after = (axis.size, 1) if overflows(buffer) else (1, axis.size)
-    mean_of(buffer, before)
+    before, after = (axis.size, 1) if must_divide_first(buffer) else (1, axis.size)
+    divide_(buffer, before)
     each = -(-buffer.numel() // axis.size)
     padded = torch.nn.functional.pad(buffer, (0, each * axis.size - buffer.numel()))
     shares = torch.empty_like(padded)
@@ -224,7 +230,7 @@ def add_in_order(axis: Axis, bucket: GradBucket) -> torch.futures.Future[Tensor]
     total, *others = shares.view(axis.size, each).unbind()
     for other in others:
         total.add_(other)
-    mean_of(total, after)
+    divide_(total, after)
     dist.all_gather(list(padded.view(axis.size, each).unbind()), total, group=axis.group)
     future = torch.futures.Future[Tensor]()
     future.set_result(buffer.copy_(padded[: buffer.numel()]))

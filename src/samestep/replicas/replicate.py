@@ -28,20 +28,20 @@ from samestep.errors import DataError, EmptyBatchError, SamestepError, StepError
 from samestep.launch.failure import lost_peer
 from samestep.replicas import asked
 from samestep.replicas.buckets import BucketPlan
-from samestep.replicas.buffers import equalise, equalise_buffers
-from samestep.replicas.compression import Compression
-from samestep.replicas.drift import DriftGuard, DriftWatch, guard_of
+from samestep.replicas.buffers import equalise, sync_buffers
+from samestep.replicas.compression import GradientCompression
+from samestep.replicas.drift import DriftGuard, DriftMonitor, guard_of
 from samestep.replicas.local_steps import LocalSteps
 from samestep.replicas.nonfinite import POLICIES, Guard, Policy
 from samestep.replicas.norm import synchronise_batchnorm
 from samestep.replicas.reduction import WAYS, Reduce
 from samestep.replicas.synchroniser import Synchroniser
-from samestep.replicas.virtual import SliceEngine
+from samestep.replicas.virtual import VirtualRankEngine
 from samestep.runtime.world import World
 
 __all__ = ["Replica", "replicate"]
 
-Engine = Synchroniser | SliceEngine | LocalSteps
+Engine = Synchroniser | VirtualRankEngine | LocalSteps
 BatchNormMode = Literal["synchronised", "local"]
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # how torch's batch_norm says it
@@ -67,8 +67,8 @@ class Replica(nn.Module):
 
     module: nn.Module
     nonfinite: Guard | None = None
-    drift: DriftWatch | None = None
-    compression: Compression | None = None
+    drift: DriftMonitor | None = None
+    compression: GradientCompression | None = None
     _plan: BucketPlan | None = None  # of an engine that is released
 
     def __init__(self, module: nn.Module, world: World, batchnorm: str, synchroniser: Engine | None) -> None:
@@ -129,13 +129,13 @@ class Replica(nn.Module):
         if (slices := self.slices) is not None:
             slices.buffers.equalise()
         else:
-            equalise_buffers(self.module, self.world.data)
+            sync_buffers(self.module, self.world.data)
 
     @property
-    def slices(self) -> SliceEngine | None:
+    def slices(self) -> VirtualRankEngine | None:
         """What holds the virtual ranks' gradients and buffers; None without virtual ranks."""
         engine = self.__dict__["_synchroniser"]
-        return engine if isinstance(engine, SliceEngine) else None
+        return engine if isinstance(engine, VirtualRankEngine) else None
 
     @property
     def buckets(self) -> BucketPlan | None:
@@ -276,14 +276,14 @@ def replicate(
     if mode == "synchronised":
         model = synchronise_batchnorm(model, world.data, world.device)
     finite = Guard(model, world, nonfinite)
-    compression = None if codec is None else Compression(model, codec, world.seed or 0)
+    compression = None if codec is None else GradientCompression(model, codec, world.seed or 0)
     engine = _engine(model, world, finite, compression, average_every, buckets, reduce, find_unused_parameters)
     world.set_streams_apart()
     replica = Replica(model, world, mode, engine)
     replica.nonfinite, replica.compression = finite, compression
     finite.number, finite.slices = replica.number, replica.slices
     if drift is not None:
-        replica.drift = DriftWatch(model, world, drift)
+        replica.drift = DriftMonitor(model, world, drift)
         world.step.epoch_ends.append(replica.drift.end_epoch)
     return replica
 
@@ -296,7 +296,7 @@ def _engine(
     model: nn.Module,
     world: World,
     guard: Guard,
-    compression: Compression | None,
+    compression: GradientCompression | None,
     average_every: int | None,
     buckets: float | Literal["auto"] | None,
     reduce: Reduce | None,
@@ -304,10 +304,10 @@ def _engine(
 ) -> Engine | None:
     """Returns what makes one training of the ranks'; None where there is nobody else. Collective."""
     if world.virtual is not None:
-        return SliceEngine(model, world, world.virtual)
+        return VirtualRankEngine(model, world, world.virtual)
     if world.data.size == 1:
         return None
-    equalise_buffers(model, world.data)  # DDP sends rank 0's parameters
+    sync_buffers(model, world.data)  # DDP sends rank 0's parameters
     if average_every is not None:
         equalise(list(model.parameters()), world.data)
         guard.local = None  # a rank's own gradients are all there are

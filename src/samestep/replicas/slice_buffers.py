@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from samestep.replicas.buffers import equalise_buffers
+from samestep.replicas.buffers import sync_buffers
 from samestep.runtime.axes import Axis
-from samestep.runtime.exchange import gather_json, gather_tensors
+from samestep.runtime.exchange import all_gather_json, all_gather_tensors
 from samestep.runtime.virtual import VirtualRanks
 
 __all__: list[str] = []
@@ -69,15 +69,15 @@ class SliceBuffers:
         """Gives every rank's model the buffers of virtual rank 0. Collective: every rank must call it."""
         self._adopt()
         self._show(0)
-        equalise_buffers(self._module, self._axis)
+        sync_buffers(self._module, self._axis)
         self._standing = self._versions()
 
     def state(self) -> dict[str, Tensor]:
         """Returns the buffers that differ between slices, [virtual ranks, …] each, on the host. Collective."""
         self._adopt()
-        everywhere = gather_json(self._axis, sorted(self._changed()))
+        everywhere = all_gather_json(self._axis, sorted(self._changed()))
         names = sorted({name for names in everywhere for name in names})
-        return {name: torch.cat(gather_tensors(self._axis, self._rows(name))) for name in names}
+        return {name: torch.cat(all_gather_tensors(self._axis, self._rows(name))) for name in names}
 
     def load_state(self, saved: dict[str, Tensor]) -> None:
         """Takes up what :meth:`state` has returned, on any number of ranks, after the model's own state."""

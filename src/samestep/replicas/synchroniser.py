@@ -25,7 +25,7 @@ from samestep.data.batches import tensors_of
 from samestep.errors import ModelError, StepError
 from samestep.launch.warning import warn
 from samestep.replicas.buckets import BucketPlan
-from samestep.replicas.compression import Compression
+from samestep.replicas.compression import GradientCompression
 from samestep.replicas.local_gradients import LocalGradients
 from samestep.replicas.reduction import Reduce, Way, bring_in
 from samestep.replicas.tuning import Caps, Tuning, argument, why_not
@@ -61,7 +61,7 @@ class Synchroniser:
         reduce: Reduce | None,
         find_unused_parameters: bool,
         local: LocalGradients | None = None,
-        compression: Compression | None = None,
+        compression: GradientCompression | None = None,
     ) -> None:
         self.module = module
         self.world = world

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.collectives.board import is_ordered
-from samestep.collectives.shared_memory import Region, SharedMemory, is_shared
+from samestep.collectives.board import has_total_store_order
+from samestep.collectives.shared_memory import RegisteredBuffer, SharedMemoryAllReduce, is_shared
 from samestep.errors import ModelError
 from samestep.runtime.axes import Axis
-from samestep.runtime.neighbours import open_board
+from samestep.runtime.neighbours import open_counters
 from samestep.topology import tree_sum
 
 __all__: list[str] = []
@@ -176,9 +176,9 @@ class Summing:
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self._axis = axis
         one_host = axis.neighbours is not None and axis.neighbours.is_one_host
-        board = open_board(axis) if one_host and device.type == "cpu" and is_ordered() else None
-        self._shared = None if board is None else SharedMemory(board)
-        self._regions: dict[int, Region | None] = {}
+        board = open_counters(axis) if one_host and device.type == "cpu" and has_total_store_order() else None
+        self._shared = None if board is None else SharedMemoryAllReduce(board)
+        self._regions: dict[int, RegisteredBuffer | None] = {}
 
     def sum(self, node: Node, layout: Layout) -> None:
         """Makes `node` the sum of all ranks' by the tree, in place: the same bits on all. Collective.
@@ -198,7 +198,7 @@ class Summing:
         sum_by_messages(self._axis, node, scratch)
         layout.reuse([scratch])
 
-    def _region(self, flat: Tensor) -> Region | None:
+    def _region(self, flat: Tensor) -> RegisteredBuffer | None:
         """Where the ranks' parts lie; nodes are used again and again, and a new one is new on every rank."""
         if self._shared is None:
             return None

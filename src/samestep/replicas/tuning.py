@@ -43,18 +43,18 @@ from samestep.network.links import fit
 from samestep.replicas.buckets import (
     DEFAULT_CAPS,
     MIB,
-    Backward,
+    BackwardProfile,
     BucketPlan,
     Cutting,
-    best_cap,
-    best_cut,
+    best_single_size,
+    coalesced,
     cut_by,
     is_quicker,
-    merged,
+    optimal_layout,
 )
 from samestep.replicas.reduction import Way
 from samestep.runtime.axes import Axis
-from samestep.runtime.exchange import gather_json
+from samestep.runtime.exchange import all_gather_json
 
 __all__: list[str] = []
 
@@ -258,15 +258,15 @@ class Tuning:
 
     # --- what there is to know ---
 
-    def _agreed(self, profiled: list[Record], way: Way) -> Backward:
+    def _agreed(self, profiled: list[Record], way: Way) -> BackwardProfile:
         """[3] Returns the backward as all ranks see it. Collective."""
         probed = {nbytes: self._probed(nbytes) for nbytes in self._probe_sizes()}
         probed[sum(self._sizes)] = [one.exposed_s for one in profiled]
         mine = {"ready": self._ready(profiled), "order": list(profiled[-1].ready), "adding": list(probed.values())}
-        told = gather_json(self._axis, mine)
+        told = all_gather_json(self._axis, mine)
         adding = [median(_last_to_come(ranks)) for ranks in zip(*(one["adding"] for one in told), strict=True)]
         order = self._order(told[0]["order"])
-        return Backward(
+        return BackwardProfile(
             sizes=tuple(self._sizes[number] for number in order),
             ready_s=tuple(max(one["ready"][number] for one in told) for number in order),
             link=fit([(nbytes, max(time_s, SHORTEST)) for nbytes, time_s in zip(probed, adding, strict=True)]),
@@ -310,13 +310,13 @@ class Tuning:
     def _cut_by(self, sizes: Sequence[int], caps: Caps) -> tuple[int, ...]:
         return cut_by(sizes, caps, from_the_end=self._in_given_order)
 
-    def _proposal(self, backward: Backward) -> tuple[Cutting, Caps]:
+    def _proposal(self, backward: BackwardProfile) -> tuple[Cutting, Caps]:
         """Returns the buckets that should end earliest, and the caps that make them."""
         if not _HAS_LISTS:
-            cap = best_cap(backward, from_the_end=self._in_given_order)
+            cap = best_single_size(backward, from_the_end=self._in_given_order)
             return Cutting.predicted(backward, self._cut_by(backward.sizes, (cap,))), (cap,)
-        small = merged(backward, GRAINS)
-        proposed = Cutting.predicted(small, best_cut(small))
+        small = coalesced(backward, GRAINS)
+        proposed = Cutting.predicted(small, optimal_layout(small))
         return proposed, proposed.buckets[::-1] if self._in_given_order else proposed.buckets
 
     def _block(self, *, settle: bool) -> Generator[None, None, list[float]]:
@@ -325,10 +325,10 @@ class Tuning:
 
     def _times(self, *blocks: list[float]) -> list[float]:
         """Returns what a backward took in each block, from the rank that comes to it last. Collective."""
-        told = gather_json(self._axis, blocks)
+        told = all_gather_json(self._axis, blocks)
         return [median(_last_to_come(column)) for column in zip(*told, strict=True)]
 
-    def _compare(self, backward: Backward, default: Cutting, proposed: Cutting, caps: Caps) -> Course:
+    def _compare(self, backward: BackwardProfile, default: Cutting, proposed: Cutting, caps: Caps) -> Course:
         """[4] Tries the proposed buckets and the default in turn, and decides."""
         blocks: list[list[float]] = []
         for number, turn in enumerate(TURNS):
@@ -351,7 +351,7 @@ class Tuning:
         if self.plan.takes_proposed is not TURNS[-1]:
             self._use(caps if self.plan.takes_proposed else None)
 
-    def _decide(self, backward: Backward, default: Cutting, proposed: Cutting, ratios: list[float]) -> None:
+    def _decide(self, backward: BackwardProfile, default: Cutting, proposed: Cutting, ratios: list[float]) -> None:
         takes, reason = is_quicker(ratios) if ratios else (False, _not_worth(default, proposed))
         self.plan = BucketPlan(default, proposed, takes, reason, backward.alone_s, backward.link, backward.beside)
 

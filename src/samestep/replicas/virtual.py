@@ -36,7 +36,7 @@ _OUTSIDE = (
 )
 
 
-class SliceEngine:
+class VirtualRankEngine:
     """Calls a model so that the gradients of all slices are added when the step ends.
 
     Args:

@@ -16,7 +16,7 @@ from statistics import fmean
 
 import numpy as np
 
-from samestep.events import APART
+from samestep.events import NON_TRAINING
 from samestep.reporting.record import RankLog
 from samestep.reporting.table import TRAINING, Floats, Table, measured
 
@@ -111,7 +111,7 @@ def last(log: RankLog) -> float:
 def _apart(logs: Sequence[RankLog]) -> dict[str, float]:
     sums = {
         name: fmean(sum(measured(line["spent"].get(name, 0.0)) for line in log.steps) for log in logs)
-        for name in (APART if logs else ())
+        for name in (NON_TRAINING if logs else ())
     }
     return {name: seconds for name, seconds in sums.items() if seconds}
 

@@ -21,9 +21,9 @@ from typing import Literal
 
 import numpy as np
 
-from samestep.reporting.analysis import Analysis
+from samestep.reporting.analysis import RunAnalysis
 from samestep.reporting.gantt import idle
-from samestep.reporting.words import printable, seconds, share
+from samestep.reporting.words import escape_control, format_duration, format_percent
 
 __all__: list[str] = []
 
@@ -53,16 +53,16 @@ class Advice:
     def sentence(self) -> str:
         """All of it."""
         whole = "a step would take" if self.of == "step" else "the run would take"
-        return f"{self.text}: {whole} up to {share(self.gain)} less time ({self.how})."
+        return f"{self.text}: {whole} up to {format_percent(self.gain)} less time ({self.how})."
 
 
-def advice(analysis: Analysis) -> list[Advice]:
+def advice(analysis: RunAnalysis) -> list[Advice]:
     """Returns what stands out, the greatest gain first; empty where nothing does."""
     found = [piece for kind in KINDS for piece in kind(analysis) if piece.gain >= LEAST]
     return sorted(found, key=lambda piece: -piece.gain)
 
 
-def _data(analysis: Analysis) -> Iterator[Advice]:
+def _data(analysis: RunAnalysis) -> Iterator[Advice]:
     table, account = analysis.table.steady, analysis.account
     waiting = table.of_phases("data")
     part = account.part(table.mean(waiting))
@@ -71,8 +71,9 @@ def _data(analysis: Analysis) -> Iterator[Advice]:
     if part > DATA and not only_one and not analysis.is_staged:
         without = table.own.max(axis=0) - (table.own - waiting).max(axis=0)
         text = (
-            f"The ranks wait {seconds(table.mean(waiting))} of a step for data, {share(part)} of it. Load with more "
-            "workers (`workers=` of samestep.shards, `num_workers=` of a DataLoader), or prepare the data beforehand"
+            f"The ranks wait {format_duration(table.mean(waiting))} of a step for data, {format_percent(part)} of it. "
+            "Load with more workers (`workers=` of samestep.shards, `num_workers=` of a DataLoader), or prepare "
+            "the data beforehand"
         )
         yield Advice(
             "data", text, "the longest own time of each step, less what it is without data", _of(without, analysis)
@@ -85,59 +86,63 @@ LOOK = {
 }
 
 
-def _straggler(analysis: Analysis) -> Iterator[Advice]:
+def _straggler(analysis: RunAnalysis) -> Iterator[Advice]:
     slow = analysis.pace.straggler
     gain = analysis.account.part(slow.gain) if slow else 0.0
     if slow is None or gain < SLOW or analysis.is_staged or _uneven_gain(analysis) > gain / 2:
         return
     times = (
-        f"{slow.own / slow.others:.2f} times the others' {seconds(slow.others)}" if slow.others else "the others none"
+        f"{slow.own / slow.others:.2f} times the others' {format_duration(slow.others)}"
+        if slow.others
+        else "the others none"
     )
     look = LOOK.get(slow.phase, "what else runs there, at its cores and device")
     text = (
-        f"Rank {slow.rank} on {_host(analysis, slow.rank)} is a straggler: it is busy for {seconds(slow.own)} a "
-        f"step, {times}, and it loses most in {slow.phase}. Look {look}"
+        f"Rank {slow.rank} on {_host(analysis, slow.rank)} is a straggler: it is busy for {format_duration(slow.own)} "
+        f"a step, {times}, and it loses most in {slow.phase}. Look {look}"
     )
     how = "what the longest own time of each step would be shorter if it kept up"
     yield Advice("straggler", text, how, gain)
 
 
-def _uneven(analysis: Analysis) -> Iterator[Advice]:
+def _uneven(analysis: RunAnalysis) -> Iterator[Advice]:
     ledger = analysis.ledger
     if ledger is None or ledger.imbalance is None or analysis.is_staged:
         return
     what = {"samples": "samples", "weight": "weight (tokens, say)", "elements": "numbers in batches"}[ledger.unit]
     text = (
-        f"The steps' work is uneven: the rank that has most has {share(ledger.imbalance)} more {what} than the "
-        "mean, and the times follow. Divide by cost (`samestep.shards(…, cost=lengths)`)"
+        f"The steps' work is uneven: the rank that has most has {format_percent(ledger.imbalance)} more {what} than "
+        "the mean, and the times follow. Divide by cost (`samestep.shards(…, cost=lengths)`)"
     )
     how = "what a unit of work costs, times what the fullest rank has beyond the mean"
     yield Advice("imbalance", text, how, _uneven_gain(analysis))
 
 
-def _changing(analysis: Analysis) -> Iterator[Advice]:
+def _changing(analysis: RunAnalysis) -> Iterator[Advice]:
     account, slow = analysis.account, analysis.pace.straggler
     explained = max(slow.gain if slow else 0.0, analysis.ledger.cost if analysis.ledger else 0.0)
     left = account.part(max(0.0, account.delay - explained))
     if left < CHANGING or analysis.is_staged:
         return
     text = (
-        f"The ranks wait {seconds(account.delay)} of a step for slower ones, and not always for the same. Look for "
-        "batches of unequal cost, and for other programs on the hosts' cores"
+        f"The ranks wait {format_duration(account.delay)} of a step for slower ones, and not always for the same. Look "
+        "for batches of unequal cost, and for other programs on the hosts' cores"
     )
     yield Advice("changing stragglers", text, "what is waited beyond the messages, and not for one slow rank", left)
 
 
-def _exchange(analysis: Analysis) -> Iterator[Advice]:
+def _exchange(analysis: RunAnalysis) -> Iterator[Advice]:
     account, overlap = analysis.account, analysis.overlap
     own_calls = sum(call.least for call in analysis.calls)
     exchange = max(0.0, min(account.transfer - own_calls, account.phases.get("wait", 0.0)))
     part = account.part(exchange)
     if part < EXCHANGE or analysis.is_staged:
         return
-    text = f"The exchange of gradients keeps every rank for {seconds(exchange)} of a step, {share(part)} of it"
+    text = (
+        f"Every rank spends {format_duration(exchange)} of a step, {format_percent(part)} of it, exchanging gradients"
+    )
     if overlap is not None and overlap.part is not None:
-        text += f", though {share(overlap.part)} of it passes beside the backward"
+        text += f", though {format_percent(overlap.part)} of it passes beside the backward"
     more = f"{text}. Larger batches for each rank, or two micro-batches a step, halve it for the same samples"
     yield Advice("accumulation", more, "half of the least that any rank waits", part / 2)
     if overlap is not None and overlap.buckets:
@@ -146,21 +151,22 @@ def _exchange(analysis: Analysis) -> Iterator[Advice]:
         yield Advice("overlap", text, "the least that any rank waits for gradients, if nothing of it were left", part)
 
 
-def _calls(analysis: Analysis) -> Iterator[Advice]:
+def _calls(analysis: RunAnalysis) -> Iterator[Advice]:
     for call in analysis.calls:
         text = (
-            f"{printable(call.operation)} at {printable(call.where)} takes {seconds(call.seconds)} of every step. Call "
-            "it less often, or with `async_op=True`"
+            f"{escape_control(call.operation)} at {escape_control(call.where)} takes {format_duration(call.seconds)} "
+            "of every step. Call it less often, or with `async_op=True`"
         )
         how = "what the rank that waits least in it waits"
         yield Advice(f"collective {call.operation} {call.where}", text, how, analysis.account.part(call.least))
 
 
-def _saves(analysis: Analysis) -> Iterator[Advice]:
+def _saves(analysis: RunAnalysis) -> Iterator[Advice]:
     spent = analysis.account.apart.get("save", 0.0)
     part = analysis.account.of_run(spent)
     text = (
-        f"Saving stops the training for {seconds(spent)}, {share(part)} of the run. Save half as often (`every=`; the "
+        f"Saving stops the training for {format_duration(spent)}, {format_percent(part)} of the run. Save half as "
+        "often (`every=`; the "
         'end of each epoch is saved too, unless it is `every="2 epochs"`, say)'
     )
     written = max((len(log.checkpoints) for log in analysis.logs), default=0)
@@ -168,27 +174,27 @@ def _saves(analysis: Analysis) -> Iterator[Advice]:
         yield Advice("save", text, "half of the time that saves take", part / 2, "run")
 
 
-def _evaluations(analysis: Analysis) -> Iterator[Advice]:
+def _evaluations(analysis: RunAnalysis) -> Iterator[Advice]:
     spent = analysis.account.apart.get("evaluate", 0.0)
     part = analysis.account.of_run(spent)
-    text = f"Evaluation takes {seconds(spent)}, {share(part)} of the run. Evaluate half as often"
+    text = f"Evaluation takes {format_duration(spent)}, {format_percent(part)} of the run. Evaluate half as often"
     if part >= EVALUATION:
         yield Advice("evaluate", text, "half of the time that evaluations take", part / 2, "run")
 
 
-def _idle(analysis: Analysis) -> Iterator[Advice]:
+def _idle(analysis: RunAnalysis) -> Iterator[Advice]:
     if not analysis.is_staged:
         return
     part, last = idle(analysis.gantts), analysis.gantts[-1]
     text = (
-        f"The stages of the pipeline are idle {share(part)} of a step. Cut it into more than {last.micro_batches} "
-        "micro-batches, or the model elsewhere (`samestep.plan_pipeline`)"
+        f"The stages of the pipeline are idle {format_percent(part)} of a step. Cut it into more than "
+        f"{last.micro_batches} micro-batches, or the model elsewhere (`samestep.plan_pipeline`)"
     )
     if part >= IDLE:
         yield Advice("idle stages", text, "what the ranks' time holds besides actions", part)
 
 
-KINDS: tuple[Callable[[Analysis], Iterator[Advice]], ...] = (
+KINDS: tuple[Callable[[RunAnalysis], Iterator[Advice]], ...] = (
     _data,
     _straggler,
     _uneven,
@@ -201,17 +207,17 @@ KINDS: tuple[Callable[[Analysis], Iterator[Advice]], ...] = (
 )
 
 
-def _of(columns: np.typing.NDArray[np.float64], analysis: Analysis) -> float:
+def _of(columns: np.typing.NDArray[np.float64], analysis: RunAnalysis) -> float:
     return analysis.account.part(analysis.table.steady.mean(columns))
 
 
-def _uneven_gain(analysis: Analysis) -> float:
+def _uneven_gain(analysis: RunAnalysis) -> float:
     return 0.0 if analysis.ledger is None else analysis.account.part(analysis.ledger.cost)
 
 
-def _hosts(analysis: Analysis) -> int:
+def _hosts(analysis: RunAnalysis) -> int:
     return len({log.host for log in analysis.logs})  # machines of one name have folders of their own
 
 
-def _host(analysis: Analysis, rank: int) -> str:
-    return next((printable(log.host) for log in analysis.logs if log.rank == rank), "")
+def _host(analysis: RunAnalysis, rank: int) -> str:
+    return next((escape_control(log.host) for log in analysis.logs if log.rank == rank), "")

@@ -19,7 +19,7 @@ __all__: list[str] = []
 
 
 @dataclass(frozen=True)
-class Analysis:
+class RunAnalysis:
     """An attempt.
 
     Attributes:
@@ -92,7 +92,7 @@ class Analysis:
         return max([*sizes, len(self.logs), told if isinstance(told, int) and not sizes else 0])
 
 
-def analysed(run: Run, number: int | None = None) -> Analysis:
+def analyse(run: Run, number: int | None = None) -> RunAnalysis:
     """Returns an attempt, the last one by default.
 
     Raises:
@@ -107,4 +107,4 @@ def analysed(run: Run, number: int | None = None) -> Analysis:
         raise UsageError(
             f"there is no attempt {number} of this run; {hint if there else 'no rank has written an event'}"
         )
-    return Analysis(run, number, tuple(run.attempt(number)))
+    return RunAnalysis(run, number, tuple(run.attempt(number)))

@@ -11,13 +11,20 @@ from typing import Any
 import numpy as np
 
 from samestep.events import PHASES
-from samestep.reporting.analysis import Analysis
+from samestep.reporting.analysis import RunAnalysis
 from samestep.reporting.curves import MOST_CURVES, STACKED, Course, Curve, course, curves, ends, ranges
 from samestep.reporting.gantt import Gantt
 from samestep.reporting.moments import Moment, moments
 from samestep.reporting.record import RankLog
 from samestep.reporting.summary import checkpoints
-from samestep.reporting.words import lines, number, printable, seconds, share, size
+from samestep.reporting.words import (
+    escape_control,
+    escape_lines,
+    format_bytes,
+    format_duration,
+    format_number,
+    format_percent,
+)
 from samestep.text import spans
 
 __all__: list[str] = []
@@ -31,7 +38,7 @@ LEAST_SHOWN = 0.0005  # of a step
 Row = list[str]
 
 
-def charts(analysis: Analysis) -> dict[str, Any]:
+def charts(analysis: RunAnalysis) -> dict[str, Any]:
     """Returns the data of the charts, as JSON can hold it."""
     told = {
         "moments": [_moment(each) for each in moments(analysis.table, analysis.logs)],
@@ -40,26 +47,26 @@ def charts(analysis: Analysis) -> dict[str, Any]:
         "curves": [asdict(each) for each in _curves(analysis)],
         "gantts": [_gantt(each) for each in analysis.gantts],
     }
-    clean: dict[str, Any] = cleaned(told)
+    clean: dict[str, Any] = json_safe(told)
     return clean
 
 
-def cleaned(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     r"""Returns data without what JSON does not know: numbers that are none are null; and texts that nothing obeys.
 
-    >>> cleaned({"a": [1.5, float("nan"), "b\x00"]})
+    >>> json_safe({"a": [1.5, float("nan"), "b\x00"]})
     {'a': [1.5, None, 'b\\x00']}
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):
-        return value if value.isprintable() else lines(value)
+        return value if value.isprintable() else escape_lines(value)
     if isinstance(value, Mapping):
-        return {printable(key): cleaned(each) for key, each in value.items()}
-    return [cleaned(each) for each in value] if isinstance(value, list | tuple) else value
+        return {escape_control(key): json_safe(each) for key, each in value.items()}
+    return [json_safe(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _curves(analysis: Analysis) -> list[Curve]:
+def _curves(analysis: RunAnalysis) -> list[Curve]:
     """The attempt's own first; then what earlier ones had logged."""
     earlier = [number for number in analysis.run.attempts if number < analysis.number][-3:]
     found = curves(analysis.logs)
@@ -68,7 +75,7 @@ def _curves(analysis: Analysis) -> list[Curve]:
     return found
 
 
-def undrawn(analysis: Analysis) -> int:
+def undrawn(analysis: RunAnalysis) -> int:
     """Returns how many logged values have no curve in the page: it has room for some only."""
     return max(0, len({name for log in analysis.logs for line in log.values for name in line["values"]}) - MOST_CURVES)
 
@@ -87,7 +94,7 @@ def _milliseconds(values: Sequence[float]) -> list[float]:
     return [round(1e3 * value, 4) for value in values]
 
 
-def _heat(analysis: Analysis) -> dict[str, Any] | None:
+def _heat(analysis: RunAnalysis) -> dict[str, Any] | None:
     table = analysis.table.steady
     edges = ranges(len(table), STACKED)
     if len(table.ranks) < 2 or len(edges) < 2:
@@ -118,26 +125,30 @@ def _gantt(gantt: Gantt) -> dict[str, Any]:
 # --- tables -------------------------------------------------------------------------------------------
 
 
-def parts(analysis: Analysis) -> list[dict[str, Any]]:
+def parts(analysis: RunAnalysis) -> list[dict[str, Any]]:
     """Returns the phases of a step and their shares, for a bar."""
     account = analysis.account
     return [
-        {"name": name, "share": account.part(spent), "told": f"{seconds(spent)}, {share(account.part(spent))}"}
+        {
+            "name": name,
+            "share": account.part(spent),
+            "told": f"{format_duration(spent)}, {format_percent(account.part(spent))}",
+        }
         for name, spent in account.phases.items()
         if account.part(spent) >= LEAST_SHOWN
     ]
 
 
-def ranks(analysis: Analysis) -> list[Row]:
+def ranks(analysis: RunAnalysis) -> list[Row]:
     """Returns a row for each rank, the slowest ones where there are too many: times of a step, and its work."""
     table, pace = analysis.table.steady, analysis.pace
     data, waits = table.by_rank(table.of_phases("data")), table.by_rank(table.waits)
     rows = {
         rank: [
-            seconds(float(pace.own[row])),
+            format_duration(float(pace.own[row])),
             f"{100 * pace.relative[row]:+.1f} %".replace("-0.0 ", "+0.0 "),
-            seconds(float(data[row])),
-            seconds(float(waits[row])),
+            format_duration(float(data[row])),
+            format_duration(float(waits[row])),
         ]
         for row, rank in enumerate(table.ranks)
     }
@@ -154,16 +165,16 @@ def _end(log: RankLog) -> str:
     return "error: " + str(log.end["error"]) if log.end["error"] else "ended"
 
 
-def shares(analysis: Analysis) -> list[Row]:
+def shares(analysis: RunAnalysis) -> list[Row]:
     """Returns what each rank had of the work."""
     if analysis.ledger is None:
         return []
     return [
         [
             str(each.rank),
-            number(each.samples) if analysis.ledger.unit != "elements" else "not told",
-            number(each.weight),
-            f"{number(each.least)} to {number(each.most)}",
+            format_number(each.samples) if analysis.ledger.unit != "elements" else "not told",
+            format_number(each.weight),
+            f"{format_number(each.least)} to {format_number(each.most)}",
             str(each.epoch) if analysis.ledger.unit != "elements" else "not told",
         ]
         for each in analysis.ledger.shares[:MOST_ROWS]
@@ -177,7 +188,7 @@ WORK = {
 }
 
 
-def ledger_words(analysis: Analysis) -> str:
+def ledger_words(analysis: RunAnalysis) -> str:
     """Returns what the imbalance of the work is, and costs."""
     ledger = analysis.ledger
     if ledger is None:
@@ -188,34 +199,40 @@ def ledger_words(analysis: Analysis) -> str:
         return "One rank had all of it."
     if ledger.imbalance < EVEN:
         return f"All ranks have as many {WORK[ledger.unit]}."
-    told = f"The rank that has most of a step has {share(ledger.imbalance)} more {WORK[ledger.unit]} than the mean"
+    more = format_percent(ledger.imbalance)
+    told = f"The rank that has most of a step has {more} more {WORK[ledger.unit]} than the mean"
     if ledger.cost:
-        part = share(analysis.account.part(ledger.cost))
-        return f"{told}; the times follow, and it costs {seconds(ledger.cost)} of a step, {part} of it."
+        part = format_percent(analysis.account.part(ledger.cost))
+        return f"{told}; the times follow, and it costs {format_duration(ledger.cost)} of a step, {part} of it."
     if ledger.follows is None or not ledger.imbalance:
         return f"{told}."
-    return (
-        f"{told}; it explains {share(ledger.follows)} of the differences between their times, too little to blame it."
-    )
+    explained = format_percent(ledger.follows)
+    return f"{told}; it explains {explained} of the differences between their times, too little to blame it."
 
 
-def calls(analysis: Analysis) -> list[Row]:
+def calls(analysis: RunAnalysis) -> list[Row]:
     """Returns the script's own collectives."""
     part = analysis.account.part
     return [
-        [call.operation, call.where, seconds(call.seconds), share(part(call.seconds)), seconds(call.least)]
+        [
+            call.operation,
+            call.where,
+            format_duration(call.seconds),
+            format_percent(part(call.seconds)),
+            format_duration(call.least),
+        ]
         for call in analysis.calls
     ]
 
 
-def saves(analysis: Analysis) -> list[Row]:
+def saves(analysis: RunAnalysis) -> list[Row]:
     """Returns the checkpoints, the last ones where there are too many."""
     return [
         [
             f"{one['step']:,}",
             clock(one["t"]),
-            seconds(max(0.0, min(one["seconds"], 1e9))),
-            size(min(one["bytes"], 1 << 70)),
+            format_duration(max(0.0, min(one["seconds"], 1e9))),
+            format_bytes(min(one["bytes"], 1 << 70)),
             one["path"] or NONE,
             one["reason"] or "saved",
         ]
@@ -223,18 +240,18 @@ def saves(analysis: Analysis) -> list[Row]:
     ]
 
 
-def findings(analysis: Analysis) -> list[dict[str, Any]]:
+def findings(analysis: RunAnalysis) -> list[dict[str, Any]]:
     """Returns what --check found, as texts."""
     keys = ("code", "severity", "rank", "step", "tensor", "factor", "where", "cause", "fix")
     return [{key: one.get(key) for key in keys} for one in analysis.run.findings[:MOST_ROWS]]
 
 
-def said(analysis: Analysis) -> list[Row]:
+def said(analysis: RunAnalysis) -> list[Row]:
     """Returns what the launcher had to say: when, the attempt, what of, its text."""
     return [[clock(one["t"]), str(one["attempt"]), one["kind"], one["text"]] for one in analysis.run.said[-MOST_ROWS:]]
 
 
-def machines(analysis: Analysis) -> list[Row]:
+def machines(analysis: RunAnalysis) -> list[Row]:
     """Returns the ranks' environments, ranks that are alike in one row."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for log in analysis.logs:
@@ -245,7 +262,7 @@ def machines(analysis: Analysis) -> list[Row]:
     return [[spans(which), *row] for row, which in alike.items()][:MOST_ROWS]
 
 
-def facts(analysis: Analysis) -> Iterator[tuple[str, str]]:
+def facts(analysis: RunAnalysis) -> Iterator[tuple[str, str]]:
     """Yields what is known of the run as a whole."""
     about = analysis.run.about
     yield "run directory", str(analysis.run.path)

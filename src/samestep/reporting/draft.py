@@ -16,7 +16,7 @@ from samestep.errors import UsageError
 __all__: list[str] = []
 
 
-def write_whole(path: Path, pieces: Iterable[str]) -> None:
+def write_atomic(path: Path, pieces: Iterable[str]) -> None:
     """Writes a text; compressed, if it is a plain file whose name ends in .gz.
 
     Raises:

@@ -17,10 +17,10 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.reporting import content
-from samestep.reporting.analysis import Analysis
+from samestep.reporting.analysis import RunAnalysis
 from samestep.reporting.state import program
 from samestep.reporting.summary import Summary
-from samestep.reporting.words import lines, share
+from samestep.reporting.words import escape_lines, format_percent
 
 __all__: list[str] = []
 
@@ -37,16 +37,16 @@ def check_library() -> None:
         raise UsageError("a report needs plotly: pip install 'samestep[report]'")
 
 
-def rendered(analysis: Analysis, told: Summary) -> str:
+def render_page(analysis: RunAnalysis, told: Summary) -> str:
     """Returns the page."""
     from jinja2 import Environment, StrictUndefined
     from plotly.offline import get_plotlyjs
 
     def plain(value: Any) -> Any:
-        return lines(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+        return escape_lines(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
     environment = Environment(autoescape=True, finalize=plain, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters |= {"code": _with_code, "share": share}
+    environment.filters |= {"code": _with_code, "share": format_percent}
     scripts = {"library": get_plotlyjs(), "code": _asset("page.js")}
     return environment.from_string(_asset("page.html")).render(
         **_shown(analysis, told),
@@ -67,7 +67,7 @@ def embedded(data: Any) -> str:
     return text.translate(_ESCAPES)
 
 
-def _shown(analysis: Analysis, told: Summary) -> dict[str, Any]:
+def _shown(analysis: RunAnalysis, told: Summary) -> dict[str, Any]:
     return {
         "title": program(analysis.run.about),
         "analysis": analysis,
@@ -99,7 +99,7 @@ def _with_code(text: str) -> Any:
     """A sentence in which `what stands between backquotes` is set as code."""
     from markupsafe import escape
 
-    return _trusted(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(lines(text)))))
+    return _trusted(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(escape_lines(text)))))
 
 
 def _trusted(text: str) -> Any:

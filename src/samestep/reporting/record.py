@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.events import APART, Reader
+from samestep.events import NON_TRAINING, Reader
 from samestep.paths import RunDirectory, rank_file
 
 __all__: list[str] = []
@@ -183,7 +183,7 @@ class Run:
         return bool(self.ranks) and all(log.end is not None for log in self.attempt(self.attempts[-1]))
 
 
-def opened(path: Path, reader: type[Reader] = Reader) -> Run:
+def open_run(path: Path, reader: type[Reader] = Reader) -> Run:
     """Returns what a run directory says by now.
 
     Raises:
@@ -203,7 +203,7 @@ def opened(path: Path, reader: type[Reader] = Reader) -> Run:
     return run
 
 
-def newest(runs: Path) -> Path:
+def latest_run(runs: Path) -> Path:
     """Returns the run directory in `runs` that has begun, or ended, last.
 
     Raises:
@@ -228,7 +228,7 @@ def _inside(path: Path) -> str:
 
 def trained(step: Event) -> float:
     """Returns the seconds of a step event that were training: without evaluations, saves and loads."""
-    seconds: float = step["seconds"] - sum(step["spent"].get(name, 0.0) for name in APART)
+    seconds: float = step["seconds"] - sum(step["spent"].get(name, 0.0) for name in NON_TRAINING)
     return max(0.0, seconds)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from samestep.reporting.record import Event, Run
-from samestep.reporting.words import listed, printable, some
+from samestep.reporting.words import escape_control, join_and, plural
 
 __all__: list[str] = []
 
@@ -40,14 +40,14 @@ def sameness(run: Run) -> Sameness:
     errors = [finding for finding in run.findings if finding.get("severity") == "error"]
     notes = len(run.findings) - len(errors)
     if errors:
-        codes = listed(list(dict.fromkeys(printable(each.get("code")) for each in errors)))
-        return Sameness("different", f"No: --check found {some(len(errors), 'error')} ({codes}).", command)
+        codes = join_and(list(dict.fromkeys(escape_control(each.get("code")) for each in errors)))
+        return Sameness("different", f"No: --check found {plural(len(errors), 'error')} ({codes}).", command)
     steps = (run.checked or {}).get("steps")
     if not notes and (run.checked is None or steps == 0):
         what = "Nothing was checked" if run.is_over else "Not known yet (--check tells at the end)"
         return Sameness("unchecked", f"{what}: `{command}` says whether N ranks train as one.", command)
-    over = f" over {some(steps, 'step')}" if isinstance(steps, int) else ""
-    besides = f" but {some(notes, 'declared difference')}" if notes else ""
+    over = f" over {plural(steps, 'step')}" if isinstance(steps, int) else ""
+    besides = f" but {plural(notes, 'declared difference')}" if notes else ""
     return Sameness(
         "agrees",
         f"The ranks agree: --check compared them with each other{over} and found nothing{besides}. "
@@ -63,7 +63,7 @@ def verify_command(about: Event) -> str:
     "samestep verify -n 4 train.py --name 'a b'"
     """
     command, ranks = about.get("command"), about.get("ranks")
-    words = [printable(word) for word in command] if isinstance(command, list) and command else ["train.py"]
+    words = [escape_control(word) for word in command] if isinstance(command, list) and command else ["train.py"]
     count = ranks if isinstance(ranks, int) and 2 <= ranks <= MOST_RANKS else 2
     module = ["-m"] if about.get("module") is True else []
     return shlex.join(["samestep", "verify", "-n", str(count), *module, *words])

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from samestep.launch.verdict import PREEMPTED
 from samestep.reporting.account import last
-from samestep.reporting.analysis import Analysis
+from samestep.reporting.analysis import RunAnalysis
 from samestep.reporting.record import Event, RankLog
-from samestep.reporting.words import listed, printable, seconds, some
+from samestep.reporting.words import escape_control, format_duration, join_and, plural
 from samestep.text import spans
 
 __all__: list[str] = []
@@ -32,7 +32,7 @@ class State:
     sentences: tuple[str, ...]
 
 
-def state(analysis: Analysis, now: float) -> State:
+def state(analysis: RunAnalysis, now: float) -> State:
     """Returns what became of the run; `now` is in seconds since 1970."""
     about = analysis.run.about
     word = _word(analysis)
@@ -46,7 +46,7 @@ def state(analysis: Analysis, now: float) -> State:
     return State(word, tuple(told))
 
 
-def _word(analysis: Analysis) -> Word:
+def _word(analysis: RunAnalysis) -> Word:
     about = analysis.run.about
     if not analysis.run.is_over:
         return "running"
@@ -54,12 +54,12 @@ def _word(analysis: Analysis) -> Word:
     return "failed" if failed and about.get("exit") != PREEMPTED else "ended"
 
 
-def _first(analysis: Analysis) -> str:
-    hosts = list(dict.fromkeys(printable(log.begin.get("host", log.host)) for log in analysis.logs))
-    where = f" on {listed(hosts) if len(hosts) <= 4 else some(len(hosts), 'host')}" if hosts else ""
-    took = f" in {seconds(analysis.account.wall)}" if analysis.steps else ""
-    what = printable(program(analysis.run.about))
-    return f"{what}, {some(analysis.size, 'rank')}{where}: {some(analysis.steps, 'step')}{took}."
+def _first(analysis: RunAnalysis) -> str:
+    hosts = list(dict.fromkeys(escape_control(log.begin.get("host", log.host)) for log in analysis.logs))
+    where = f" on {join_and(hosts) if len(hosts) <= 4 else plural(len(hosts), 'host')}" if hosts else ""
+    took = f" in {format_duration(analysis.account.wall)}" if analysis.steps else ""
+    what = escape_control(program(analysis.run.about))
+    return f"{what}, {plural(analysis.size, 'rank')}{where}: {plural(analysis.steps, 'step')}{took}."
 
 
 def program(about: Event) -> str:
@@ -68,15 +68,15 @@ def program(about: Event) -> str:
     return str(command[0]) if isinstance(command, list) and command else "A script"
 
 
-def _running(analysis: Analysis, now: float) -> str:
+def _running(analysis: RunAnalysis, now: float) -> str:
     heard = max((last(log) for log in analysis.logs), default=0.0)
     quiet = now - heard
     if heard and quiet > max(_QUIET, _LINES * _line(analysis)):
-        return f"It is still running, or was killed with its launcher: the last line is {seconds(quiet)} old."
+        return f"It is still running, or was killed with its launcher: the last line is {format_duration(quiet)} old."
     return "It is still running: this is what it has written by now."
 
 
-def _line(analysis: Analysis) -> float:
+def _line(analysis: RunAnalysis) -> float:
     """Seconds that a line takes; beyond the 10,000th step it stands for several."""
     table = analysis.table
     return analysis.account.usual * int(table.counts[-1]) if len(table) else 0.0
@@ -92,16 +92,16 @@ def _exit(about: Event) -> str:
         128 + signal.SIGTERM: ": it was told to end, and had saved nothing by then",
     }
     told = meaning.get(code, "") if isinstance(code, int) else ""
-    return f"It ended with exit code {printable(code)}{told}."
+    return f"It ended with exit code {escape_control(code)}{told}."
 
 
-def _hangs(analysis: Analysis) -> Iterator[str]:
+def _hangs(analysis: RunAnalysis) -> Iterator[str]:
     """What the launcher has said of hangs: of those that ended the run the failure tells."""
     said = [one for one in analysis.run.said if one["kind"] in {"hang", "moves"} and one["attempt"] == analysis.number]
     for one, after in zip_longest(said, said[1:]):
         if one["kind"] == "hang" and analysis.run.about.get("exit") != HANG:
-            first = printable(str(one["text"]).partition("\n")[0])
-            moved = f"; {printable(after['text'])}" if after is not None and after["kind"] == "moves" else ""
+            first = escape_control(str(one["text"]).partition("\n")[0])
+            moved = f"; {escape_control(after['text'])}" if after is not None and after["kind"] == "moves" else ""
             yield f"It hung: {first}{moved}."
 
 
@@ -109,12 +109,15 @@ def _failure(about: Event) -> Iterator[str]:
     failure = about.get("failure")
     if isinstance(failure, dict):
         said = [failure.get("exception"), failure.get("message")]
-        what = ": ".join(printable(each) for each in said if each) or f"signal {printable(failure.get('signal'))}"
-        where = f", at {printable(failure['where'])}" if failure.get("where") else ""
-        yield f"Rank {printable(failure.get('rank'))} is to blame: {what}{where}."
+        what = (
+            ": ".join(escape_control(each) for each in said if each)
+            or f"signal {escape_control(failure.get('signal'))}"
+        )
+        where = f", at {escape_control(failure['where'])}" if failure.get("where") else ""
+        yield f"Rank {escape_control(failure.get('rank'))} is to blame: {what}{where}."
 
 
-def _ranks(analysis: Analysis, *, over: bool) -> Iterator[str]:
+def _ranks(analysis: RunAnalysis, *, over: bool) -> Iterator[str]:
     silent = [log.rank for log in analysis.logs if log.end is None] if over else []
     if silent:
         yield f"{_named(silent)} did not come to an end: killed, or stopped with the others."
@@ -129,16 +132,20 @@ def _ranks(analysis: Analysis, *, over: bool) -> Iterator[str]:
         few.setdefault(count, []).append(rank)
     for count, ranks in few.items() if analysis.steps else ():
         be = "has" if len(ranks) == 1 else "have each", "is" if len(ranks) == 1 else "are"
-        yield f"{_named(ranks)} {be[0]} taken {some(count, 'step')} and {be[1]} not compared with the others."
+        yield f"{_named(ranks)} {be[0]} taken {plural(count, 'step')} and {be[1]} not compared with the others."
 
 
 def _standing(log: RankLog) -> str:
     """What a rank was at when it was last heard of, and had been for seconds."""
-    call = f" ({printable(log.at['operation'])} at {printable(log.at['site'])})" if log.at["operation"] else ""
-    return f"Rank {log.rank} was last seen in its phase {printable(log.at['phase'])!r}{call}, for over two seconds."
+    call = (
+        f" ({escape_control(log.at['operation'])} at {escape_control(log.at['site'])})" if log.at["operation"] else ""
+    )
+    return (
+        f"Rank {log.rank} was last seen in its phase {escape_control(log.at['phase'])!r}{call}, for over two seconds."
+    )
 
 
-def _others(analysis: Analysis) -> Iterator[str]:
+def _others(analysis: RunAnalysis) -> Iterator[str]:
     others = [number for number in analysis.run.attempts if number != analysis.number]
     if others:
         which = "the last" if analysis.number > others[-1] else "an earlier one"
@@ -146,7 +153,7 @@ def _others(analysis: Analysis) -> Iterator[str]:
         yield f"This is attempt {analysis.number}, {which}; `--attempt` shows {words}."
 
 
-def _foreign(analysis: Analysis) -> Iterator[str]:
+def _foreign(analysis: RunAnalysis) -> Iterator[str]:
     if not analysis.steps:
         return
     lacking: dict[str, Any] = {
@@ -156,7 +163,7 @@ def _foreign(analysis: Analysis) -> Iterator[str]:
     }
     absent = [name for name, found in lacking.items() if not found]
     if absent and analysis.size > 1:
-        yield f"The script tells nothing of {listed(absent)}: what follows goes as far as can be seen from outside."
+        yield f"The script tells nothing of {join_and(absent)}: what follows goes as far as can be seen from outside."
 
 
 def _named(ranks: list[int]) -> str:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from samestep.events import APART
+from samestep.events import NON_TRAINING
 from samestep.reporting.advice import Advice, advice
-from samestep.reporting.analysis import Analysis
+from samestep.reporting.analysis import RunAnalysis
 from samestep.reporting.record import Event
 from samestep.reporting.sameness import Sameness, sameness
 from samestep.reporting.state import State, state
-from samestep.reporting.words import printable, seconds, share, size, some
+from samestep.reporting.words import escape_control, format_bytes, format_duration, format_percent, plural
 
 __all__: list[str] = []
 
@@ -46,14 +46,14 @@ class Summary:
         return [each.sentence for each in self.advice] or ([] if self.time == (NO_STEP,) else [NOTHING])
 
 
-def summary(analysis: Analysis, now: float) -> Summary:
+def summary(analysis: RunAnalysis, now: float) -> Summary:
     """Returns it; `now` is in seconds since 1970."""
     time = tuple(_time(analysis)) if analysis.steps else (NO_STEP,)
     found = advice(analysis) if len(analysis.table) else []
     return Summary(state(analysis, now), sameness(analysis.run), time, tuple(found))
 
 
-def as_json(analysis: Analysis, told: Summary) -> dict[str, Any]:
+def as_json(analysis: RunAnalysis, told: Summary) -> dict[str, Any]:
     """Returns what --json writes; docs/reporting.md explains the keys."""
     account = analysis.account
     return {
@@ -71,7 +71,7 @@ def as_json(analysis: Analysis, told: Summary) -> dict[str, Any]:
             "wall": account.wall,
             "training": account.training,
             "first_step": account.first,
-            **{name: account.apart.get(name, 0.0) for name in APART},
+            **{name: account.apart.get(name, 0.0) for name in NON_TRAINING},
             "rest": account.rest,
         },
         "step": {
@@ -98,14 +98,14 @@ def as_json(analysis: Analysis, told: Summary) -> dict[str, Any]:
     }
 
 
-def checkpoints(analysis: Analysis) -> list[dict[str, Any]]:
+def checkpoints(analysis: RunAnalysis) -> list[dict[str, Any]]:
     """Returns the saves, one of all ranks' for each step and path."""
     keys = ("step", "t", "seconds", "path", "bytes", "reason")
     found = {(one["step"], one["path"]): one for log in analysis.logs for one in log.checkpoints}
     return [{key: one[key] for key in keys} for _, one in sorted(found.items())]
 
 
-def values(analysis: Analysis) -> dict[str, dict[str, Any]]:
+def values(analysis: RunAnalysis) -> dict[str, dict[str, Any]]:
     """Returns what became of each logged value, as the first rank that logs it says."""
     found: dict[str, list[Event]] = {}
     for log in analysis.logs:
@@ -142,7 +142,7 @@ def _course(points: list[Event]) -> dict[str, Any]:
     }
 
 
-def _communication(analysis: Analysis) -> dict[str, Any]:
+def _communication(analysis: RunAnalysis) -> dict[str, Any]:
     account, overlap = analysis.account, analysis.overlap
     return {
         "seconds": account.waits,
@@ -156,7 +156,7 @@ def _communication(analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def _rank(analysis: Analysis, row: int) -> dict[str, Any]:
+def _rank(analysis: RunAnalysis, row: int) -> dict[str, Any]:
     steady, rank = analysis.table.steady, analysis.table.ranks[row]
     log = next(log for log in analysis.logs if log.rank == rank)
     work = next((share for share in analysis.ledger.shares if share.rank == rank), None) if analysis.ledger else None
@@ -178,7 +178,7 @@ def _rank(analysis: Analysis, row: int) -> dict[str, Any]:
     }
 
 
-def _time(analysis: Analysis) -> Iterator[str]:
+def _time(analysis: RunAnalysis) -> Iterator[str]:
     account = analysis.account
     yield _whole(analysis)
     yield _step(analysis)
@@ -187,48 +187,50 @@ def _time(analysis: Analysis) -> Iterator[str]:
     beyond = account.first - account.usual
     if len(analysis.table) > 1 and beyond > 0:
         yield (
-            f"The first step took {seconds(account.first)}, {seconds(beyond)} more than a usual one "
-            f"({share(account.of_run(beyond))} of the run): building the model, warming up, compiling."
+            f"The first step took {format_duration(account.first)}, {format_duration(beyond)} more than a usual one "
+            f"({format_percent(account.of_run(beyond))} of the run): building the model, warming up, compiling."
         )
 
 
-def _whole(analysis: Analysis) -> str:
+def _whole(analysis: RunAnalysis) -> str:
     account = analysis.account
 
     def told(spent: float) -> str:
-        return f"{seconds(spent)} ({share(account.of_run(spent))})"
+        return f"{format_duration(spent)} ({format_percent(account.of_run(spent))})"
 
     apart = [f"{NAMES[name]} {told(spent)}" for name, spent in account.apart.items()]
     rest = (
         [f"what lies before, between and behind {told(account.rest)}"] if account.of_run(account.rest) > 0.005 else []
     )
     parts = [f"{told(account.training)} were training", *apart, *rest]
-    return f"Of {seconds(account.wall)} from begin to end {', '.join(parts)}."
+    return f"Of {format_duration(account.wall)} from begin to end {', '.join(parts)}."
 
 
-def _step(analysis: Analysis) -> str:
+def _step(analysis: RunAnalysis) -> str:
     account = analysis.account
     phases = sorted(account.phases.items(), key=lambda each: -each[1])
-    told = ", ".join(f"{name} {share(account.part(spent))}" for name, spent in phases if account.part(spent) >= 0.005)
-    slowest = f"; the slowest, step {account.slowest_step:,}, {seconds(account.slowest)}"
+    told = ", ".join(
+        f"{name} {format_percent(account.part(spent))}" for name, spent in phases if account.part(spent) >= 0.005
+    )
+    slowest = f"; the slowest, step {account.slowest_step:,}, {format_duration(account.slowest)}"
     alone = account.slowest / account.training if account.training else 0.0
-    slowest += f", {share(alone)} of all training" if alone > MUCH and analysis.steps > 1 / MUCH else ""
-    return f"A step takes {seconds(account.step)} (median {seconds(account.usual)}{slowest}): {told}."
+    slowest += f", {format_percent(alone)} of all training" if alone > MUCH and analysis.steps > 1 / MUCH else ""
+    return f"A step takes {format_duration(account.step)} (median {format_duration(account.usual)}{slowest}): {told}."
 
 
-def _waits(analysis: Analysis) -> str:
+def _waits(analysis: RunAnalysis) -> str:
     account, overlap = analysis.account, analysis.overlap
     told = (
-        f"Communication keeps the ranks for {share(account.part(account.waits))} of a step: "
-        f"{share(account.part(account.transfer))} the exchange itself, {share(account.part(account.delay))} waiting "
-        "for slower ranks"
+        f"Communication keeps the ranks for {format_percent(account.part(account.waits))} of a step: "
+        f"{format_percent(account.part(account.transfer))} the exchange itself, "
+        f"{format_percent(account.part(account.delay))} waiting for slower ranks"
     )
     if overlap is None:
         return f"{told}."
-    buckets = f"{some(overlap.buckets, 'bucket')} of gradients ({size(overlap.size)})"
+    buckets = f"{plural(overlap.buckets, 'bucket')} of gradients ({format_bytes(overlap.size)})"
     if overlap.part is None:
         return f"{told}. {buckets}: when they were full is known, when they were back is not."
-    part = f"{share(overlap.part)} of the time that they travel passes beside other work"
+    part = f"{format_percent(overlap.part)} of the time that they travel passes beside other work"
     return f"{told}. {buckets}: {part}."
 
 
@@ -243,5 +245,5 @@ def lines(told: Summary) -> list[str]:
     shown: list[str] = []
     for heading, sentences in parts.items():
         shown += [heading] if heading and sentences else []
-        shown += [printable(f"  {sentence}" if heading else sentence) for sentence in sentences]
+        shown += [escape_control(f"  {sentence}" if heading else sentence) for sentence in sentences]
     return shown

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.events import APART, PHASES
+from samestep.events import NON_TRAINING, PHASES
 from samestep.reporting.record import Event, RankLog
 
 __all__: list[str] = []
@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 WAITS = ("wait", "collective")
-TRAINING = tuple(name for name in PHASES if name not in APART)
+TRAINING = tuple(name for name in PHASES if name not in NON_TRAINING)
 OWN = tuple(name for name in TRAINING if name not in WAITS)
 _LONGEST = 1e9  # seconds; more is no measurement
 _LATEST = 1 << 53  # steps likewise

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from samestep.reporting.content import cleaned
+from samestep.reporting.content import json_safe
 from samestep.reporting.moments import began
 from samestep.reporting.packed import instant
 from samestep.reporting.record import Event, RankLog, Run
@@ -55,7 +55,7 @@ def _text(event: _FIELDS) -> str:
     try:
         return _ENCODER.encode(event)
     except ValueError:  # a number that is none
-        return _ENCODER.encode(cleaned(event))
+        return _ENCODER.encode(json_safe(event))
 
 
 def _zero(logs: Sequence[RankLog]) -> float:

@@ -11,11 +11,11 @@ __all__: list[str] = []
 LONGEST = 2_000  # letters of somebody else's text that are shown
 
 
-def seconds(value: float) -> str:
+def format_duration(value: float) -> str:
     """Returns a time with the unit that suits it.
 
-    >>> seconds(0.00042), seconds(0.0184), seconds(1.5), seconds(125), seconds(7320)
-    ('0.42 ms', '18.4 ms', '1.50 s', '2 min 05 s', '2 h 02 min')
+    >>> [format_duration(value) for value in (0.00042, 0.0184, 1.5, 125, 7320)]
+    ['0.42 ms', '18.4 ms', '1.50 s', '2 min 05 s', '2 h 02 min']
     """
     if value < 0.9995:
         milliseconds = 1e3 * value
@@ -26,10 +26,10 @@ def seconds(value: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
-def share(value: float) -> str:
+def format_percent(value: float) -> str:
     """Returns a part of a whole.
 
-    >>> share(0.5), share(0.034), share(0.0004), share(0)
+    >>> format_percent(0.5), format_percent(0.034), format_percent(0.0004), format_percent(0)
     ('50 %', '3.4 %', '< 0.1 %', '0 %')
     """
     percent = 100 * value
@@ -38,10 +38,10 @@ def share(value: float) -> str:
     return f"{percent:.1f} %" if 0 < percent < 9.95 else f"{percent:.0f} %"
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Returns a number of bytes, in powers of 1000.
 
-    >>> size(999), size(1234567)
+    >>> format_bytes(999), format_bytes(1234567)
     ('999 B', '1.2 MB')
     """
     for unit in ("B", "kB", "MB", "GB"):
@@ -51,10 +51,10 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Returns a number with as many digits as say something.
 
-    >>> number(1234.0), number(0.123456), number(float("nan"))
+    >>> format_number(1234.0), format_number(0.123456), format_number(float("nan"))
     ('1,234', '0.1235', 'nan')
     """
     if math.isfinite(value) and value == round(value) and abs(value) < 1e15:
@@ -62,28 +62,28 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def some(count: int, what: str) -> str:
+def plural(count: int, what: str) -> str:
     """Returns how many of something.
 
-    >>> some(1, "rank"), some(2000, "rank")
+    >>> plural(1, "rank"), plural(2000, "rank")
     ('1 rank', '2,000 ranks')
     """
     return f"{count:,} {what if count == 1 else what + 's'}"
 
 
-def listed(names: Sequence[str]) -> str:
+def join_and(names: Sequence[str]) -> str:
     """Returns names as a sentence has them.
 
-    >>> listed(["a"]), listed(["a", "b", "c"])
+    >>> join_and(["a"]), join_and(["a", "b", "c"])
     ('a', 'a, b and c')
     """
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def printable(text: Any) -> str:
+def escape_control(text: Any) -> str:
     r"""Returns a text on one line, and without what a terminal or a page would obey; one that is too long is cut.
 
-    >>> printable("a\x1b[31m\u202eb")
+    >>> escape_control("a\x1b[31m\u202eb")
     'a\\x1b[31m\\u202eb'
     """
     told = str(text)
@@ -91,6 +91,6 @@ def printable(text: Any) -> str:
     return told + ("…" if len(str(text)) > LONGEST else "")
 
 
-def lines(text: Any) -> str:
+def escape_lines(text: Any) -> str:
     """Returns a text of several lines, each of them printable."""
-    return "\n".join(map(printable, str(text)[: 10 * LONGEST].split("\n")))
+    return "\n".join(map(escape_control, str(text)[: 10 * LONGEST].split("\n")))

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from samestep.data.batches import Mover
+from samestep.data.batches import DevicePrefetcher
 from samestep.data.loader import Loader, Loading
-from samestep.data.order import Order, Step
-from samestep.data.streams import SampleStreams
+from samestep.data.order import SampleOrder, StepPartition
+from samestep.data.streams import SampleSeeds
 from samestep.errors import DataError
 from samestep.progress import phase
 from samestep.running.results import decode, encode
@@ -113,10 +113,12 @@ def evaluate(
     try:
         with torch.no_grad(), _eval_mode(world.replicas):
             loaded = _loaded(dataset, length, mine, world, workers, collate_fn)
-            rows = _run(fn, Mover(world.device).stream_through(loaded), [stop - start for start, stop in mine], rows)
+            rows = _run(
+                fn, DevicePrefetcher(world.device).stream_through(loaded), [stop - start for start, stop in mine], rows
+            )
     except Exception as error:  # noqa: BLE001  (agree raises it, here and on every other rank)
         problem = error
-    exchange.agree(world.data, problem)
+    exchange.raise_on_all_ranks(world.data, problem)
     outputs, targets = (_gather_rows(part, world) for part in rows)
     return _measure(metrics, outputs, targets, world)
 
@@ -131,8 +133,8 @@ def _agreed_length(dataset: MapDataset, batch_size: int, world: World) -> int:
         _require_positive(batch_size)
     except Exception as error:  # noqa: BLE001  (agree raises it, here and on every other rank)
         problem = error
-    exchange.agree(world.data, problem)
-    lengths = exchange.gather_json(world.data, length)
+    exchange.raise_on_all_ranks(world.data, problem)
+    lengths = exchange.all_gather_json(world.data, length)
     if len(set(lengths)) > 1:
         each = ", ".join(f"rank {rank}: {n}" for rank, n in zip(world.data.ranks, lengths, strict=True))
         raise DataError(f"the ranks evaluate datasets of different lengths ({each}); give every rank the whole dataset")
@@ -181,16 +183,16 @@ def _loaded(
         collate_fn=collate_fn,
         pin_memory=world.device.type == "cuda",
         seeded=lambda _: world.generator("evaluation"),  # else torch draws from, and so moves, the global stream
-        streams=SampleStreams(derive_seed(world.seed or 0, "evaluation")),
+        streams=SampleSeeds(derive_seed(world.seed or 0, "evaluation")),
     )
-    step = Step(0, length, tuple(batches))
-    return (part.batch for part in Loader(dataset, how, skip=False).read(Order(length, shuffle=False), [step]))
+    step = StepPartition(0, length, tuple(batches))
+    return (part.batch for part in Loader(dataset, how, skip=False).read(SampleOrder(length, shuffle=False), [step]))
 
 
 def _equalise_buffers(world: World) -> None:
     """A replica that is garbage on one rank may still be alive on another; only those that all hold are equalised."""
     alive = {replica.number: replica for replica in world.replicas}
-    everywhere = set.intersection(*(set(numbers) for numbers in exchange.gather_json(world.data, sorted(alive))))
+    everywhere = set.intersection(*(set(numbers) for numbers in exchange.all_gather_json(world.data, sorted(alive))))
     for number in sorted(everywhere):
         alive[number].equalise_buffers()
 
@@ -246,7 +248,7 @@ def _checked(result: Any, samples: int) -> tuple[Tensor, Tensor]:
 
 
 def _gather_rows(part: Tensor, world: World) -> Tensor:
-    parts = exchange.gather_tensors(world.data, part)
+    parts = exchange.all_gather_tensors(world.data, part)
     return torch.cat([rows for rows in parts if rows.size(0)])  # a rank without samples does not know the other dims
 
 
@@ -258,6 +260,6 @@ def _measure(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor, wo
                 measured = {name: encode(metric(outputs, targets), name) for name, metric in metrics.items()}
         except Exception as error:  # noqa: BLE001  (agree raises it, here and on every other rank)
             problem = error
-    exchange.agree(world.data, problem)
-    told = exchange.tell_json(world.data, measured)
+    exchange.raise_on_all_ranks(world.data, problem)
+    told = exchange.broadcast_json(world.data, measured)
     return {name: decode(value) for name, value in told.items()}

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from samestep.collectives.board import is_ordered
+from samestep.collectives.board import has_total_store_order
 from samestep.collectives.plan import Operation
-from samestep.collectives.shared_memory import mean_of
+from samestep.collectives.shared_memory import divide_
 from samestep.errors import SamestepError
 from samestep.runtime.group_memory import GroupMemory, Place
 from samestep.runtime.group_messages import GroupMessages
@@ -38,7 +38,7 @@ class Carrier:
         self._store = store
         self._place = place
         self._algorithm = algorithm or ""
-        by_memory = algorithm is None and place.neighbours.is_one_host and is_ordered()
+        by_memory = algorithm is None and place.neighbours.is_one_host and has_total_store_order()
         self.memory = GroupMemory.opened_by(store, place) if by_memory else None
         self._messages: GroupMessages | None = None
         self._failed: SamestepError | None = None
@@ -60,7 +60,7 @@ class Carrier:
         flat = tensor.reshape(-1)
         self.messages.run("all_reduce", flat)
         if op == "avg":
-            mean_of(flat, self._place.size)
+            divide_(flat, self._place.size)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view_as(tensor))
 
@@ -87,7 +87,7 @@ class Carrier:
         self._guarded(lambda: self.messages.run("reduce_scatter", rows.view(-1)))
         mine = rows[self._place.rank, : into.numel()]
         if op == "avg":
-            mean_of(mine, self._place.size)
+            divide_(mine, self._place.size)
         into.detach().copy_(mine.view_as(into))
 
     def _rows(self, operation: Operation, like: Tensor) -> Tensor:

@@ -64,14 +64,14 @@ def choose_device(asked: torch.device | None, local_rank: int, local_size: int) 
     return own_device(local_rank, local_size) if asked.index is None else asked
 
 
-def identity(device: torch.device) -> str | None:
+def gpu_uuid(device: torch.device) -> str | None:
     """Returns a name that two processes share only if they hold the same card, or None on the CPU."""
     if device.type != "cuda":
         return None
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def refuse_sharing(holders: Sequence[tuple[int, str, str | None]]) -> None:
+def check_no_shared_gpu(holders: Sequence[tuple[int, str, str | None]]) -> None:
     """Raises if two ranks hold one card.
 
     Args:
@@ -93,7 +93,7 @@ def refuse_sharing(holders: Sequence[tuple[int, str, str | None]]) -> None:
             )
 
 
-def claim(device: torch.device) -> torch.device:
+def set_current_device(device: torch.device) -> torch.device:
     """Makes `device` this process's current one, so that bare `cuda` means it too."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

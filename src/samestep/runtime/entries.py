@@ -33,7 +33,7 @@ def entry_of(value: bytes, rank: int) -> dict[str, Any]:
     return entry
 
 
-def letter_of(value: bytes | str, *forms: Any, of: str) -> Any:
+def decode_message(value: bytes | str, *forms: Any, of: str) -> Any:
     """Returns what a rank has written into the store, where it has one of the forms; dataclasses as dicts.
 
     Args:

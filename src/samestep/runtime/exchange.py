@@ -19,7 +19,7 @@ from samestep.runtime.digest import bytes_of
 __all__: list[str] = []
 
 
-def gather_json(axis: Axis, value: Any) -> list[Any]:
+def all_gather_json(axis: Axis, value: Any) -> list[Any]:
     """Returns every rank's `value`, in rank order, on every rank. Collective."""
     axis.check_open()
     if axis.control is None:
@@ -27,7 +27,7 @@ def gather_json(axis: Axis, value: Any) -> list[Any]:
     return [json.loads(_text(data)) for data in _gather_bytes(axis, _bytes(json.dumps(value)))]
 
 
-def tell_json(axis: Axis, value: Any, source: int = 0) -> Any:
+def broadcast_json(axis: Axis, value: Any, source: int = 0) -> Any:
     """Returns the `value` of the rank at position `source` of the axis, on every rank. Collective."""
     axis.check_open()
     if axis.control is None:
@@ -41,12 +41,12 @@ def tell_json(axis: Axis, value: Any, source: int = 0) -> Any:
     return json.loads(_text(data))
 
 
-def agree(axis: Axis, problem: Exception | None) -> None:
+def raise_on_all_ranks(axis: Axis, problem: Exception | None) -> None:
     """Raises on every rank if any rank has a problem: its own there, elsewhere one naming the rank. Collective.
 
     So no rank goes on into a collective that a failed one will never reach.
     """
-    said = gather_json(axis, None if problem is None else f"{type(problem).__name__}: {problem}")
+    said = all_gather_json(axis, None if problem is None else f"{type(problem).__name__}: {problem}")
     if problem is not None:
         raise problem
     for position, message in enumerate(said):
@@ -54,7 +54,7 @@ def agree(axis: Axis, problem: Exception | None) -> None:
             raise PeerError(f"rank {axis.ranks[position]} failed: {message}")
 
 
-def gather_tensors(axis: Axis, tensor: torch.Tensor) -> list[torch.Tensor]:
+def all_gather_tensors(axis: Axis, tensor: torch.Tensor) -> list[torch.Tensor]:
     """Returns every rank's tensor, in rank order, on the host of every rank. Collective.
 
     Args:
@@ -65,7 +65,7 @@ def gather_tensors(axis: Axis, tensor: torch.Tensor) -> list[torch.Tensor]:
     host = tensor.detach().to("cpu").contiguous()
     if axis.control is None:
         return [host.clone()]
-    heads = gather_json(axis, {"shape": list(host.shape), "dtype": str(host.dtype).removeprefix("torch.")})
+    heads = all_gather_json(axis, {"shape": list(host.shape), "dtype": str(host.dtype).removeprefix("torch.")})
     parts = _gather_bytes(axis, bytes_of(host))
     return [
         part.view(getattr(torch, head["dtype"])).reshape(head["shape"]) for head, part in zip(heads, parts, strict=True)

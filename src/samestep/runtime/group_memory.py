@@ -22,12 +22,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from samestep.collectives import board
-from samestep.collectives.board import Board
-from samestep.collectives.memory import shared
-from samestep.collectives.shared_memory import SharedMemory
+from samestep.collectives.board import SharedCounters
+from samestep.collectives.memory import shared_segment
+from samestep.collectives.shared_memory import SharedMemoryAllReduce
 from samestep.errors import PeerError, StepError
 from samestep.runtime.axes import Neighbours
-from samestep.runtime.entries import letter_of
+from samestep.runtime.entries import decode_message
 from samestep.runtime.neighbours import by_host, sight
 
 __all__: list[str] = []
@@ -89,7 +89,7 @@ def meet(store: Store, rank: int, size: int) -> Neighbours:
 def _told(store: Store, what: str, value: Any, rank: int, size: int, form: Any) -> list[Any]:
     """Returns every rank's `value`, in rank order; each must be of a form, since the store is open to others."""
     store.set(f"{what}/{rank}", json.dumps(value))
-    return [letter_of(store.get(f"{what}/{each}"), form, of=f"rank {each}'s {what}") for each in range(size)]
+    return [decode_message(store.get(f"{what}/{each}"), form, of=f"rank {each}'s {what}") for each in range(size)]
 
 
 class GroupMemory:
@@ -102,8 +102,8 @@ class GroupMemory:
 
     def __init__(self, memory: mmap.mmap, place: Place) -> None:
         self._place = place
-        self._board = Board(memory, place.rank, place.names, place.neighbours.processes, place.timeout_s)
-        self._memory = SharedMemory(self._board)
+        self._board = SharedCounters(memory, place.rank, place.names, place.neighbours.processes, place.timeout_s)
+        self._memory = SharedMemoryAllReduce(self._board)
         self._brought = memoryview(memory)[board.length(place.size) :]
         self._number = 0
 
@@ -121,7 +121,7 @@ class GroupMemory:
         def tell(value: tuple[int, int]) -> list[Any]:
             return _told(store, next(questions), value, place.rank, place.size, tuple[int, int])
 
-        memory = shared(length, leader=0, leads=place.rank == 0, tell=tell)
+        memory = shared_segment(length, leader=0, leads=place.rank == 0, tell=tell)
         return None if memory is None else GroupMemory(memory, place)
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:

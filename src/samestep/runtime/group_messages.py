@@ -16,12 +16,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from samestep.collectives import engine
 from samestep.collectives.choose import choose
-from samestep.collectives.engine import Scratch, Work
+from samestep.collectives.engine import ScratchBuffers, Work
 from samestep.collectives.measure import measure
 from samestep.collectives.plan import Operation, Plan
 from samestep.collectives.point_to_point import PointToPoint
 from samestep.errors import PeerError, UsageError
-from samestep.launch.failure import brief
+from samestep.launch.failure import one_line
 from samestep.network.links import Link, Links
 from samestep.runtime.group_memory import Place
 
@@ -44,7 +44,7 @@ class GroupMessages:
         group: Any = dist.ProcessGroupGloo(PrefixStore("messages", store), place.rank, place.size, timeout)
         self._group: dist.ProcessGroup = group  # of C++'s Backend, with the methods that matter
         self._transport = _Named(PointToPoint(self._group), place)
-        self._scratch = Scratch()
+        self._scratch = ScratchBuffers()
         self._links: Links | None = None
         self._plans: dict[tuple[Operation, int, int], Plan] = {}
 
@@ -134,7 +134,7 @@ class _Named:
     def lost(self, other: int, error: RuntimeError) -> NoReturn:
         names, processes = self._place.names, self._place.neighbours.processes
         raise PeerError(
-            f"rank {names[self.rank]} has lost rank {names[other]} (process {processes[other]}): {brief(str(error))}"
+            f"rank {names[self.rank]} has lost rank {names[other]} (process {processes[other]}): {one_line(str(error))}"
         ) from error
 
 

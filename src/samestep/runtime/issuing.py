@@ -28,7 +28,7 @@ from torch import Tensor
 
 from samestep.errors import PeerError, StepError
 from samestep.runtime.promise import Promise
-from samestep.runtime.worker import Act, Worker, depth
+from samestep.runtime.worker import Act, WorkerThread, depth
 
 __all__: list[str] = []
 
@@ -42,8 +42,8 @@ class Lane:
     """
 
     def __init__(self, name: str, depth: int) -> None:
-        self.carrying = Worker(f"{name} carries {depth}")
-        self.calling = Worker(f"{name} calls back {depth}", depth + 1)
+        self.carrying = WorkerThread(f"{name} carries {depth}")
+        self.calling = WorkerThread(f"{name} calls back {depth}", depth + 1)
 
     def issue(self, act: Act, tensors: Sequence[Tensor], *, at_once: bool) -> Task:
         """Carries `act` out after all that was issued before.
@@ -114,7 +114,7 @@ class Pending(dist.Work):
         calling: the thread for what is called back.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], calling: Worker) -> None:
+    def __init__(self, tensors: Sequence[Tensor], calling: WorkerThread) -> None:
         super().__init__()
         self._tensors = list(tensors)
         self._calling = calling
@@ -189,7 +189,7 @@ class Pending(dist.Work):
 class Task(Pending):
     """One collective under way."""
 
-    def __init__(self, act: Act, tensors: Sequence[Tensor], calling: Worker) -> None:
+    def __init__(self, act: Act, tensors: Sequence[Tensor], calling: WorkerThread) -> None:
         super().__init__(tensors, calling)
         self._act: Act | None = act
 

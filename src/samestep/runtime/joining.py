@@ -16,16 +16,16 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from samestep import rankenv
 from samestep._version import __version__
-from samestep.launch.watched import be_watched, begin_watch, is_watched
+from samestep.launch.watched import connect_to_watcher, is_watched, start_watcher
 from samestep.machine import machine, namespace
 from samestep.runtime import mailbox
 from samestep.runtime.axes import Axis, Neighbours, alone
 from samestep.runtime.backend import choose_backend, group_backend
-from samestep.runtime.device import choose_device, claim, identity, refuse_sharing
-from samestep.runtime.entries import letter_of
-from samestep.runtime.exchange import gather_json
+from samestep.runtime.device import check_no_shared_gpu, choose_device, gpu_uuid, set_current_device
+from samestep.runtime.entries import decode_message
+from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.mailbox import Mailbox
-from samestep.runtime.neighbours import meet, shared_memory
+from samestep.runtime.neighbours import gather_host_map, shared_memory
 from samestep.runtime.rendezvous import locate, open_store, sign_in
 from samestep.topology import Grid
 
@@ -62,7 +62,7 @@ class Membership:
 def stay_alone(asked: torch.device | None, backend: str | None, pipeline: int) -> Membership:
     Grid.of(1, pipeline)
     member = Membership()
-    member.device = claim(choose_device(asked, 0, 1))
+    member.device = set_current_device(choose_device(asked, 0, 1))
     if backend is not None:
         choose_backend(backend, member.device, one_host=True)  # an impossible ask is an error here too
     return member
@@ -76,10 +76,10 @@ def adopt(
     member.rank, member.size = dist.get_rank(), dist.get_world_size()
     member.backend = dist.get_backend()
     _make_axes(member, pipeline, timeout_s)
-    _number(member, gather_json(member.everyone, _place()), told)
+    _number(member, all_gather_json(member.everyone, _place()), told)
     on_cpu = member.backend == "samestep" or (member.backend in {"gloo", "mpi"} and not torch.cuda.is_available())
     asked = torch.device("cpu") if asked is None and on_cpu else asked
-    member.device = claim(choose_device(asked, member.local_rank, member.local_size))
+    member.device = set_current_device(choose_device(asked, member.local_rank, member.local_size))
     bring_watcher(member, told)
     return member
 
@@ -146,7 +146,7 @@ class Joining:
         member = Membership()
         member.rank, member.size = rank, len(signed)
         hosts = _number(member, [[entry["host"], str(entry.get("machine"))] for entry in signed], self.told)
-        member.device = claim(choose_device(self.device, member.local_rank, member.local_size))
+        member.device = set_current_device(choose_device(self.device, member.local_rank, member.local_size))
         member.backend = choose_backend(self.backend, member.device, one_host=hosts == 1)
         return member
 
@@ -175,25 +175,25 @@ def _check_cards(store: Store, member: Membership) -> None:
     """Every rank tells which card it holds, so that all of them refuse a shared one alike."""
     if member.device.type != "cuda":
         return
-    mine = json.dumps([member.rank, machine(), identity(member.device)])
+    mine = json.dumps([member.rank, machine(), gpu_uuid(member.device)])
     store.set(f"samestep/card/{member.rank}", mine)
     told = {rank: store.get(f"samestep/card/{rank}") for rank in range(member.size)}
-    cards = [letter_of(card, Card, of=f"rank {rank}'s GPU") for rank, card in told.items()]
-    refuse_sharing([(number, place, card) for number, place, card in cards])
+    cards = [decode_message(card, Card, of=f"rank {rank}'s GPU") for rank, card in told.items()]
+    check_no_shared_gpu([(number, place, card) for number, place, card in cards])
 
 
 def bring_watcher(member: Membership, told: rankenv.RankVariables | None) -> None:
     """Has this host's ranks watched over, where another launcher than samestep has started them. Collective."""
     everyone = member.everyone
     wanted = told is not None and not is_watched() and rankenv.variable("SAMESTEP_LOGS") is None
-    sights = gather_json(everyone, namespace("pid") if wanted else None)
+    sights = all_gather_json(everyone, namespace("pid") if wanted else None)
     if not any(sights):
         return
     mine = [rank for rank, sight in enumerate(sights) if sight is not None and sight == sights[member.rank]]
     leads = mine[:1] == [member.rank]
-    names = gather_json(everyone, begin_watch(len(mine), member.size) if leads else None)
+    names = all_gather_json(everyone, start_watcher(len(mine), member.size) if leads else None)
     if mine and names[mine[0]] is not None:
-        be_watched(names[mine[0]], member.rank)
+        connect_to_watcher(names[mine[0]], member.rank)
 
 
 def _make_axes(member: Membership, pipeline: int, timeout_s: float) -> None:
@@ -212,11 +212,11 @@ def _make_axes(member: Membership, pipeline: int, timeout_s: float) -> None:
         member.pipeline = _axis("pipeline", stage, grid.rows(), grid.pipeline_ranks(member.rank))
     member.data.timeout_s = timeout_s
     if member.data.size > 1:
-        member.data.neighbours = meet(member.data)
+        member.data.neighbours = gather_host_map(member.data)
         member.data.mailbox = _open_mailbox(member.data, member.data.neighbours, timeout_s)
     if member.pipeline.size > 1:
         member.pipeline.timeout_s = timeout_s
-        member.pipeline.mailbox = _open_mailbox(member.pipeline, meet(member.pipeline), timeout_s)
+        member.pipeline.mailbox = _open_mailbox(member.pipeline, gather_host_map(member.pipeline), timeout_s)
 
 
 def _axis(name: str, position: int, lines: list[tuple[int, ...]], mine: tuple[int, ...]) -> Axis:

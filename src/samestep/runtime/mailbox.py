@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from samestep.collectives.memory import is_running
+from samestep.collectives.memory import process_alive
 from samestep.errors import PeerError, StepError
 from samestep.topology import tree_sum
 
@@ -164,7 +164,7 @@ class Mailbox:
         return (about, first, second) if found == number and seal == _seal(body) else None
 
     def _has_left(self, rank: int) -> bool:
-        return self.memory[(_SLOTS * rank + 2) * _SLOT_BYTES] != 0 or not is_running(self.processes[rank])
+        return self.memory[(_SLOTS * rank + 2) * _SLOT_BYTES] != 0 or not process_alive(self.processes[rank])
 
     def _await(self, rank: int, number: int) -> tuple[int, float, float]:
         began = checked = time.monotonic()

@@ -16,19 +16,19 @@ from typing import Any
 import torch.distributed as dist
 
 from samestep.collectives import board
-from samestep.collectives.board import Board
-from samestep.collectives.memory import shared
+from samestep.collectives.board import SharedCounters
+from samestep.collectives.memory import shared_segment
 from samestep.machine import namespace
 from samestep.runtime.axes import Axis, Neighbours
 from samestep.runtime.backend import spelled
-from samestep.runtime.exchange import gather_json
+from samestep.runtime.exchange import all_gather_json
 
 __all__: list[str] = []
 
 
-def meet(axis: Axis) -> Neighbours:
+def gather_host_map(axis: Axis) -> Neighbours:
     """Returns who stands where. Collective: every rank of the axis must call it."""
-    return by_host(gather_json(axis, sight()))
+    return by_host(all_gather_json(axis, sight()))
 
 
 def sight() -> list[str | int | None]:
@@ -55,11 +55,11 @@ def shared_memory(axis: Axis, neighbours: Neighbours, bytes_each: int) -> mmap.m
         bytes_each: for each rank of the host.
     """
     here = neighbours.beside(axis.rank)
-    tell = functools.partial(gather_json, axis)
-    return shared(bytes_each * len(here), leader=here[0], leads=axis.rank == here[0], tell=tell)
+    tell = functools.partial(all_gather_json, axis)
+    return shared_segment(bytes_each * len(here), leader=here[0], leads=axis.rank == here[0], tell=tell)
 
 
-def open_board(axis: Axis) -> Board | None:
+def open_counters(axis: Axis) -> SharedCounters | None:
     """Returns a new board of this host's ranks, or None on all ranks of the axis. Collective, as above."""
     if axis.neighbours is None:
         return None
@@ -69,10 +69,10 @@ def open_board(axis: Axis) -> Board | None:
         return None
     names = [axis.ranks[position] for position in here]
     processes = [axis.neighbours.processes[position] for position in here]
-    return Board(memory, here.index(axis.rank), names, processes, axis.timeout_s)
+    return SharedCounters(memory, here.index(axis.rank), names, processes, axis.timeout_s)
 
 
-def across_hosts(axis: Axis) -> dist.ProcessGroup | None:
+def inter_host_group(axis: Axis) -> dist.ProcessGroup | None:
     """Returns the group of the ranks in this one's place on every host; None on one host.
 
     Collective, as above; the hosts must have equally many ranks.
@@ -81,11 +81,11 @@ def across_hosts(axis: Axis) -> dist.ProcessGroup | None:
         return None
     if axis.across is None:
         place = axis.neighbours.beside(axis.rank).index(axis.rank)
-        axis.across = group_of([axis.ranks[host[place]] for host in axis.neighbours.hosts])
+        axis.across = new_group([axis.ranks[host[place]] for host in axis.neighbours.hosts])
     return axis.across
 
 
-def group_of(ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
+def new_group(ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Returns a new group of the world's backend. Collective: these ranks must call it, and no others.
 
     Args:

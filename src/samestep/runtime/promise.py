@@ -18,7 +18,7 @@ from typing import Any
 from torch.futures import Future
 
 from samestep.errors import PeerError, StepError
-from samestep.runtime.worker import Act, Worker
+from samestep.runtime.worker import Act, WorkerThread
 
 __all__: list[str] = []
 
@@ -31,7 +31,7 @@ class Promise(Future[Any]):
         result: waits for the result and returns it, where that thread is not needed for it.
     """
 
-    def __init__(self, calling: Worker, result: Callable[[], Any] | None = None) -> None:
+    def __init__(self, calling: WorkerThread, result: Callable[[], Any] | None = None) -> None:
         super().__init__()
         self._calling = calling
         self._result = result

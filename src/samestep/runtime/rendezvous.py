@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from samestep import rankenv
 from samestep.errors import RankVariablesError, RendezvousError, UsageError
 from samestep.launch.address import LOOPBACK, is_served, listen
-from samestep.launch.meeting import await_published, place_for, publish
+from samestep.launch.meeting import publish, rendezvous_path, wait_for
 from samestep.launch.network import addresses, route_to
 from samestep.machine import namespace
 from samestep.runtime.entries import compare, entry_of
@@ -159,7 +159,7 @@ def _from_variables(told: rankenv.RankVariables | None, rank: int, size: int) ->
         )
     source = "env" if told is None else told.source
     if told is not None and source != "env":
-        path, here = str(place_for(told, "ranks")), bool(told.one_host)
+        path, here = str(rendezvous_path(told, "ranks")), bool(told.one_host)
         return Place(rank=rank, size=size, method="meeting", path=path, serves=rank == 0, one_host=here)
     missing = [name for name, value in (("MASTER_ADDR", addr), ("MASTER_PORT", port)) if value is None]
     raise RankVariablesError(
@@ -217,7 +217,7 @@ def _meet(place: Place, join_timeout_s: float) -> Store:
         _Joined.files.append(path)
         publish(path, _told(listener))
         return _serve(listener, place, join_timeout_s)
-    return _serve(await_published(path, join_timeout_s), place, join_timeout_s)
+    return _serve(wait_for(path, join_timeout_s), place, join_timeout_s)
 
 
 def _meet_in(file: FileStore, place: Place, join_timeout_s: float) -> Store:

@@ -23,11 +23,11 @@ __all__: list[str] = []
 def seed_everything(seed: int, *names: str | int) -> None:
     """Seeds Python's, NumPy's and torch's global generators with the stream of these names."""
     value = derive_seed(seed, *names)
-    seed_here(value, torch.device("cpu"))
+    seed_device(value, torch.device("cpu"))
     torch.manual_seed(value)  # every CUDA device too, lazily
 
 
-def seed_here(value: int, device: torch.device) -> None:
+def seed_device(value: int, device: torch.device) -> None:
     """Seeds Python's, NumPy's and torch's global generators from 63 bits: on the host, and on `device`.
 
     `torch.manual_seed` looks for every kind of device there is, which takes 0.7 ms.
@@ -46,7 +46,7 @@ def generator(seed: int, *names: str | int, device: torch.device | str = "cpu") 
 
 
 @dataclass(frozen=True)
-class Streams:
+class RngState:
     """Where the global generators stand: Python's, NumPy's, torch's on the host, and on one GPU."""
 
     python: Any

@@ -26,7 +26,7 @@ _BASE = 1 << 20  # more than any number of ranks, so that counts of two requests
 
 
 @dataclass(frozen=True)
-class StepMean:
+class StepLoss:
     """What a loader knows of the mean loss of a step, for who computes it otherwise than by `Shards.mean`.
 
     Attributes:
@@ -64,7 +64,7 @@ class StepState:
     averaged: bool = False
     steps: int = 0
     small_batch_hint: Callable[[], str] | None = None
-    mean: StepMean | None = None
+    mean: StepLoss | None = None
     epoch_ends: list[Callable[[], None]] = field(default_factory=list)
     _open: dict[int, bool] = field(default_factory=dict)  # loaders in a step; whether its last micro-batch is out
 
@@ -83,7 +83,7 @@ class StepState:
         *,
         ends: bool,
         small_batch_hint: Callable[[], str] | None = None,
-        mean: StepMean | None = None,
+        mean: StepLoss | None = None,
     ) -> None:
         """A loader hands out a micro-batch, which ends its step or does not."""
         self._open[loader] = ends

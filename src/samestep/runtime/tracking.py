@@ -19,7 +19,7 @@ from typing import Any
 from samestep import events, progress
 from samestep.errors import UsageError
 from samestep.launch import noting
-from samestep.launch.observers import Seat
+from samestep.launch.observers import RankContext
 from samestep.launch.timeline import Timeline
 from samestep.paths import RunDirectory
 from samestep.rankenv import variable
@@ -44,7 +44,7 @@ def keep_events(folder: Path | None, rank: int, size: int) -> Timeline | None:
     os.register_at_fork(after_in_child=events.detach)
     attempt = int(variable("TORCHELASTIC_RESTART_COUNT") or 0)
     timeline = Timeline()
-    timeline.begin(Seat(rank=rank, size=size, folder=RunDirectory(folder).logs(socket.gethostname(), attempt)))
+    timeline.begin(RankContext(rank=rank, size=size, folder=RunDirectory(folder).logs(socket.gethostname(), attempt)))
     return timeline
 
 
@@ -73,7 +73,7 @@ class Track:
         """Keeps numbers of the step that was finished last."""
         numbers = {name: _number(name, value) for name, value in values.items()}
         self._calls += 1
-        progress.note_values({name: value if value - value == 0 else str(value) for name, value in numbers.items()})
+        progress.log_values({name: value if value - value == 0 else str(value) for name, value in numbers.items()})
         if self._writer is not None:
             for name, number in numbers.items():
                 self._writer.add_scalar(name, number, progress.finished_steps() or self._calls)

@@ -68,7 +68,7 @@ class VirtualRanks:
         self._device = device
         self._holders: list[weakref.ref[Any]] = []
         self._inside: dict[int, tuple[int, ...]] = {}  # by loader: where in its data it hands out this slice
-        self._outside: seeds.Streams | None = None
+        self._outside: seeds.RngState | None = None
 
     def hold(self, holder: Holder) -> None:
         """Tells a holder from now on which slice is under way."""
@@ -98,8 +98,8 @@ class VirtualRanks:
             self._end()
 
     def _begin(self, place: int, *names: int) -> None:
-        self._outside = seeds.Streams.taken(self._device)
-        seeds.seed_here(derive_seed(self._seed, "slice", self.first + place, *names), self._device)
+        self._outside = seeds.RngState.taken(self._device)
+        seeds.seed_device(derive_seed(self._seed, "slice", self.first + place, *names), self._device)
         self.place = place
         for holder in self._living():
             holder.begin_slice(place)

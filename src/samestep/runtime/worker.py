@@ -22,7 +22,7 @@ def depth() -> int:
     return found
 
 
-class Worker:
+class WorkerThread:
     """A thread that does one thing after another; it starts with the first, and ends no process's end.
 
     Args:

@@ -9,21 +9,21 @@ from samestep.errors import UsageError
 from samestep.schedule.fill_drain import fill_drain
 from samestep.schedule.interleaved import interleaved
 from samestep.schedule.one_f_one_b import one_f_one_b
-from samestep.schedule.plan import Plan
+from samestep.schedule.plan import Schedule
 from samestep.schedule.zero_bubble import zero_bubble
 
 __all__: list[str] = []
 
-STRAIGHT: dict[str, Callable[[int, int], Plan]] = {  # one stage a rank
+STRAIGHT: dict[str, Callable[[int, int], Schedule]] = {  # one stage a rank
     "fill-drain": fill_drain,
     "1f1b": one_f_one_b,
     "eager-1f1b": partial(one_f_one_b, eager=True),
     "zero-bubble": zero_bubble,
 }
-NAMES = (*STRAIGHT, "interleaved")
+SCHEDULE_NAMES = (*STRAIGHT, "interleaved")
 
 
-def named(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Plan:
+def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """Returns the plan of a schedule.
 
     Args:
@@ -36,11 +36,11 @@ def named(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Plan:
         UsageError: there is no such schedule, or not of so many.
 
     Example:
-        >>> named("1f1b", 2, 4).name
+        >>> make_schedule("1f1b", 2, 4).name
         '1F1B'
     """
-    if name not in NAMES:
-        raise UsageError(f"there is no schedule {name!r}: {', '.join(NAMES)}")
+    if name not in SCHEDULE_NAMES:
+        raise UsageError(f"there is no schedule {name!r}: {', '.join(SCHEDULE_NAMES)}")
     if name == "interleaved":
         return interleaved(ranks, micro_batches, chunks=chunks)
     if chunks != 1:

@@ -11,12 +11,12 @@ Source: Y. Huang et al., "GPipe", NeurIPS 2019.
 
 from __future__ import annotations
 
-from samestep.schedule.plan import Plan, actions, check_sizes, straight
+from samestep.schedule.plan import Schedule, actions, check_sizes, straight
 
 __all__: list[str] = []
 
 
-def fill_drain(ranks: int, micro_batches: int) -> Plan:
+def fill_drain(ranks: int, micro_batches: int) -> Schedule:
     """Returns the plan.
 
     >>> [str(action) for action in fill_drain(2, 2).orders[1]]
@@ -25,4 +25,4 @@ def fill_drain(ranks: int, micro_batches: int) -> Plan:
     check_sizes("fill and drain", ranks, micro_batches)
     each = range(micro_batches)
     orders = tuple(actions("F", stage, each) + actions("B", stage, each) for stage in range(ranks))
-    return Plan("fill-drain", micro_batches, straight(ranks), orders)
+    return Schedule("fill-drain", micro_batches, straight(ranks), orders)

@@ -8,12 +8,12 @@ With several stages a rank, all micro-batches go through its first, then all thr
 
 from __future__ import annotations
 
-from samestep.schedule.plan import Plan, actions, check_sizes
+from samestep.schedule.plan import Schedule, actions, check_sizes
 
 __all__: list[str] = []
 
 
-def forward_only(ranks: int, micro_batches: int, chunks: int = 1) -> Plan:
+def forward_only(ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """Returns the plan.
 
     Args:
@@ -30,4 +30,4 @@ def forward_only(ranks: int, micro_batches: int, chunks: int = 1) -> Plan:
         sum((actions("F", stage, range(micro_batches)) for stage in range(rank, ranks * chunks, ranks)), ())
         for rank in range(ranks)
     ]
-    return Plan("forward only", micro_batches, placement, tuple(orders))
+    return Schedule("forward only", micro_batches, placement, tuple(orders))

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from itertools import chain
 
-from samestep.schedule.plan import Action, Order, Plan, check_sizes
+from samestep.schedule.plan import Action, Order, Schedule, check_sizes
 from samestep.topology import cut_evenly
 
 __all__: list[str] = []
 
 
-def interleaved(ranks: int, micro_batches: int, *, chunks: int = 2) -> Plan:
+def interleaved(ranks: int, micro_batches: int, *, chunks: int = 2) -> Schedule:
     """Returns the plan.
 
     Args:
@@ -39,7 +39,7 @@ def interleaved(ranks: int, micro_batches: int, *, chunks: int = 2) -> Plan:
     check_sizes("interleaved", ranks, micro_batches, chunks)
     placement = tuple(stage % ranks for stage in range(ranks * chunks))
     orders = tuple(_order(rank, ranks, micro_batches, chunks) for rank in range(ranks))
-    return Plan(f"interleaved x{chunks}", micro_batches, placement, orders)
+    return Schedule(f"interleaved x{chunks}", micro_batches, placement, orders)
 
 
 def _order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:

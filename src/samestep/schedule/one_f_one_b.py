@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from itertools import chain
 
-from samestep.schedule.plan import Action, Order, Plan, actions, check_sizes, straight
+from samestep.schedule.plan import Action, Order, Schedule, actions, check_sizes, straight
 
 __all__: list[str] = []
 
 
-def one_f_one_b(ranks: int, micro_batches: int, *, eager: bool = False) -> Plan:
+def one_f_one_b(ranks: int, micro_batches: int, *, eager: bool = False) -> Schedule:
     """Returns the plan.
 
     Args:
@@ -43,7 +43,7 @@ def one_f_one_b(ranks: int, micro_batches: int, *, eager: bool = False) -> Plan:
     check_sizes(name, ranks, micro_batches)
     warm_up = [2 * (ranks - 1 - rank) + 1 if eager else ranks - rank for rank in range(ranks)]
     orders = tuple(_order(stage, micro_batches, min(warm_up[stage], micro_batches)) for stage in range(ranks))
-    return Plan(name, micro_batches, straight(ranks), orders)
+    return Schedule(name, micro_batches, straight(ranks), orders)
 
 
 def _order(stage: int, micro_batches: int, warm_up: int) -> Order:

@@ -62,7 +62,7 @@ Order = tuple[Action, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """What every rank of a pipeline does in one step.
 
     Attributes:
@@ -75,7 +75,7 @@ class Plan:
         UsageError: the plan breaks a rule; says where.
 
     Example:
-        >>> plan = Plan("by hand", 1, (0, 1), ((Action("F", 0, 0), Action("B", 0, 0)), (
+        >>> plan = Schedule("by hand", 1, (0, 1), ((Action("F", 0, 0), Action("B", 0, 0)), (
         ...     Action("F", 1, 0), Action("B", 1, 0))))
         >>> [str(action) for _, action in plan.in_time]
         ['F0.0', 'F1.0', 'B1.0', 'B0.0']

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from samestep.errors import UsageError
-from samestep.schedule.plan import Action, Plan
+from samestep.schedule.plan import Action, Schedule
 
 __all__: list[str] = []
 
@@ -127,7 +127,7 @@ class Timeline:
         spans: all actions and messages, in the order of the plan.
     """
 
-    plan: Plan
+    plan: Schedule
     spans: tuple[Span, ...]
 
     @cached_property
@@ -150,7 +150,7 @@ class Timeline:
         return 1 - sum(self.work) / (self.plan.ranks * self.seconds)
 
 
-def simulate(plan: Plan, costs: Costs) -> Timeline:
+def simulate(plan: Schedule, costs: Costs) -> Timeline:
     """Returns when everything happens.
 
     Raises:
@@ -176,7 +176,7 @@ class _Play:
         come: by action and rank, when its result is there.
     """
 
-    plan: Plan
+    plan: Schedule
     costs: Costs
     free: list[float] = field(default_factory=list)
     links: dict[tuple[int, int], float] = field(default_factory=dict)

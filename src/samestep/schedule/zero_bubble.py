@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from samestep.schedule.plan import Action, Plan, check_sizes, straight
+from samestep.schedule.plan import Action, Schedule, check_sizes, straight
 
 __all__: list[str] = []
 
@@ -44,7 +44,7 @@ class _Rank:
     weights: int = 0
 
 
-def zero_bubble(ranks: int, micro_batches: int) -> Plan:
+def zero_bubble(ranks: int, micro_batches: int) -> Schedule:
     """Returns the plan.
 
     Args:
@@ -62,7 +62,7 @@ def zero_bubble(ranks: int, micro_batches: int) -> Plan:
         for one, action in zip(playing, chosen, strict=True):
             if action is not None:
                 _do(one, action)
-    return Plan("zero bubble", micro_batches, straight(ranks), tuple(tuple(one.order) for one in playing))
+    return Schedule("zero bubble", micro_batches, straight(ranks), tuple(tuple(one.order) for one in playing))
 
 
 def _choice(one: _Rank, playing: list[_Rank], micro_batches: int) -> Action | None:

@@ -23,7 +23,7 @@ SPAWNED = "spawned"  # the folder of ranks that the script itself has started
 MOST_KEPT = 2 << 30  # bytes of values that one process keeps
 
 
-class Journal:
+class TraceWriter:
     """The writer's side.
 
     Attributes:

@@ -10,8 +10,8 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from samestep.launch.fork import needs_fresh_interpreter, source_of
-from samestep.launch.nursery import Nursery
+from samestep.launch.fork import fork_blocker, read_source
+from samestep.launch.nursery import PreforkServer
 from samestep.launch.variables import threads_per_rank
 from samestep.verification import machine, runs
 from samestep.verification.judging.record import Record, read
@@ -31,14 +31,14 @@ Say = Callable[[str], None]
 
 
 @contextmanager
-def nursery_for(script: runs.Script, ranks: int) -> Iterator[Nursery | None]:
+def nursery_for(script: runs.Script, ranks: int) -> Iterator[PreforkServer | None]:
     """What forks the runs of a script, with the string hashes of rank 0; None where it must not find torch imported."""
-    source = source_of(script.program, is_module=script.is_module)
-    if script.mpi or needs_fresh_interpreter(source):
+    source = read_source(script.program, is_module=script.is_module)
+    if script.mpi or fork_blocker(source):
         yield None
         return
     modules = [name.partition(":")[0] for name in (_RECORDER, _ALONE)]
-    nursery = Nursery({"PYTHONHASHSEED": "1", **runs.alike(threads_per_rank(ranks))}, modules)
+    nursery = PreforkServer({"PYTHONHASHSEED": "1", **runs.alike(threads_per_rank(ranks))}, modules)
     try:
         yield nursery
     finally:
@@ -63,7 +63,7 @@ class Runner:
     folder: Path
     still_s: float
     say: Say
-    nursery: Nursery | None = None
+    nursery: PreforkServer | None = None
     _is_over: Event = field(default_factory=Event)
 
     def side_by_side(self, run: Callable[[int], Run], ranks: Sequence[int]) -> list[Run]:
@@ -108,7 +108,7 @@ class Runner:
         ranks: int,
         observer: str,
         order: dict[str, Any],
-        nursery: Nursery | None,
+        nursery: PreforkServer | None,
         progress: Callable[[Path], None] = lambda _: None,
     ) -> Run:
         folder = self.folder / name.replace(" ", "-").replace(",", "")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.launch.nursery import Nursery
+from samestep.launch.nursery import PreforkServer
 from samestep.launch.process import Process, children, signal_alone, start, stat_of, wait_all
 from samestep.launch.stacks import STACKS_SIGNAL, place_in
 from samestep.rankenv import child_environment, variable
@@ -28,7 +28,7 @@ from samestep.verification import journal
 
 __all__: list[str] = []
 
-STILL_S = 60.0  # seconds without a sign of life until a run counts as hung
+HANG_TIMEOUT_S = 60.0  # seconds without a sign of life until a run counts as hung
 _LONGER = 10.0
 _LEAST_S, _WAITING = 0.5, 0.1  # processor time that is no sign of life: so much, and this share of the time
 _LOOK_S = 0.2
@@ -90,7 +90,7 @@ def run(
     *,
     still_s: float,
     threads: int = 1,
-    nursery: Nursery | None = None,
+    nursery: PreforkServer | None = None,
     progress: Callable[[Path], None] = lambda _: None,
     stillness: Callable[[float], None] = lambda _: None,
 ) -> Ended:
@@ -139,7 +139,7 @@ def alike(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": variable("OMP_NUM_THREADS") or str(threads)}
 
 
-def _start(arguments: list[str], environment: dict[str, str], output: int, nursery: Nursery | None) -> Process:
+def _start(arguments: list[str], environment: dict[str, str], output: int, nursery: PreforkServer | None) -> Process:
     if nursery is not None:
         return nursery.command(arguments, environment, output)
     command = [sys.executable, "-P", "-m", "samestep.cli.attached", str(os.getpid()), *arguments]

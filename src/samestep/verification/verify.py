@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.launch.verdict import UNLIKE
+from samestep.launch.verdict import DIFFERENT_COLLECTIVES
 from samestep.verification import equality, journal, machine, runs, stages
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
@@ -49,7 +49,7 @@ def verify(
     *arguments: str,
     ranks: int = 2,
     steps: int | None = None,
-    timeout: float = runs.STILL_S,
+    timeout: float = runs.HANG_TIMEOUT_S,
 ) -> Report:
     """Runs a script on several ranks and alone, and returns whether it is the same training.
 
@@ -88,7 +88,7 @@ def examine(
     ranks: int,
     *,
     steps: int | None = None,
-    still_s: float = runs.STILL_S,
+    still_s: float = runs.HANG_TIMEOUT_S,
     say: Say = lambda _: None,
 ) -> Report:
     """Does what :func:`verify` does, and tells `say` what goes on."""
@@ -173,7 +173,7 @@ def _reason(ended: runs.Ended) -> str:
 
 def _crash(ended: runs.Ended, record: Record) -> Finding:
     failure = ended.failure or {}
-    if str(failure.get("message", "")).startswith(UNLIKE):
+    if str(failure.get("message", "")).startswith(DIFFERENT_COLLECTIVES):
         return _unlike(ended, failure)
     busy = communication.waited_for(record, failure.get("rank"), failure.get("where"))
     return Finding(
@@ -194,8 +194,8 @@ def _unlike(ended: runs.Ended, failure: dict[str, Any]) -> Finding:
         property="communication",
         rank=failure.get("rank"),
         where=failure.get("where"),
-        cause=f"{UNLIKE} when the run broke off{where}: one has more batches, or calls, than another, or tensors of "
-        "another size; alone, the script ends well",
+        cause=f"{DIFFERENT_COLLECTIVES} when the run broke off{where}: one has more batches, or calls, than another, "
+        "or tensors of another size; alone, the script ends well",
         fix=AS_MANY,
     )
 

@@ -20,7 +20,7 @@ from torch import nn
 
 import samestep
 from samestep.data.ledger import START, linked
-from samestep.data.order import Order
+from samestep.data.order import SampleOrder
 from samestep.running.checkpoints import writer
 
 SAMPLES, BATCH, EPOCHS = 64, 8, 10_000  # never over
@@ -116,7 +116,7 @@ def digest_of(step):
     """The digest of the first `step` steps; those of the steps before are kept."""
     while len(_DIGESTS) <= step:
         epoch, start = divmod(len(_DIGESTS) - 1, STEPS_PER_EPOCH)
-        indices = Order(SAMPLES, 5, epoch).take(start * BATCH, (start + 1) * BATCH)
+        indices = SampleOrder(SAMPLES, 5, epoch).take(start * BATCH, (start + 1) * BATCH)
         _DIGESTS.append(linked(_DIGESTS[-1], epoch, indices))
     return _DIGESTS[step].hex()
 

@@ -15,7 +15,7 @@ import exact_training
 import pytest
 
 from samestep.cli import main
-from samestep.running.checkpoints.contents import found, positions
+from samestep.running.checkpoints.contents import data_positions, list_checkpoints
 from samestep.running.checkpoints.reader import read_tensors, verify
 
 LONGEST = 0.2  # seconds of training before a kill, half of that on average
@@ -37,10 +37,10 @@ def examine(path, left):
     halves = [entry.name for entry in path.iterdir() if ".tmp-" in entry.name]
     left.halves += bool(halves)
     left.set_aside += sum(".bad" in entry.name for entry in path.iterdir())
-    folders = found(path) if any(path.glob("step-*")) else []
+    folders = list_checkpoints(path) if any(path.glob("step-*")) else []
     for folder in folders:
         manifest = verify(folder)
-        states = dict(positions(manifest))
+        states = dict(data_positions(manifest))
         problems = list(exact_training.differences(manifest, read_tensors(folder, manifest), states["data"]))
         assert not problems, (folder.name, problems)
     if folders:

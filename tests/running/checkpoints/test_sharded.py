@@ -17,7 +17,7 @@ import samestep
 from samestep.cli import main
 from samestep.errors import CheckpointError
 from samestep.running.checkpoints import convert, foreign, letters
-from samestep.running.checkpoints.contents import found
+from samestep.running.checkpoints.contents import list_checkpoints
 from samestep.running.checkpoints.reader import read_manifest, read_tensors, verify
 from samestep.testing import assert_same_bits
 
@@ -56,7 +56,7 @@ def test_what_was_cut_in_one_way_loads_in_any_other(two_ranks, three_ranks, four
 @pytest.mark.parametrize("kind", ["plain", "FSDP"])
 def test_what_one_process_saved_loads_into_a_model_that_is_cut(two_ranks, four_ranks, tmp_path, kind):
     saved = cut.save(kind, tmp_path / "run")
-    (folder,) = found(tmp_path / "run")
+    (folder,) = list_checkpoints(tmp_path / "run")
     assert sorted(entry.name for entry in folder.iterdir()) == ["manifest.json", "tensors.safetensors"]
     assert read_manifest(folder).parts == {}
     for other, ranks in [("FSDP", two_ranks), ("FSDP and TP", four_ranks)]:
@@ -67,7 +67,7 @@ def test_what_one_process_saved_loads_into_a_model_that_is_cut(two_ranks, four_r
 
 def test_each_rank_writes_what_it_holds_and_the_manifest_says_of_what(two_ranks, tmp_path):
     saved = two_ranks(cut.save, "rows", tmp_path / "run")[0]
-    (folder,) = found(tmp_path / "run")
+    (folder,) = list_checkpoints(tmp_path / "run")
     assert sorted(entry.name for entry in folder.iterdir()) == [
         "manifest.json",
         "tensors-00001.safetensors",
@@ -86,11 +86,11 @@ def test_each_rank_writes_what_it_holds_and_the_manifest_says_of_what(two_ranks,
 
 def test_copies_are_written_by_one_rank_each_and_about_as_much_by_every_one(two_ranks, four_ranks, tmp_path):
     two_ranks(cut.save, "everywhere", tmp_path / "copies")
-    (folder,) = found(tmp_path / "copies")
+    (folder,) = list_checkpoints(tmp_path / "copies")
     writers = [grid["ranks"] for grid in verify(folder).parts.values()]
     assert writers == [[1]] * len(writers) != []  # what rank 0 writes of them is whole
     four_ranks(cut.save, "HSDP", tmp_path / "halves")
-    (folder,) = found(tmp_path / "halves")
+    (folder,) = list_checkpoints(tmp_path / "halves")
     files = [load_file(path) for path in folder.glob("tensors*")]
     sizes = [sum(one.nbytes for name, one in file.items() if "random" not in name) for file in files]
     assert len(sizes) == 4
@@ -131,7 +131,7 @@ def odd_parts(path, *, zero):
 
 def test_tied_empty_scalar_and_unusual_tensors_come_back(two_ranks, three_ranks, tmp_path):
     saved = two_ranks(odd_saved, tmp_path / "run")
-    manifest = verify(found(tmp_path / "run")[0])
+    manifest = verify(list_checkpoints(tmp_path / "run")[0])
     assert "odd/tied" not in manifest.tensors
     together = joined(saved)
     assert together["one"] == together["tied"] == torch.arange(1.0, 4.0).view(torch.uint8).tolist()
@@ -170,7 +170,7 @@ def save_again(path):
 
 def test_saves_beside_the_training_follow_one_another(two_ranks, tmp_path):
     assert two_ranks(save_again, tmp_path / "run") == [4, 4]
-    folders = found(tmp_path / "run")
+    folders = list_checkpoints(tmp_path / "run")
     assert [verify(folder).step for folder in folders] == [1, 2, 3, 4]
     assert not [entry for entry in (tmp_path / "run").iterdir() if ".tmp-" in entry.name]
     assert two_ranks(save_again, tmp_path / "run") == [8, 8]
@@ -189,7 +189,7 @@ def save_partial(path):
 
 def test_a_sum_that_is_not_made_yet_is_made(two_ranks, tmp_path):
     two_ranks(save_partial, tmp_path / "run")
-    (folder,) = found(tmp_path / "run")
+    (folder,) = list_checkpoints(tmp_path / "run")
     assert read_tensors(folder, verify(folder))["holder/sum"].tolist() == [3.0, 3.0, 3.0]
 
 
@@ -250,7 +250,7 @@ def test_a_disk_too_full_for_one_ranks_share_costs_that_save_alone(two_ranks, tm
     assert left == ["step-00000000"]
     assert "rank 0 failed: CheckpointError" in told[1][1][0]
     assert "rank 1: disk full" in told[1][1][0]
-    verify(found(small_disk_of_five / "run")[0])
+    verify(list_checkpoints(small_disk_of_five / "run")[0])
 
 
 def lose_a_folder(path):
@@ -274,7 +274,7 @@ def lose_a_folder(path):
 
 def test_a_rank_that_does_not_see_the_folder_fails_the_save_on_all(two_ranks, tmp_path):
     two_ranks(lose_a_folder, tmp_path / "run")
-    assert len(found(tmp_path / "run")) == 2
+    assert len(list_checkpoints(tmp_path / "run")) == 2
     assert not [entry for entry in (tmp_path / "run").iterdir() if ".tmp-" in entry.name]
 
 
@@ -296,7 +296,7 @@ def fall_silent(path):
 
 def test_nobody_waits_for_ever_for_a_rank_that_is_gone(two_ranks, tmp_path):
     two_ranks(fall_silent, tmp_path / "run")
-    assert len(found(tmp_path / "run")) == 1
+    assert len(list_checkpoints(tmp_path / "run")) == 1
 
 
 # --- damage -----------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ def of_another_step(newest):
 )
 def test_damage_of_one_ranks_file_is_told_by_file_and_tensor(good, tmp_path, capsys, change, file, said):
     shutil.copytree(good, tmp_path / "run")
-    newest = found(tmp_path / "run")[-1]
+    newest = list_checkpoints(tmp_path / "run")[-1]
     change(newest)
     with pytest.raises(CheckpointError, match=said) as caught:
         verify(newest)
@@ -367,7 +367,7 @@ def test_damage_of_one_ranks_file_is_told_by_file_and_tensor(good, tmp_path, cap
 
 def test_the_run_goes_on_from_the_checkpoint_before_a_damaged_one(two_ranks, good, tmp_path):
     shutil.copytree(good, tmp_path / "run")
-    flipped(found(tmp_path / "run")[-1])
+    flipped(list_checkpoints(tmp_path / "run")[-1])
     assert two_ranks(save_again, tmp_path / "run") == [7, 7]
     assert (tmp_path / "run" / "step-00000004.bad").exists()
 
@@ -392,11 +392,11 @@ def test_other_formats_hold_whole_tensors_and_come_back(good, tmp_path, monkeypa
     monkeypatch.setattr(
         convert, "_told", lambda request, timeout: foreign.answer(request)
     )  # not in a process of its own
-    newest = found(good)[-1]
+    newest = list_checkpoints(good)[-1]
     expected = read_tensors(newest, read_manifest(newest))
     assert main(["checkpoint", "convert", str(good), str(tmp_path / name)]) == 0
     assert main(["checkpoint", "convert", str(tmp_path / name), str(tmp_path / "back")]) == 0
-    (folder,) = found(tmp_path / "back")
+    (folder,) = list_checkpoints(tmp_path / "back")
     assert_same_bits(read_tensors(folder, verify(folder)), expected)
     if name == "out.pt":
         model = torch.load(tmp_path / name, weights_only=True)["model"]

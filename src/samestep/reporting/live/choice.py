@@ -39,7 +39,7 @@ class Seen:
 
 
 @dataclass
-class Choice:
+class ViewState:
     """What somebody has chosen.
 
     Attributes:

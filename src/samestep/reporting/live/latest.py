@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from samestep.events import LONGEST as LONGEST_LINE
+from samestep.events import MAX_LINE_BYTES as LONGEST_LINE
 from samestep.events import Reader
 from samestep.reporting.live.pace import LOOK
-from samestep.reporting.record import Event, Run, opened
+from samestep.reporting.record import Event, Run, open_run
 
 __all__: list[str] = []
 
@@ -38,9 +38,9 @@ def open_latest(path: Path) -> Run:
     """Returns a run of whose ranks only the first and the last events are read.
 
     Raises:
-        UsageError: as :func:`samestep.reporting.record.opened`.
+        UsageError: as :func:`samestep.reporting.record.open_run`.
     """
-    run = opened(path, LatestReader)
+    run = open_run(path, LatestReader)
     forget(run)
     return run
 

@@ -8,7 +8,7 @@ from itertools import islice
 from statistics import median
 from typing import Any
 
-from samestep.events import APART, PHASES
+from samestep.events import NON_TRAINING, PHASES
 from samestep.reporting.record import RankLog
 
 __all__: list[str] = []
@@ -45,9 +45,9 @@ def pace(log: RankLog) -> Pace:
         for name, seconds in line["spent"].items():
             if name in spent:
                 spent[name] += measured(seconds)
-    trained = sum(measured(line["seconds"]) for line in lines) - sum(spent[name] for name in APART)
+    trained = sum(measured(line["seconds"]) for line in lines) - sum(spent[name] for name in NON_TRAINING)
     now = log.steps[-1]["spent"] if log.end is None else {}
-    spent |= {name: measured(now.get(name)) for name in APART}
+    spent |= {name: measured(now.get(name)) for name in NON_TRAINING}
     spent = {name: seconds for name, seconds in spent.items() if seconds}
     return Pace(steps, max(0.0, trained) / steps, spent, measured(lines[0]["work"].get("samples")))
 

@@ -23,7 +23,7 @@ from textwrap import wrap
 from rich.cells import cell_len
 from rich.text import Text
 
-from samestep.launch.status import spoken
+from samestep.launch.status import format_elapsed
 from samestep.reporting import words
 from samestep.reporting.live.choice import KEYS
 from samestep.reporting.live.marks import LEVELS, PHASES, Marks
@@ -124,7 +124,7 @@ class Picture:
                 yield self._line(f" {text}", LEVELS["bad"])
 
     def _title(self) -> Text:
-        state, took = self.scene.state, spoken(self.scene.took)
+        state, took = self.scene.state, format_elapsed(self.scene.took)
         left = self.width - len(state.text) - len(took) - 4
         text = Text(f" {self.marks.cut(self.scene.name(left), left)} ", no_wrap=True)
         text.append(state.text, f"bold {LEVELS[state.level]}")
@@ -183,7 +183,7 @@ class Picture:
         if self.host_width:
             text.append(f" {self.marks.cut(row.host, self.host_width)}")
         step = self.marks.cut(f"{row.step:>9,}", 9) if row.step < 10**12 else f"{'?':>9}"
-        took = words.seconds(row.pace.seconds) if row.pace.seconds else ""
+        took = words.format_duration(row.pace.seconds) if row.pace.seconds else ""
         text.append(f" {step}{took:>10.10}")
         text.append(" ").append_text(self.marks.bar(row.pace.spent, self._bar_width))
         text.append(f" {self.marks.cut(row.at.text, self.at_width).rstrip()}", LEVELS[row.at.level])
@@ -226,7 +226,7 @@ class Picture:
 
     def _output(self, output: Sequence[str], count: int) -> list[Text]:
         rank, stream = self.scene.rank, TITLES[self.scene.panel]
-        file = words.printable(path_as_said(self.scene.output()))
+        file = words.escape_control(path_as_said(self.scene.output()))
         lines = [self._line(f" {line}") for line in output[-count:]] if count else []
         return [self._rule(f"rank {rank}, {stream}", file), *(lines or [self._line(" nothing so far", "dim")])]
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from samestep import progress
 from samestep.events import LOST_PEERS
-from samestep.launch.status import spoken
+from samestep.launch.status import format_elapsed
 from samestep.launch.verdict import PREEMPTED
 from samestep.paths import rank_file
 from samestep.reporting import words
@@ -121,7 +121,9 @@ def standing(log: RankLog | None, pace: Pace, told: Said, now: float, *, is_over
 def _ended(error: str | None) -> Standing:
     if error is None:
         return Standing("finished", "good")
-    return Standing(LOST_PEERS, "warn") if error.startswith(LOST_PEERS) else Standing(words.printable(error), "bad")
+    return (
+        Standing(LOST_PEERS, "warn") if error.startswith(LOST_PEERS) else Standing(words.escape_control(error), "bad")
+    )
 
 
 def _at(log: RankLog, pace: Pace, now: float) -> str:
@@ -149,7 +151,7 @@ def _told(log: RankLog, now: float) -> str:
         return ""
     name = log.at["operation"] or DOING.get(log.at["phase"], log.at["phase"])
     where = f" at {log.at['site']}" if log.at["site"] else ""
-    return words.printable(f"{name} for {roughly(now - log.at['t'] + log.ahead)}{where}")
+    return words.escape_control(f"{name} for {roughly(now - log.at['t'] + log.ahead)}{where}")
 
 
 def _noted(log: RankLog) -> str:
@@ -160,7 +162,7 @@ def _noted(log: RankLog) -> str:
         record = progress.read_file(rank_file(log.folder, log.rank, "progress"))
     except (OSError, struct.error):
         return ""
-    return words.printable(record)
+    return words.escape_control(record)
 
 
 def last_sign(log: RankLog) -> float:
@@ -175,7 +177,7 @@ def roughly(seconds: float) -> str:
     >>> roughly(59.9), roughly(179), roughly(7300)
     ('59 s', '2 min', '2 h')
     """
-    return " ".join(spoken(max(0.0, seconds)).split()[:2])
+    return " ".join(format_elapsed(max(0.0, seconds)).split()[:2])
 
 
 # --- the run ------------------------------------------------------------------------------------------
@@ -189,7 +191,7 @@ def state(run: Run, told: Said, now: float) -> Standing:
             failed = any(log.end is not None and log.end["error"] is not None for log in run.ranks.values())
             return Standing("failed", "bad") if failed else Standing("finished", "good")
         known = ENDED.get(code) if isinstance(code, int) else None
-        return known or Standing(f"failed, exit code {words.printable(code)}", "bad")
+        return known or Standing(f"failed, exit code {words.escape_control(code)}", "bad")
     if told.hangs:
         return Standing("hangs", "bad")
     quiet = now - max(filter(None, map(last_sign, run.ranks.values())), default=now)
@@ -231,7 +233,7 @@ def happenings(run: Run) -> list[Happening]:
     """Returns what has happened, in its order; what has no time comes last."""
     timed = [*_from_launcher(run), *_saved(run)]
     timed.sort(key=lambda each: each.at or 0.0)
-    problems = [Happening("note", words.printable(problem), "warn") for problem in run.problems]
+    problems = [Happening("note", words.escape_control(problem), "warn") for problem in run.problems]
     return [*timed, *map(_finding, run.findings), *problems]
 
 
@@ -240,7 +242,7 @@ def _from_launcher(run: Run) -> Iterator[Happening]:
     levels |= {"moves": "good", "keeps-up": "good"}
     for event in run.said:
         if event["kind"] in levels:
-            kind, text = event["kind"], words.lines(event["text"])
+            kind, text = event["kind"], words.escape_lines(event["text"])
             yield Happening(kind, text, levels[kind], measured(event["t"]), tuple(event["ranks"]))
 
 
@@ -249,8 +251,9 @@ def _saved(run: Run) -> Iterator[Happening]:
     saves = [event for log in run.ranks.values() for event in log.checkpoints]
     if saves:
         last = max(saves, key=lambda event: measured(event["t"]))
-        reason = f", {words.printable(last['reason'])}" if last["reason"] else ""
-        text = f"step {last['step']:,}, {words.size(measured(last['bytes']))}{reason}: {words.printable(last['path'])}"
+        reason = f", {words.escape_control(last['reason'])}" if last["reason"] else ""
+        size = words.format_bytes(measured(last["bytes"]))
+        text = f"step {last['step']:,}, {size}{reason}: {words.escape_control(last['path'])}"
         yield Happening("saved", text, "dim", measured(last["t"]))
 
 
@@ -259,10 +262,10 @@ def _finding(found: Event) -> Happening:
     place = "".join(f", {key} {_text(found[key])}" for key in ("rank", "step") if found.get(key) is not None)
     where = f" at {_text(found['where'])}" if found.get("where") else ""
     text = f"{_text(found.get('code'))}{place}{where}: {_text(found.get('cause'))}"
-    fix = f"\n{words.lines(found['fix'])}" if found.get("fix") else ""
+    fix = f"\n{words.escape_lines(found['fix'])}" if found.get("fix") else ""
     rank = found.get("rank")
     return Happening("finding", text + fix, level, ranks=(rank,) if isinstance(rank, int) else ())
 
 
 def _text(value: Any) -> str:
-    return "?" if value is None else words.printable(value)
+    return "?" if value is None else words.escape_control(value)

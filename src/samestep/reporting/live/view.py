@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.text import Text
 
-from samestep.reporting.live.choice import Choice
+from samestep.reporting.live.choice import ViewState
 from samestep.reporting.live.latest import Tail, forget
 from samestep.reporting.live.marks import Marks
 from samestep.reporting.live.picture import picture, snapshot
@@ -25,7 +25,7 @@ CALM = 2.0  # at one that is over: somebody may start it again
 
 
 @dataclass
-class View:
+class WatchApp:
     """A run on a console.
 
     Attributes:
@@ -37,7 +37,7 @@ class View:
 
     run: Run
     console: Console
-    choice: Choice
+    choice: ViewState
     trouble: str = ""
     _tail: Tail | None = None
     _shown: Sequence[Text | None] = ()

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from samestep._version import __version__
 from samestep.errors import CheckpointError, Preempted, UsageError
-from samestep.progress import begin_at, note_step, phase
+from samestep.progress import phase, resume_from, set_step
 from samestep.running.checkpoints import compression, stages, streams, virtual
 from samestep.running.checkpoints.directory import Keep, what_is_left
 from samestep.running.checkpoints.dropped import close_when_dropped, say_unsaved, told
@@ -179,7 +179,7 @@ class Checkpoint:
         if self._every.seconds is not None or self._leaving.is_possible:
             world.step.enable_requests()
         self._leaving.watch()
-        begin_at(self.step)
+        resume_from(self.step)
         self._due.note_save()  # what loading took is no time without a save
 
     def commit(self) -> None:
@@ -200,7 +200,7 @@ class Checkpoint:
             data.commit()
         self.step += 1
         self._note_positions()
-        note_step(self.step)
+        set_step(self.step)
         if self._leaving.is_agreed:
             self._leave()
         if self._store is not None:

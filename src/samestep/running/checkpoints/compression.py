@@ -21,9 +21,9 @@ from samestep.compress.memory import State
 from samestep.errors import CheckpointError
 from samestep.launch.warning import warn
 from samestep.pipelines.pipeline import Pipeline
-from samestep.replicas.compression import Compression
+from samestep.replicas.compression import GradientCompression
 from samestep.replicas.replicate import Replica
-from samestep.runtime.exchange import gather_json, gather_tensors
+from samestep.runtime.exchange import all_gather_json, all_gather_tensors
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -35,19 +35,19 @@ def gather(world: World, named: Mapping[str, Any]) -> dict[str, Any]:
     return {"compression": found} if found else {}
 
 
-def _gathered(world: World, model: Replica | Pipeline, compression: Compression) -> dict[str, Any]:
+def _gathered(world: World, model: Replica | Pipeline, compression: GradientCompression) -> dict[str, Any]:
     state = compression.state()
     parts = [(kind, name, part) for kind, pieces in state["owed"].items() for name, part in pieces.items()]
     flat = torch.cat([part for _, _, part in parts]) if parts else torch.zeros(0)
     places = [[kind, name, part.numel()] for kind, name, part in parts]
     if isinstance(model, Pipeline):  # of all stages of a replica together, whatever its next cut is
-        places = [place for stage in gather_json(world.pipeline, places) for place in stage]
-        flat = torch.cat(gather_tensors(world.pipeline, flat))
+        places = [place for stage in all_gather_json(world.pipeline, places) for place in stage]
+        flat = torch.cat(all_gather_tensors(world.pipeline, flat))
     return {
         "declared": state["declared"],
         "steps": state["steps"],
-        "places": gather_json(world.data, places),
-        "owed": gather_tensors(world.data, flat),
+        "places": all_gather_json(world.data, places),
+        "owed": all_gather_tensors(world.data, flat),
     }
 
 
@@ -103,7 +103,7 @@ def _spelled(declared: Mapping[str, Any]) -> str:
     return f"{declared['codec']}({settings})"
 
 
-def _compressions(named: Mapping[str, Any]) -> dict[str, Compression]:
+def _compressions(named: Mapping[str, Any]) -> dict[str, GradientCompression]:
     """Returns those at work: one rank owes nobody."""
     models = {
         name: thing

@@ -34,7 +34,7 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class Seen:
+class CheckpointInfo:
     """One checkpoint as it was found.
 
     Attributes:
@@ -59,7 +59,7 @@ class Seen:
         return self.problem is None and all(ledger.ok is not False for ledger in self.ledgers.values())
 
 
-def found(path: Path) -> list[Path]:
+def list_checkpoints(path: Path) -> list[Path]:
     """Returns the folders of the checkpoints that `path` means, oldest first: one step folder, or all of a run.
 
     Raises:
@@ -74,19 +74,19 @@ def found(path: Path) -> list[Path]:
         folders = [path / name for name in complete(path)]
     except OSError as error:
         raise UsageError(f"{path} cannot be looked at: {_why(error)}") from error
-    if not folders and not set_aside(path):
+    if not folders and not quarantined(path):
         raise UsageError(
             f"there is no checkpoint in {path}; give the directory that the run saves in, or a step's folder"
         )
     return folders
 
 
-def set_aside(path: Path) -> list[str]:
+def quarantined(path: Path) -> list[str]:
     """Returns the names of what earlier runs have found damaged in the directory `path`, and put aside."""
     return sorted(entry.name for entry in path.iterdir() if entry.name.startswith("step-") and ".bad" in entry.name)
 
 
-def look(folder: Path, *, digests: bool, progress: Callable[[int], None] | None = None) -> Seen | None:
+def inspect(folder: Path, *, digests: bool, progress: Callable[[int], None] | None = None) -> CheckpointInfo | None:
     """Returns the checkpoint in `folder`, examined; None if it is deleted meanwhile."""
     manifest: Manifest | None = None
     problem: DamageError | None = None
@@ -108,7 +108,7 @@ def look(folder: Path, *, digests: bool, progress: Callable[[int], None] | None 
         if not folder.exists():
             return None
         sizes, saved = [], folder.lstat().st_mtime
-    return Seen(folder, manifest, problem, sum(sizes), saved)
+    return CheckpointInfo(folder, manifest, problem, sum(sizes), saved)
 
 
 def size_of(folder: Path) -> int:
@@ -128,7 +128,7 @@ def virtual_ranks(manifest: Manifest) -> int | None:
     return here if isinstance(here, int) else None
 
 
-def positions(manifest: Manifest) -> Iterator[tuple[str, dict[str, Any]]]:
+def data_positions(manifest: Manifest) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the name and state of all data in a checkpoint."""
     for name, tree in manifest.state.items():
         content = tree.get("dict") if isinstance(tree, dict) else None
@@ -136,9 +136,9 @@ def positions(manifest: Manifest) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, decode(tree, manifest.tensors)
 
 
-def ledgers(manifest: Manifest) -> dict[str, Ledger]:
+def audit_data(manifest: Manifest) -> dict[str, Ledger]:
     """Returns what the ledger of each data in a checkpoint says of its run; every index is computed again."""
-    return {name: _audited(state) for name, state in positions(manifest)}
+    return {name: _audited(state) for name, state in data_positions(manifest)}
 
 
 def _audited(state: dict[str, Any]) -> Ledger:
@@ -180,7 +180,7 @@ class Part:
     parameters: int | None
 
 
-def parts(manifest: Manifest) -> list[Part]:
+def objects(manifest: Manifest) -> list[Part]:
     """Returns the objects in a checkpoint, in the order in which they were named."""
     return [_part(name, manifest) for name in manifest.state]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from samestep.running.checkpoints.every import Every
-from samestep.runtime.exchange import tell_json
+from samestep.runtime.exchange import broadcast_json
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -37,7 +37,7 @@ class Due:
             return True
         if self._reports:
             return "save" in self._world.step.agreed
-        return self._every.seconds is not None and bool(tell_json(self._world.everyone, self._is_late()))
+        return self._every.seconds is not None and bool(broadcast_json(self._world.everyone, self._is_late()))
 
     def begin_save(self) -> None:
         """Takes back what was agreed: it is being done."""

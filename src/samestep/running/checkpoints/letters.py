@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import _get_default_store
 
 from samestep.errors import RendezvousError
-from samestep.runtime.entries import letter_of
+from samestep.runtime.entries import decode_message
 
 __all__: list[str] = []
 
@@ -35,7 +35,7 @@ _LOOK_S = 0.02
 def told(value: bytes, rank: int) -> dict[str, Any]:
     """Returns a letter; what is none is the error of one."""
     try:
-        letter: dict[str, Any] = letter_of(value, *FORMS, of=f"rank {rank}'s part of a checkpoint")
+        letter: dict[str, Any] = decode_message(value, *FORMS, of=f"rank {rank}'s part of a checkpoint")
     except RendezvousError as error:
         return {"error": str(error)}
     return letter

@@ -17,7 +17,7 @@ _LONGEST = 24  # branches of one level that are shown
 
 
 @dataclass
-class Branch:
+class TreeNode:
     """A level of names.
 
     Attributes:
@@ -32,10 +32,10 @@ class Branch:
     form: str = ""
     values: int = 0
     size: int = 0
-    branches: list[Branch] = field(default_factory=list)
+    branches: list[TreeNode] = field(default_factory=list)
 
 
-def outline(manifest: Manifest, *, whole: bool = False) -> list[Branch]:
+def tensor_tree(manifest: Manifest, *, whole: bool = False) -> list[TreeNode]:
     """Returns the uppermost branches; those that are alike in one, unless the `whole` tree is asked for."""
     root: dict[str, Any] = {}
     for name, entry in manifest.tensors.items():
@@ -51,9 +51,9 @@ def _pieces(name: str) -> list[str]:
     return [piece or "·" for piece in re.split(r"[/.]", name, maxsplit=_DEEPEST)]
 
 
-def _branch(name: str, level: dict[str, Any]) -> Branch:
+def _branch(name: str, level: dict[str, Any]) -> TreeNode:
     below = [_branch(piece, further) for piece, further in level.items() if piece]
-    branch = Branch(name, branches=below)
+    branch = TreeNode(name, branches=below)
     if (entry := level.get("")) is not None:
         branch.form = f"{entry['dtype']} {entry['shape']}"
         branch.values, branch.size = values_of(entry), bytes_of(entry)
@@ -62,34 +62,34 @@ def _branch(name: str, level: dict[str, Any]) -> Branch:
     return branch
 
 
-def _shortened(branches: list[Branch]) -> Iterator[Branch]:
+def _shortened(branches: list[TreeNode]) -> Iterator[TreeNode]:
     told = [_folded(group) for group in _groups(branches)]
     yield from told[:_LONGEST]
     if rest := told[_LONGEST:]:
         count = f"… and {len(rest)} more"
-        yield Branch(count, "", sum(one.values for one in rest), sum(one.size for one in rest))
+        yield TreeNode(count, "", sum(one.values for one in rest), sum(one.size for one in rest))
 
 
-def _groups(branches: list[Branch]) -> list[list[Branch]]:
+def _groups(branches: list[TreeNode]) -> list[list[TreeNode]]:
     """Numbered branches that are alike together, where the first of them stands; any other by itself."""
-    groups: dict[Any, list[Branch]] = {}
+    groups: dict[Any, list[TreeNode]] = {}
     for branch in branches:
         key = _shape(branch) if branch.name.isdecimal() else branch.name
         groups.setdefault(key, []).append(branch)
     return list(groups.values())
 
 
-def _shape(branch: Branch) -> Any:
+def _shape(branch: TreeNode) -> Any:
     return (branch.form, tuple((one.name, _shape(one)) for one in branch.branches))
 
 
-def _folded(group: list[Branch]) -> Branch:
+def _folded(group: list[TreeNode]) -> TreeNode:
     first = group[0]
     below = list(_shortened(first.branches))
     if len(group) == 1:
-        return Branch(first.name, first.form, first.values, first.size, below)
+        return TreeNode(first.name, first.form, first.values, first.size, below)
     numbers = [int(branch.name) for branch in group]
     between = "," if len(group) == 2 else " …" if numbers[-1] - numbers[0] == len(group) - 1 else f", {numbers[1]}, …"
     name = f"{first.name}{between} {numbers[-1]}"
     form = first.form or f"{len(group)} alike"
-    return Branch(name, form, sum(one.values for one in group), sum(one.size for one in group), below)
+    return TreeNode(name, form, sum(one.values for one in group), sum(one.size for one in group), below)

@@ -21,7 +21,7 @@ from torch import Tensor
 from samestep.errors import CheckpointError
 from samestep.running.checkpoints.format import Encoder, decode
 from samestep.running.checkpoints.named import State
-from samestep.runtime.exchange import agree, gather_json, gather_tensors
+from samestep.runtime.exchange import all_gather_json, all_gather_tensors, raise_on_all_ranks
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -44,10 +44,10 @@ def gathered(thing: Any, state: State, world: World) -> State:
         data = to_bytes({name: _alone(tensor) for name, tensor in encoder.plain().items()})
     except Exception as error:  # noqa: BLE001  (agree raises it, here and on every other rank)
         problem = error
-    agree(world.everyone, problem)
+    raise_on_all_ranks(world.everyone, problem)
     every = {
-        "trees": gather_json(world.everyone, tree),
-        "tensors": gather_tensors(world.everyone, torch.frombuffer(bytearray(data), dtype=torch.uint8)),
+        "trees": all_gather_json(world.everyone, tree),
+        "tensors": all_gather_tensors(world.everyone, torch.frombuffer(bytearray(data), dtype=torch.uint8)),
     }
     return State({**state.about, "per_rank": key}, {**state.content, key: every})
 

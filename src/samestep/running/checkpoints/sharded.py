@@ -42,7 +42,7 @@ def part_of(tensor: Any) -> Tensor:
     return part
 
 
-def boxes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Cell, Tensor]]:
+def local_boxes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Cell, Tensor]]:
     """Returns what this rank holds of DTensors: name -> where it lies in the whole, and the part.
 
     Collective where one is a sum that has not been made yet (Partial), over its mesh.

@@ -18,9 +18,9 @@ from torch import Tensor
 from samestep.running.checkpoints.format import Encoder
 from samestep.running.checkpoints.letters import Letters
 from samestep.running.checkpoints.plan import Report, planned
-from samestep.running.checkpoints.sharded import boxes, is_sharded
+from samestep.running.checkpoints.sharded import is_sharded, local_boxes
 from samestep.running.checkpoints.writer import Others, describe, write_share
-from samestep.runtime.exchange import gather_json
+from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -35,7 +35,7 @@ class Holding:
 
     def __init__(self, encoder: Encoder) -> None:
         self._tensors = encoder.tensors
-        self._boxes = boxes(encoder.sharded)
+        self._boxes = local_boxes(encoder.sharded)
         self.report = Report(
             names=[name for name in self._tensors if name in encoder.sharded],
             forms={name: describe(tensor) for name, tensor in encoder.sharded.items()},
@@ -82,9 +82,9 @@ class Shares:
         Raises:
             CheckpointError: on every rank, if what they hold is no whole.
         """
-        known = gather_json(self._world.everyone, _digest(holding.report))
+        known = all_gather_json(self._world.everyone, _digest(holding.report))
         if known != self._known:
-            told = gather_json(self._world.everyone, vars(holding.report))
+            told = all_gather_json(self._world.everyone, vars(holding.report))
             self._parts = planned([Report(**each) for each in told])
             self._known = known
         return self._parts

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from samestep.errors import CheckpointError
 from samestep.pipelines.pipeline import Pipeline
 from samestep.running.checkpoints.named import State
-from samestep.runtime.exchange import gather_json
+from samestep.runtime.exchange import all_gather_json
 
 __all__: list[str] = []
 
@@ -54,7 +54,7 @@ class Stages:
         if self._pipelines and optimizers:
             own = {name: self._steered(thing) for name, thing in optimizers.items()}
             axis = next(iter(self._pipelines.values())).world.pipeline
-            for told in gather_json(axis, own):  # a stage may have no parameter of an optimizer that another has
+            for told in all_gather_json(axis, own):  # a stage may have no parameter of an optimizer that another has
                 own |= {name: of for name, of in told.items() if of is not None}
             for name, of in own.items():
                 if of is not None:
@@ -106,7 +106,7 @@ def restore(random: Mapping[str, Any] | None, named: Mapping[str, Any]) -> None:
 def _laid_out(name: str, optimizer: Optimizer, pipeline: Pipeline) -> _Steered:
     names = {id(each): key for key, each in pipeline.named_parameters()} | {id(pipeline.nothing): "(nothing)"}
     own = [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
-    told = gather_json(pipeline.world.pipeline, own)
+    told = all_gather_json(pipeline.world.pipeline, own)
     if len({len(groups) for groups in told}) > 1:
         raise CheckpointError(
             f"{name} has {' and '.join(str(len(groups)) for groups in told)} groups of parameters on the stages: give "
@@ -147,7 +147,7 @@ def _gathered(state: State, steered: _Steered) -> State:
         plain[key] = {name: value for name, value in entry.items() if not isinstance(value, Tensor)}
     found = steered.pipeline.gathered(tensors)
     told: dict[str, dict[str, Any]] = {}
-    for each in gather_json(steered.pipeline.world.pipeline, plain):
+    for each in all_gather_json(steered.pipeline.world.pipeline, plain):
         told |= each
     for place, value in found.items():
         key, _, name = place.rpartition("/")

@@ -24,7 +24,7 @@ from samestep.running.checkpoints.format import Manifest
 from samestep.running.checkpoints.reader import newest_good, read_manifest, read_tensors, verify
 from samestep.running.checkpoints.shares import Holding, Shares
 from samestep.running.checkpoints.writer import Others, start, write
-from samestep.runtime.exchange import agree, tell_json
+from samestep.runtime.exchange import broadcast_json, raise_on_all_ranks
 from samestep.runtime.world import World
 
 __all__ = ["Store"]
@@ -72,7 +72,7 @@ class Store:
     def newest(self) -> str | None:
         """Returns the name of the newest checkpoint that is intact, or None if there are no checkpoints."""
         found = self.together(lambda: (None, "") if self._directory is None else _newest(self._directory))
-        told: tuple[str | None, str, str] = tell_json(self._world.everyone, (*found, identity.drawn()))
+        told: tuple[str | None, str, str] = broadcast_json(self._world.everyone, (*found, identity.drawn()))
         name, self.run, self._shares.about = told
         return name
 
@@ -105,7 +105,7 @@ class Store:
         """Begins a write of several ranks, in a folder that the first makes."""
         directory, step = self._directory, manifest.step
         made = None if directory is None else _made(directory, manifest, held)
-        told = tell_json(self._world.everyone, str(made) if isinstance(made, Path) else None)
+        told = broadcast_json(self._world.everyone, str(made) if isinstance(made, Path) else None)
         if isinstance(made, Exception):
             self._background.start(step, partial(_fail, made))
         elif told is not None:
@@ -124,7 +124,7 @@ class Store:
                 raise outcome.error
             return None if outcome is None else str(outcome.folder)
 
-        told: str | None = tell_json(self._world.everyone, self.together(folder))
+        told: str | None = broadcast_json(self._world.everyone, self.together(folder))
         return None if told is None else Path(told)
 
     def news(self) -> Outcome | None:
@@ -145,7 +145,7 @@ class Store:
 
     def _agree(self, problem: Exception | None) -> None:
         try:
-            agree(self._world.everyone, problem)
+            raise_on_all_ranks(self._world.everyone, problem)
         except PeerError as error:
             told = CheckpointError(str(error))
             told.secondary = True

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from samestep.errors import CheckpointError
-from samestep.runtime.exchange import gather_json, gather_tensors
+from samestep.runtime.exchange import all_gather_json, all_gather_tensors
 from samestep.runtime.world import World
 
 __all__ = ["gather", "restore"]
@@ -38,8 +38,8 @@ def gather(world: World) -> dict[str, Any]:
         "python": [version, gauss],
         "numpy": [vector["bit_generator"], int(vector["state"]["pos"]), vector["has_gauss"], vector["gauss"]],
     }
-    streams = {name: torch.cat(gather_tensors(world.everyone, row[None])) for name, row in rows.items()}
-    return {"streams": streams, "rest": gather_json(world.everyone, rest)}
+    streams = {name: torch.cat(all_gather_tensors(world.everyone, row[None])) for name, row in rows.items()}
+    return {"streams": streams, "rest": all_gather_json(world.everyone, rest)}
 
 
 def restore(saved: dict[str, Any], world: World) -> None:

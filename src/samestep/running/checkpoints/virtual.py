@@ -19,7 +19,7 @@ import torch
 from samestep.errors import CheckpointError
 from samestep.launch.warning import warn
 from samestep.replicas.replicate import Replica
-from samestep.replicas.virtual import SliceEngine
+from samestep.replicas.virtual import VirtualRankEngine
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -70,6 +70,6 @@ def restore(random: Mapping[str, Any], named: Mapping[str, Any]) -> None:
         engine.buffers.load_state(buffers.get(name, {}))
 
 
-def _engines(named: Mapping[str, Any]) -> dict[str, SliceEngine]:
+def _engines(named: Mapping[str, Any]) -> dict[str, VirtualRankEngine]:
     found = {name: thing.slices for name, thing in named.items() if isinstance(thing, Replica)}
     return {name: engine for name, engine in found.items() if engine is not None}

@@ -28,11 +28,11 @@ from samestep.errors import PeerError
 from samestep.launch.process import (
     end_for_mpiexec,
     is_known_to_fail,
-    leaving_with,
-    note_leaving,
+    pending_exit_code,
+    set_exit_code,
     skips_exit_handlers,
 )
-from samestep.launch.telling import write
+from samestep.launch.telling import write_stderr
 
 __all__: list[str] = []
 
@@ -82,7 +82,7 @@ class Ending:
         if os.getpid() != self._process or self._has_left or self._mpi.Is_finalized():
             return
         self._has_left = True
-        if self._mourns and leaving_with() is None:
+        if self._mourns and pending_exit_code() is None:
             time.sleep(GRACE_S)
         if self._mourns or is_known_to_fail() or hasattr(sys, "last_type"):  # an exception that nobody has caught
             return
@@ -93,8 +93,8 @@ class Ending:
             self._mpi.Finalize()
             if skips_exit_handlers():
                 end_for_mpiexec()
-        elif not leaving_with():
-            write(f"samestep: rank {self._communicator.rank} has ended while others waited for it\n")
+        elif not pending_exit_code():
+            write_stderr(f"samestep: rank {self._communicator.rank} has ended while others waited for it\n")
             os._exit(1)  # mpiexec would take a 0 for the whole job's
 
     def _all_leave(self) -> bool:
@@ -129,7 +129,7 @@ def _note_exit() -> None:
 
     @functools.wraps(leave)
     def noting(code: Any = None, /) -> NoReturn:
-        note_leaving(code if isinstance(code, int) else int(code is not None))
+        set_exit_code(code if isinstance(code, int) else int(code is not None))
         leave(code)
 
     sys.exit = noting

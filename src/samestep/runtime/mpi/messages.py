@@ -23,7 +23,7 @@ from samestep.runtime.issuing import Pending
 from samestep.runtime.mpi import calls, profiled, staging
 from samestep.runtime.mpi.ending import Ending
 from samestep.runtime.mpi.waiting import Waiting
-from samestep.runtime.worker import Worker
+from samestep.runtime.worker import WorkerThread
 
 __all__: list[str] = []
 
@@ -51,7 +51,7 @@ class Messages:
         self._names = names
         self._ending = ending
         self._timeout_s = timeout_s
-        self._calling = Worker("mpi messages call back", 1)
+        self._calling = WorkerThread("mpi messages call back", 1)
         self._looking = _Looking()
         self._highest: int = communicator.Get_attr(mpi.TAG_UB)
 
@@ -159,7 +159,7 @@ class Message(Pending):
         values: Tensor,
         requests: list[Any],
         waiting: Waiting,
-        calling: Worker,
+        calling: WorkerThread,
         *,
         back: bool = False,
         ended: Callable[[], None] | None = None,

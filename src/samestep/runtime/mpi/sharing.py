@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from samestep.errors import UsageError
-from samestep.launch.cores import binding_warning, read_unbound
+from samestep.launch.cores import binding_warning, unbound_cores
 from samestep.launch.warning import warn
 from samestep.rankenv import variable
 from samestep.runtime.mpi.library import told
@@ -73,6 +73,6 @@ def warn_of_binding(mpi: Any) -> None:
     place = told()
     if variable("SAMESTEP_LOGS") is not None or place is None or place.local_rank:
         return
-    said = binding_warning(found, read_unbound(), launcher=place.source)
+    said = binding_warning(found, unbound_cores(), launcher=place.source)
     if said is not None:
         warn(said)

@@ -16,8 +16,8 @@ from typing import Any
 
 import xxhash
 
-from samestep.launch.imports import exchange
-from samestep.launch.noting import NOTED, site
+from samestep.launch.imports import replace_function
+from samestep.launch.noting import TRACED_CALLS, call_site
 from samestep.verification.watching.collectives import BETWEEN_TWO, UNEVEN, root_of
 
 __all__: list[str] = []
@@ -41,9 +41,9 @@ class Calls:
         """Changes the functions of torch.distributed."""
         if not module.is_available():
             return
-        names = [name for name in NOTED if hasattr(module, name) and name not in BETWEEN_TWO]
+        names = [name for name in TRACED_CALLS if hasattr(module, name) and name not in BETWEEN_TWO]
         calls = {getattr(module, name): name for name in names}
-        exchange("torch.distributed", {call: self._counting(call, name) for call, name in calls.items()})
+        replace_function("torch.distributed", {call: self._counting(call, name) for call, name in calls.items()})
 
     def _counting(self, original: Any, name: str) -> Any:
         @functools.wraps(original)
@@ -68,7 +68,7 @@ class Calls:
         form = _form(name, args, kwargs)
         root = _root(name, args, kwargs)
         self.digest = xxhash.xxh3_64_intdigest(f"{self.digest}{name}{form}{root}".encode())
-        self._last.append((self.count, name, form, root, site(frame)))
+        self._last.append((self.count, name, form, root, call_site(frame)))
         self.count += 1
 
     def last(self) -> list[dict[str, Any]]:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from samestep.launch.imports import when_imported
-from samestep.launch.noting import site
-from samestep.launch.observers import Observer, Seat
-from samestep.launch.telling import write
+from samestep.launch.noting import call_site
+from samestep.launch.observers import Observer, RankContext
+from samestep.launch.telling import write_stderr
 from samestep.paths import open_private, write_private
 from samestep.rankenv import variable
 from samestep.verification.checking.calls import Calls
@@ -29,7 +29,7 @@ from samestep.verification.findings import Finding
 from samestep.verification.judging.words import plural
 from samestep.verification.text import finding_lines
 from samestep.verification.watching import training
-from samestep.verification.watching.listener import Listener
+from samestep.verification.watching.listener import Callbacks
 
 __all__: list[str] = []
 
@@ -45,15 +45,17 @@ def _safely(method: Callable[..., None]) -> Callable[..., None]:
             method(self, *args, **kwargs)
         except Exception as error:  # noqa: BLE001  (whatever it is: the training is not to blame)
             self.is_off = True
-            write(f"samestep: --check: rank {self.rank} is not checked from here on: {type(error).__name__}: {error}\n")
+            write_stderr(
+                f"samestep: --check: rank {self.rank} is not checked from here on: {type(error).__name__}: {error}\n"
+            )
 
     return call
 
 
-class Checker(Observer, Listener):
+class Checker(Observer, Callbacks):
     """Watches one rank."""
 
-    def begin(self, seat: Seat) -> None:
+    def begin(self, seat: RankContext) -> None:
         """Watches everything from now on."""
         self.rank = seat.rank
         self.is_off = False
@@ -151,7 +153,7 @@ class Checker(Observer, Listener):
         letter = Letter(
             optimizer=subject.number,
             step=optimizer.samestep_steps,
-            where=site(_frame()),
+            where=call_site(_frame()),
             steps=[one.steps for one in self._subjects],
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             schedules=self._schedules[0],
@@ -184,7 +186,7 @@ class Checker(Observer, Listener):
     def _tell(self, findings: list[Finding]) -> None:
         for finding in findings:
             self._told += 1
-            write("\n".join(["samestep: --check: found while it trains", *finding_lines(finding), ""]))
+            write_stderr("\n".join(["samestep: --check: found while it trains", *finding_lines(finding), ""]))
             if (folder := variable("SAMESTEP_RUN_DIR")) is not None:
                 with open_private(Path(folder) / FINDINGS, "a", encoding="utf-8") as file:
                     file.write(json.dumps(finding.as_json()) + "\n")
@@ -211,7 +213,7 @@ class Checker(Observer, Listener):
             told = json.dumps({"ranks": self._size, "steps": max(steps, default=0)})
             write_private(Path(folder) / CHECKED, told + "\n")
         found = "nothing found" if not self._told else plural(self._told, "finding")
-        write(
+        write_stderr(
             f"samestep: --check: {found} in {plural(max(steps, default=0), 'step')} of {plural(self._size, 'rank')}\n"
         )
 

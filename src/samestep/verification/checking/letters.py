@@ -14,7 +14,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from samestep.runtime.entries import letter_of
+from samestep.runtime.entries import decode_message
 
 __all__: list[str] = []
 
@@ -128,15 +128,15 @@ def written(told: Letter | Detail | Farewell) -> str:
 
 def read_letter(text: str | bytes) -> Letter:
     """Returns a letter that was written."""
-    fields = letter_of(text, Letter, of="--check's letter of a rank")
+    fields = decode_message(text, Letter, of="--check's letter of a rank")
     return Letter(**{**fields, "passes": [Pass(**one) for one in fields["passes"]]})
 
 
 def read_detail(text: str | bytes) -> Detail:
     """Returns a detail that was written."""
-    return Detail(**letter_of(text, Detail, of="--check's detail of a rank"))
+    return Detail(**decode_message(text, Detail, of="--check's detail of a rank"))
 
 
 def read_farewell(text: str | bytes) -> Farewell:
     """Returns a farewell that was written."""
-    return Farewell(**letter_of(text, Farewell, of="--check's farewell of a rank"))
+    return Farewell(**decode_message(text, Farewell, of="--check's farewell of a rank"))

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from samestep.launch.noting import site
+from samestep.launch.noting import call_site
 from samestep.verification.checking.letters import Pass
 from samestep.verification.checking.seen import MOST, packed
 
@@ -72,7 +72,7 @@ class Loaders:
             original(loader, *args, **kwargs)
             frame = sys._getframe(1)  # noqa: SLF001
             if "samestep_key" not in loader.__dict__ and not str(frame.f_globals.get("__name__", "")).startswith(_OURS):
-                where = site(frame)
+                where = call_site(frame)
                 self._made[where] += 1
                 loader.samestep_key = f"{where}#{self._made[where]}"
 

@@ -18,7 +18,7 @@ FINDINGS, CHECKED = "findings.jsonl", "checked.json"
 _ONLY = unchecked("--check compares the ranks with each other, and none with one process")
 
 
-def outcome(folder: Path, ranks: int) -> dict[str, Any]:
+def online_outcome(folder: Path, ranks: int) -> dict[str, Any]:
     """Returns what `--json` says of a checked run: the keys of `verify --json`.
 
     The verdict is "different" where an error was found, else "inconclusive": that ranks agree proves nothing yet.

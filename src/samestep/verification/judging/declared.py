@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.compress.memory import Memory
+from samestep.compress.memory import ErrorFeedback
 from samestep.runtime.digest import digest
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
@@ -130,7 +130,7 @@ class Declared:
         codec = codec_of(self.model["declared"])
         assert codec is not None
         device = next(iter(values[0]["own"].values())).device
-        memories = [Memory(device) for _ in values]
+        memories = [ErrorFeedback(device) for _ in values]
         for memory, kept in zip(memories, values, strict=True):
             memory.load(kept["before"])
         return Simulated(codec, self.model["seed"], event["reduction"], dict(self.model["shapes"]), memories)
@@ -159,7 +159,9 @@ class Declared:
         fix = "let nothing change what samestep.compress encodes and decodes; declare what is done, or leave it out"
         return self._finding(step["event"], name, cause, fix, rank)
 
-    def _other_debts(self, step: Event, events: Sequence[Event], memories: Sequence[Memory]) -> Iterator[Finding]:
+    def _other_debts(
+        self, step: Event, events: Sequence[Event], memories: Sequence[ErrorFeedback]
+    ) -> Iterator[Finding]:
         """[2] Of every rank."""
         for rank, memory in enumerate(memories):
             expected = {

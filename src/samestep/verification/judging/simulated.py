@@ -17,10 +17,10 @@ from torch import Tensor
 
 from samestep import compress
 from samestep.compress import simulate
-from samestep.compress.chunks import MOST, Chunk, Piece, chunks_of, pieces_of
+from samestep.compress.chunks import MAX_CHUNK, Chunk, Piece, chunks_of, pieces_of
 from samestep.compress.codec import Codec, RowCodec
-from samestep.compress.memory import Memory
-from samestep.compress.schemes import PLAIN, Part, mean
+from samestep.compress.memory import ErrorFeedback
+from samestep.compress.schemes import PLAIN, ReductionContext, mean
 from samestep.verification.journal import Event
 
 __all__: list[str] = []
@@ -70,14 +70,14 @@ class Simulated:
     seed: int
     reduction: int
     shapes: Mapping[str, Sequence[int]]
-    memories: Sequence[Memory]
+    memories: Sequence[ErrorFeedback]
 
     def averaged(self, own: Sequence[Named]) -> dict[str, Tensor]:
         """Returns what becomes of each rank's own gradients, by parameter."""
         number, found = 0, {}
         for name, shape in self.shapes.items():
             taken = self.codec.takes(torch.Size(shape))
-            pieces = pieces_of(name, shape, number, most=MOST if self.codec.cuts or not taken else None)
+            pieces = pieces_of(name, shape, number, most=MAX_CHUNK if self.codec.cuts or not taken else None)
             number += len(pieces)
             if name in own[0]:
                 found[name] = self._mean(self.codec if taken else PLAIN, pieces, [theirs[name] for theirs in own])
@@ -95,8 +95,8 @@ class Simulated:
                 _part_of(result, piece).copy_(value)
         return result
 
-    def _part(self, chunk: Chunk, rank: int) -> Part:
-        return Part(chunk, rank, len(self.memories), self.reduction, self.seed, self.memories[rank])
+    def _part(self, chunk: Chunk, rank: int) -> ReductionContext:
+        return ReductionContext(chunk, rank, len(self.memories), self.reduction, self.seed, self.memories[rank])
 
 
 def _flat(chunk: Chunk, gradient: Tensor) -> Tensor:

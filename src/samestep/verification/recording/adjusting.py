@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from samestep.verification.journal import Journal
+from samestep.verification.journal import TraceWriter
 
 __all__: list[str] = []
 
@@ -91,7 +91,7 @@ def _elsewhere(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, A
     return (place, *args[1:]), {name: value for name, value in kwargs.items() if name != "path"} | often
 
 
-def kill_once_saved(saves: Path, journal: Journal) -> None:
+def kill_once_saved(saves: Path, journal: TraceWriter) -> None:
     """Kills this process, as kill -9 does, when a checkpoint is there; waits a while for one that is being saved."""
     for _ in range(_PATIENCE):
         if any(saves.glob("*/step-*")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from samestep.verification.journal import Journal
+from samestep.verification.journal import TraceWriter
 from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
@@ -30,7 +30,7 @@ class Draws:
         return f"{window}|{where}|{self._seen[where]}"
 
 
-def keep(journal: Journal, place: str, name: str, value: Any) -> None:
+def keep(journal: TraceWriter, place: str, name: str, value: Any) -> None:
     """Writes a draw down."""
     import torch
 
@@ -45,7 +45,7 @@ def keep(journal: Journal, place: str, name: str, value: Any) -> None:
     journal.write("draw", place=place, name=name, shape=shape, digest=digest(torch.as_tensor(tensor)), kept=kept)
 
 
-def note_order(journal: Journal, where: str, name: str, value: Any) -> None:
+def note_order(journal: TraceWriter, where: str, name: str, value: Any) -> None:
     """Writes down that an order of samples was drawn, and what tells it from others."""
     import torch
 

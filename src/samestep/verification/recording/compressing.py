@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from samestep.verification.journal import Journal
+from samestep.verification.journal import TraceWriter
 from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
@@ -33,7 +33,7 @@ class Compressing:
         wanted: whether values are kept now.
     """
 
-    def __init__(self, journal: Journal, *, first: bool, wanted: Callable[[], bool]) -> None:
+    def __init__(self, journal: TraceWriter, *, first: bool, wanted: Callable[[], bool]) -> None:
         self._journal = journal
         self._first = first
         self._wanted = wanted
@@ -122,7 +122,7 @@ class _Model:
                 kind: {name: part.clone() for name, part in pieces.items()} for kind, pieces in state.items()
             }
 
-    def settle(self, journal: Journal, event: int, *, first: bool) -> None:
+    def settle(self, journal: TraceWriter, event: int, *, first: bool) -> None:
         """Writes down what the rank owes now, and looks at what it got."""
         compression = self._compression()
         if not self._is_due or compression is None:
@@ -142,7 +142,7 @@ class _Model:
         if first:
             self._values["averaged"] = {name: gradient.detach().clone() for name, gradient in averaged.items()}
 
-    def tell(self, journal: Journal, optimizer: Any, event: int, scale: float) -> None:
+    def tell(self, journal: TraceWriter, optimizer: Any, event: int, scale: float) -> None:
         """Writes down what is there of an optimizer's gradients, if it holds any of this model's parameters."""
         from samestep.verification.recording.naming import of_optimizer
 

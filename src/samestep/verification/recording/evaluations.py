@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from samestep.verification.journal import Journal
+from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.inputs import Inputs
 
 __all__: list[str] = []
@@ -25,7 +25,7 @@ class Evaluations:
 
     def __init__(
         self,
-        journal: Journal,
+        journal: TraceWriter,
         buffers: Callable[[], dict[str, Any]],
         inputs: Inputs,
         is_placed: Callable[[], bool] = lambda: True,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from samestep.verification.journal import Journal
+from samestep.verification.journal import TraceWriter
 from samestep.verification.watching.hooks import Hook
 
 __all__: list[str] = []
@@ -24,7 +24,7 @@ class Inputs:
     """
 
     def __init__(
-        self, journal: Journal, wanted: Callable[[], int | None], forwarding: Callable[[], None] = lambda: None
+        self, journal: TraceWriter, wanted: Callable[[], int | None], forwarding: Callable[[], None] = lambda: None
     ) -> None:
         self._journal = journal
         self._forwarding = forwarding

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from samestep.verification.journal import Journal
+from samestep.verification.journal import TraceWriter
 
 __all__: list[str] = []
 
@@ -14,7 +14,7 @@ __all__: list[str] = []
 class Optimizers:
     """All of them; torch is imported when the first one is there."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: TraceWriter) -> None:
         self._journal = journal
         self._named: dict[int, list[str]] = {}
         self._beside: dict[int, dict[str, Any]] = {}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.running.checkpoints.sharded import boxes, is_sharded, part_of
+from samestep.running.checkpoints.sharded import is_sharded, local_boxes, part_of
 from samestep.runtime.digest import digest
 
 __all__: list[str] = []
@@ -49,7 +49,7 @@ def local(tensor: Any) -> Any:
 def held(tensors: Sequence[Any]) -> list[Any]:
     """Returns the tensors, and a :class:`Part` in place of those that are cut. Sums that are still due are None."""
     cut = {str(i): one for i, one in enumerate(tensors) if is_cut(one) and not _is_due(one)}
-    found = boxes(cut)
+    found = local_boxes(cut)
     told: list[Any] = []
     for i, tensor in enumerate(tensors):
         if str(i) in found:

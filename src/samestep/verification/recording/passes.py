@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler
 
-from samestep.data.iterable import length_of
+from samestep.data.iterable import dataset_length
 from samestep.verification.recording.naming import bare
 from samestep.verification.watching.datasets import made_at
 
@@ -22,8 +22,8 @@ def described(loader: Any) -> dict[str, Any]:
     """Returns what a journal says of a DataLoader when a pass begins."""
     sampler, *cutting = _samplers_of(loader)
     return {
-        "length": length_of(loader),
-        "samples": length_of(loader.dataset),
+        "length": dataset_length(loader),
+        "samples": dataset_length(loader.dataset),
         "dataset": type(loader.dataset).__name__,
         "made": made_at(loader.dataset),
         "sampler": type(sampler).__name__,

@@ -16,15 +16,15 @@ from pathlib import Path
 from pickle import PicklingError
 from typing import Any
 
-from samestep.launch.noting import site
-from samestep.launch.observers import Seat
+from samestep.launch.noting import call_site
+from samestep.launch.observers import RankContext
 from samestep.rankenv import variable
 from samestep.verification.journal import SPAWNED, STOP
 from samestep.verification.recording.adjusting import kill_once_saved
 from samestep.verification.recording.chance import ORDERING, keep, note_order
 from samestep.verification.recording.compressing import Compressing
 from samestep.verification.recording.optimizers import digests, held
-from samestep.verification.recording.witness import EnoughError, Witness
+from samestep.verification.recording.witness import StopRecording, Witness
 from samestep.verification.watching.listener import Batch, Epoch
 from samestep.verification.watching.storage import save_unseen
 
@@ -39,7 +39,7 @@ FEWEST = 20  # steps, before anybody may say that it is enough
 class Recorder(Witness):
     """Records one rank into the folder that SAMESTEP_VERIFY names, as a JSON object with "folder" and "steps"."""
 
-    def begin(self, seat: Seat) -> None:
+    def begin(self, seat: RankContext) -> None:
         """Watches everything from now on."""
         order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
         self.rank = seat.rank
@@ -235,7 +235,7 @@ class Recorder(Witness):
             optimizer=optimizer.samestep_number,
             window=self.window,
             micro=self.micro,
-            where=site(_frame()),
+            where=call_site(_frame()),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             decays=[float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups],
             gradients=digests(gradients),
@@ -273,7 +273,7 @@ class Recorder(Witness):
         self.is_open, self._sampled, self.micro, self._scaled = False, False, 0, None
         self.compressing.forget()
         if self._is_enough(optimizer.samestep_steps):
-            raise EnoughError(0)
+            raise StopRecording(0)
         if self.rank == 0 and self.order.get("killed_at") == optimizer.samestep_steps:
             kill_once_saved(Path(self.order["saves"]), self.journal)
 
@@ -292,7 +292,7 @@ class Recorder(Witness):
         """Of several processes that each start all ranks, the first is enough."""
         del start, arguments, processes
         if self.rank > 0:
-            raise EnoughError(0)
+            raise StopRecording(0)
         return False
 
     # --- the rest ----------------------------------------------------------------------------
@@ -339,7 +339,7 @@ class Recorder(Witness):
 
         if self._dropped_in != self.window:
             self._dropped_in = self.window
-            where = site(_frame())
+            where = call_site(_frame())
             self.journal.write("stream", window=self.window, state=digest(torch.get_rng_state()), where=where)
 
     def drawn(self, name: str, where: str, value: Any) -> Any:

@@ -8,30 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from samestep.launch.imports import when_imported
-from samestep.launch.observers import Observer, Seat
-from samestep.verification.journal import Journal
+from samestep.launch.observers import Observer, RankContext
+from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.adjusting import adjusted
 from samestep.verification.recording.chance import Draws
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs
 from samestep.verification.recording.optimizers import Optimizers
 from samestep.verification.watching.begin import begin
-from samestep.verification.watching.listener import Batch, Listener
+from samestep.verification.watching.listener import Batch, Callbacks
 
 __all__: list[str] = []
 
 
-class EnoughError(SystemExit):
+class StopRecording(SystemExit):
     """Everything that was asked for has been seen; no `except Exception` shall catch it."""
 
 
-class Witness(Observer, Listener):
+class Witness(Observer, Callbacks):
     """Counts steps, and notes what evaluations bring, how the script ends, and when a dataset loads."""
 
-    def attend(self, order: dict[str, Any], folder: Path, seat: Seat, unseen: Callable[[], int | None]) -> None:
+    def attend(self, order: dict[str, Any], folder: Path, seat: RankContext, unseen: Callable[[], int | None]) -> None:
         """Opens the journal; `unseen` names the window whose inputs no DataLoader tells, if there is one."""
         self.order = order
-        self.journal = Journal(folder, seat.rank)
+        self.journal = TraceWriter(folder, seat.rank)
         self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
         self.optimizers = Optimizers(self.journal)
         self.inputs = Inputs(self.journal, unseen, self.forwarding)
@@ -46,7 +46,7 @@ class Witness(Observer, Listener):
         """Notes how the script has ended."""
         self.evaluations.settle()
         name = None if error is None or isinstance(error, SystemExit) else type(error).__name__
-        self.journal.write("end", error=name, message=str(error)[:500], enough=isinstance(error, EnoughError))
+        self.journal.write("end", error=name, message=str(error)[:500], enough=isinstance(error, StopRecording))
 
     @property
     def is_training(self) -> bool:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from samestep.launch.imports import when_imported
-from samestep.launch.observers import Seat
+from samestep.launch.observers import RankContext
 from samestep.rankenv import variable
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import passes
-from samestep.verification.recording.witness import EnoughError, Witness
+from samestep.verification.recording.witness import StopRecording, Witness
 from samestep.verification.reference.brought import Brought
 from samestep.verification.reference.pretending import pretend
 from samestep.verification.watching.listener import Batch, Epoch
@@ -35,7 +35,7 @@ _FURTHER = 20  # steps that a script alone takes beyond those after which a rank
 class Alone(Witness):
     """Replays what SAMESTEP_VERIFY names: {"folder", "recorded", "ranks": [0, 1], …}."""
 
-    def begin(self, seat: Seat) -> None:
+    def begin(self, seat: RankContext) -> None:
         """Prepares the recorded windows; torch is not imported yet."""
         order = json.loads(variable("SAMESTEP_VERIFY") or "{}")
         self.record: Record = read(Path(order["recorded"]))
@@ -157,7 +157,7 @@ class Alone(Witness):
             if self.evaluations.lasts or not torch.is_grad_enabled():
                 self.evaluations.batch(epoch.key, epoch.number, batch.index)
             elif self._last is not None and self._event >= len(self._steps) and self._replayed:
-                raise EnoughError(0)  # beyond what the ranks have trained on, data of its own prove nothing
+                raise StopRecording(0)  # beyond what the ranks have trained on, data of its own prove nothing
             self.open_window()
             yield batch.value
 
@@ -194,7 +194,7 @@ class Alone(Witness):
 
     def _give_up(self, why: str) -> NoReturn:
         self.journal.write("unjoinable", why=why)
-        raise EnoughError(0)
+        raise StopRecording(0)
 
     def _order(self, sizes: list[int]) -> Any:
         """Another order of the samples, within each rank's part: a part may have statistics of its own."""
@@ -294,7 +294,7 @@ class Alone(Witness):
         self.is_open, self.micro = False, 0
         self._brought.forget()
         if self._last is not None and self._event >= self._last:
-            raise EnoughError(0)
+            raise StopRecording(0)
         if not self._replayed:
             self.open_window()
 

@@ -16,14 +16,14 @@ from samestep.verification.watching import (
     storage,
     training,
 )
-from samestep.verification.watching.listener import Listener
+from samestep.verification.watching.listener import Callbacks
 from samestep.verification.watching.loaders import Loaders
 from samestep.verification.watching.plainly import without_chance
 
 __all__: list[str] = []
 
 
-def begin(listener: Listener, *, chance: bool = False) -> None:
+def begin(listener: Callbacks, *, chance: bool = False) -> None:
     """Tells `listener` of everything from now on, without dropout and autocast, or with `chance`. Imports no torch."""
     if not chance:
         without_chance(listener)

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from samestep.launch.imports import exchange
-from samestep.launch.noting import NOTED, site
-from samestep.verification.watching.listener import Listener
+from samestep.launch.imports import replace_function
+from samestep.launch.noting import TRACED_CALLS, call_site
+from samestep.verification.watching.listener import Callbacks
 
 __all__: list[str] = []
 
@@ -27,16 +27,16 @@ _REDUCED = {"all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "r
 _inside = threading.local()
 
 
-def watch(listener: Listener, module: ModuleType) -> None:
+def watch(listener: Callbacks, module: ModuleType) -> None:
     """Changes the functions of torch.distributed."""
     if not module.is_available():
         return
-    calls = {getattr(module, name): name for name in NOTED if hasattr(module, name)}
+    calls = {getattr(module, name): name for name in TRACED_CALLS if hasattr(module, name)}
     changed = {call: _telling(listener, call, name, between_two=name in BETWEEN_TWO) for call, name in calls.items()}
-    exchange("torch.distributed", changed)
+    replace_function("torch.distributed", changed)
 
 
-def _telling(listener: Listener, original: Any, name: str, *, between_two: bool) -> Any:
+def _telling(listener: Callbacks, original: Any, name: str, *, between_two: bool) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -46,7 +46,7 @@ def _telling(listener: Listener, original: Any, name: str, *, between_two: bool)
         if getattr(_inside, "one", False) or torch.compiler.is_compiling():
             return original(*args, **kwargs)
         told, tensors = _described(signature, name, args, kwargs)
-        told |= {"between_two": between_two, "where": site(sys._getframe(1))}  # noqa: SLF001
+        told |= {"between_two": between_two, "where": call_site(sys._getframe(1))}  # noqa: SLF001
         _inside.one = True
         try:
             listener.collective(told)

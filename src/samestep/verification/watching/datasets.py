@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 from samestep.launch.imports import when_imported
-from samestep.launch.noting import site
+from samestep.launch.noting import call_site
 
 __all__: list[str] = []
 
@@ -27,7 +27,7 @@ def _watch(module: Any) -> None:
         original = super(module.Dataset, cls).__new__
         dataset = original(cls) if original is object.__new__ else original(cls, *args, **kwargs)
         if cls.__module__.startswith("torch."):
-            _made[id(dataset)] = weakref.ref(dataset), site(sys._getframe(1))  # noqa: SLF001
+            _made[id(dataset)] = weakref.ref(dataset), call_site(sys._getframe(1))  # noqa: SLF001
         return dataset
 
     module.Dataset.__new__ = __new__

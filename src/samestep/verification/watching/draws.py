@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from samestep.launch.imports import when_imported
-from samestep.launch.noting import is_own, site
-from samestep.verification.watching.listener import Listener
+from samestep.launch.noting import call_site, is_own
+from samestep.verification.watching.listener import Callbacks
 
 __all__: list[str] = []
 
@@ -21,26 +21,26 @@ _NUMPY = ("rand", "randn", "randint", "random", "uniform", "normal", "beta", "pe
 _PYTHON = ("random", "uniform", "randint", "choice", "betavariate", "gauss", "sample", "randrange")
 
 
-def watch(listener: Listener) -> None:
+def watch(listener: Callbacks) -> None:
     """Changes the functions as soon as they are imported."""
     when_imported("torch", functools.partial(_watch, listener, _TORCH, "torch"))
     when_imported("numpy.random", functools.partial(_watch, listener, _NUMPY, "numpy.random"))
     when_imported("random", functools.partial(_watch, listener, _PYTHON, "random"))
 
 
-def _watch(listener: Listener, names: tuple[str, ...], family: str, module: ModuleType) -> None:
+def _watch(listener: Callbacks, names: tuple[str, ...], family: str, module: ModuleType) -> None:
     for name in names:
         setattr(module, name, _telling(listener, getattr(module, name), f"{family}.{name}"))
 
 
-def _telling(listener: Listener, original: Any, name: str) -> Any:
+def _telling(listener: Callbacks, original: Any, name: str) -> Any:
     @functools.wraps(original)
     def draw(*args: Any, **kwargs: Any) -> Any:
         value = original(*args, **kwargs)
         frame = sys._getframe(1)  # noqa: SLF001
         if not is_own(frame.f_code.co_filename) or _is_compiling():
             return value
-        return listener.drawn(name, site(frame), value)
+        return listener.drawn(name, call_site(frame), value)
 
     return draw
 

@@ -47,7 +47,7 @@ class Batch:
     value: Any
 
 
-class Listener:
+class Callbacks:
     """Is told what a script does."""
 
     def batches(self, epoch: Epoch, own: Iterator[Batch]) -> Iterator[Any]:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from samestep.launch.noting import site
-from samestep.verification.watching.listener import Batch, Epoch, Listener
+from samestep.launch.noting import call_site
+from samestep.verification.watching.listener import Batch, Callbacks, Epoch
 
 __all__: list[str] = []
 
@@ -24,7 +24,7 @@ _OURS = "samestep.data."  # shards' own loader is watched by what shards tell
 class Loaders:
     """The DataLoaders of a process."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Callbacks) -> None:
         self._listener = listener
         self._made: Counter[str] = Counter()
         self._passes: Counter[str] = Counter()
@@ -42,7 +42,7 @@ class Loaders:
         def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             frame = sys._getframe(1)  # noqa: SLF001
             if not hasattr(loader, "samestep_key"):
-                loader.samestep_key = None if _is_ours(frame) else self._key(site(frame))
+                loader.samestep_key = None if _is_ours(frame) else self._key(call_site(frame))
             original(loader, *args, **kwargs)
             if loader.num_workers and loader.samestep_key is not None and loader.multiprocessing_context is None:
                 loader.worker_init_fn = _WorkerBegun(self._listener, loader.samestep_key, loader.worker_init_fn)
@@ -59,7 +59,7 @@ class Loaders:
             key = getattr(loader, "samestep_key", None)
             if key is None:
                 return original(loader)  # type: ignore[no-any-return]
-            epoch = Epoch(loader, key, self._passes[key], site(sys._getframe(1)))  # noqa: SLF001
+            epoch = Epoch(loader, key, self._passes[key], call_site(sys._getframe(1)))  # noqa: SLF001
             self._passes[key] += 1
             return self._listener.batches(epoch, _own_batches(original, epoch))
 
@@ -81,7 +81,7 @@ class _WorkerBegun:
     A worker that is not forked has no journal: there, the script's own function alone comes out of its pickle.
     """
 
-    def __init__(self, listener: Listener, key: str, own: Any) -> None:
+    def __init__(self, listener: Callbacks, key: str, own: Any) -> None:
         self._listener, self._key, self._own = listener, key, own
 
     def __call__(self, worker: int) -> None:
@@ -100,7 +100,7 @@ def _same(own: Any) -> Any:
     return own
 
 
-def _worker_ended(listener: Listener, key: str, worker: int, before: dict[str, str]) -> None:
+def _worker_ended(listener: Callbacks, key: str, worker: int, before: dict[str, str]) -> None:
     used = [name for name, state in generator_states().items() if state != before[name]]
     listener.told("worker", key=key, worker=worker, states=before, used=used)
 

@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 from samestep.launch.imports import when_imported
-from samestep.launch.noting import site
-from samestep.verification.watching.listener import Listener
+from samestep.launch.noting import call_site
+from samestep.verification.watching.listener import Callbacks
 
 __all__: list[str] = []
 
@@ -21,7 +21,7 @@ _CALLED = {
 }
 
 
-def watch(listener: Listener) -> None:
+def watch(listener: Callbacks) -> None:
     """Changes the functions as soon as they are imported."""
     when_imported("samestep.running.evaluation", functools.partial(_watch_evaluations, listener))
     when_imported("samestep.replicas.compression", functools.partial(_watch_compression, listener))
@@ -31,7 +31,7 @@ def watch(listener: Listener) -> None:
         when_imported(home, functools.partial(_watch_calls, listener, name))
 
 
-def _watch_evaluations(listener: Listener, module: Any) -> None:
+def _watch_evaluations(listener: Callbacks, module: Any) -> None:
     original, runs = module.evaluate, module._run  # noqa: SLF001
 
     @functools.wraps(runs)
@@ -43,13 +43,13 @@ def _watch_evaluations(listener: Listener, module: Any) -> None:
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         metrics = original(*args, **kwargs)
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-        listener.told("metrics", metrics=numbers, where=site(sys._getframe(1)))  # noqa: SLF001
+        listener.told("metrics", metrics=numbers, where=call_site(sys._getframe(1)))  # noqa: SLF001
         return metrics
 
     module._run, module.evaluate = _run, evaluate  # noqa: SLF001
 
 
-def _watch_compression(listener: Listener, module: Any) -> None:
+def _watch_compression(listener: Callbacks, module: Any) -> None:
     original = module.Compression.__init__
 
     @functools.wraps(original)
@@ -59,19 +59,19 @@ def _watch_compression(listener: Listener, module: Any) -> None:
         original(self, model, codec, seed)
         if isinstance(model, Pipeline):  # which tells of itself
             return
-        where = site(sys._getframe(1))  # noqa: SLF001
+        where = call_site(sys._getframe(1))  # noqa: SLF001
         listener.told("compresses", compression=self, model=model, seed=seed, where=where)
 
     module.Compression.__init__ = __init__
 
 
-def _watch_local_steps(listener: Listener, module: Any) -> None:
+def _watch_local_steps(listener: Callbacks, module: Any) -> None:
     made, averages = module.LocalSteps.__init__, module.average
 
     @functools.wraps(made)
     def __init__(self: Any, model: Any, world: Any, every: int) -> None:  # noqa: N807
         made(self, model, world, every)
-        listener.told("local_steps", every=every, where=site(sys._getframe(1)))  # noqa: SLF001
+        listener.told("local_steps", every=every, where=call_site(sys._getframe(1)))  # noqa: SLF001
 
     @functools.wraps(averages)
     def average(*args: Any, **kwargs: Any) -> None:
@@ -81,7 +81,7 @@ def _watch_local_steps(listener: Listener, module: Any) -> None:
     module.LocalSteps.__init__, module.average = __init__, average
 
 
-def _watch_pipelines(listener: Listener, module: Any) -> None:
+def _watch_pipelines(listener: Callbacks, module: Any) -> None:
     original = module.Pipeline.__init__
 
     @functools.wraps(original)
@@ -94,13 +94,13 @@ def _watch_pipelines(listener: Listener, module: Any) -> None:
             replicas=self.world.data.size,
             micro_batches=self.micro_batches,
             codec=None if self.compression is None else self.compression.codec.name,
-            where=site(sys._getframe(1)),  # noqa: SLF001
+            where=call_site(sys._getframe(1)),  # noqa: SLF001
         )
 
     module.Pipeline.__init__ = __init__
 
 
-def _watch_calls(listener: Listener, name: str, module: Any) -> None:
+def _watch_calls(listener: Callbacks, name: str, module: Any) -> None:
     original = getattr(module, name)
 
     @functools.wraps(original)

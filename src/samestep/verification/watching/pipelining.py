@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from samestep.launch.noting import site
-from samestep.verification.watching.listener import Listener
+from samestep.launch.noting import call_site
+from samestep.verification.watching.listener import Callbacks
 from samestep.verification.watching.storage import load_unseen, save_unseen
 
 __all__: list[str] = []
@@ -26,20 +26,20 @@ _LOOKED_AT = (0, 1, 2, 8)  # steps
 _TAG = 1 << 21
 
 
-def watch(listener: Listener, schedules: Any) -> None:
+def watch(listener: Callbacks, schedules: Any) -> None:
     """Changes the schedules of the module, once it is imported."""
     for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
         kind.step = _watched(listener, kind.step)
 
 
-def _watched(listener: Listener, original: Any) -> Any:
+def _watched(listener: Callbacks, original: Any) -> Any:
     @functools.wraps(original)
     def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
 
         number = schedule.samestep_steps = getattr(schedule, "samestep_steps", -1) + 1
         stages = list(getattr(schedule, "_stages", None) or [schedule._stage])  # noqa: SLF001
-        where = site(sys._getframe(1))  # noqa: SLF001
+        where = call_site(sys._getframe(1))  # noqa: SLF001
         why = _why_not(stages)
         count = schedule._n_microbatches  # noqa: SLF001
         about = {"step": number, "where": where, "stages": stages[0].num_stages, "micro_batches": count}

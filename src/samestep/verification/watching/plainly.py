@@ -11,21 +11,21 @@ from types import ModuleType
 from typing import Any
 
 from samestep.launch.imports import when_imported
-from samestep.verification.watching.listener import Listener
+from samestep.verification.watching.listener import Callbacks
 
 __all__: list[str] = []
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
-def without_chance(listener: Listener) -> None:
+def without_chance(listener: Callbacks) -> None:
     """From now on, in this process; `listener` is told where something would have been dropped."""
     when_imported("torch.nn.functional", functools.partial(_without_dropout, listener))
     when_imported("torch.nn.modules.rnn", _without_recurrent_dropout)
     when_imported("torch.amp.autocast_mode", _without_autocast)
 
 
-def _without_dropout(listener: Listener, functional: ModuleType) -> None:
+def _without_dropout(listener: Callbacks, functional: ModuleType) -> None:
     for name in _DROPOUTS:
         setattr(functional, name, _identity(listener, getattr(functional, name)))
     attention = functional.scaled_dot_product_attention
@@ -40,7 +40,7 @@ def _without_dropout(listener: Listener, functional: ModuleType) -> None:
     functional.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[attr-defined]
 
 
-def _identity(listener: Listener, original: Any) -> Any:
+def _identity(listener: Callbacks, original: Any) -> Any:
     @functools.wraps(original)
     def dropout(input: Any, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Any:  # noqa: A002
         import torch

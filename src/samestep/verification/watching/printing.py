@@ -7,15 +7,15 @@ import functools
 import sys
 from typing import Any
 
-from samestep.launch.noting import site
-from samestep.verification.watching.listener import Listener
+from samestep.launch.noting import call_site
+from samestep.verification.watching.listener import Callbacks
 
 __all__: list[str] = []
 
 _LONGEST = 400
 
 
-def watch(listener: Listener) -> None:
+def watch(listener: Callbacks) -> None:
     """Changes the built-in print."""
     original = builtins.print
 
@@ -23,6 +23,6 @@ def watch(listener: Listener) -> None:
     def print_(*values: Any, **options: Any) -> None:
         original(*values, **options)
         if options.get("file") in {None, sys.stdout}:
-            listener.printed(lambda: " ".join(map(str, values))[:_LONGEST], site(sys._getframe(1)))  # noqa: SLF001
+            listener.printed(lambda: " ".join(map(str, values))[:_LONGEST], call_site(sys._getframe(1)))  # noqa: SLF001
 
     builtins.print = print_

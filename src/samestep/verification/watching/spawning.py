@@ -7,12 +7,12 @@ import sys
 from typing import Any
 
 from samestep.launch.imports import when_imported
-from samestep.verification.watching.listener import Listener
+from samestep.verification.watching.listener import Callbacks
 
 __all__: list[str] = []
 
 
-def watch(listener: Listener) -> None:
+def watch(listener: Callbacks) -> None:
     """Changes what torch.multiprocessing.spawn calls."""
     when_imported("torch.multiprocessing.spawn", functools.partial(_watch, listener))
 
@@ -31,7 +31,7 @@ class _Ended:
         return []
 
 
-def _watch(listener: Listener, module: Any) -> None:
+def _watch(listener: Callbacks, module: Any) -> None:
     original = module.start_processes
 
     @functools.wraps(original)

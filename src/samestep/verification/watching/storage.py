@@ -8,8 +8,8 @@ import sys
 from typing import Any
 
 from samestep.launch.imports import when_imported
-from samestep.launch.noting import site
-from samestep.verification.watching.listener import Listener
+from samestep.launch.noting import call_site
+from samestep.verification.watching.listener import Callbacks
 
 __all__: list[str] = []
 
@@ -28,12 +28,12 @@ def load_unseen(file: Any) -> Any:
     return getattr(torch.load, "__wrapped__", torch.load)(file, weights_only=True)
 
 
-def watch(listener: Listener) -> None:
+def watch(listener: Callbacks) -> None:
     """Changes torch.save and torch.load as soon as they are imported."""
     when_imported("torch", functools.partial(_watch, listener))
 
 
-def _watch(listener: Listener, module: Any) -> None:
+def _watch(listener: Callbacks, module: Any) -> None:
     save, load = module.save, module.load
 
     @functools.wraps(save)
@@ -50,6 +50,6 @@ def _watch(listener: Listener, module: Any) -> None:
     module.save, module.load = saving, loading
 
 
-def _tell(listener: Listener, kind: str, value: Any, file: Any) -> None:
+def _tell(listener: Callbacks, kind: str, value: Any, file: Any) -> None:
     path = os.path.abspath(file) if isinstance(file, str | os.PathLike) else f"memory {id(file)}"  # noqa: PTH100
-    listener.told(kind, value=value, path=path, where=site(sys._getframe(2)))  # noqa: SLF001
+    listener.told(kind, value=value, path=path, where=call_site(sys._getframe(2)))  # noqa: SLF001

@@ -7,15 +7,15 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from samestep.launch.imports import exchange, when_imported
-from samestep.launch.noting import site
+from samestep.launch.imports import replace_function, when_imported
+from samestep.launch.noting import call_site
 from samestep.verification.watching.hooks import Hook
-from samestep.verification.watching.listener import Listener
+from samestep.verification.watching.listener import Callbacks
 
 __all__: list[str] = []
 
 
-def watch(listener: Listener, *, sparing: bool = False) -> None:
+def watch(listener: Callbacks, *, sparing: bool = False) -> None:
     """Changes torch's classes as soon as they are imported.
 
     Args:
@@ -42,7 +42,7 @@ def watch(listener: Listener, *, sparing: bool = False) -> None:
         when_imported("torch.nn.modules.module", functools.partial(_watch_loading, listener))
 
 
-def _watch_optimizers(listener: Listener, module: ModuleType) -> None:
+def _watch_optimizers(listener: Callbacks, module: ModuleType) -> None:
     module.register_optimizer_step_pre_hook(functools.partial(_before_step, listener))
     module.register_optimizer_step_post_hook(lambda optimizer, *_: listener.after_step(optimizer))
     original = module.Optimizer.__init__
@@ -50,12 +50,12 @@ def _watch_optimizers(listener: Listener, module: ModuleType) -> None:
     @functools.wraps(original)
     def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(optimizer, *args, **kwargs)
-        listener.optimizer_made(optimizer, site(sys._getframe(1)))  # noqa: SLF001
+        listener.optimizer_made(optimizer, call_site(sys._getframe(1)))  # noqa: SLF001
 
     module.Optimizer.__init__ = __init__
 
 
-def _before_step(listener: Listener, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _before_step(listener: Callbacks, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A closure makes the gradients of its step: they are there when it has run for the first time."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -74,21 +74,21 @@ def _before_step(listener: Listener, optimizer: Any, args: tuple[Any, ...], kwar
     return ((args[0], telling, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": telling})
 
 
-def _watch_wrapper(listener: Listener, kind: str, module: ModuleType) -> None:
+def _watch_wrapper(listener: Callbacks, kind: str, module: ModuleType) -> None:
     wrapper = getattr(module, kind)
     original = wrapper.__init__
 
     @functools.wraps(original)
     def __init__(model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(model, *args, **kwargs)
-        listener.wrapped(kind, model, site(sys._getframe(1)))  # noqa: SLF001
+        listener.wrapped(kind, model, call_site(sys._getframe(1)))  # noqa: SLF001
 
     wrapper.__init__ = __init__
     if kind == "DistributedDataParallel":
         _watch_forward(listener, wrapper)
 
 
-def _watch_sharding(listener: Listener, module: Any) -> None:
+def _watch_sharding(listener: Callbacks, module: Any) -> None:
     """Changes `fully_shard`, also where the packages around it have it already."""
     original = module.fully_shard
 
@@ -96,13 +96,13 @@ def _watch_sharding(listener: Listener, module: Any) -> None:
     def fully_shard(model: Any, *args: Any, **kwargs: Any) -> Any:
         sharded = original(model, *args, **kwargs)
         if not isinstance(model, list):
-            listener.wrapped("fully_shard", model, site(sys._getframe(1)))  # noqa: SLF001
+            listener.wrapped("fully_shard", model, call_site(sys._getframe(1)))  # noqa: SLF001
         return sharded
 
-    exchange("torch.distributed.fsdp", {original: fully_shard})
+    replace_function("torch.distributed.fsdp", {original: fully_shard})
 
 
-def _watch_forward(listener: Listener, wrapper: Any) -> None:
+def _watch_forward(listener: Callbacks, wrapper: Any) -> None:
     """A forward through the wrapper arms its reducer; one of the model inside, at the top, does not."""
     original = wrapper.forward
 
@@ -113,7 +113,7 @@ def _watch_forward(listener: Listener, wrapper: Any) -> None:
         if torch.compiler.is_compiling():
             return original(model, *args, **kwargs)
         if torch.is_grad_enabled():
-            where = site(sys._getframe(1))  # noqa: SLF001
+            where = call_site(sys._getframe(1))  # noqa: SLF001
             listener.told("forward", where=where, synchronises=model.require_backward_grad_sync, bare=False)
         model.samestep_inside = True
         try:
@@ -129,7 +129,7 @@ def _watch_forward(listener: Listener, wrapper: Any) -> None:
         name = getattr(hook, "__name__", type(hook).__name__)
         # it adds, and nothing else; where it compresses, that is told by itself
         plain = getattr(hook, "__module__", "") == "samestep.replicas.reduction"
-        if plain or not listener.hooked(name, site(sys._getframe(1))):  # noqa: SLF001
+        if plain or not listener.hooked(name, call_site(sys._getframe(1))):  # noqa: SLF001
             registering(model, state, hook)
 
     wrapper.register_comm_hook = register_comm_hook
@@ -137,13 +137,13 @@ def _watch_forward(listener: Listener, wrapper: Any) -> None:
 
     @functools.wraps(leaving_out)
     def no_sync(model: Any) -> Any:
-        listener.told("no_sync", where=site(sys._getframe(1)))  # noqa: SLF001
+        listener.told("no_sync", where=call_site(sys._getframe(1)))  # noqa: SLF001
         return leaving_out(model)
 
     wrapper.no_sync = no_sync
 
 
-def watch_bare_forward(listener: Listener, wrapped: Any) -> None:
+def watch_bare_forward(listener: Callbacks, wrapped: Any) -> None:
     """Tells when the model inside a wrapper is called by itself."""
 
     def before(_: Any, __: Any) -> None:
@@ -152,12 +152,12 @@ def watch_bare_forward(listener: Listener, wrapped: Any) -> None:
         if torch.compiler.is_compiling() or getattr(wrapped, "samestep_inside", False):
             return
         if torch.is_grad_enabled():
-            listener.told("forward", where=site(sys._getframe(1)), synchronises=False, bare=True)  # noqa: SLF001
+            listener.told("forward", where=call_site(sys._getframe(1)), synchronises=False, bare=True)  # noqa: SLF001
 
     wrapped.module.register_forward_pre_hook(Hook(before))
 
 
-def _watch_modes(listener: Listener, module: Any) -> None:
+def _watch_modes(listener: Callbacks, module: Any) -> None:
     """Evaluation begins where a model is told to evaluate, and ends where it is told to train."""
     original = module.Module.train
     nested: list[bool] = []
@@ -175,12 +175,12 @@ def _watch_modes(listener: Listener, module: Any) -> None:
     module.Module.train = train
 
 
-def _watch_loading(listener: Listener, module: Any) -> None:
+def _watch_loading(listener: Callbacks, module: Any) -> None:
     loading = module.Module.load_state_dict
 
     @functools.wraps(loading)
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        where = site(sys._getframe(1))  # noqa: SLF001
+        where = call_site(sys._getframe(1))  # noqa: SLF001
         result = loading(self, *args, **kwargs)
         missing, unexpected = len(result.missing_keys), len(result.unexpected_keys)
         listener.told("weights", where=where, missing=missing, unexpected=unexpected, held=len(self.state_dict()))
@@ -189,19 +189,19 @@ def _watch_loading(listener: Listener, module: Any) -> None:
     module.Module.load_state_dict = load_state_dict
 
 
-def _watch_schedules(listener: Listener, module: ModuleType) -> None:
+def _watch_schedules(listener: Callbacks, module: ModuleType) -> None:
     """Changes the classes: a schedule's attributes are its state dict. Of nested ones the outermost counts."""
     nested: list[bool] = []
     for schedule in [one for one in vars(module).values() if isinstance(one, type) and "step" in vars(one)]:
         schedule.step = _telling_steps(listener, schedule.step, nested)  # type: ignore[attr-defined]
 
 
-def _telling_steps(listener: Listener, original: Any, nested: list[bool]) -> Any:
+def _telling_steps(listener: Callbacks, original: Any, nested: list[bool]) -> Any:
     @functools.wraps(original)
     def step(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)  # noqa: SLF001
         if not nested and frame.f_code.co_name not in {"__init__", "_initial_step"}:
-            listener.told("scheduler", where=site(frame))
+            listener.told("scheduler", where=call_site(frame))
         nested.append(True)
         try:
             return original(*args, **kwargs)
@@ -211,7 +211,7 @@ def _telling_steps(listener: Listener, original: Any, nested: list[bool]) -> Any
     return step
 
 
-def _watch_scaler(listener: Listener, module: ModuleType) -> None:
+def _watch_scaler(listener: Callbacks, module: ModuleType) -> None:
     scaler = module.GradScaler
     original = scaler.step
 
@@ -221,7 +221,7 @@ def _watch_scaler(listener: Listener, module: ModuleType) -> None:
         result = original(self, optimizer, *args, **kwargs)
         skipped = self.is_enabled() and optimizer.__dict__.get("samestep_steps", 0) == steps
         scale = self.get_scale() if self.is_enabled() else 1.0
-        listener.told("scaler", scale=scale, skipped=skipped, where=site(sys._getframe(1)))  # noqa: SLF001
+        listener.told("scaler", scale=scale, skipped=skipped, where=call_site(sys._getframe(1)))  # noqa: SLF001
         return result
 
     scaler.step = step
@@ -235,17 +235,17 @@ def _watch_scaler(listener: Listener, module: ModuleType) -> None:
     scaler.scale = scale
 
 
-def _watch_clipping(listener: Listener, module: Any) -> None:
+def _watch_clipping(listener: Callbacks, module: Any) -> None:
     original = module.clip_grad_norm_
 
     @functools.wraps(original)
     def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(parameters, "grad"):
             parameters = list(parameters)
-        listener.told("clipping", parameters=parameters, where=site(sys._getframe(1)))  # noqa: SLF001
+        listener.told("clipping", parameters=parameters, where=call_site(sys._getframe(1)))  # noqa: SLF001
         norm = original(parameters, max_norm, *args, **kwargs)
         if not hasattr(norm, "_local_tensor"):  # of cut gradients: its value would take a collective of ours
-            listener.told("clip", norm=float(norm), most=float(max_norm), where=site(sys._getframe(1)))  # noqa: SLF001
+            listener.told("clip", norm=float(norm), most=float(max_norm), where=call_site(sys._getframe(1)))  # noqa: SLF001
         return norm
 
     module.clip_grad_norm_ = clip_grad_norm_
@@ -253,12 +253,12 @@ def _watch_clipping(listener: Listener, module: Any) -> None:
     package.clip_grad_norm_ = clip_grad_norm_
 
 
-def _watch_backward(listener: Listener, module: Any) -> None:
+def _watch_backward(listener: Callbacks, module: Any) -> None:
     original = module.backward
 
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        listener.backward(tensors, site(sys._getframe(1)))  # noqa: SLF001
+        listener.backward(tensors, call_site(sys._getframe(1)))  # noqa: SLF001
         result = original(tensors, *args, **kwargs)
         listener.after_backward()
         return result
