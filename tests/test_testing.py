@@ -112,7 +112,7 @@ def test_the_rank_that_raised_is_blamed_with_its_line_and_the_set_recovers(two_r
 
 
 def test_the_rank_that_died_is_blamed_and_not_its_victim(two_ranks):
-    with pytest.raises(RankFailure, match="exit code 9") as failure:
+    with pytest.raises(RankFailure, match="exited with code 9") as failure:
         two_ranks(exit_on_rank_one)
     assert (failure.value.rank, failure.value.exit_code) == (1, 9)
 

@@ -201,7 +201,7 @@ def test_a_host_that_only_lost_a_peer_points_to_the_others():
     lost = verdict(*(failure(rank, lost_peer=True) for rank in (2, 3)))
     (line,) = last_words(lost, 4, "b")
     assert line == "samestep: ranks 2-3 on host b lost their connection to a peer: its own host says why"
-    assert "no rank said why" in last_words(lost, 2, "b")[0]  # there is no other host
+    assert "no rank reported a cause" in last_words(lost, 2, "b")[0]  # there is no other host
 
 
 @pytest.mark.parametrize("ended", [{"signal": 15}, {"signal": 2}, {"exception": "KeyboardInterrupt"}])

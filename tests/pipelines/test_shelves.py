@@ -166,7 +166,7 @@ def test_who_gave_up_a_step_does_not_leave_the_other_waiting():
     mine.lay([torch.tensor(1)])
     taken(theirs, torch.tensor(0))
     mine.begin(3, 3)  # before it lays anything down: it may wait for the other one first
-    with pytest.raises(StepError, match="rank 4 gave up a step of the pipeline, and began another"):
+    with pytest.raises(StepError, match="rank 4 aborted a pipeline step and started the next one"):
         theirs.take()
     theirs.begin(3, 3)  # and so may this one
     mine.lay([torch.tensor(2)])

@@ -538,7 +538,7 @@ def skipped_with_batchnorm(virtual):
                     optimizer.step()
                     optimizer.zero_grad()
                     batches.commit()
-            model.equalise_buffers()
+            model.sync_buffers()
             found.append({name: value.clone() for name, value in model.state_dict().items()})
     return found
 

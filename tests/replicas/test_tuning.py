@@ -31,7 +31,7 @@ def inputs(rank, step):
 @contextlib.contextmanager
 def decided(takes=True, cut=None, lists=True):
     """Has buckets proposed that are not the default's, whatever was measured, and taken or not."""
-    names = ("best_cut", "is_quicker", "WORTH", "_HAS_LISTS", "best_cap", "PROFILED", "BLOCK")
+    names = ("optimal_layout", "is_quicker", "WORTH", "_HAS_LISTS", "best_single_size", "PROFILED", "BLOCK")
     before = {name: getattr(tuning, name) for name in names}
     tuning.optimal_layout = lambda backward: cut or tuple(range(1, len(backward.sizes) + 1))
     tuning.best_single_size = lambda backward, *, from_the_end: 2000

@@ -219,12 +219,12 @@ def test_whatever_becomes_of_another_checkpoint_a_request_reaches_this_one(tmp_p
         [sys.executable, "train.py", first], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 75, done.stderr
-    assert "preempted by SIGTERM: saved step 1 in new/" in done.stderr
+    assert "preempted by SIGTERM: saved step 1 to new/" in done.stderr
     assert [entry.name for entry in (tmp_path / "new").glob("step-*")] == ["step-00000001"]
 
 
 def test_the_last_to_close_gives_the_signals_back_but_not_those_that_the_script_has_taken():
-    step = StepState(listens=True)
+    step = StepState(requests_enabled=True)
     one, other = Preemption(step), Preemption(step)
     one.close()
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL

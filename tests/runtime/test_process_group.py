@@ -423,7 +423,7 @@ def test_a_plan_in_pieces_is_found_for_any_number_of_bytes(nbytes):
 def mismatched(elements, dtypes):
     began()
     tensor = torch.ones(elements[dist.get_rank()], dtype=getattr(torch, dtypes[dist.get_rank()]))
-    with pytest.raises(StepError, match="different tensors to all-reduce 1 of their group") as caught:
+    with pytest.raises(StepError, match="mismatched tensors to all-reduce 1 of their group") as caught:
         dist.all_reduce(tensor)
     with pytest.raises(StepError):
         dist.all_reduce(torch.ones(1))  # out of step for good

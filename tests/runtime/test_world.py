@@ -265,7 +265,7 @@ def test_deterministic_mode_is_asked_of_torch_and_cudnn(two_ranks):
         ({"init_method": "tcp://host", "rank": 0, "size": 2}, UsageError, "needs a host and a port"),
         ({"init_method": "tcp://host:1?rank=²"}, RankVariablesError, "rank in the address must be a whole number"),
         ({"init_method": "file://here", "rank": 0, "size": 2}, UsageError, "absolute path"),
-        ({"init_method": "tcp://host:1"}, RankVariablesError, "nobody says which rank"),
+        ({"init_method": "tcp://host:1"}, RankVariablesError, "rank and world size are unknown"),
         ({"init_method": "tcp://host:1", "rank": 2, "size": 2}, RankVariablesError, "rank is 2 but the world's size"),
         ({"pipeline": 0}, UsageError, "world of 1 cannot be cut into pipelines of 0"),
         (

@@ -372,7 +372,7 @@ def binding_warning(
 
     Args:
         affinities: the cpus of every rank of this host.
-        machine: how many cores the ranks could use here if nothing bound them: `read_unbound()`.
+        machine: how many cores the ranks could use here if nothing bound them: `unbound_cores()`.
         threads: how many threads each rank means to use; by default as many as there are cores for each.
         launcher: what started the ranks, as `RankVariables.source` names it; None where that is not known.
     """

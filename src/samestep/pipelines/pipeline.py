@@ -307,7 +307,7 @@ class Pipeline(nn.Module):
             dist.broadcast(share, axis.ranks[self.last], group=axis.control)
         return share
 
-    def equalise_buffers(self) -> None:
+    def sync_buffers(self) -> None:
         """Makes buffers equal on all replicas. Collective: all call it."""
         sync_buffers(self, self.world.data)
 

@@ -268,9 +268,9 @@ class Observing(Observer, ProgressListener, Callbacks):
             self.calls[id(root)] = Inputs.of(args, kwargs, training=root.training)
         self._step.turn_to("forward")
 
-    # --- taker: what the process is at ------------------------------------------------------------
+    # --- progress listener ------------------------------------------------------------
 
-    def note_phase(self, name: str) -> None:
+    def set_phase(self, name: str) -> None:
         """Turns to it; with a backward all that its forward keeps is there."""
         if self._over or threading.get_ident() != self._thread:
             return
@@ -284,7 +284,7 @@ class Observing(Observer, ProgressListener, Callbacks):
             self._kept.taken()  # what an evaluation with gradients has kept is for no backward
         self._step.turn_to(name or "train")
 
-    def note_work(self, work: Mapping[str, float]) -> None:
+    def add_work(self, work: Mapping[str, float]) -> None:
         """What `samestep.shards` yields is the whole batch of a process that is alone."""
         self._told += work.get("samples", 0.0)
 

@@ -123,7 +123,7 @@ class Replica(nn.Module):
             )
         return synchroniser
 
-    def equalise_buffers(self) -> None:
+    def sync_buffers(self) -> None:
         """Makes buffers equal on all ranks, and parameters where ranks step by themselves. Collective: all call it."""
         self.average()
         if (slices := self.slices) is not None:

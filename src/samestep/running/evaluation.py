@@ -194,7 +194,7 @@ def _equalise_buffers(world: World) -> None:
     alive = {replica.number: replica for replica in world.replicas}
     everywhere = set.intersection(*(set(numbers) for numbers in exchange.all_gather_json(world.data, sorted(alive))))
     for number in sorted(everywhere):
-        alive[number].equalise_buffers()
+        alive[number].sync_buffers()
 
 
 # --- one rank's part -------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def test_it_is_said_once_with_the_margin(tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.count("samestep: the time limit is 6 s away, a last step and save may take 6 s") == 1
     assert said.count("time limit") == 1
-    assert f"samestep: out of time: saved step 7 in {tmp_path}/step-00000007" in said
+    assert f"samestep: out of time: saved step 7 to {tmp_path}/step-00000007" in said
 
 
 def test_what_slurm_says_is_the_limit_where_the_script_says_none(tmp_path, monkeypatch):

@@ -65,7 +65,7 @@ class _Data(Protocol):
 class _Equalisable(Protocol):
     """What may differ between ranks until it is saved; :class:`samestep.Replica` is one (local BatchNorm)."""
 
-    def equalise_buffers(self) -> None: ...
+    def sync_buffers(self) -> None: ...
 
 
 def checkpoint(
@@ -296,7 +296,7 @@ class Checkpoint:
         """Every rank encodes: a state dict may be collective, and one that cannot be saved must fail everywhere."""
         for thing in self._named.values():
             if isinstance(thing, _Equalisable):
-                thing.equalise_buffers()
+                thing.sync_buffers()
         encoder, staged = Encoder(), Stages(self._named)
         found = {
             name: gathered(thing, staged.whole(name, self._state_of(name)), self._world)

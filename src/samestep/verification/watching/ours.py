@@ -50,7 +50,7 @@ def _watch_evaluations(listener: Callbacks, module: Any) -> None:
 
 
 def _watch_compression(listener: Callbacks, module: Any) -> None:
-    original = module.Compression.__init__
+    original = module.GradientCompression.__init__
 
     @functools.wraps(original)
     def __init__(self: Any, model: Any, codec: Any, seed: int) -> None:  # noqa: N807
@@ -62,7 +62,7 @@ def _watch_compression(listener: Callbacks, module: Any) -> None:
         where = call_site(sys._getframe(1))  # noqa: SLF001
         listener.told("compresses", compression=self, model=model, seed=seed, where=where)
 
-    module.Compression.__init__ = __init__
+    module.GradientCompression.__init__ = __init__
 
 
 def _watch_local_steps(listener: Callbacks, module: Any) -> None:
