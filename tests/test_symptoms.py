@@ -61,7 +61,7 @@ def test_there_are_rows():
     assert len(list(seen())) >= 5
 
 
-@pytest.mark.parametrize("words", [*seen(), "rank R is slow", "rank R has more to do", "is computing but does not finish a step"])
+@pytest.mark.parametrize("words", [*seen(), "rank R is slow", "rank R has more to do", "not finish a step"])
 def test_a_message_is_one_that_samestep_writes(words):
     words = re.sub(r"^(\w+Error): ", "", words)
     for piece in re.split(r"\b[NMR]\b|\b17\b|…|\brank\b", words):
