@@ -14,6 +14,7 @@ from typing import NamedTuple
 from samestep._version import __version__
 from samestep.errors import SamestepError, UsageError
 from samestep.launch import ahead
+from samestep.rankenv import set_variables, variable
 
 __all__ = ["main"]
 
@@ -97,12 +98,22 @@ def _dispatch(arguments: list[str]) -> int:
         raise UsageError(f"there is no command {arguments[0]!r}: {_advice(arguments)}")
     _check_place()
     if arguments[0] == "run":
+        _apply_overlay()
         ahead.begin(arguments[1:])
     try:
         code: int = import_module(command.module).main(arguments[1:])
     finally:
         ahead.drop()
     return code
+
+
+def _apply_overlay() -> None:
+    """Gives a run of `samestep verify` its own view of the files."""
+    if (options := variable("SAMESTEP_OVERLAY")) is not None:
+        from samestep.launch.overlay import apply
+
+        set_variables({"SAMESTEP_OVERLAY": None})
+        apply(options)
 
 
 def _check_place() -> None:

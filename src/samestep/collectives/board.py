@@ -12,8 +12,8 @@ for a whole slice where other processes compute: 25 MiB took 147 ms and not 55 b
 Ten times a second a sleeping rank looks whether the others live, and names the one that does not.
 
 A counter is written after the data that it announces. On x86-64 no processor sees these two in another order; others
-may, and Python has no fence to stop them: `has_total_store_order` says where a board may be used. Sources: U. Drepper, "Futexes
-Are Tricky", 2011; P. Sewell et al., "x86-TSO", CACM 2010.
+may, and Python has no fence to stop them: `has_total_store_order` says where a board may be used. Sources: U. Drepper,
+"Futexes Are Tricky", 2011; P. Sewell et al., "x86-TSO", CACM 2010.
 """
 
 from __future__ import annotations

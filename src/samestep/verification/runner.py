@@ -14,6 +14,7 @@ from samestep.launch.fork import fork_blocker, read_source
 from samestep.launch.nursery import PreforkServer
 from samestep.launch.variables import threads_per_rank
 from samestep.verification import machine, runs
+from samestep.verification.files import Files
 from samestep.verification.judging.record import Record, read
 from samestep.verification.judging.single import Run
 
@@ -55,6 +56,7 @@ class Runner:
         folder: where all runs leave their files.
         still_s: seconds without a sign of life until a run counts as hung.
         say: is told what goes on.
+        files: keeps the files of the runs apart.
         nursery: forks the runs that need no fresh interpreters; None where all do.
     """
 
@@ -63,12 +65,13 @@ class Runner:
     folder: Path
     still_s: float
     say: Say
+    files: Files
     nursery: PreforkServer | None = None
     _is_over: Event = field(default_factory=Event)
 
     def side_by_side(self, run: Callable[[int], Run], ranks: Sequence[int]) -> list[Run]:
         """Returns what `run` gives for each rank, two runs at a time; a signal to this process ends those under way."""
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+        with ThreadPoolExecutor(1 if self.files.are_shared else _AT_ONCE) as pool:
             try:
                 return list(pool.map(run, ranks))
             except BaseException:
@@ -112,18 +115,20 @@ class Runner:
         progress: Callable[[Path], None] = lambda _: None,
     ) -> Run:
         folder = self.folder / name.replace(" ", "-").replace(",", "")
-        ended = runs.run(
-            self.script,
-            ranks,
-            folder,
-            observer,
-            {"saves": str(folder / "saves"), **order},
-            still_s=self.still_s,
-            threads=threads_per_rank(self.ranks),
-            nursery=None if nursery is None or nursery.objection() or nursery.has_ended() else nursery,
-            progress=self._unless_over(progress),
-            stillness=_Told(name, self.still_s, self.say).look,
-        )
+        with self.files.apart(folder.name) as (variables, files):
+            ended = runs.run(
+                self.script,
+                ranks,
+                folder,
+                observer,
+                {"saves": str(folder / "saves"), **files, **order},
+                still_s=self.still_s,
+                threads=threads_per_rank(self.ranks),
+                variables=variables,
+                nursery=None if nursery is None or nursery.objection() or nursery.has_ended() else nursery,
+                progress=self._unless_over(progress),
+                stillness=_Told(name, self.still_s, self.say).look,
+            )
         return Run(ended, read(folder / "journals"))
 
     def _unless_over(self, progress: Callable[[Path], None]) -> Callable[[Path], None]:

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,7 @@ def run(
     *,
     still_s: float,
     threads: int = 1,
+    variables: Mapping[str, str] | None = None,
     nursery: PreforkServer | None = None,
     progress: Callable[[Path], None] = lambda _: None,
     stillness: Callable[[float], None] = lambda _: None,
@@ -104,6 +105,7 @@ def run(
         order: what the observer is told, beside the folder.
         still_s: seconds without a sign of life until it counts as hung.
         threads: that each process may use.
+        variables: more environment variables.
         nursery: has imported torch for so many threads, and starts the run; fresh interpreters without one.
         progress: called with the folder again and again while it runs.
         stillness: called with the seconds without a sign of life while there is none.
@@ -123,9 +125,9 @@ def run(
         *script.words(),
     ]
     told = json.dumps({**order, "folder": str(folder / "journals")})
-    variables = {"SAMESTEP_OBSERVERS": observer, "SAMESTEP_VERIFY": told, **alike(threads)}
+    environment = {"SAMESTEP_OBSERVERS": observer, "SAMESTEP_VERIFY": told, **alike(threads), **(variables or {})}
     with (folder / "output.txt").open("wb") as output:
-        process = _start(arguments, child_environment(variables), output.fileno(), nursery)
+        process = _start(arguments, child_environment(environment), output.fileno(), nursery)
         try:
             hung = _wait(process, folder, still_s, progress, stillness)
         except BaseException:

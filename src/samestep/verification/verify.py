@@ -14,6 +14,7 @@ from typing import Any
 from samestep.errors import UsageError
 from samestep.launch.verdict import DIFFERENT_COLLECTIVES
 from samestep.verification import equality, journal, machine, runs, stages
+from samestep.verification.files import Files, written_folders
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import (
@@ -95,8 +96,13 @@ def examine(
     folder = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     try:
         with nursery_for(script, ranks) as nursery:
-            runner = Runner(script=script, ranks=ranks, folder=folder, still_s=still_s, say=say, nursery=nursery)
+            program = None if script.is_module else Path(script.program)
+            files = Files(written_folders(script.arguments, program), folder / "files")
+            runner = Runner(
+                script=script, ranks=ranks, folder=folder, still_s=still_s, say=say, files=files, nursery=nursery
+            )
             report = _verified(runner, steps)
+            report.remarks += filter(None, [files.remark()])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report.script = tuple(script.words())

@@ -15,6 +15,7 @@ from samestep.verification.recording.chance import Draws
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs
 from samestep.verification.recording.optimizers import Optimizers
+from samestep.verification.recording.writes import Writes
 from samestep.verification.watching.begin import begin
 from samestep.verification.watching.listener import Batch, Callbacks
 
@@ -31,6 +32,7 @@ class Witness(Observer, Callbacks):
     def attend(self, order: dict[str, Any], folder: Path, seat: RankContext, unseen: Callable[[], int | None]) -> None:
         """Opens the journal; `unseen` names the window whose inputs no DataLoader tells, if there is one."""
         self.order = order
+        self.writes = Writes.watch(order)
         self.journal = TraceWriter(folder, seat.rank)
         self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
         self.optimizers = Optimizers(self.journal)
@@ -110,6 +112,11 @@ class Witness(Observer, Callbacks):
         if self.window and not self.micro and not torch.is_grad_enabled():
             self.evaluations.begin()
         self.evaluations.collected(call, tensors, waits=waits)
+
+    def writes_file(self, path: str | os.PathLike[str]) -> None:
+        """Notes it, so that the next run finds the file as this one did."""
+        if self.writes is not None:
+            self.writes.note(path)
 
     def printed(self, text: Callable[[], str], where: str) -> None:
         """Writes down what is printed of an evaluation."""

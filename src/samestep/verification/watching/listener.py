@@ -6,6 +6,7 @@ another can let it train on something else.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +113,9 @@ class Callbacks:
         """The script calls `samestep.name`; returns with what."""
         del name
         return args, kwargs
+
+    def writes_file(self, path: str | os.PathLike[str]) -> None:
+        """Called before the script writes a file in native code, which raises no audit event."""
 
     def told(self, kind: str, **fields: Any) -> None:
         """Anything else: "scheduler", "clip", "scaler", "save", "load", "eval"."""

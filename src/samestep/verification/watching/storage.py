@@ -38,6 +38,8 @@ def _watch(listener: Callbacks, module: Any) -> None:
 
     @functools.wraps(save)
     def saving(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(f, str | os.PathLike):
+            listener.writes_file(f)
         _tell(listener, "save", obj, f)
         return save(obj, f, *args, **kwargs)
 

@@ -1,0 +1,98 @@
+"""What the script writes, noted before it is written, so that the next run finds the files as this one did.
+
+Python raises an audit event before it opens, moves or removes a file; torch.save, which opens its file in C++, is asked
+by :mod:`samestep.verification.watching.storage`. Others that write from native code, safetensors say, are seen only
+where an overlay keeps them apart.
+
+The ranks of a run share one folder of notes: the first that touches a path decides whether it was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__: list[str] = []
+
+MOST_BYTES = 1 << 30  # of a file that is copied before it is changed
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
+_ELSEWHERE = ("/dev/", "/proc/", "/sys/", "/run/")
+_CACHES = ("/__pycache__/", "/torchinductor_", "/.cache/", "/.triton/")  # that no training resumes from
+
+
+class Writes:
+    """Notes what this process, and what it forks, is about to write.
+
+    Args:
+        store: of the notes and copies, shared by the ranks of a run.
+        ignored: folders of which nothing is noted.
+    """
+
+    def __init__(self, store: Path, ignored: Sequence[str]) -> None:
+        self._store = store
+        self._ignored = tuple(f"{folder.rstrip('/')}/" for folder in ignored) + _ELSEWHERE
+        self._known: set[str] = set()
+        self._inside = threading.local()
+
+    @classmethod
+    def watch(cls, order: dict[str, Any]) -> Writes | None:
+        """Watches from now on, as `order` says; None where it says nothing."""
+        if order.get("written") is None:
+            return None
+        result, *folders = order["overlay"]
+        has_overlay = os.path.exists(result) and not os.path.getsize(result)  # noqa: PTH110, PTH202
+        writes = cls(Path(order["written"]), [order["folder"], order["written"], *(folders if has_overlay else [])])
+        sys.addaudithook(writes.hear)
+        return writes
+
+    def hear(self, event: str, args: tuple[Any, ...]) -> None:
+        """An audit hook."""
+        if event == "open":
+            path, _, flags = args
+            if flags & _WRITES and isinstance(path, str | bytes):
+                self.note(path)
+        elif event in {"os.remove", "os.rename", "os.truncate", "os.mkdir"}:
+            for path in args[: 2 if event == "os.rename" else 1]:
+                if isinstance(path, str | bytes):
+                    self.note(path, is_folder=event == "os.mkdir")
+
+    def note(self, path: str | bytes | os.PathLike[str], *, is_folder: bool = False) -> None:
+        """Notes a path that is about to be written or removed, and copies what is there."""
+        if getattr(self._inside, "one", False):
+            return
+        self._inside.one = True
+        try:
+            name = os.path.realpath(os.fsdecode(path))
+            if name in self._known or name.startswith(self._ignored) or any(cache in name for cache in _CACHES):
+                return
+            self._known.add(name)
+            with contextlib.suppress(OSError):
+                self._write(name, is_folder=is_folder)
+        finally:
+            self._inside.one = False
+
+    def _write(self, name: str, *, is_folder: bool) -> None:
+        key = hashlib.sha256(os.fsencode(name)).hexdigest()[:24]
+        with (self._store / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            note = self._store / f"{key}.json"
+            if note.exists():
+                return
+            kind, copy = "folder" if is_folder else "new", None
+            if os.path.lexists(name):
+                if not os.path.isfile(name):  # noqa: PTH113
+                    return  # a folder that is there already, a device, a socket
+                kind = "old"
+                if os.path.getsize(name) <= MOST_BYTES:  # noqa: PTH202
+                    copy = str(self._store / f"{key}.copy")
+                    shutil.copy2(name, copy)
+            note.write_text(json.dumps({"path": name, "kind": kind, "copy": copy}), encoding="utf-8")
