@@ -1,4 +1,4 @@
-"""Where the run that measures rounding fails, a small difference is neither excused nor called one."""
+"""Rounding is told from a mistake by measuring it, and where that is not enough, in float64."""
 
 from __future__ import annotations
 
@@ -31,14 +31,18 @@ def run(folder: Path, gradient: torch.Tensor | None, failure: dict[str, object] 
     return Run(outcome, Record(folder, [Rank(0, events)]))
 
 
-def judged(folder: Path, apart: float, again: Run) -> Report:
-    alone = run(folder / "alone", RIGHT)
-    ranks = run(folder / "ranks", RIGHT + torch.tensor([5.0 * apart, 0.0]))
+def two_ranks(folder: Path, apart: float) -> Record:
+    ranks = run(folder, RIGHT + torch.tensor([5.0 * apart, 0.0]))
     first = [{"kind": "window", "number": 0, "others": {}}, step(0, "g", kept=1), stepped(0), ended()]
-    record = Record(ranks.record.folder, [Rank(0, first), Rank(1, [step(0, "g"), stepped(0), ended()])])
+    return Record(ranks.record.folder, [Rank(0, first), Rank(1, [step(0, "g"), stepped(0), ended()])])
+
+
+def judged(folder: Path, apart: float, again: Run, in_float64: tuple[Record, Run] | None = None) -> Report:
+    alone, record = run(folder / "alone", RIGHT), two_ranks(folder / "ranks", apart)
     report = Report(ranks=2)
     no_part = [run(folder / "part", None)]
-    Comparison(record, alone, Others(lambda: again, lambda: no_part, list)).judge(report)
+    more = None if in_float64 is None else lambda: in_float64
+    Comparison(record, alone, Others(lambda: again, lambda: no_part, list, in_float64=more)).judge(report)
     return report
 
 
@@ -57,3 +61,28 @@ def test_a_measured_floor_decides(tmp_path: Path) -> None:
     assert judged(tmp_path / "1", 1e-3, run(tmp_path / "quiet", RIGHT)).errors
     noisy = run(tmp_path / "noisy", RIGHT * (1 + 5e-4))
     assert judged(tmp_path / "2", 1e-3, noisy).coverage["gradients"] == "agrees"
+
+
+@pytest.mark.parametrize(("there", "told"), [(1e-12, "agrees"), (0.9e-3, "refuted"), (None, "refuted")])
+def test_before_an_accusation_the_step_is_repeated_in_float64(tmp_path: Path, there: float | None, told: str) -> None:
+    """Where it cannot be, as of a script that mixes types, what float32 shows decides."""
+    alone = run(tmp_path / "alone64", RIGHT if there is not None else None)
+    in_float64 = (two_ranks(tmp_path / "ranks64", there or 0.0), alone)
+    report = judged(tmp_path, 1e-3, run(tmp_path / "quiet", RIGHT), in_float64)
+    assert report.coverage["gradients"] == told
+    assert bool(report.errors) == (told == "refuted")
+    assert any("is rounding: in float64 it is" in line for line in report.remarks) == (told == "agrees")
+
+
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [(1e-12, "agrees"), (0.9e-3, "refuted"), (None, "not checked: rounding alone is 1e-01 of a gradient")],
+)
+def test_a_step_that_rounding_hides_in_float32_is_judged_in_float64(
+    tmp_path: Path, there: float | None, told: str
+) -> None:
+    alone = run(tmp_path / "alone64", RIGHT if there is not None else None)
+    noisy = run(tmp_path / "noisy", RIGHT * 1.1)
+    report = judged(tmp_path, 1e-3, noisy, (two_ranks(tmp_path / "ranks64", there or 0.0), alone))
+    assert report.coverage["gradients"].startswith(told)
+    assert bool(report.errors) == (told == "refuted")

@@ -13,7 +13,7 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.launch.verdict import DIFFERENT_COLLECTIVES
-from samestep.verification import equality, journal, machine, runs, stages
+from samestep.verification import equality, journal, machine, numerics, runs, stages
 from samestep.verification.files import Files, written_folders
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
@@ -278,10 +278,17 @@ def _compare(runner: Runner, record: Record, report: Report) -> Run:
         name = f"step {step['event']} with samples of rank"
         return [alone(f"{name} {rank}", only=[step["window"], rank]) for rank in everybody]
 
+    def in_float64() -> tuple[Record, Run]:
+        steps = min(record.steps, numerics.STEPS_IN_FLOAT64)
+        ranks = runner.recorded(f"{record.size} ranks in float64", record.size, steps=steps, double=True).record
+        return ranks, runner.alone("the same in float64", record=ranks, double=True)
+
     whole = alone("all samples")
     if record.steps and states.foreign_to(record) is None and states.local_steps(record) is None:
         permuted = functools.partial(alone, "another order", permuted=True)
-        Comparison(record, whole, Others(permuted, of_ranks, virtual_ranks, merged, apart, at_step)).judge(report)
+        Comparison(record, whole, Others(permuted, of_ranks, virtual_ranks, merged, apart, at_step, in_float64)).judge(
+            report
+        )
         declared.judge(record, whole, report)
         moved.judge(record, whole, report)
         evaluation.judge(record, whole.record, report)

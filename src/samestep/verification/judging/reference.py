@@ -105,10 +105,17 @@ class Comparison:
         for event in common:
             error, floor = apart[event["event"]].worst, self._floor(again, event)
             limit = numerics.limit(floor, self._recorded(event))
-            if numerics.is_too_coarse(floor, self._recorded(event)) and error <= max(1.0, limit):
+            is_coarse = numerics.is_too_coarse(floor, self._recorded(event)) and error <= max(1.0, limit)
+            exact = self._in_float64(event) if is_coarse or error > limit else None
+            if exact is not None and numerics.is_rounding(error, exact):
+                told = f"an error of {error:.1e} is rounding: in float64 it is {exact:.0e}"
+                report.remarks.append(f"at step {event['event']} {told}")
+                judged.append((error, error))
+                continue
+            if is_coarse and exact is None:
                 why = f"rounding alone is {floor:.0e} of a gradient at this precision"
                 continue  # one that has converged says nothing
-            if error > limit:
+            if error > limit or is_coarse:
                 self._explain(event, apart[event["event"]], limit, report, settled=event is not common[0])
                 return
             judged.append((error, limit))
@@ -253,6 +260,20 @@ class Comparison:
         if number not in again.steps:
             return numerics.COARSEST
         return numerics.distance(again.gradients(number), self.whole.gradients(number)).worst
+
+    def _in_float64(self, event: Event) -> float | None:
+        """Returns the error of the same step of the ranks and of one process, both in float64; None where none ran."""
+        if self._runs_in_float64 is None:
+            return None
+        record, alone = self._runs_in_float64
+        steps = [step for rank in record.ranks[:1] for step in rank.steps if step["event"] == event["event"]]
+        if not steps or steps[0]["kept"] is None or event["event"] not in alone.steps:
+            return None
+        return numerics.distance(record.gradients(steps[0]), alone.gradients(event["event"])).worst
+
+    @cached_property
+    def _runs_in_float64(self) -> tuple[Record, Run] | None:
+        return None if self.others.in_float64 is None else self.others.in_float64()
 
     def _has_norms(self) -> bool:
         return any(event["norms"] for event in self.record.ranks[0].of("wrap"))

@@ -97,7 +97,7 @@ class Recorder(Witness):
         self._note_dataset(epoch)
         while (batch := self.next_of(own)) is not None:
             self._note_batch(batch)
-            yield batch.value
+            yield self.given(batch.value)
         self._is_over = True
         if self.evaluations.lasts:
             self.evaluations.passed(epoch.key, epoch.number)

@@ -10,7 +10,7 @@ from typing import Any
 from samestep.launch.imports import when_imported
 from samestep.launch.observers import Observer, RankContext
 from samestep.verification.journal import TraceWriter
-from samestep.verification.recording.adjusting import adjusted
+from samestep.verification.recording.adjusting import adjusted, doubled
 from samestep.verification.recording.chance import Draws
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs
@@ -83,7 +83,12 @@ class Witness(Observer, Callbacks):
         """Watches everything from now on; a run in float64 computes so from the first tensor on."""
         if self.order.get("double"):
             when_imported("torch", lambda torch: torch.set_default_dtype(torch.float64))
+            when_imported("torch.nn.modules.module", lambda module: module.register_module_forward_pre_hook(_double))
         begin(self, chance=bool(self.order.get("chance")))
+
+    def given(self, batch: Any) -> Any:
+        """Returns a batch as the script gets it: in float64 where the run computes so."""
+        return doubled(batch) if self.order.get("double") else batch
 
     def open_window(self, *, evaluating: bool = False) -> None:
         """Something of a window has been seen, of an evaluation or of its training."""
@@ -121,3 +126,11 @@ class Witness(Observer, Callbacks):
     def printed(self, text: Callable[[], str], where: str) -> None:
         """Writes down what is printed of an evaluation."""
         self.evaluations.printed(text, where)
+
+
+def _double(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """A forward pre-hook of all modules; only those that compute in float64 need their inputs so."""
+    import torch
+
+    first = next(module.parameters(recurse=False), None)
+    return doubled(args) if first is not None and first.dtype == torch.float64 else None

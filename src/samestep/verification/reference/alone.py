@@ -118,7 +118,7 @@ class Alone(Witness):
             if self._only is not None and first["window"] == self._only[0]:
                 chosen = [(rank, event) for rank, event in chosen if rank == self._only[1]]
             self._note_sizes([event["size"] for _, event in chosen], anew=not index or "loaded" not in first)
-            yield self._joined(chosen, epoch.loader)
+            yield self.given(self._joined(chosen, epoch.loader))
         self._is_over = True
         self._use_sizes()
 
@@ -159,7 +159,7 @@ class Alone(Witness):
             elif self._last is not None and self._event >= len(self._steps) and self._replayed:
                 raise StopRecording(0)  # beyond what the ranks have trained on, data of its own prove nothing
             self.open_window()
-            yield batch.value
+            yield self.given(batch.value)
 
     def _joined(self, events: list[tuple[int, Event]], loader: Any) -> Any:
         from samestep.verification.reference.joining import UnjoinableError, joined, permuted
