@@ -58,7 +58,7 @@ def quick(lab, tmp_path_factory):
 
 
 def about(lines: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [line for line in lines if line["about"] == name]
+    return [line for line in lines if line["check"] == name]
 
 
 def test_hosts_are_measured_against_each_other(tmp_path, quick):
@@ -67,7 +67,7 @@ def test_hosts_are_measured_against_each_other(tmp_path, quick):
     assert [line["host"] for line in about(lines, "disk speed")] == ["node1", "node2"]
     (links,) = about(lines, "links")
     assert re.match(r"1 pair, median \d", links["text"]), links
-    assert [line["level"] for name in ("clocks", "shared folder") for line in about(lines, name)] == ["fine", "fine"]
+    assert [line["level"] for name in ("clocks", "shared folder") for line in about(lines, name)] == ["ok", "ok"]
     assert "all hosts: " in shown
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json"]
 
@@ -84,7 +84,7 @@ def test_every_host_looks_at_itself_and_they_are_measured_against_each_other(tmp
     assert [line["host"] for line in about(lines, "step over gloo")] == ["node1", "node2"]
     (links,) = about(lines, "links")
     assert re.match(r"1 pair, median \d", links["text"]), links
-    assert [line["level"] for name in ("clocks", "shared folder") for line in about(lines, name)] == ["fine", "fine"]
+    assert [line["level"] for name in ("clocks", "shared folder") for line in about(lines, name)] == ["ok", "ok"]
     assert "all hosts: " in shown
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json"]
 

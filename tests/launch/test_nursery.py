@@ -74,7 +74,7 @@ def test_a_set_that_failed_is_replaced_from_the_same_process(two):
 
 
 def test_an_exit_code_and_a_signal_of_somebody_elses_child_are_told(two):
-    with pytest.raises(RankFailure, match="exit code 9") as ended:
+    with pytest.raises(RankFailure, match="exited with code 9") as ended:
         two(end_rank_one, 9)
     assert (ended.value.rank, ended.value.exit_code) == (1, 9)
     with pytest.raises(RankFailure, match="SIGKILL") as killed:

@@ -121,7 +121,7 @@ def pictures(data):
 
 
 def doctors_of_others(data):
-    line = st.fixed_dictionaries({}, optional=dict.fromkeys(("about", "text", "effect", "fix", "host"), json_values))
+    line = st.fixed_dictionaries({}, optional=dict.fromkeys(("check", "text", "effect", "fix", "host"), json_values))
     lines = data.draw(st.lists(line.flatmap(lambda one: st.just({**one, "level": "error"})) | json_values, max_size=4))
     found = hosts._told([data.draw(st.text(max_size=30)), json.dumps({"v": 1, "lines": lines})])
     assert found is not None

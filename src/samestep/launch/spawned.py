@@ -74,7 +74,7 @@ def _exited(error: BaseException, failure: FailureRecord) -> FailureRecord:
     return replace(
         failure,
         exception="Signal",
-        message=f"it was ended by {signal_name(number)} (signal {number}; {who})",
+        message=f"it was killed by {signal_name(number)} (signal {number}; {who})",
         signal=number,
         exit_code=128 + number,
         where=where or failure.where,

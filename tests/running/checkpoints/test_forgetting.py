@@ -104,7 +104,7 @@ with samestep.world() as world:
     [
         (
             3,
-            "interrupted after step 3; run/step-00000002 is the newest checkpoint, from which the same command goes on",
+            "interrupted after step 3; run/step-00000002 is the newest checkpoint, from which the same command resumes",
         ),
         (1, "interrupted after step 1; nothing was saved in run yet, the same command begins anew"),
     ],
