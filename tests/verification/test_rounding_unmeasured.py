@@ -37,7 +37,7 @@ def two_ranks(folder: Path, apart: float) -> Record:
     return Record(ranks.record.folder, [Rank(0, first), Rank(1, [step(0, "g"), stepped(0), ended()])])
 
 
-def judged(folder: Path, apart: float, again: Run, in_float64: tuple[Record, Run] | None = None) -> Report:
+def judged(folder: Path, apart: float, again: Run, in_float64: tuple[Record, Run, Run] | None = None) -> Report:
     alone, record = run(folder / "alone", RIGHT), two_ranks(folder / "ranks", apart)
     report = Report(ranks=2)
     no_part = [run(folder / "part", None)]
@@ -67,7 +67,7 @@ def test_a_measured_floor_decides(tmp_path: Path) -> None:
 def test_before_an_accusation_the_step_is_repeated_in_float64(tmp_path: Path, there: float | None, told: str) -> None:
     """Where it cannot be, as of a script that mixes types, what float32 shows decides."""
     alone = run(tmp_path / "alone64", RIGHT if there is not None else None)
-    in_float64 = (two_ranks(tmp_path / "ranks64", there or 0.0), alone)
+    in_float64 = (two_ranks(tmp_path / "ranks64", there or 0.0), alone, alone)
     report = judged(tmp_path, 1e-3, run(tmp_path / "quiet", RIGHT), in_float64)
     assert report.coverage["gradients"] == told
     assert bool(report.errors) == (told == "refuted")
@@ -83,6 +83,13 @@ def test_a_step_that_rounding_hides_in_float32_is_judged_in_float64(
 ) -> None:
     alone = run(tmp_path / "alone64", RIGHT if there is not None else None)
     noisy = run(tmp_path / "noisy", RIGHT * 1.1)
-    report = judged(tmp_path, 1e-3, noisy, (two_ranks(tmp_path / "ranks64", there or 0.0), alone))
+    report = judged(tmp_path, 1e-3, noisy, (two_ranks(tmp_path / "ranks64", there or 0.0), alone, alone))
     assert report.coverage["gradients"].startswith(told)
     assert bool(report.errors) == (told == "refuted")
+
+
+def test_a_gradient_that_has_converged_is_not_judged_in_float64_either(tmp_path: Path) -> None:
+    alone, noisy = run(tmp_path / "alone64", RIGHT), run(tmp_path / "noisy", RIGHT * 1.1)
+    report = judged(tmp_path, 1e-3, noisy, (two_ranks(tmp_path / "ranks64", 0.3), alone, noisy))
+    assert report.coverage["gradients"].startswith("not checked: rounding alone is 1e-01 of a gradient")
+    assert not report.errors

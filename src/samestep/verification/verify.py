@@ -278,10 +278,11 @@ def _compare(runner: Runner, record: Record, report: Report) -> Run:
         name = f"step {step['event']} with samples of rank"
         return [alone(f"{name} {rank}", only=[step["window"], rank]) for rank in everybody]
 
-    def in_float64() -> tuple[Record, Run]:
+    def in_float64() -> tuple[Record, Run, Run]:
         steps = min(record.steps, numerics.STEPS_IN_FLOAT64)
         ranks = runner.recorded(f"{record.size} ranks in float64", record.size, steps=steps, double=True).record
-        return ranks, runner.alone("the same in float64", record=ranks, double=True)
+        once = functools.partial(runner.alone, record=ranks, double=True)
+        return ranks, once("the same in float64"), once("the same in float64, another order", permuted=True)
 
     whole = alone("all samples")
     if record.steps and states.foreign_to(record) is None and states.local_steps(record) is None:

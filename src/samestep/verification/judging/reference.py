@@ -262,17 +262,22 @@ class Comparison:
         return numerics.distance(again.gradients(number), self.whole.gradients(number)).worst
 
     def _in_float64(self, event: Event) -> float | None:
-        """Returns the error of the same step of the ranks and of one process, both in float64; None where none ran."""
+        """Returns the error of the ranks' step in float64; None where none ran, or rounding hides it too."""
         if self._runs_in_float64 is None:
             return None
-        record, alone = self._runs_in_float64
-        steps = [step for rank in record.ranks[:1] for step in rank.steps if step["event"] == event["event"]]
-        if not steps or steps[0]["kept"] is None or event["event"] not in alone.steps:
+        record, alone, again = self._runs_in_float64
+        number = event["event"]
+        steps = [step for rank in record.ranks[:1] for step in rank.steps if step["event"] == number]
+        if not steps or steps[0]["kept"] is None or number not in alone.steps or number not in again.steps:
             return None
-        return numerics.distance(record.gradients(steps[0]), alone.gradients(event["event"])).worst
+        ours = record.gradients(steps[0])
+        floor = numerics.distance(again.gradients(number), alone.gradients(number)).worst
+        if numerics.is_too_coarse(floor, ours):  # one that has converged says nothing here either
+            return None
+        return numerics.distance(ours, alone.gradients(number)).worst
 
     @cached_property
-    def _runs_in_float64(self) -> tuple[Record, Run] | None:
+    def _runs_in_float64(self) -> tuple[Record, Run, Run] | None:
         return None if self.others.in_float64 is None else self.others.in_float64()
 
     def _has_norms(self) -> bool:
