@@ -12,6 +12,7 @@ from lazily import Lazily
 from samestep import Report
 from samestep.replicas import virtual
 from samestep.verification import equality
+from samestep.verification.files import Files
 from samestep.verification.judging.single import Run
 from samestep.verification.runner import Runner
 from samestep.verification.runs import Ended, Script
@@ -60,7 +61,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Lazily[Report]:
 
     def runner(one: Script) -> Runner:
         folder = tmp_path_factory.mktemp("runs")
-        return Runner(script=one, ranks=2, folder=folder, still_s=60.0, say=lambda _: None)
+        return Runner(script=one, ranks=2, folder=folder, files=Files([], folder), still_s=60.0, say=lambda _: None)
 
     def in_float64() -> Report:
         report = Report(ranks=2)

@@ -50,7 +50,7 @@ WRITING = """
 import os, sys
 from pathlib import Path
 from samestep.verification.recording.writes import Writes
-Writes.watch({**%s, "folder": "/nowhere"})
+Writes.watch(%s)
 Path("old.txt").write_text("changed")
 Path("removed.txt").unlink()
 os.replace("moved.txt", "old2.txt")

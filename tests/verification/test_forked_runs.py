@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from samestep.verification.files import Files
 from samestep.verification.runner import Runner, nursery_for
 from samestep.verification.runs import Script
 
@@ -85,7 +86,15 @@ def test_ranks_are_forked_with_one_seed_unless_the_script_must_find_no_torch(
     path.write_text(textwrap.dedent(TRAIN.format(first=first)), encoding="utf-8")
     script = Script(program=str(path))
     with nursery_for(script, 2) as nursery:
-        runner = Runner(script=script, ranks=2, folder=tmp_path, still_s=60.0, say=lambda _: None, nursery=nursery)
+        runner = Runner(
+            script=script,
+            ranks=2,
+            folder=tmp_path,
+            files=Files([], tmp_path),
+            still_s=60.0,
+            say=lambda _: None,
+            nursery=nursery,
+        )
         runs = [runner.first(None, lambda _: None), runner.recorded("again", 2), runner.recorded("alone", 1)]
     said = [sorted(re.findall(r"told (\w+) (-?\d+)", run.ended.tail())) for run in runs]
     first_of_all, again, alone = ([there for there, _ in ranks] for ranks in said)
@@ -106,7 +115,15 @@ def test_fresh_interpreters_go_on_where_the_process_that_forks_has_been_killed(t
         os.kill(nursery._process.pid, signal.SIGKILL)
         while not nursery.has_ended():
             os.sched_yield()
-        runner = Runner(script=script, ranks=2, folder=tmp_path, still_s=60.0, say=lambda _: None, nursery=nursery)
+        runner = Runner(
+            script=script,
+            ranks=2,
+            folder=tmp_path,
+            files=Files([], tmp_path),
+            still_s=60.0,
+            say=lambda _: None,
+            nursery=nursery,
+        )
         run = runner.recorded("again", 2)
     assert run.ended.code == 0
     assert "told False" in run.ended.tail()

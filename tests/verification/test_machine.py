@@ -14,6 +14,7 @@ import samestep
 from samestep.launch import failure
 from samestep.launch.failure import as_json, death, lost_host
 from samestep.verification import machine, runner
+from samestep.verification.files import Files
 from samestep.verification.judging.single import Run
 from samestep.verification.runs import Ended, Script
 
@@ -168,6 +169,7 @@ def test_a_run_is_made_once_more_for_a_port_alone(
 
     said: list[str] = []
     script = Script(program="train.py")
-    Failing(script=script, ranks=2, folder=tmp_path, still_s=60.0, say=said.append).recorded("again", 2)
+    files = Files([], tmp_path)
+    Failing(script=script, ranks=2, folder=tmp_path, files=files, still_s=60.0, say=said.append).recorded("again", 2)
     assert names == ["again", "again, once more"][:times]
     assert said == ["again", "again: once more, for a port was taken"][:times]

@@ -11,6 +11,7 @@ import pytest
 
 from samestep.launch.process import children, stat_of
 from samestep.verification import runner, runs, verify
+from samestep.verification.files import Files
 from samestep.verification.journal import STOP, TraceWriter
 from samestep.verification.recording.recorder import FEWEST, Recorder
 
@@ -117,7 +118,9 @@ def test_of_many_optimizers_the_steps_that_were_named_are_those_of_all(tmp_path:
 
 def test_a_signal_ends_runs_that_go_on_side_by_side(tmp_path: Path) -> None:
     """The one that hears of it waits for the other's thread, whose run might go on for an hour."""
-    runner_ = runner.Runner(script=runs.Script(program="x.py"), ranks=2, folder=tmp_path, still_s=1.0, say=print)
+    runner_ = runner.Runner(
+        script=runs.Script(program="x.py"), ranks=2, folder=tmp_path, files=Files([], tmp_path), still_s=1.0, say=print
+    )
 
     def run(rank: int) -> Any:
         if rank == 0:

@@ -41,30 +41,37 @@ class Files:
 
     Attributes:
         folders: that the script may write to.
-        store: for what runs write; a folder below it for each run.
+        folder: of the verification, which all runs may write to; what they write elsewhere is kept below "files".
         are_shared: whether a run has written where there is no overlay: then no run may start before another has ended.
         lost: files that a run has changed and that could not be put back.
     """
 
     folders: Sequence[Path]
-    store: Path
+    folder: Path
     are_shared: bool = False
     lost: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Leaves out folders around the store: the ranks and this process exchange files there."""
-        around = self.store.resolve()
+        """Leaves out folders around the verification's own: the ranks and this process exchange files there."""
+        around = self.folder.resolve()
         self.folders = [folder for folder in self.folders if not around.is_relative_to(folder)]
 
     @contextlib.contextmanager
     def apart(self, name: str) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
         """Yields variables for the launcher of a run, and what its ranks are ordered; restores the files at the end."""
-        overlay, written = self.store / name / "overlay", self.store / name / "written"
+        overlay, written = self.folder / "files" / name / "overlay", self.folder / "files" / name / "written"
         written.mkdir(parents=True)
         folders = [str(folder) for folder in self.folders]
         try:
             variables = {VARIABLE: json.dumps({"folders": folders, "store": str(overlay)})} if folders else {}
-            yield variables, {"written": str(written), "overlay": [str(overlay / RESULT), *folders]}
+            yield (
+                variables,
+                {
+                    "written": str(written),
+                    "unnoted": str(self.folder),
+                    "overlay": [str(overlay / RESULT), *folders],
+                },
+            )
         finally:
             self._restore(written)
 

@@ -97,7 +97,7 @@ def examine(
     try:
         with nursery_for(script, ranks) as nursery:
             program = None if script.is_module else Path(script.program)
-            files = Files(written_folders(script.arguments, program), folder / "files")
+            files = Files(written_folders(script.arguments, program), folder)
             runner = Runner(
                 script=script, ranks=ranks, folder=folder, still_s=still_s, say=say, files=files, nursery=nursery
             )

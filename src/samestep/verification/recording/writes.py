@@ -50,7 +50,7 @@ class Writes:
             return None
         result, *folders = order["overlay"]
         has_overlay = os.path.exists(result) and not os.path.getsize(result)  # noqa: PTH110, PTH202
-        writes = cls(Path(order["written"]), [order["folder"], order["written"], *(folders if has_overlay else [])])
+        writes = cls(Path(order["written"]), [order["unnoted"], *(folders if has_overlay else [])])
         sys.addaudithook(writes.hear)
         return writes
 
