@@ -10,6 +10,7 @@ from made_runs import T0, Made
 
 from samestep.reporting.live import latest
 from samestep.reporting.live.latest import LatestReader, Tail, clean, forget, open_latest
+from samestep.reporting.live.standing import ranks_of
 from samestep.reporting.record import open_run
 
 
@@ -93,6 +94,11 @@ def test_what_is_kept_in_memory_has_a_limit(tmp_path):
         run.said.append({"number": number})
     forget(run)
     assert len(run.said) == len(run.ranks[0, 0].values) == latest.KEPT
+
+
+def test_a_run_that_tells_of_millions_of_ranks_is_shown_as_far_as_a_screen_can(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"v": 1, "ranks": 61_496_004}))
+    assert len(ranks_of(open_latest(tmp_path), 0)) == 16_384
 
 
 # --- output -----------------------------------------------------------------------------------------------

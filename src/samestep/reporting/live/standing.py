@@ -26,7 +26,7 @@ MANY = 5  # lines of steps that would have fitted in, likewise
 SILENT = 60.0  # seconds without any event after which a run may have been killed with its launcher
 DOING = {"train": "computing", "data": "waiting for data", "wait": "waiting for others", "optimizer": "stepping"}
 DOING |= {"evaluate": "evaluating", "save": "saving", "load": "loading"}
-_MOST_RANKS = 1 << 20
+_MOST_RANKS = 1 << 14  # rows of ranks that have written nothing; a changed file may tell of any number
 
 
 @dataclass(frozen=True)
