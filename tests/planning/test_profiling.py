@@ -245,7 +245,6 @@ def test_a_cnn_with_batchnorm_and_micro_batches_says_why_it_is_not_cut(measure: 
     used = {"head.weight", "head.bias", "norm.weight", "norm.bias", "two.weight", "two.bias", "one.weight"}
     assert {one.name for one in profile.gradients} == used
     assert {one.name for one in profile.gradients[:2]} == {"head.weight", "head.bias"}
-    assert profile.gradients[0].ready_s > 0.3 * profile.backward_s  # in the second of two backward passes
     frozen, spare = 4 * 4, 4 * (9 + 3)
     assert sum(one.nbytes for one in profile.gradients) == profile.parameter_bytes - frozen - spare
     assert profile.buffer_bytes == 8 * 4 * 2 + 8
