@@ -47,13 +47,19 @@ dist.destroy_process_group()
 """
 
 WRITING = """
-import os, sys
+import os, shutil, sys
 from pathlib import Path
+from samestep.verification.recording import writes
 from samestep.verification.recording.writes import Writes
 Writes.watch(%s)
+writes.MOST_BYTES = 100
 Path("old.txt").write_text("changed")
 Path("removed.txt").unlink()
 os.replace("moved.txt", "old2.txt")
+os.replace("large.bin", "rotated.bin")
+os.replace("rotated.bin", "rotated2.bin")
+os.rename("checkpoint", "checkpoint.bak")
+shutil.rmtree("dropped")
 os.makedirs("made/below", exist_ok=True)
 Path("made/below/new.txt").write_text("new")
 Path("made/kept").mkdir()
@@ -83,6 +89,10 @@ def written(tmp_path):
     work.mkdir()
     for name in ("old.txt", "old2.txt", "removed.txt", "moved.txt", "appended.txt", "unread.txt"):
         (work / name).write_text(name)
+    (work / "large.bin").write_bytes(b"l" * 101)
+    for name in ("checkpoint", "dropped"):
+        (work / name / "below").mkdir(parents=True)
+        (work / name / "below" / "weights.pt").write_text(name)
     files = Files([], tmp_path / "store")
     with files.apart("run") as (variables, order):
         assert variables == {}
@@ -94,12 +104,27 @@ def written(tmp_path):
 
 def test_what_python_writes_is_put_back_and_what_is_new_is_taken_away(written):
     work, files = written
-    names = {path.name: path.read_text() for path in work.iterdir() if path.is_file()}
+    names = {path.name: path.read_text() for path in work.iterdir() if path.suffix == ".txt"}
     assert names == {
         name: name for name in ("old.txt", "old2.txt", "removed.txt", "moved.txt", "appended.txt", "unread.txt")
     }
     assert files.are_shared
-    assert files.remark() is None
+
+
+def test_a_folder_that_the_script_has_removed_comes_back(written):
+    work, _ = written
+    assert (work / "dropped" / "below" / "weights.pt").read_text() == "dropped"
+
+
+def test_what_was_moved_and_has_no_copy_is_never_taken_away(written):
+    """A folder, and a file that is too large: they stay where the script has moved them, and that is told."""
+    work, files = written
+    assert (work / "checkpoint.bak" / "below" / "weights.pt").read_text() == "checkpoint"
+    assert (work / "rotated2.bin").read_bytes() == b"l" * 101
+    told = files.remark()
+    assert told is not None
+    assert "could not be put back" in told
+    assert str(work / "checkpoint.bak") in told
 
 
 def test_what_another_program_has_written_meanwhile_stays(written):
@@ -116,7 +141,9 @@ def test_a_file_that_is_too_large_to_be_put_back_is_told(tmp_path):
     with files.apart("run") as (_, order):
         note = {"path": str(tmp_path / "large.bin"), "kind": "old", "copy": None}
         (Path(order["written"]) / "a.json").write_text(json.dumps(note))
-    assert files.remark() == (f"the script has changed files that were too large to put back: {tmp_path / 'large.bin'}")
+    assert files.remark() == (
+        f"the script has changed or moved files that could not be put back: {tmp_path / 'large.bin'}"
+    )
 
 
 def test_folders_around_the_store_get_no_overlay(tmp_path):

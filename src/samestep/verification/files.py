@@ -78,21 +78,27 @@ class Files:
     def _restore(self, written: Path) -> None:
         told = [json.loads(path.read_text(encoding="utf-8")) for path in written.glob("*.json")]
         self.are_shared |= any(one["kind"] != "folder" for one in told)
-        for number, one in enumerate(
-            sorted(told, key=lambda one: len(one["path"]), reverse=True)
-        ):  # files, then folders
+        for number, one in enumerate(sorted(told, key=lambda one: len(one["path"]), reverse=True)):  # files first
             path = Path(one["path"])
-            with contextlib.suppress(OSError):
-                if one["kind"] == "folder":
-                    path.rmdir()  # stays where somebody else has put something there
-                elif one["kind"] == "new":
+            if one["kind"] == "folder":
+                with contextlib.suppress(OSError):
+                    path.rmdir()  # it stays if another program has put a file there
+            elif one["kind"] == "new":
+                with contextlib.suppress(OSError):  # the script has removed it
                     shutil.move(path, written / f"{number}.new")
-                elif one["copy"] is None:
-                    self.lost.add(one["path"])
-                else:
-                    shutil.copy2(one["copy"], path)
+            elif one["kind"] == "moved" or one["copy"] is None or not _put_back(one["copy"], path):
+                self.lost.add(one["path"])
 
     def remark(self) -> str | None:
         """Returns what a person should know of the files; None where all are as before."""
         names = ", ".join(sorted(self.lost)[:3])
-        return f"the script has changed files that were too large to put back: {names}" if self.lost else None
+        return f"the script has changed or moved files that could not be put back: {names}" if self.lost else None
+
+
+def _put_back(copy: str, path: Path) -> bool:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # the script may have removed the folder too
+        shutil.copy2(copy, path)
+    except OSError:
+        return False
+    return True

@@ -24,6 +24,7 @@ ROUNDINGS = 1e3  # nor is one of so many units in the last place, where the floo
 _SMALL = 1e-2  # of the whole gradient's size a number; a tensor with less is held against this
 COARSEST = 1e-3  # a floor above it hides real mistakes
 STEPS_IN_FLOAT64 = 20  # in which an accusation is looked at again
+MOST_ROUNDING = 1e-2  # of a tensor's norm; a larger error may be a mistake that another run does not repeat
 _EXACT = 1e-7  # in float64 a mistake is larger
 _SHRINKS = 1e-4  # in float64 rounding is 2e-9 times what it is in float32; a mistake is as large as before
 

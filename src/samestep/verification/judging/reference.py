@@ -107,7 +107,11 @@ class Comparison:
             limit = numerics.limit(floor, self._recorded(event))
             is_coarse = numerics.is_too_coarse(floor, self._recorded(event)) and error <= max(1.0, limit)
             exact = self._in_float64(event) if is_coarse or error > limit else None
-            if exact is not None and numerics.is_rounding(error, exact):
+            if (
+                exact is not None
+                and numerics.is_rounding(error, exact)
+                and (is_coarse or error <= numerics.MOST_ROUNDING)
+            ):
                 told = f"an error of {error:.1e} is rounding: in float64 it is {exact:.0e}"
                 report.remarks.append(f"at step {event['event']} {told}")
                 judged.append((error, error))

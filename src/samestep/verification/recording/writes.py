@@ -60,13 +60,25 @@ class Writes:
             path, _, flags = args
             if flags & _WRITES and isinstance(path, str | bytes):
                 self.note(path)
-        elif event in {"os.remove", "os.rename", "os.truncate", "os.mkdir"}:
-            for path in args[: 2 if event == "os.rename" else 1]:
-                if isinstance(path, str | bytes):
-                    self.note(path, is_folder=event == "os.mkdir")
+        elif event == "os.rename":
+            source, target = _located(args[0], args[2]), _located(args[1], args[3])
+            self.note(source)
+            self.note(target, moved_from=source)
+        elif event in {"os.remove", "os.mkdir"}:
+            self.note(_located(args[0], args[-1]), is_folder=event == "os.mkdir")
+        elif event == "os.truncate" and isinstance(args[0], str | bytes):
+            self.note(args[0])
 
-    def note(self, path: str | bytes | os.PathLike[str], *, is_folder: bool = False) -> None:
-        """Notes a path that is about to be written or removed, and copies what is there."""
+    def note(
+        self, path: str | bytes | os.PathLike[str], *, is_folder: bool = False, moved_from: str | None = None
+    ) -> None:
+        """Notes a path that is about to be written or removed, and copies what is there.
+
+        Args:
+            path: of a file, or of a folder that is about to be made.
+            is_folder: whether it is such a folder.
+            moved_from: where what comes there was before.
+        """
         if getattr(self._inside, "one", False):
             return
         self._inside.one = True
@@ -76,18 +88,19 @@ class Writes:
                 return
             self._known.add(name)
             with contextlib.suppress(OSError):
-                self._write(name, is_folder=is_folder)
+                self._write(name, is_folder=is_folder, moved_from=moved_from)
         finally:
             self._inside.one = False
 
-    def _write(self, name: str, *, is_folder: bool) -> None:
-        key = hashlib.sha256(os.fsencode(name)).hexdigest()[:24]
+    def _write(self, name: str, *, is_folder: bool, moved_from: str | None) -> None:
         with (self._store / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            note = self._store / f"{key}.json"
+            note, key = self._note_of(name), _key(name)
             if note.exists():
                 return
             kind, copy = "folder" if is_folder else "new", None
+            if moved_from is not None and not self._can_come_back(os.path.realpath(moved_from)):
+                kind = "moved"
             if os.path.lexists(name):
                 if not os.path.isfile(name):  # noqa: PTH113
                     return  # a folder that is there already, a device, a socket
@@ -96,3 +109,24 @@ class Writes:
                     copy = str(self._store / f"{key}.copy")
                     shutil.copy2(name, copy)
             note.write_text(json.dumps({"path": name, "kind": kind, "copy": copy}), encoding="utf-8")
+
+    def _note_of(self, name: str) -> Path:
+        return self._store / f"{_key(name)}.json"
+
+    def _can_come_back(self, source: str) -> bool:
+        """Whether what is moved from here was made by this run, or has a copy: else it must not be taken away."""
+        try:
+            told = json.loads(self._note_of(source).read_text(encoding="utf-8"))
+        except OSError:
+            return False
+        return told["kind"] in {"new", "folder"} or told["copy"] is not None
+
+
+def _key(name: str) -> str:
+    return hashlib.sha256(os.fsencode(name)).hexdigest()[:24]
+
+
+def _located(path: str | bytes, folder: int) -> str:
+    """Returns a path that may be relative to an open folder, as shutil.rmtree names files; -1: to no folder."""
+    name = os.fsdecode(path)
+    return name if folder < 0 else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)  # noqa: PTH115, PTH118
