@@ -30,7 +30,7 @@ def trained(folder: Path, gradients: Sequence[torch.Tensor], more: Sequence[Even
     events: list[Event] = list(more)
     value_path(folder, 0, 0).parent.mkdir(parents=True)
     for number, gradient in enumerate(gradients):
-        torch.save([gradient], value_path(folder, 0, number))
+        torch.save({"w": gradient}, value_path(folder, 0, number))
         events += [
             {"kind": "rates", "event": number, "optimizer": 0, "rates": [0.1]},
             {"kind": "window", "number": number, "others": {}},

@@ -10,9 +10,9 @@ import torch
 from samestep.verification.numerics import distance, fit, flat, is_too_coarse, limit
 
 
-def gradients(seed: int = 0) -> list[torch.Tensor]:
+def gradients(seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(16, 8, generator=generator), torch.randn(16, generator=generator)]
+    return {"weight": torch.randn(16, 8, generator=generator), "bias": torch.randn(16, generator=generator)}
 
 
 def test_equal_gradients_have_no_distance() -> None:
@@ -21,32 +21,33 @@ def test_equal_gradients_have_no_distance() -> None:
 
 def test_the_worst_tensor_is_named() -> None:
     mine = gradients()
-    mine[1] = mine[1] * 1.5
+    mine["bias"] = mine["bias"] * 1.5
     apart = distance(mine, gradients())
-    assert apart.tensor == 1
-    assert apart.worst == pytest.approx(0.5)
+    assert (apart.tensor, apart.worst) == ("bias", pytest.approx(0.5))
+    assert apart.errors == {"weight": 0.0, "bias": pytest.approx(0.5)}
 
 
 def test_a_tensor_of_rounding_errors_is_held_against_the_whole_gradient() -> None:
-    mine, other = [*gradients(), torch.full((4,), 1e-9)], [*gradients(), torch.full((4,), -1e-9)]
+    mine, other = ({**gradients(), "zero": torch.full((4,), value)} for value in (1e-9, -1e-9))
     assert distance(mine, other).worst < limit(0.0, mine)
 
 
 def test_a_missing_gradient_counts_as_zeros() -> None:
     first = gradients()
-    assert distance([first[0], None], first).worst == pytest.approx(1.0)
-    assert distance([None, None], [None, None]).worst == 0.0
+    assert distance({"weight": first["weight"], "bias": None}, first).worst == pytest.approx(1.0)
+    assert distance({"weight": first["weight"]}, first).worst == pytest.approx(1.0)
+    assert distance({"bias": None}, {"bias": None}).worst == 0.0
 
 
 def test_what_is_not_finite_is_infinitely_far() -> None:
     mine = gradients()
-    mine[0][0, 0] = math.nan
+    mine["weight"][0, 0] = math.nan
     assert distance(mine, gradients()).worst == math.inf
 
 
 def test_a_factor_is_fitted() -> None:
     reference = gradients()
-    found = fit(flat([one * 0.5 for one in reference], reference), [flat(reference, reference)])
+    found = fit(flat({name: one * 0.5 for name, one in reference.items()}, reference), [flat(reference, reference)])
     assert found.factors == (pytest.approx(0.5),)
     assert found.left < 1e-12
 
@@ -60,7 +61,7 @@ def test_weights_of_several_parts_are_fitted() -> None:
 
 
 def test_reduced_precision_says_that_it_cannot_tell() -> None:
-    coarse = [one.bfloat16() for one in gradients()]
+    coarse = {name: one.bfloat16() for name, one in gradients().items()}
     assert is_too_coarse(0.0, coarse)
     assert not is_too_coarse(1e-6, gradients())
 
@@ -73,6 +74,6 @@ def test_nothing_is_fitted_to_what_is_not_finite() -> None:
 
 
 def test_what_is_imaginary_counts() -> None:
-    apart = distance([torch.tensor([3.0 + 4.0j])], [torch.tensor([3.0 + 0.0j])])
+    apart = distance({"w": torch.tensor([3.0 + 4.0j])}, {"w": torch.tensor([3.0 + 0.0j])})
     assert apart.worst == pytest.approx(4 / 3)
-    assert distance([None], [torch.tensor([3.0 + 4.0j])]).worst == pytest.approx(1.0)
+    assert distance({"w": None}, {"w": torch.tensor([3.0 + 4.0j])}).worst == pytest.approx(1.0)

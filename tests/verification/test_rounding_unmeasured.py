@@ -25,7 +25,7 @@ def run(folder: Path, gradient: torch.Tensor | None, failure: dict[str, object] 
     events: list[Event] = []
     if gradient is not None:
         value_path(folder, 0, 1).parent.mkdir(parents=True)
-        torch.save([gradient], value_path(folder, 0, 1))
+        torch.save({"w": gradient}, value_path(folder, 0, 1))
         events = [{"kind": "rates", "event": 0, "optimizer": 0, "rates": [0.1]}, step(0, "g", kept=1), ended()]
     outcome = Ended(code=int(gradient is None), hung=False, failure=failure, folder=folder)
     return Run(outcome, Record(folder, [Rank(0, events)]))

@@ -18,7 +18,7 @@ def start(**parameters: str) -> Event:
 
 
 def names(*of_parameters: str) -> Event:
-    return {"kind": "names", "names": list(of_parameters)}
+    return {"kind": "names", "optimizer": 0, "names": list(of_parameters)}
 
 
 def alike(*more: Event) -> list[Event]:

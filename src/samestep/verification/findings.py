@@ -25,6 +25,7 @@ PROPERTIES = (
     "initial_state",
     "parameter_order",
     "gradients",
+    "updates",
     "parameters",
     "buffers",
     "data",
@@ -38,7 +39,7 @@ PROPERTIES = (
 PROVED, AGREES, DECLARED, REFUTED = "proved", "agrees", "agrees as declared", "refuted"
 
 # Without these nobody can say that the training is the same; the others may be absent from a script.
-DECISIVE = ("initial_state", "gradients", "parameters", "data", "control", "communication")
+DECISIVE = ("initial_state", "gradients", "updates", "parameters", "data", "control", "communication")
 
 
 def unchecked(why: str) -> str:

@@ -9,15 +9,15 @@ zero are held against the whole gradient. Rounding is measured: the same step wi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 __all__: list[str] = []
 
-Gradients = Sequence[Tensor | None]
+Gradients = Mapping[str, Tensor | None]  # by the parameters' names
 
 ABOVE_FLOOR = 20.0  # an error so many times the measured floor is no rounding any more
 ROUNDINGS = 1e3  # nor is one of so many units in the last place, where the floor happens to be lower
@@ -31,31 +31,34 @@ _SHRINKS = 1e-4  # in float64 rounding is 2e-9 times what it is in float32; a mi
 
 @dataclass(frozen=True)
 class Distance:
-    """How far gradients are apart: the worst tensor's error, its place, and the error of all together."""
+    """How far gradients are apart: the worst tensor's error, its name, the error of all together, and each error."""
 
     worst: float
-    tensor: int
+    tensor: str
     whole: float
+    errors: Mapping[str, float] = field(default_factory=dict)
 
 
 def distance(these: Gradients, reference: Gradients) -> Distance:
     """Returns how far `these` are from the `reference`; a gradient that only one of them has counts as zeros."""
-    pairs = [_pair(one, other) for one, other in zip(these, reference, strict=True)]
-    norms = [float(other.norm()) for _, other in pairs]
-    whole = math.sqrt(sum(norm * norm for norm in norms))
-    numbers = sum(other.numel() for _, other in pairs) or 1
-    errors = [float((one - other).norm()) for one, other in pairs]
-    if not all(map(math.isfinite, errors)):
-        bad = next(i for i, error in enumerate(errors) if not math.isfinite(error))
-        return Distance(math.inf, bad, math.inf)
-    scales = [
-        max(norm, _SMALL * whole * math.sqrt(other.numel() / numbers), 1e-300)
-        for norm, (_, other) in zip(norms, pairs, strict=True)
-    ]
-    relative = [error / scale for error, scale in zip(errors, scales, strict=True)]
-    at = max(range(len(relative)), key=relative.__getitem__, default=0)
-    total = math.sqrt(sum(error * error for error in errors)) / max(whole, 1e-300)
-    return Distance(relative[at] if relative else 0.0, at, total)
+    pairs = {name: _pair(these.get(name), reference.get(name)) for name in _names(these, reference)}
+    norms = {name: float(other.norm()) for name, (_, other) in pairs.items()}
+    whole = math.sqrt(sum(norm * norm for norm in norms.values()))
+    numbers = sum(other.numel() for _, other in pairs.values()) or 1
+    errors = {name: float((one - other).norm()) for name, (one, other) in pairs.items()}
+    total = math.sqrt(sum(error * error for error in errors.values())) / max(whole, 1e-300)
+    relative = {}
+    for name, (_, other) in pairs.items():
+        scale = max(norms[name], _SMALL * whole * math.sqrt(other.numel() / numbers), 1e-300)
+        relative[name] = errors[name] / scale if math.isfinite(errors[name]) else math.inf
+    worst = max(relative, key=relative.__getitem__, default="")
+    if math.isinf(relative.get(worst, 0.0)):
+        total = math.inf
+    return Distance(relative.get(worst, 0.0), worst, total, relative)
+
+
+def _names(one: Gradients, other: Gradients) -> list[str]:
+    return [*one, *(name for name in other if name not in one)]
 
 
 def _pair(one: Tensor | None, other: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -64,11 +67,12 @@ def _pair(one: Tensor | None, other: Tensor | None) -> tuple[Tensor, Tensor]:
         return nothing, nothing
     if one is None:
         assert other is not None
-        return torch.zeros_like(_flat(other)), _flat(other)
-    return _flat(one), torch.zeros_like(_flat(one)) if other is None else _flat(other)
+        return torch.zeros_like(vector(other)), vector(other)
+    return vector(one), torch.zeros_like(vector(one)) if other is None else vector(other)
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def vector(tensor: Tensor) -> Tensor:
+    """Returns a tensor's numbers in float64, shape [numbers]; of a complex one both parts."""
     dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
     dense = dense.detach()
     real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense  # double() drops what is imaginary
@@ -76,8 +80,8 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def flat(gradients: Gradients, like: Gradients) -> Tensor:
-    """Returns all gradients as one vector, shape [numbers]; `like` says how long the missing ones are."""
-    return torch.cat([_pair(one, other)[0] for one, other in zip(gradients, like, strict=True)])
+    """Returns all gradients as one vector, shape [numbers], by name; `like` says how long the missing ones are."""
+    return torch.cat([_pair(gradients.get(name), like.get(name))[0] for name in sorted(_names(gradients, like))])
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def fit(target: Tensor, parts: Sequence[Tensor]) -> Fit:
     >>> fit(torch.tensor([2.0, 0.0]).double(), [torch.tensor([4.0, 0.0]).double()]).factors
     (0.5,)
     """
-    if not are_finite([target, *parts]):
+    if not all(bool(torch.isfinite(one).all()) for one in [target, *parts]):
         return Fit((math.nan,) * len(parts), math.inf)
     basis = torch.stack(list(parts), dim=1)
     scale = basis.norm(dim=0).clamp_min(1e-300)
@@ -108,12 +112,15 @@ def fit(target: Tensor, parts: Sequence[Tensor]) -> Fit:
 
 def are_finite(gradients: Gradients) -> bool:
     """Returns whether no gradient has a NaN or an infinity."""
-    return all(one is None or bool(torch.isfinite(_flat(one)).all()) for one in gradients)
+    return all(one is None or bool(torch.isfinite(vector(one)).all()) for one in gradients.values())
 
 
 def unit(gradients: Gradients) -> float:
     """Returns the unit roundoff of the coarsest type among the gradients."""
-    return max((torch.finfo(one.dtype).eps / 2 for one in gradients if one is not None), default=0.0)
+    types = {
+        one.dtype for one in gradients.values() if one is not None and (one.is_floating_point() or one.is_complex())
+    }
+    return max((torch.finfo(dtype).eps / 2 for dtype in types), default=0.0)
 
 
 def limit(floor: float, gradients: Gradients) -> float:

@@ -81,6 +81,16 @@ PAGES = {
         "Divide every part's sum by the number of items of the whole step: loss = sum * world_size / all_items.",
         "gradients compared with the script run alone on the whole batch, and on each rank's part",
     ),
+    "update-differs": Page(
+        "the optimizer makes another update than in one process",
+        "Gradients agree, and what the optimizer makes of them does not: its step is multiplied by the world size, or "
+        "it takes a norm, a mean or a matrix factor over a rank's shard instead of the whole tensor, or each rank has "
+        "state that belongs to all.",
+        "Compute the update from whole tensors and values that all ranks share: all_reduce what is summed over shards, "
+        "gather a sharded matrix before it is factored, leave the world size out.",
+        "the script alone takes the step from the ranks' parameters, optimizer state, gradients and rates; parameters "
+        "and state behind it are compared",
+    ),
     "optimizer-misses-parameters": Page(
         "the optimizer holds other parameters than the model",
         "A model that is rebuilt, copied or moved after its optimizer was made leaves the optimizer with the old "

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-_PROVED = ("initial_state", "parameter_order", "gradients", "parameters", "data", "random", "pipeline")
+_PROVED = ("initial_state", "parameter_order", "gradients", "updates", "parameters", "data", "random", "pipeline")
 _KEYS = ("parameters", "gradients", "after")
 _NUMBER = re.compile(r"^model \d+: ")
 
@@ -136,21 +136,30 @@ def _judge_replicas(runner: Runner, told: Event, steps: int, report: Report) -> 
         report.add([_inexact(told, step, tensor, cause)])
         return
     worst, compared = 0.0, 0
-    for step, names, ours, theirs in _gradients(many.record, one.record):
+    for step, ours, theirs in _gradients(many.record, one.record):
         apart = numerics.distance(ours, theirs)
         worst, compared = max(worst, apart.worst), compared + 1
         if apart.worst > numerics.limit(0.0, theirs):
-            tensor = names[apart.tensor]
+            tensor = apart.tensor
             cause = (
                 f"{what} in float64: at step {step} the gradient of {tensor} is {apart.worst:.1e} of its norm away "
                 "from that of one process with the whole batch"
             )
             report.add([_inexact(told, step, tensor, cause)])
             return
+    for step, ours, theirs in _updates(many.record, one.record):
+        apart = numerics.distance(ours, theirs)
+        if apart.worst > numerics.limit(0.0, theirs):
+            cause = (
+                f"{what} in float64: behind step {step} {apart.tensor} is {apart.worst:.1e} of its norm away from that "
+                "of one process with the whole batch"
+            )
+            report.add([_inexact(told, step, apart.tensor, cause)])
+            return
     if not compared:
         report.cover("pipeline", unchecked("no stage and one process have kept the gradients of the same step"))
         return
-    for name in ("gradients", "parameters", "initial_state", "parameter_order", "data"):
+    for name in ("gradients", "updates", "parameters", "initial_state", "parameter_order", "data"):
         report.cover(name, AGREES)
     report.cover("pipeline", AGREES)
     without = f"dropout and {told['codec']}" if told["codec"] else "dropout"
@@ -178,17 +187,26 @@ def unlike_replicas(ranks: Sequence[Sequence[Event]]) -> Iterator[tuple[int, str
                     yield number, name, (first, rank)
 
 
-def _gradients(many: Record, one: Record) -> Iterator[tuple[int, list[str], list[Tensor | None], list[Tensor | None]]]:
-    """Yields step, names, and the gradients of the ranks together and of one process, where both have kept them."""
+def _gradients(many: Record, one: Record) -> Iterator[tuple[int, dict[str, Tensor | None], dict[str, Tensor | None]]]:
+    """Yields step and the gradients of the ranks together and of one process, where both have kept them."""
     for number, theirs in enumerate(one.ranks[0].steps[: min(many.steps, one.steps)]):
         events = [(rank.number, rank.steps[number]) for rank in many.ranks]
         if theirs["kept"] is None or any(event["kept"] is None for _, event in events):
             continue
-        right = _valued(theirs, one.value(0, theirs["kept"]))
+        right = _bare(one.value(0, theirs["kept"]))
         ours: dict[str, Tensor | None] = {}
         for rank, event in events:
-            ours = _valued(event, many.value(rank, event["kept"])) | ours
-        yield number, list(right), [ours.get(name) for name in right], list(right.values())
+            ours = _bare(many.value(rank, event["kept"])) | ours
+        yield number, {name: ours.get(name) for name in right}, right
+
+
+def _updates(many: Record, one: Record) -> Iterator[tuple[int, dict[str, Tensor | None], dict[str, Tensor | None]]]:
+    """Yields step and the parameters behind it, of the ranks together and of one process, where both have kept them."""
+    for theirs in one.ranks[0].steps[: min(many.steps, one.steps)]:
+        if many.updated(theirs) is not None and one.updated(theirs) is not None:
+            right = _bare(one.update(theirs)["parameters"])
+            ours = _bare(many.update(theirs)["parameters"])
+            yield theirs["event"], {name: ours[name] for name in right if name in ours}, right
 
 
 # --- torch.distributed.pipelining -----------------------------------------------------------------------
@@ -222,10 +240,6 @@ def judge_scheduled(record: Record, report: Report) -> None:
     for name in ("data", "initial_state", "parameters"):
         report.cover(name, unchecked("stages have no other rank to be compared with"))
     report.cover("data", unchecked("the first stage's inputs and the last's targets come from different ranks"))
-
-
-def _valued(event: Event, values: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
-    return dict(zip(_bare(event["gradients"]), values, strict=True))
 
 
 def differences(ranks: Sequence[Sequence[Event]], alone: Sequence[Event]) -> Iterator[tuple[int, str, str]]:

@@ -32,6 +32,7 @@ from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
+from samestep.verification.judging.updates import Updates
 from samestep.verification.recording.recorder import FEWEST
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner, Say, nursery_for
@@ -286,10 +287,11 @@ def _compare(runner: Runner, record: Record, report: Report) -> Run:
 
     whole = alone("all samples")
     if record.steps and states.foreign_to(record) is None and states.local_steps(record) is None:
-        permuted = functools.partial(alone, "another order", permuted=True)
-        Comparison(record, whole, Others(permuted, of_ranks, virtual_ranks, merged, apart, at_step, in_float64)).judge(
-            report
-        )
+        permuted = functools.cache(functools.partial(alone, "another order", permuted=True))
+        exact = functools.cache(in_float64)
+        others = Others(permuted, of_ranks, virtual_ranks, merged, apart, at_step, exact)
+        Comparison(record, whole, others).judge(report)
+        Updates(record, whole, others).judge(report)
         declared.judge(record, whole, report)
         moved.judge(record, whole, report)
         evaluation.judge(record, whole.record, report)

@@ -48,7 +48,8 @@ class Between:
         for step in steps:
             if step["event"] not in self.whole.steps or (theirs := self.whole.used(step["event"])) is None:
                 continue
-            mine = _change(self.record.compressed(step).got(), self.record.used(step))
+            got = dict(zip(step["gradients"], self.record.compressed(step).got(), strict=True))
+            mine = _change(got, self.record.used(step))
             alone = _change(self.whole.gradients(step["event"]), theirs)
             if mine.factor is None or alone.factor is None:
                 self.why_not = _NO_FACTOR

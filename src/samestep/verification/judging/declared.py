@@ -141,8 +141,9 @@ class Declared:
         """[1] Of the first rank; the others' digests are compared with its."""
         pairs = {name: (got[name], expected[name].to(got[name].device)) for name in got}
         if any(not _same(*pair) for pair in pairs.values()):
-            apart = numerics.distance(*zip(*pairs.values(), strict=True))
-            name = list(pairs)[apart.tensor]
+            mine, others = ({name: pair[side] for name, pair in pairs.items()} for side in (0, 1))
+            apart = numerics.distance(mine, others)
+            name = apart.tensor
             yield self._changed(step, name, f"an error of {apart.worst:.1e} of its norm", None)
         for rank, event in enumerate(events):
             other = next(

@@ -54,9 +54,8 @@ class Explanations:
             found or next(self._of_parts(event, apart, limit, settled=settled), None) or self._unexplained(event, apart)
         )
 
-    def not_finite(self, event: Event, tensor: int, *, on_ranks: bool) -> Finding:
+    def not_finite(self, event: Event, name: str, *, on_ranks: bool) -> Finding:
         """Returns the finding for a step at which gradients are finite on one side only."""
-        name = list(event["gradients"])[tensor]
         hook = next(iter(self._record.ranks[0].of("hook")), None) if on_ranks else None
         where, but = ("on the ranks", "in one process") if on_ranks else ("in one process", "on the ranks")
         cause = (
@@ -209,7 +208,7 @@ class Explanations:
         )
 
     def _unexplained(self, event: Event, apart: numerics.Distance) -> Finding:
-        name = list(event["gradients"])[apart.tensor]
+        name = apart.tensor
         buffer = self._differing_buffer(event["window"])
         why = f"; the buffer {buffer} is another on each rank, and nobody keeps it alike" if buffer else ""
         return Finding(

@@ -83,7 +83,7 @@ class Record:
     def gradients(self, step: Event) -> Any:
         """Returns the gradients of a step whose values were kept, those that were compressed as they were before."""
         told = self.compressed(step)
-        return self.used(step) if not told.models else told.brought()
+        return self.used(step) if not told.models else dict(zip(step["gradients"], told.brought(), strict=True))
 
     def compressed(self, step: Event) -> Averaged:
         """Returns what the ranks recorded of a step's compressed gradients."""
@@ -94,18 +94,35 @@ class Record:
         """Returns the gradients with which the optimizer steps; what is cut is put together from all ranks."""
         return self._whole([rank.steps[step["event"]] for rank in self.ranks])
 
+    def updated(self, step: Event) -> Event | None:
+        """Returns what the first rank told of a step's update; None where it was not kept."""
+        told = self._updates(step)
+        return told[0] if told and told[0]["kept"] is not None else None
+
+    def update(self, step: Event) -> Any:
+        """Returns the parameters and the optimizers' state that a step has made, of all ranks together."""
+        return self._whole(self._updates(step))
+
+    def _updates(self, step: Event) -> list[Event]:
+        told = [[one for one in rank.of("updated") if one["event"] == step["event"]] for rank in self.ranks]
+        return [events[0] for events in told] if all(told) else []
+
     def state(self, window: int) -> Any:
         """Returns the parameters and buffers with which a window began; None where they were not kept."""
         told = [[event for event in rank.of("window") if event["number"] == window] for rank in self.ranks]
         return self._whole([events[0] for events in told]) if all(told) and told[0][0]["kept"] is not None else None
 
     def _whole(self, events: list[Event]) -> Any:
-        first = self.value(0, events[0]["kept"])
-        if all(event["kept"] is None for event in events[1:]):
-            return first
+        told = [
+            self.value(rank.number, one["kept"])
+            for rank, one in zip(self.ranks, events, strict=True)
+            if one["kept"] is not None
+        ]
+        if len(told) == 1:
+            return told[0]
         from samestep.verification.recording.parts import joined
 
-        return joined([self.value(rank.number, one["kept"]) for rank, one in zip(self.ranks, events, strict=True)])
+        return joined(told)
 
     @cached_property
     def wrappers(self) -> set[str]:
@@ -114,8 +131,12 @@ class Record:
 
     @cached_property
     def is_alike(self) -> bool:
-        """Whether the optimizers of all ranks hold the same parameters."""
-        told = [[sorted(event["names"]) for event in rank.of("names")] for rank in self.ranks]
+        """Whether the optimizers that step hold the same parameters on all ranks."""
+        stepping = {step["optimizer"] for rank in self.ranks for step in rank.steps}
+        told = [
+            [sorted(event["names"]) for event in rank.of("names") if event["optimizer"] in stepping]
+            for rank in self.ranks
+        ]
         return all(names == told[0] for names in told)
 
     @cached_property

@@ -74,9 +74,6 @@ class Comparison:
             why = f"at step {own} each rank steps with a gradient of its own, and the parameters are averaged behind it"
             report.cover("gradients", unchecked(why))
             return
-        if not self.record.is_alike:
-            report.cover("gradients", unchecked("each rank's optimizer holds other parameters (a sharded optimizer)"))
-            return
         if self._has_other_samples(common):
             VirtualRanks(self.record, self.others.virtual_ranks).judge(common, report)
             return

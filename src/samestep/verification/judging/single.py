@@ -34,6 +34,11 @@ class Run:
         kept = self.steps[event].get("used")
         return None if kept is None else self.record.value(0, kept)
 
+    def update(self, event: int) -> Any:
+        """Returns the parameters and the optimizers' state that a step has made; None where they were not kept."""
+        told = [one for rank in self.record.ranks for one in rank.of("updated") if one["event"] == event]
+        return self.record.value(0, told[0]["kept"]) if told and told[0]["kept"] is not None else None
+
     @property
     def is_out_of_step(self) -> bool:
         """Whether it took its steps at other batches than the ranks."""

@@ -50,7 +50,7 @@ class VirtualRanks:
             if not (ours.any() or together.any()):
                 continue  # no gradient on either side, and no factor between them
             found = numerics.fit(ours, [together])
-            if not numerics.are_finite(recorded) and not numerics.are_finite(parts):
+            if not numerics.are_finite(recorded) and not all(bool(one.isfinite().all()) for one in parts):
                 why = f"from step {number} on gradients are not finite, on the ranks and on virtual ranks alike"
                 report.cover("gradients", unchecked(why))
                 return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from samestep.verification.journal import TraceWriter
@@ -12,10 +12,15 @@ __all__: list[str] = []
 
 
 class Optimizers:
-    """All of them; torch is imported when the first one is there."""
+    """All of them; torch is imported when the first one is there.
+
+    Attributes:
+        known: number of an optimizer -> names to take for its parameters, where there are as many of them.
+    """
 
     def __init__(self, journal: TraceWriter) -> None:
         self._journal = journal
+        self.known: dict[int, list[str]] = {}
         self._named: dict[int, list[str]] = {}
         self._beside: dict[int, dict[str, Any]] = {}
         self._made: list[weakref.ref[Any]] = []  # a script that lets one go shall have its memory back
@@ -42,8 +47,10 @@ class Optimizers:
         number = optimizer.samestep_number
         names = self._named.get(number)
         if names is None or len(names) != len(parameters):
-            known = names_of(parameters)
-            names = [known.get(id(parameter), f"parameter {i}") for i, parameter in enumerate(parameters)]
+            names = self.known.get(number, [])
+            if len(names) != len(parameters):
+                found = names_of(parameters)
+                names = [found.get(id(parameter), f"parameter {i}") for i, parameter in enumerate(parameters)]
             self._named[number] = names
             self._beside.pop(number, None)
             shapes = [list(parameter.shape) for parameter in parameters]
@@ -78,8 +85,12 @@ class Optimizers:
 
     def values(self) -> dict[str, Any]:
         """Returns all parameters, by the number of their optimizer, and all buffers; of cut ones this rank's parts."""
-        kept = {optimizer.samestep_number: held(self.parameters(optimizer).values()) for optimizer in self.all}
-        return {"parameters": kept, "buffers": self.buffers()}
+        kept = {optimizer.samestep_number: held(self.parameters(optimizer)) for optimizer in self.all}
+        return {"parameters": kept, "buffers": self.buffers(), "states": held_states(state_of(self))}
+
+    def updated(self, optimizer: Any) -> dict[str, Any]:
+        """Returns what a step has made of an optimizer's parameters, and of the state of all optimizers."""
+        return {"parameters": held(self.parameters(optimizer)), "states": held_states(state_of(self))}
 
     def digests(self) -> dict[str, dict[str, str]]:
         """Returns what tells all parameters and buffers from others; two optimizers may use a name for two."""
@@ -127,26 +138,49 @@ class Optimizers:
         return None if gradient is None or hasattr(gradient, "_local_tensor") else float(gradient.norm())
 
     @property
-    def are_cut(self) -> bool:
-        """Whether the ranks hold different parts of any parameter."""
-        return any(hasattr(parameter, "_local_tensor") for parameter in self._every_parameter())
+    def are_replicas(self) -> bool:
+        """Whether this rank has all that others have: no parameter is cut, no optimizer holds a part of a model."""
+        if any(hasattr(parameter, "_local_tensor") for parameter in self._every_parameter()):
+            return False
+        held = {id(parameter) for parameter in self._every_parameter()}
+        states = [id(parameter) for optimizer in self.all for parameter in optimizer.state]
+        return not any(self.beside(optimizer) for optimizer in self.all) and (not states or held <= set(states))
 
 
-def held(tensors: Iterable[Any]) -> list[Any]:
-    """Returns the tensors, and of those that are cut over the ranks this rank's parts."""
-    listed = list(tensors)
-    if not any(hasattr(tensor, "_local_tensor") for tensor in listed):
-        return listed
+def state_of(optimizers: Optimizers) -> dict[str, dict[str, Any]]:
+    """Returns the state of all optimizers by the names of their parameters, as they hold it."""
+    found: dict[str, dict[str, Any]] = {}
+    for optimizer in optimizers.all:
+        names = {id(parameter): name for name, parameter in optimizers.parameters(optimizer).items()}
+        for parameter, state in optimizer.state.items():
+            if isinstance(state, dict) and id(parameter) in names:
+                found[names[id(parameter)]] = state
+    return found
+
+
+def held_states(states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the tensors and numbers of states, and of tensors that are cut over the ranks this rank's parts."""
+    return {
+        name: {key: value for key, value in state.items() if isinstance(value, int | float)}
+        | held({key: value for key, value in state.items() if hasattr(value, "layout")})
+        for name, state in states.items()
+    }
+
+
+def held(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tensors, by name, and of those that are cut over the ranks this rank's parts."""
+    if not any(hasattr(tensor, "_local_tensor") for tensor in tensors.values()):
+        return dict(tensors)
     from samestep.verification.recording import parts
 
-    return parts.held(listed)
+    return dict(zip(tensors, parts.held(list(tensors.values())), strict=True))
 
 
 def digests(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Returns name -> digest, or None where there is no tensor; that of a part begins with its place."""
     from samestep.runtime.digest import digest
 
-    told = dict(zip(tensors, held(tensors.values()), strict=True))
+    told = held(tensors)
     if not any(hasattr(tensor, "place") for tensor in told.values()):
         return {name: None if tensor is None else digest(tensor) for name, tensor in told.items()}
     from samestep.verification.recording.parts import digest_of

@@ -72,12 +72,11 @@ def digest_of(part: Any) -> str:
 
 
 def joined(values: Sequence[Any]) -> Any:
-    """Returns the first of some values, one of each rank and built alike, with its parts put together."""
+    """Returns what all ranks hold, by name: of replicas the first, of parts the whole tensor."""
     first = values[0]
     if isinstance(first, dict):
-        return {key: joined([value[key] for value in values]) for key in first}
-    if isinstance(first, list):
-        return [joined(row) for row in zip(*values, strict=True)]
+        keys = dict.fromkeys(key for value in values for key in value)
+        return {key: joined([value[key] for value in values if key in value]) for key in keys}
     if not isinstance(first, Part):
         return first
     whole = torch.zeros(first.shape, dtype=first.values.dtype)

@@ -228,7 +228,7 @@ class Recorder(Witness):
                 "resumed", path=self._loaded, event=self._events, optimizers=states, buffers=self._loaded_buffers
             )
             self._loaded = None
-        kept = self._keep(lambda: held(gradients.values())) if self._sampled else None
+        kept = self._keep(lambda: held(gradients)) if self._sampled else None
         self.journal.write(
             "step",
             event=self._events,
@@ -254,7 +254,7 @@ class Recorder(Witness):
 
     def _keep(self, value: Callable[[], Any]) -> int | None:
         """Of replicas the first rank's values are enough; of what is cut, or if so ordered, all keep theirs."""
-        if self.rank and not self.optimizers.are_cut and not self.order.get("everywhere"):
+        if self.rank and self.optimizers.are_replicas and not self.order.get("everywhere"):
             return None
         return self.journal.keep(lambda path: save_unseen(value(), path))
 
@@ -267,6 +267,9 @@ class Recorder(Witness):
         optimizer.samestep_steps += 1
         after = digests(self.optimizers.parameters(optimizer))
         self.journal.write("stepped", event=self._events, optimizer=optimizer.samestep_number, parameters=after)
+        if self._sampled:
+            kept, evaluations = self._keep(lambda: self.optimizers.updated(optimizer)), optimizer.samestep_evaluations
+            self.journal.write("updated", event=self._events, kept=kept, evaluations=evaluations)
         self._events += 1
         self.window += 1
         self._last_micro = self.micro or 1

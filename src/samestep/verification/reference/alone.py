@@ -21,9 +21,11 @@ from samestep.rankenv import variable
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import passes
+from samestep.verification.recording.optimizers import state_of
 from samestep.verification.recording.witness import StopRecording, Witness
 from samestep.verification.reference.brought import Brought
 from samestep.verification.reference.pretending import pretend
+from samestep.verification.reference.updates import UpdateReplay
 from samestep.verification.watching.listener import Batch, Epoch
 from samestep.verification.watching.storage import save_unseen
 
@@ -51,9 +53,11 @@ class Alone(Witness):
         self._replayed = self._training_passes()
         first = self.record.ranks[0] if self.record.ranks else Rank(0, [])
         self._steps, self._last = first.steps, _last(self.record)
+        self.optimizers.known = {event["optimizer"]: event["names"] for event in first.of("names")}
         self._lengths = {event["key"]: event["length"] for event in first.of("pass")}
         self._drawn = self._recorded_draws()
         self._brought = Brought(first)
+        self._updates = UpdateReplay(self.record, self.optimizers)
         self.sizes: list[int] = []  # of the parts of the batch that is trained on
         self._loaded: list[list[int]] = []  # those of every batch of the pass
         self._used = 0  # and how many of them have been trained on
@@ -228,15 +232,14 @@ class Alone(Witness):
     def _put_back(self, values: dict[str, Any]) -> None:
         import torch
 
-        from samestep.verification.recording.naming import of_optimizer
-
         with torch.no_grad():
             for optimizer in self.optimizers.all:
-                theirs = values["parameters"].get(optimizer.samestep_number, [])
-                for parameter, value in zip(of_optimizer(optimizer), theirs, strict=False):
+                theirs = values["parameters"].get(optimizer.samestep_number, {})
+                for name, parameter in self.optimizers.parameters(optimizer).items():
                     own = getattr(parameter, "_local_tensor", parameter.data)  # one process holds all of a cut one
-                    if own.shape == value.shape:
-                        own.copy_(value)
+                    if name in theirs and own.shape == theirs[name].shape:
+                        own.copy_(theirs[name])
+            self._updates.put_back(values["states"])
             for name, buffer in self.optimizers.buffers().items():
                 value = values["buffers"].get(name)
                 if value is not None and value.shape == buffer.shape:
@@ -269,10 +272,13 @@ class Alone(Witness):
             if optimizer.samestep_number == wanted:
                 self.journal.write("micro", window=self.window, kept=self._keep_gradients(optimizer))
 
-    def _keep_gradients(self, optimizer: Any) -> int | None:
-        from samestep.verification.recording.naming import of_optimizer
+    @staticmethod
+    def _locals(tensors: dict[str, Any]) -> dict[str, Any]:
+        """One process holds all of a tensor that is cut."""
+        return {name: getattr(one, "_local_tensor", one) for name, one in tensors.items()}
 
-        gradients = [getattr(one.grad, "_local_tensor", one.grad) for one in of_optimizer(optimizer)]
+    def _keep_gradients(self, optimizer: Any) -> int | None:
+        gradients = self._locals({name: one.grad for name, one in self.optimizers.parameters(optimizer).items()})
         return self.journal.keep(lambda path: save_unseen(gradients, path))
 
     def before_step(self, optimizer: Any) -> None:
@@ -282,13 +288,20 @@ class Alone(Witness):
         self.journal.write("rates", event=self._event, optimizer=number, rates=rates)
         if self._event < len(self._steps) and self._steps[self._event]["kept"] is not None:
             kept, used = self._keep_gradients(optimizer), None
-            if (brought := self._brought.of(optimizer)) is not None:
+            if (brought := self._brought.of(self.optimizers.parameters(optimizer))) is not None:
                 kept, used = self.journal.keep(lambda path: save_unseen(brought, path)), kept
             self.journal.write("step", event=self._event, optimizer=number, kept=kept, used=used)
+        if self._event < len(self._steps):
+            self._updates.before(optimizer, self.optimizers.parameters(optimizer), self._steps[self._event])
 
     def after_step(self, optimizer: Any) -> None:
-        """Counts, and ends where the recording has ended."""
-        del optimizer
+        """Keeps the update where the ranks' is kept, counts, and ends where the recording has ended."""
+        self._updates.after()
+        if self._event < len(self._steps) and self._steps[self._event]["kept"] is not None:
+            states = {name: self._locals(state) for name, state in state_of(self.optimizers).items()}
+            made = {"parameters": self._locals(self.optimizers.parameters(optimizer)), "states": states}
+            kept = self.journal.keep(lambda path: save_unseen(made, path))
+            self.journal.write("updated", event=self._event, kept=kept)
         self._event += 1
         self.window += 1
         self.is_open, self.micro = False, 0

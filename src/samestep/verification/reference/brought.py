@@ -6,7 +6,7 @@ scaler's factor, which one process may have found to be another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from samestep.verification.judging.record import Rank
@@ -33,9 +33,9 @@ class Brought:
             scale = self._scale()
             self._copies = {key: one.detach() / scale for key, one in gradients.items() if one is not None}
 
-    def of(self, optimizer: Any) -> list[Any] | None:
-        """Returns an optimizer's; None where they are not asked for, or no backward has been."""
-        return [self._copies.get(id(one)) for one in _parameters(optimizer)] if self._copies else None
+    def of(self, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Returns those of some parameters; None where they are not asked for, or no backward has been."""
+        return {name: self._copies.get(id(one)) for name, one in parameters.items()} if self._copies else None
 
     def forget(self) -> None:
         """A step has been taken."""

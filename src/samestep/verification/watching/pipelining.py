@@ -194,8 +194,8 @@ def _apart(right: dict[str, Any], before: dict[str, Any], after: dict[str, Any])
     def or_zeros(name: str, value: Any) -> Any:
         return torch.zeros_like(after[name]) if value is None else value
 
-    names = list(after)
     found = numerics.distance(
-        [or_zeros(name, added(name)).cpu() for name in names], [or_zeros(name, right.get(name)).cpu() for name in names]
+        {name: or_zeros(name, added(name)).cpu() for name in after},
+        {name: or_zeros(name, right.get(name)).cpu() for name in after},
     )
-    return found.worst, names[found.tensor] if names else ""
+    return found.worst, found.tensor

@@ -43,8 +43,9 @@ def watch(listener: Callbacks, *, sparing: bool = False) -> None:
 
 
 def _watch_optimizers(listener: Callbacks, module: ModuleType) -> None:
-    module.register_optimizer_step_pre_hook(functools.partial(_before_step, listener))
-    module.register_optimizer_step_post_hook(lambda optimizer, *_: listener.after_step(optimizer))
+    steps = _OutermostSteps(listener)
+    module.register_optimizer_step_pre_hook(steps.before)
+    module.register_optimizer_step_post_hook(steps.after)
     original = module.Optimizer.__init__
 
     @functools.wraps(original)
@@ -55,23 +56,42 @@ def _watch_optimizers(listener: Callbacks, module: ModuleType) -> None:
     module.Optimizer.__init__ = __init__
 
 
-def _before_step(listener: Callbacks, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A closure makes the gradients of its step: they are there when it has run for the first time."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        listener.before_step(optimizer)
-        return None
-    calls: list[bool] = []
+class _OutermostSteps:
+    """Tells of steps; an optimizer that steps others, as ZeroRedundancyOptimizer does, takes one step with them."""
 
-    @functools.wraps(closure)
-    def telling() -> Any:
-        loss = closure()
-        if not calls:
-            calls.append(True)
-            listener.before_step(optimizer)
-        return loss
+    def __init__(self, listener: Callbacks) -> None:
+        self._listener = listener
+        self._stepping: list[Any] = []
 
-    return ((args[0], telling, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": telling})
+    def before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A closure makes the gradients of its step: they are there when it has run for the first time."""
+        if any(optimizer is one for one in self._stepping):
+            self._stepping.clear()  # a step that has raised an error
+        self._stepping.append(optimizer)
+        if len(self._stepping) > 1:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        optimizer.samestep_evaluations = 0
+        if closure is None:
+            self._listener.before_step(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def telling() -> Any:
+            loss = closure()
+            optimizer.samestep_evaluations += 1
+            if optimizer.samestep_evaluations == 1:
+                self._listener.before_step(optimizer)
+            return loss
+
+        return ((args[0], telling, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": telling})
+
+    def after(self, optimizer: Any, *_: Any) -> None:
+        """The outermost step has ended with its optimizer's."""
+        while self._stepping and self._stepping.pop() is not optimizer:
+            pass
+        if not self._stepping:
+            self._listener.after_step(optimizer)
 
 
 def _watch_wrapper(listener: Callbacks, kind: str, module: ModuleType) -> None:

@@ -1,0 +1,192 @@
+"""Whether a step makes of parameters and optimizer state what it makes of them in one process.
+
+The script alone takes the step from the ranks' parameters, optimizer state, gradients and rates (reference/updates.py),
+so what differs is made by the optimizer: a factor of the world size in it, a norm over a rank's shard instead of the
+whole tensor, a part of the state that a rank does not have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from samestep.verification import numerics
+from samestep.verification.findings import AGREES, PROVED, REFUTED, Finding, unchecked
+from samestep.verification.journal import Event
+from samestep.verification.judging.others import Others
+from samestep.verification.judging.record import Record
+from samestep.verification.judging.single import Run
+from samestep.verification.judging.words import plural
+from samestep.verification.report import Report
+
+__all__: list[str] = []
+
+_ROUNDINGS_OF_VALUES = 8.0  # units in the last place of a parameter, which hide a small update
+_SAME = 1e-3  # of a factor
+_FOR_ONE = "compute each parameter's update from the whole tensor and from values that all ranks share"
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """What differs most between two results of a step: a parameter, or a part of its state."""
+
+    name: str
+    key: str | None  # of the state; None for the parameter itself
+    error: float  # of the norm of the update, or of the state
+    limit: float
+    factor: float | None  # by which the ranks' update is a multiple of one process's
+
+    @property
+    def place(self) -> tuple[str, str | None]:
+        return self.name, self.key
+
+
+@dataclass
+class Updates:
+    """Of the ranks with the script alone.
+
+    Attributes:
+        record: of the ranks.
+        whole: the script alone, with what all ranks used.
+        others: further runs.
+    """
+
+    record: Record
+    whole: Run
+    others: Others
+
+    def judge(self, report: Report) -> None:
+        """Adds what the comparison tells."""
+        if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameter_order", "parameters")}:
+            report.cover("updates", unchecked("the ranks train different models"))
+            return
+        steps = [step for step in self.record.ranks[0].steps[: self.record.steps] if self._is_kept(step)]
+        compared = 0
+        are_equal = True
+        worst, known = 0.0, 0.0
+        for step in steps:
+            differences = list(self._differences(self.record, self.whole, step))
+            compared += any(one.key is None and not math.isnan(one.error) for one in differences)
+            wrong = [one for one in differences if one.error > one.limit]
+            if wrong and (lasting := self._beyond_rounding(step, wrong)):
+                report.add([self._finding(step, max(lasting, key=lambda one: one.error))])
+                return
+            kept = [one.error for one in differences if one.error <= one.limit]
+            worst, known = max([worst, *kept]), max(known, len(wrong))
+            are_equal &= not wrong and not any(kept)
+        if not compared:
+            report.cover("updates", unchecked(self._why(steps)))
+        elif are_equal:
+            report.cover("updates", PROVED, f"{plural(compared, 'step')} from the ranks' state and gradients")
+        else:
+            report.cover("updates", AGREES, f"worst error {worst:.1e} of an update, {plural(compared, 'step')}")
+
+    def _is_kept(self, step: Event) -> bool:
+        return (
+            step["event"] in self.whole.steps
+            and self.record.updated(step) is not None
+            and self.whole.update(step["event"]) is not None
+        )
+
+    def _why(self, steps: list[Event]) -> str:
+        if not steps:
+            return "no step was taken alone from the ranks' state"
+        return "no step changes a parameter"
+
+    def _differences(self, record: Record, alone: Run, step: Event) -> Iterator[_Difference]:
+        """Yields how far each parameter and each part of its state differs; NaN for a parameter that does not move."""
+        before = record.state(step["window"])["parameters"].get(step["optimizer"], {})
+        ours, theirs = record.update(step), alone.update(step["event"])
+        for name, right in theirs["parameters"].items():
+            mine, earlier = ours["parameters"].get(name), before.get(name)
+            if mine is None or earlier is None or mine.shape != right.shape or earlier.shape != right.shape:
+                continue
+            yield _of_parameter(name, mine, right, earlier)
+        for name, state in theirs["states"].items():
+            for key, right in state.items():
+                mine = ours["states"].get(name, {}).get(key)
+                if mine is not None:
+                    yield _of_state(name, key, mine, right)
+
+    def _beyond_rounding(self, step: Event, wrong: list[_Difference]) -> list[_Difference]:
+        """Those that neither the run in another order nor the run in float64 shows to be rounding."""
+        again = self.others.permuted()
+        if step["event"] in again.steps and again.update(step["event"]) is not None:
+            floors = {
+                (one.name, one.key): one.error
+                for one in self._between(self.whole, again, step)
+                if one.error == one.error
+            }
+            wrong = [
+                one
+                for one in wrong
+                if one.error > numerics.ABOVE_FLOOR * floors.get((one.name, one.key), 0.0) + one.limit
+            ]
+        if not wrong or self.others.in_float64 is None:
+            return wrong
+        record, alone, _ = self.others.in_float64()
+        steps = [one for rank in record.ranks[:1] for one in rank.steps if one["event"] == step["event"]]
+        if not steps or record.updated(steps[0]) is None or alone.update(step["event"]) is None:
+            return wrong
+        exact = {(one.name, one.key): one.error for one in self._differences(record, alone, steps[0])}
+        return [one for one in wrong if not numerics.is_rounding(one.error, exact.get((one.name, one.key), math.inf))]
+
+    def _between(self, one: Run, other: Run, step: Event) -> Iterator[_Difference]:
+        """How far two runs of the script alone come apart in a step."""
+        before = self.record.state(step["window"])["parameters"].get(step["optimizer"], {})
+        first, second = one.update(step["event"]), other.update(step["event"])
+        for name, right in first["parameters"].items():
+            if name in before and name in second["parameters"]:
+                yield _of_parameter(name, second["parameters"][name], right, before[name])
+        for name, state in first["states"].items():
+            for key, right in state.items():
+                yield _of_state(name, key, second["states"].get(name, {}).get(key, right), right)
+
+    def _finding(self, step: Event, found: _Difference) -> Finding:
+        size = self.record.size
+        if found.factor is not None:
+            near = abs(found.factor / size - 1) < _SAME or abs(found.factor * size - 1) < _SAME
+            cause = f"{found.factor:.4g} times one process's" + (f": {size} is the number of ranks" if near else "")
+        else:
+            cause = f"not one process's: an error of {found.error:.1e} of its norm"
+            if self.record.is_cut:
+                cause += "; each rank updates its shard by itself"
+        what = f"the update of {found.name}" if found.key is None else f"the state {found.key!r} of {found.name}"
+        return Finding(
+            code="update-differs",
+            property="updates",
+            step=step["event"],
+            tensor=found.name,
+            factor=None if found.factor is None else round(found.factor, 6),
+            where=step["where"],
+            cause=f"at step {step['event']}, from the same parameters, gradients and rate, {what} is {cause}",
+            fix=_FOR_ONE,
+        )
+
+
+def _of_parameter(name: str, mine: Any, right: Any, before: Any) -> _Difference:
+    one, other, start = (numerics.vector(value) for value in (mine, right, before))
+    update, moved = other - start, one - start
+    norm = max(float(update.norm()), float(moved.norm()))
+    if norm == 0.0:
+        return _Difference(name, None, math.nan, 0.0, None)
+    unit = numerics.unit({name: mine})
+    error = float((one - other).norm()) / norm
+    hidden = _ROUNDINGS_OF_VALUES * unit * float(other.norm()) / norm
+    fitted = numerics.fit(moved, [update])
+    is_multiple = fitted.left < max(hidden, _SAME) and abs(fitted.factors[0] - 1) > _SAME and bool(update.any())
+    limit = numerics.limit(0.0, {name: mine}) + hidden
+    return _Difference(name, None, error, limit, fitted.factors[0] if is_multiple else None)
+
+
+def _of_state(name: str, key: str, mine: Any, right: Any) -> _Difference:
+    if not hasattr(mine, "layout") or not hasattr(right, "layout"):
+        same = mine == right or (isinstance(mine, float) and math.isclose(mine, float(right), rel_tol=1e-4))
+        return _Difference(name, key, 0.0 if same else 1.0, 0.0, None)
+    if mine.shape != right.shape or mine.layout != right.layout:
+        return _Difference(name, key, 0.0, 0.0, None)  # a step counter on one side, say
+    one, other = numerics.vector(mine), numerics.vector(right)
+    norm = max(float(one.norm()), float(other.norm()), 1e-300)
+    return _Difference(name, key, float((one - other).norm()) / norm, numerics.limit(0.0, {name: mine}), None)

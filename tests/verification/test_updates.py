@@ -1,0 +1,84 @@
+"""Whether optimizers make the update that one process makes from the same state, gradients and rate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from journals import Event, step, stepped, trained
+
+from samestep.verification.journal import value_path
+from samestep.verification.judging.others import Others
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.single import Run
+from samestep.verification.judging.updates import Updates
+from samestep.verification.report import Report
+
+BEFORE = torch.tensor([1.0, 2.0, -1.0, 0.5])
+UPDATE = torch.tensor([0.1, -0.2, 0.05, 0.3])
+MOMENTUM = torch.tensor([1.0, -2.0, 0.5, 3.0])
+
+
+def stepping(folder: Path, after: torch.Tensor, **state: Any) -> Run:
+    """A process that has taken one step, and kept the parameter and its state behind it."""
+    run = trained(folder, [torch.ones(4)])
+    torch.save({"parameters": {0: {"w": BEFORE}}, "buffers": {}, "states": {}}, value_path(folder, 0, 7))
+    torch.save({"parameters": {"w": after}, "states": {"w": state}}, value_path(folder, 0, 8))
+    kept: list[Event] = [
+        {"kind": "window", "number": 0, "kept": 7, "others": {}},
+        {"kind": "updated", "event": 0, "kept": 8, "evaluations": 0},
+        step(0, "g", kept=0),
+        stepped(0),
+    ]
+    return replace(run, record=Record(folder, [Rank(0, kept)]))
+
+
+def judged(
+    folder: Path, mine: torch.Tensor, right: torch.Tensor, again: torch.Tensor | None = None, **states: Any
+) -> Report:
+    ours = stepping(folder / "ranks", mine, **states.get("ours", {})).record
+    other = Rank(1, [{**event, "kept": None} if "kept" in event else event for event in ours.ranks[0].events])
+    whole = stepping(folder / "alone", right, **states.get("alone", {}))
+    permuted = stepping(folder / "again", right if again is None else again, **states.get("alone", {}))
+    report = Report(ranks=2)
+    Updates(Record(ours.folder, [ours.ranks[0], other]), whole, Others(lambda: permuted, list, list)).judge(report)
+    return report
+
+
+def test_the_same_update_is_proved(tmp_path: Path) -> None:
+    state = {"ours": {"momentum": MOMENTUM, "step": 3}, "alone": {"momentum": MOMENTUM.clone(), "step": 3}}
+    report = judged(tmp_path, BEFORE + UPDATE, BEFORE + UPDATE, **state)
+    assert (report.findings, report.coverage["updates"]) == ([], "proved")
+
+
+def test_an_update_that_is_multiplied_by_the_number_of_ranks_is_found(tmp_path: Path) -> None:
+    (found,) = judged(tmp_path, BEFORE + 2 * UPDATE, BEFORE + UPDATE).findings
+    assert (found.code, found.tensor, found.factor, found.where) == (
+        "update-differs",
+        "w",
+        pytest.approx(2.0),
+        "train.py:30",
+    )
+    assert "2 is the number of ranks" in found.cause
+
+
+def test_another_update_is_found_unless_another_order_of_the_samples_makes_it_too(tmp_path: Path) -> None:
+    """A state that the optimizer keeps elsewhere is not put back, and differs by what rounding has made of it."""
+    mine, right = BEFORE + UPDATE * torch.tensor([1.0, 1.0, 1.0, 1.01]), BEFORE + UPDATE
+    assert [one.code for one in judged(tmp_path / "1", mine, right).findings] == ["update-differs"]
+    again = BEFORE + UPDATE * torch.tensor([1.01, 1.0, 1.0, 1.0])
+    assert not judged(tmp_path / "2", mine, right, again).findings
+
+
+@pytest.mark.parametrize(("ours", "right"), [(MOMENTUM, MOMENTUM / 2), (4, 3)])
+def test_another_state_behind_the_step_is_found(tmp_path: Path, ours: Any, right: Any) -> None:
+    state = {"ours": {"kept": ours}, "alone": {"kept": right}}
+    (found,) = judged(tmp_path, BEFORE + UPDATE, BEFORE + UPDATE, **state).findings
+    assert "the state 'kept' of w" in found.cause
+
+
+def test_a_parameter_that_no_step_moves_proves_nothing(tmp_path: Path) -> None:
+    assert judged(tmp_path, BEFORE, BEFORE).coverage["updates"] == "not checked: no step changes a parameter"
