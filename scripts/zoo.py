@@ -3,6 +3,7 @@
     .venv/bin/python scripts/zoo.py                        everything, one script after another
     .venv/bin/python scripts/zoo.py --only loss-summed gan
     .venv/bin/python scripts/zoo.py --json zoo.json --resume
+    .venv/bin/python scripts/zoo.py --write-fixed build/zoo
 
 detected      a buggy script has an error finding with one of the codes of its expected.toml
 named         rank, tensor, factor and source line given there are each matched by such a finding
@@ -16,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,30 +29,18 @@ from pathlib import Path
 from typing import Any
 
 ZOO = Path(__file__).resolve().parent.parent / "zoo"
-CODES = {  # those of `samestep verify --explain CODE`
-    *("initial-state-differs", "parameter-order-differs", "gradients-not-synchronised", "parameters-diverged"),
-    *("buffers-diverged", "gradient-scale", "gradient-differs", "optimizer-misses-parameters"),
-    *("samples-repeated", "samples-missing", "same-order-every-epoch", "datasets-differ", "random-streams"),
-    *("steps-differ", "learning-rate-differs", "collective-order", "collective-mismatch", "evaluation-inexact"),
-    *("checkpoint-inexact", "pipeline-inexact", "data-parallel-module", "hang", "crash"),
-}
 CULPRIT = ("rank", "tensor", "factor", "where")
 DETECTED, NAMED = 0.95, 0.90  # of the buggy scripts, and of those that have a culprit to name
 
 
 @dataclass(frozen=True)
 class Case:
-    """One script and what verify should say about it."""
+    """One script and what verify should say about it. A fixed one's is the buggy script, which is fixed for its run."""
 
     name: str
     kind: str  # buggy, fixed or healthy
     script: Path
     expected: dict[str, Any]
-
-    @property
-    def key(self) -> str:
-        """What --resume recognises it by."""
-        return f"{self.name}/{self.kind}"
 
 
 @dataclass
@@ -72,51 +59,49 @@ class Result:
     surprise: str = ""
 
 
-# --- what there is ---------------------------------------------------------------------------------------------
+def key(made: Case | Result) -> str:
+    """What --resume recognises it by."""
+    return f"{made.name}/{made.kind}"
 
 
 def cases(root: Path = ZOO) -> list[Case]:
     """All scripts: pairs in alphabetical order, buggy before fixed, then the healthy ones."""
     found = []
-    for folder in sorted(path.parent for path in root.glob("*/expected.toml")):
-        expected = tomllib.loads((folder / "expected.toml").read_text())
-        found += [Case(folder.name, kind, folder / f"{kind}.py", expected) for kind in ("buggy", "fixed")]
+    for path in sorted(root.glob("*/expected.toml")):
+        expected = tomllib.loads(path.read_text())
+        found += [Case(path.parent.name, kind, path.with_name("buggy.py"), expected) for kind in ("buggy", "fixed")]
     for script in sorted((root / "healthy").glob("*.py")):
         beside = script.with_suffix(".toml")
         found.append(Case(script.stem, "healthy", script, tomllib.loads(beside.read_text()) if beside.exists() else {}))
     return found
 
 
-# --- one run ---------------------------------------------------------------------------------------------------
+def fixed(case: Case) -> str:
+    """The buggy script with every `old` of its fixes replaced by its `new`."""
+    source = case.script.read_text()
+    for fix in case.expected["fix"]:
+        if source.count(fix["old"]) != 1:
+            raise ValueError(f"{case.script} must hold this text of a fix once:\n{fix['old']}")
+        source = source.replace(fix["old"], fix["new"])
+    return source
 
 
 def observe(case: Case, timeout: float) -> tuple[dict[str, Any] | None, int | None, float]:
     """Verify's report, its exit code and the time it took; None for what never came."""
     with tempfile.TemporaryDirectory(prefix="zoo-") as scratch:
-        report = Path(scratch) / "report.json"
+        script, report = case.script, Path(scratch, "report.json")
+        if case.kind == "fixed":
+            script = Path(scratch, "fixed.py")
+            script.write_text(fixed(case))
         command = [sys.executable, "-m", "samestep", "verify", "-n", str(case.expected.get("ranks", 2))]
-        command += ["--json", str(report), str(case.script), *case.expected.get("args", [])]
+        command += ["--json", str(report), str(script), *case.expected.get("args", [])]
+        silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         started = time.monotonic()
-        code = run(command, Path(scratch), timeout)
-        taken = time.monotonic() - started
-        return (json.loads(report.read_text()) if report.exists() else None), code, taken
-
-
-def run(command: Sequence[str], folder: Path, timeout: float) -> int | None:
-    """The exit code, or None when it had to be ended, with all that it started."""
-    with (folder / "output.txt").open("wb") as output:
-        child = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
         try:
-            return child.wait(timeout)
+            code = subprocess.run(command, cwd=scratch, timeout=timeout, check=False, **silent).returncode
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            return None
-
-
-# --- judging ---------------------------------------------------------------------------------------------------
+            code = None
+        return json.loads(report.read_text()) if report.exists() else None, code, time.monotonic() - started
 
 
 def judge(case: Case, report: dict[str, Any] | None, code: int | None, seconds: float) -> Result:
@@ -126,9 +111,10 @@ def judge(case: Case, report: dict[str, Any] | None, code: int | None, seconds: 
     result = Result(case.name, case.kind, report["verdict"], code, round(seconds, 1), unique(errors))
     if case.kind == "buggy":
         hits = [found for found in errors if found["code"] in case.expected["codes"]]
+        given = [trait for trait in CULPRIT if trait in case.expected]
         result.detected = bool(hits)
-        if any(key in case.expected for key in CULPRIT):
-            result.named = names_culprit(case, hits)
+        if given:
+            result.named = all(any(matches(case, trait, found.get(trait)) for found in hits) for trait in given)
     else:
         result.false_alarm = bool(errors) or report["verdict"] == "different"
         notes = set(unique(report["findings"])) - set(result.codes) - set(case.expected.get("notes", []))
@@ -141,24 +127,14 @@ def unique(findings: Iterable[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(found["code"] for found in findings))
 
 
-def names_culprit(case: Case, hits: Sequence[dict[str, Any]]) -> bool:
-    """True when every given trait of the culprit is told by some acceptable finding."""
-    given = [key for key in CULPRIT if key in case.expected]
-    return all(any(matches(case, key, found.get(key)) for found in hits) for key in given)
-
-
-def matches(case: Case, key: str, told: Any) -> bool:
-    """True when one trait that a finding tells is the expected one."""
-    wanted = case.expected[key]
-    if told is None:
-        return False
-    if key == "rank":
+def matches(case: Case, trait: str, told: Any) -> bool:
+    """True when one trait of the culprit that a finding tells is the expected one."""
+    wanted = case.expected[trait]
+    if told is None or trait == "rank":
         return bool(told == wanted)
-    if key == "factor":
+    if trait == "factor":
         return abs(told - wanted) <= 0.01 * abs(wanted)
-    if key == "tensor":
-        return any(text in told for text in texts(wanted))
-    return any(text in source_line(case.script, told) for text in texts(wanted))
+    return any(text in (told if trait == "tensor" else source_line(case.script, told)) for text in texts(wanted))
 
 
 def texts(wanted: str | list[str]) -> list[str]:
@@ -172,9 +148,6 @@ def source_line(script: Path, where: str) -> str:
     lines = script.read_text().splitlines()
     inside = Path(file).name == script.name and number.isdigit() and 0 < int(number) <= len(lines)
     return lines[int(number) - 1] if inside else ""
-
-
-# --- the score -------------------------------------------------------------------------------------------------
 
 
 def score(results: Sequence[Result]) -> dict[str, int]:
@@ -199,9 +172,8 @@ def passed(counts: dict[str, int]) -> bool:
 def sentence(counts: dict[str, int]) -> str:
     """The score in one line."""
     return (
-        f"detected {counts['detected']} of {counts['buggy']} bugs, culprit named {counts['named']} of "
-        f"{counts['with_culprit']}, false alarms {counts['false_alarms']} of {counts['clean']} clean scripts, "
-        f"inconclusive {counts['inconclusive']}"
+        "detected {detected} of {buggy} bugs, culprit named {named} of {with_culprit}, "
+        "false alarms {false_alarms} of {clean} clean scripts, inconclusive {inconclusive}".format_map(counts)
     )
 
 
@@ -209,47 +181,55 @@ def row(result: Result) -> str:
     """One line of the table on the screen."""
     answer = "FALSE ALARM" if result.false_alarm else "clean"
     if result.kind == "buggy":
-        answer = ("detected" if result.detected else "MISSED") + {True: ", named", False: ", NOT NAMED", None: ""}[
-            result.named
-        ]
+        naming = {True: ", named", False: ", NOT NAMED", None: ""}[result.named]
+        answer = ("detected" if result.detected else "MISSED") + naming
     found = ", ".join(result.codes) + (f"  ({result.surprise})" if result.surprise else "")
-    kind = f"{result.name}/{result.kind}"
-    return f"{kind:44} {result.verdict:12} {answer:21} {result.seconds:6.1f} s  {found}".rstrip()
+    return f"{key(result):44} {result.verdict:12} {answer:21} {result.seconds:6.1f} s  {found}".rstrip()
 
 
 def markdown(listed: Sequence[Case], results: Sequence[Result]) -> str:
     """The documentation page's tables."""
-    by_key = {f"{r.name}/{r.kind}": r for r in results}
+    by_key = {key(result): result for result in results}
     mark = {True: "yes", False: "**no**", None: "-"}
     lines = [sentence(score(results)), "", "| bug | | what is wrong | found as | culprit named | fixed twin |"]
     lines.append("|---|---|---|---|---|---|")
-    for case in (case for case in listed if case.kind == "buggy" and case.key in by_key):
-        buggy, fixed = by_key[case.key], by_key.get(f"{case.name}/fixed")
+    for case in (case for case in listed if case.kind == "buggy" and key(case) in by_key):
+        buggy, twin = by_key[key(case)], by_key.get(f"{case.name}/fixed")
         found = ", ".join(f"`{code}`" for code in buggy.codes if code in case.expected["codes"]) or "**missed**"
-        twin = "-" if fixed is None else ("**accused**" if fixed.false_alarm else fixed.verdict)
+        said = "-" if twin is None else ("**accused**" if twin.false_alarm else twin.verdict)
         title = case.expected["title"]
-        lines.append(f"| `{case.name}` | {case.expected['id']} | {title} | {found} | {mark[buggy.named]} | {twin} |")
+        lines.append(f"| `{case.name}` | {case.expected['id']} | {title} | {found} | {mark[buggy.named]} | {said} |")
     lines += ["", "| healthy script | verdict | seconds |", "|---|---|---|"]
     healthy = [r for r in results if r.kind == "healthy"]
     lines += [f"| `{r.name}` | {'**accused**' if r.false_alarm else r.verdict} | {r.seconds:.0f} |" for r in healthy]
     return "\n".join(lines) + "\n"
 
 
-# --- the program -----------------------------------------------------------------------------------------------
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """0 when the targets are met, else 1."""
-    asked = parser().parse_args(argv)
+    made = argparse.ArgumentParser(prog="zoo", description="Score `samestep verify` on the scripts of zoo/.")
+    made.add_argument("--only", nargs="+", metavar="NAME", default=[], help="these directories or healthy scripts")
+    made.add_argument("--timeout", type=float, default=180.0, metavar="S", help="seconds for one script")
+    made.add_argument("--at-once", type=int, default=1, metavar="N", help="so many scripts side by side (default: 1)")
+    made.add_argument("--json", type=Path, metavar="OUT", help="write results here, after every script")
+    made.add_argument("--resume", action="store_true", help="keep the results that --json OUT already holds")
+    made.add_argument("--markdown", type=Path, metavar="OUT", help="write the documentation's tables here")
+    made.add_argument("--write-fixed", type=Path, metavar="DIR", help="write the fixed scripts here, and run nothing")
+    asked = made.parse_args(argv)
     listed = [case for case in cases() if not asked.only or case.name in asked.only]
     if not listed:
         print(f"zoo: no script of these names: {' '.join(asked.only)}", file=sys.stderr)
         return 2
+    if asked.write_fixed:
+        asked.write_fixed.mkdir(parents=True, exist_ok=True)
+        for case in (case for case in listed if case.kind == "fixed"):
+            (asked.write_fixed / f"{case.name}.py").write_text(fixed(case))
+        return 0
     known = read(asked.json) if asked.resume and asked.json else {}
     results: list[Result] = []
 
     def result_of(case: Case) -> Result:
-        return known.get(case.key) or judge(case, *observe(case, asked.timeout))
+        return known.get(key(case)) or judge(case, *observe(case, asked.timeout))
 
     with ThreadPoolExecutor(asked.at_once) as pool:
         for result in pool.map(result_of, listed):
@@ -263,24 +243,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if passed(counts) else 1
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(prog="zoo", description="Score `samestep verify` on the scripts of zoo/.")
-    made.add_argument("--only", nargs="+", metavar="NAME", default=[], help="these directories or healthy scripts")
-    made.add_argument("--timeout", type=float, default=180.0, metavar="S", help="seconds for one script")
-    made.add_argument("--at-once", type=int, default=1, metavar="N", help="so many scripts side by side (default: 1)")
-    made.add_argument("--json", type=Path, metavar="OUT", help="write results here, after every script")
-    made.add_argument("--resume", action="store_true", help="keep the results that --json OUT already holds")
-    made.add_argument("--markdown", type=Path, metavar="OUT", help="write the documentation's tables here")
-    return made
-
-
 def read(path: Path) -> dict[str, Result]:
     """Results of an earlier run, by key."""
-    if not path.exists():
-        return {}
-    found = [Result(**entry) for entry in json.loads(path.read_text())["results"]]
-    return {f"{result.name}/{result.kind}": result for result in found}
+    found = [Result(**entry) for entry in json.loads(path.read_text())["results"]] if path.exists() else []
+    return {key(result): result for result in found}
 
 
 def write(path: Path | None, results: Sequence[Result]) -> None:

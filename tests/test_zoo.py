@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import importlib.util
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from samestep.verification.pages import PAGES
+
 ROOT = Path(__file__).resolve().parent.parent
 ZOO = ROOT / "zoo"
 PAIRS = sorted(path for path in ZOO.iterdir() if path.is_dir() and path.name not in {"healthy", "__pycache__"})
 HEALTHY = sorted((ZOO / "healthy").glob("*.py"))
-KEYS = {"id", "title", "why", "codes", "rank", "tensor", "factor", "where", "notes", "args", "ranks"}
+CODES = set(PAGES)  # those of `samestep verify --explain CODE`
+KEYS = {"id", "title", "why", "codes", "rank", "tensor", "factor", "where", "notes", "args", "ranks", "fix"}
 GIVE_AWAYS = ("bug", "wrong", "forgot", "oops", "should be", "fixme")
 
 
@@ -28,11 +33,16 @@ def load_scoring():
 
 
 scoring = load_scoring()
+CASES = scoring.cases()
 
 
 def changed_lines(buggy: str, fixed: str) -> int:
     matcher = difflib.SequenceMatcher(None, buggy.splitlines(), fixed.splitlines(), autojunk=False)
     return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal")
+
+
+def source(case) -> str:
+    return scoring.fixed(case) if case.kind == "fixed" else case.script.read_text()
 
 
 def name(path: Path) -> str:
@@ -47,15 +57,15 @@ def test_there_are_enough_scripts():
 @pytest.mark.parametrize("folder", PAIRS, ids=name)
 def test_a_directory_is_complete(folder):
     kept = {path.name for path in folder.iterdir()} - {"__pycache__"}
-    assert kept == {"buggy.py", "fixed.py", "expected.toml"}
+    assert kept == {"buggy.py", "expected.toml"}
 
 
 @pytest.mark.parametrize("folder", PAIRS, ids=name)
 def test_what_is_expected_is_valid(folder):
     expected = tomllib.loads((folder / "expected.toml").read_text())
-    assert {"id", "title", "why", "codes"} <= set(expected) <= KEYS
+    assert {"id", "title", "why", "codes", "fix"} <= set(expected) <= KEYS
     assert expected["codes"]
-    assert set(expected["codes"]) | set(expected.get("notes", [])) <= scoring.CODES
+    assert set(expected["codes"]) | set(expected.get("notes", [])) <= CODES
     assert isinstance(expected.get("factor", 1.0), float)
     assert isinstance(expected.get("rank", 0), int)
 
@@ -63,21 +73,24 @@ def test_what_is_expected_is_valid(folder):
 @pytest.mark.parametrize("folder", PAIRS, ids=name)
 def test_a_culprit_line_stands_in_the_buggy_script(folder):
     expected = tomllib.loads((folder / "expected.toml").read_text())
-    source = (folder / "buggy.py").read_text()
+    script = (folder / "buggy.py").read_text()
     if wanted := scoring.texts(expected.get("where", [])):
-        assert any(text in source for text in wanted)
+        assert any(text in script for text in wanted)
 
 
-@pytest.mark.parametrize("folder", PAIRS, ids=name)
-def test_buggy_and_fixed_differ_in_few_lines(folder):
-    changed = changed_lines((folder / "buggy.py").read_text(), (folder / "fixed.py").read_text())
-    assert 1 <= changed <= 6
+@pytest.mark.parametrize("case", [case for case in CASES if case.kind == "fixed"], ids=scoring.key)
+def test_each_fix_replaces_a_text_that_occurs_once_and_few_lines_differ(case):
+    buggy, fixes = case.script.read_text(), case.expected["fix"]
+    assert all(set(fix) == {"old", "new"} for fix in fixes)
+    assert [fix["old"] for fix in fixes if buggy.count(fix["old"]) != 1] == []
+    assert [fix["old"] for fix in fixes if f"\n{fix['old']}\n" not in buggy] == []  # whole lines
+    assert 1 <= changed_lines(buggy, scoring.fixed(case)) <= 6
 
 
-@pytest.mark.parametrize("script", [*(p / f"{k}.py" for p in PAIRS for k in ("buggy", "fixed")), *HEALTHY], ids=str)
-def test_a_script_compiles_and_begins_with_one_line_on_what_it_trains(script):
-    tree = ast.parse(script.read_text())
-    compile(tree, str(script), "exec")
+@pytest.mark.parametrize("case", CASES, ids=scoring.key)
+def test_a_script_compiles_and_begins_with_one_line_on_what_it_trains(case):
+    tree = ast.parse(source(case))
+    compile(tree, scoring.key(case), "exec")
     said = ast.get_docstring(tree)
     assert said
     assert "\n" not in said
@@ -85,25 +98,55 @@ def test_a_script_compiles_and_begins_with_one_line_on_what_it_trains(script):
 
 @pytest.mark.parametrize("script", [p / "buggy.py" for p in PAIRS], ids=lambda path: path.parent.name)
 def test_a_buggy_script_does_not_give_itself_away(script):
-    source = script.read_text().lower()
-    assert not [word for word in GIVE_AWAYS if word in source]
+    text = script.read_text().lower()
+    assert not [word for word in GIVE_AWAYS if word in text]
 
 
 def test_no_script_knows_of_verify():
-    for script in ZOO.glob("*/*.py"):
-        imported = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.ImportFrom)]
-        assert not [node for node in imported if (node.module or "").startswith("samestep")], script
+    for case in CASES:
+        imported = [node for node in ast.walk(ast.parse(source(case))) if isinstance(node, ast.ImportFrom)]
+        assert not [node for node in imported if (node.module or "").startswith("samestep")], case
 
 
 @pytest.mark.parametrize("beside", sorted((ZOO / "healthy").glob("*.toml")), ids=name)
 def test_a_healthy_scripts_options_are_valid(beside):
     expected = tomllib.loads(beside.read_text())
     assert set(expected) <= {"notes", "args", "ranks"}
-    assert set(expected.get("notes", [])) <= scoring.CODES
+    assert set(expected.get("notes", [])) <= CODES
     assert beside.with_suffix(".py").exists()
 
 
 # --- the scoring -------------------------------------------------------------------------------------------------
+
+
+def test_a_fix_whose_text_is_not_there_once_is_refused(tmp_path):
+    made = case(tmp_path, fix=[{"old": "loss * 2", "new": "loss * 4"}, {"old": "loss * 2", "new": "loss"}])
+    with pytest.raises(ValueError, match=r"buggy\.py must hold this text of a fix once:\nloss \* 2"):
+        scoring.fixed(made)
+    with pytest.raises(ValueError, match="once"):
+        scoring.fixed(case(tmp_path, fix=[{"old": "loss", "new": "cost"}]))
+
+
+def test_verify_is_given_the_fixed_script_or_the_one_that_stands_there(tmp_path, monkeypatch):
+    given = {}
+
+    def run(command, cwd, **options):
+        given[command[-1]] = Path(command[-1]).read_text()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(scoring.subprocess, "run", run)
+    made = case(tmp_path, fix=[{"old": "loss * 2", "new": "loss"}, {"old": "import torch\n", "new": ""}])
+    assert scoring.observe(dataclasses.replace(made, kind="fixed"), 1.0)[:2] == (None, 0)
+    assert scoring.observe(made, 1.0)[:2] == (None, 0)
+    assert list(given.values()) == ["loss = loss\n", made.script.read_text()]
+    assert list(given)[1] == str(made.script)
+
+
+def test_fixed_scripts_are_written_on_request(tmp_path):
+    assert scoring.main(["--only", "loss-summed", "gan", "--write-fixed", str(tmp_path / "out")]) == 0
+    (written,) = (tmp_path / "out").iterdir()
+    assert written.name == "loss-summed.py"
+    assert "criterion(model(x), y) * world_size" in written.read_text()
 
 
 def case(tmp_path, kind="buggy", **expected):
