@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,25 @@ __all__: list[str] = []
 
 _RATE_FIX = "scale the rate once, as the whole batch grows; let a schedule be as long as that of one process"
 _SAME_RATE = 1e-3  # of a rate
+
+
+@dataclass
+class _Errors:
+    """Of the gradients of a step, by their names.
+
+    Attributes:
+        judged: error and how much of it rounding explains.
+        wrong: errors that rounding does not explain.
+        hidden: floors of those that rounding hides.
+        limits: how large errors may be.
+        remarks: what was found to be rounding.
+    """
+
+    judged: dict[str, tuple[float, float]] = field(default_factory=dict)
+    wrong: dict[str, float] = field(default_factory=dict)
+    hidden: dict[str, float] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -98,29 +117,22 @@ class Comparison:
             report.cover("gradients", DECLARED if self._has_norms() else AGREES, margin)
             return
         again = self.others.permuted()
-        judged: list[tuple[float, float]] = []  # the error of each step, and how much of it rounding explains
+        judged: list[tuple[float, float]] = []  # error of a tensor in a step, and how much of it rounding explains
+        known: set[str] = set()
+        hidden: dict[str, float] = {}
         for event in common:
-            error, floor = apart[event["event"]].worst, self._floor(again, event)
-            limit = numerics.limit(floor, self._recorded(event))
-            is_coarse = numerics.is_too_coarse(floor, self._recorded(event)) and error <= max(1.0, limit)
-            exact = self._in_float64(event) if is_coarse or error > limit else None
-            if (
-                exact is not None
-                and numerics.is_rounding(error, exact)
-                and (is_coarse or error <= numerics.MOST_ROUNDING)
-            ):
-                told = f"an error of {error:.1e} is rounding: in float64 it is {exact:.0e}"
-                report.remarks.append(f"at step {event['event']} {told}")
-                judged.append((error, error))
-                continue
-            if is_coarse and exact is None:
-                why = f"rounding alone is {floor:.0e} of a gradient at this precision"
-                continue  # one that has converged says nothing
-            if error > limit or is_coarse:
-                self._explain(event, apart[event["event"]], limit, report, settled=event is not common[0])
+            errors = self._errors(again, event, apart[event["event"]])
+            report.remarks += errors.remarks
+            if errors.wrong:
+                tensor = max(errors.wrong, key=errors.wrong.__getitem__)
+                found = replace(apart[event["event"]], tensor=tensor, worst=errors.wrong[tensor])
+                self._explain(event, found, errors.limits[tensor], report, settled=event is not common[0])
                 return
-            judged.append((error, limit))
-        if not judged:
+            judged += errors.judged.values()
+            known |= errors.judged.keys()
+            hidden |= errors.hidden
+        if unknown := [name for name in hidden if name not in known]:
+            why = f"rounding alone is {hidden[unknown[0]]:.0e} of a gradient at this precision: that of {unknown[0]}"
             report.cover("gradients", unchecked(why))
             return
         unmeasured = [event for event in common if event["event"] not in again.steps]
@@ -130,6 +142,28 @@ class Comparison:
         worst, limit = max(judged, key=lambda one: one[0] / one[1])
         margin = f"worst error {worst:.1e} of a tensor's norm, rounding explains {limit:.1e}"
         report.cover("gradients", DECLARED if self._has_norms() else AGREES, margin)
+
+    def _errors(self, again: Run, event: Event, apart: numerics.Distance) -> _Errors:
+        """Judges each gradient of a step by itself; in float64 too, where it is wrong or rounding hides it."""
+        floors, recorded, found = self._floors(again, event), self._recorded(event), _Errors()
+        for name, error in apart.errors.items():
+            floor = floors(name)
+            limit = found.limits[name] = numerics.limit(floor, recorded)
+            is_hidden = numerics.is_too_coarse(floor, recorded) and error <= max(1.0, limit)
+            if not is_hidden and error <= limit:
+                found.judged[name] = (error, limit)
+                continue
+            exact = (self._in_float64(event) or {}).get(name)
+            most = math.inf if is_hidden else numerics.MOST_ROUNDING
+            if exact is not None and error <= most and numerics.is_rounding(error, exact):
+                found.judged[name] = (error, error)
+                told = f"an error of {error:.1e} in the gradient of {name} is rounding: in float64 it is {exact:.0e}"
+                found.remarks.append(f"at step {event['event']} {told}")
+            elif exact is None and is_hidden:
+                found.hidden[name] = floor
+            else:
+                found.wrong[name] = error
+        return found
 
     def _judge_broken(self, event: Event, apart: numerics.Distance, report: Report) -> None:
         """Of a step at which some gradient is not finite: NaN on both sides is one training, on one side it is not."""
@@ -255,15 +289,16 @@ class Comparison:
     def _apart(self, event: Event) -> numerics.Distance:
         return numerics.distance(self._recorded(event), self.whole.gradients(event["event"]))
 
-    def _floor(self, again: Run, event: Event) -> float:
-        """How far rounding alone takes the gradients of a step apart; as far as it may, where nobody has measured."""
+    def _floors(self, again: Run, event: Event) -> Callable[[str], float]:
+        """How far rounding alone takes each gradient of a step apart; as far as it may, where nobody has measured."""
         number = event["event"]
         if number not in again.steps:
-            return numerics.COARSEST
-        return numerics.distance(again.gradients(number), self.whole.gradients(number)).worst
+            return lambda _: numerics.COARSEST
+        floors = numerics.distance(again.gradients(number), self.whole.gradients(number)).errors
+        return lambda name: floors.get(name, 0.0)
 
-    def _in_float64(self, event: Event) -> float | None:
-        """Returns the error of the ranks' step in float64; None where none ran, or rounding hides it too."""
+    def _in_float64(self, event: Event) -> Mapping[str, float] | None:
+        """Returns the errors of the ranks' step in float64, of gradients that rounding does not hide there too."""
         if self._runs_in_float64 is None:
             return None
         record, alone, again = self._runs_in_float64
@@ -271,11 +306,10 @@ class Comparison:
         steps = [step for rank in record.ranks[:1] for step in rank.steps if step["event"] == number]
         if not steps or steps[0]["kept"] is None or number not in alone.steps or number not in again.steps:
             return None
-        ours = record.gradients(steps[0])
-        floor = numerics.distance(again.gradients(number), alone.gradients(number)).worst
-        if numerics.is_too_coarse(floor, ours):  # one that has converged says nothing here either
-            return None
-        return numerics.distance(ours, alone.gradients(number)).worst
+        ours, theirs = record.gradients(steps[0]), alone.gradients(number)
+        floors = numerics.distance(again.gradients(number), theirs).errors
+        errors = numerics.distance(ours, theirs).errors
+        return {name: error for name, error in errors.items() if not numerics.is_too_coarse(floors[name], ours)}
 
     @cached_property
     def _runs_in_float64(self) -> tuple[Record, Run, Run] | None:
