@@ -91,7 +91,7 @@ class Runner:
 
     def alone(self, name: str, record: Record, ranks: list[int] | None = None, **order: Any) -> Run:
         """Runs it in one process on what `ranks` have used, by default all; `order` is for :class:`Alone`."""
-        chosen = [rank.number for rank in record.ranks] if ranks is None else ranks
+        chosen = [rank.number for rank in record.data.ranks] if ranks is None else ranks
         told = {"recorded": str(record.folder), "ranks": chosen, "together": record.size, **order}
         self.say(f"running the script alone: {name}")
         return self._run(name, 1, _ALONE, told, self.nursery)

@@ -115,27 +115,23 @@ def _verified(runner: Runner, steps: int | None) -> Report:
     recorded = runner.first(steps, Patience().look)
     ended, record = recorded.ended, recorded.record
     report = Report(ranks=record.size or ranks, steps=record.steps)
-    if (foreign := states.foreign_to(record)) is not None:
+    is_pipeline = states.staged(record) or states.several(record) or states.scheduled(record)
+    whole = None if is_pipeline and ended.code == 0 and not ended.hung else runner.alone("all samples", record)
+    foreign = states.foreign_to(record) or (None if whole is None else states.by_hand(record, whole))
+    if foreign is not None:
         for name in DECISIVE:
             report.cover(name, unchecked(foreign))
     if record.ranks:
-        for room in (communication, storage) if foreign else (states, samples, control, communication, chance, storage):
+        for room in (communication, storage) if foreign else (states, samples, control, communication, storage):
             room.judge(record, report)
-    if states.staged(record) is not None and ended.code == 0 and not ended.hung:
-        control.judge(record, report)
-        stages.judge(runner, record, report)
+    if record.ranks and whole is not None and foreign is None:
+        chance.judge(record, whole, report)
+    if whole is None:
+        _judge_pipeline(runner, record, report)
         report.remarks += _remarks(ended, report)
         return report
-    if states.several(record) is not None and ended.code == 0 and not ended.hung:
-        stages.judge_devices(runner, record, report)
-        report.remarks += _remarks(ended, report)
-        return report
-    if states.scheduled(record) and ended.code == 0 and not ended.hung:
-        control.judge(record, report)
-        stages.judge_scheduled(record, report)
-        report.remarks += _remarks(ended, report)
-        return report
-    whole = _compare(runner, record, report)
+    if foreign is None:
+        _compare(runner, record, whole, report)
     if ended.hung or ended.code != 0:
         _blame(ended, whole, record, report)
     elif whole.ended.hung or whole.ended.code != 0:
@@ -143,6 +139,17 @@ def _verified(runner: Runner, steps: int | None) -> Report:
     equality.judge(runner, record, report)
     report.remarks += _remarks(ended, report)
     return report
+
+
+def _judge_pipeline(runner: Runner, record: Record, report: Report) -> None:
+    if states.staged(record) is not None:
+        control.judge(record, report)
+        stages.judge(runner, record, report)
+    elif states.several(record) is not None:
+        stages.judge_devices(runner, record, report)
+    else:
+        control.judge(record, report)
+        stages.judge_scheduled(record, report)
 
 
 def _conclude_on_data(record: Record, report: Report) -> None:
@@ -258,9 +265,9 @@ def _steps(path: Path) -> int:
             looked *= 4  # of a model with thousands of parameters one line is as long
 
 
-def _compare(runner: Runner, record: Record, report: Report) -> Run:
-    """Runs the script alone, adds what comes of it, and returns it."""
-    everybody = [rank.number for rank in record.ranks]
+def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None:
+    """Adds what the script alone tells, with all samples, and what further runs do."""
+    everybody = [rank.number for rank in record.data.ranks]
     alone = functools.partial(runner.alone, record=record)
 
     def of_ranks() -> list[Run]:
@@ -285,8 +292,7 @@ def _compare(runner: Runner, record: Record, report: Report) -> Run:
         once = functools.partial(runner.alone, record=ranks, double=True)
         return ranks, once("the same in float64"), once("the same in float64, another order", permuted=True)
 
-    whole = alone("all samples")
-    if record.steps and states.foreign_to(record) is None and states.local_steps(record) is None:
+    if record.steps and states.local_steps(record) is None:
         permuted = functools.cache(functools.partial(alone, "another order", permuted=True))
         exact = functools.cache(in_float64)
         others = Others(permuted, of_ranks, virtual_ranks, merged, apart, at_step, exact)
@@ -298,4 +304,3 @@ def _compare(runner: Runner, record: Record, report: Report) -> Run:
         _conclude_on_data(record, report)
         if whole.record.ranks and whole.record.ranks[0].of("collated"):
             report.remarks.append("batches of unlike shapes were made anew from their samples, by their collate_fn")
-    return whole

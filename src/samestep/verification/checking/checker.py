@@ -74,8 +74,9 @@ class Checker(Observer, Callbacks):
         when_imported("torch.distributed", self._calls.watch)
 
     @_safely
-    def wrapped(self, kind: str, model: Any, where: str) -> None:
+    def wrapped(self, kind: str, model: Any, where: str, ranks: list[int] | None = None) -> None:
         """Notes what a wrapper promises."""
+        del ranks
         self._wrapping.add(kind, model, where)
 
     def hooked(self, name: str, where: str) -> bool:

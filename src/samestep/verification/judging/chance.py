@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from samestep.verification.findings import PROVED, Finding, unchecked
 from samestep.verification.judging.record import Record
+from samestep.verification.judging.single import Run
 from samestep.verification.report import Report
 
 __all__: list[str] = []
@@ -15,26 +16,30 @@ _NOISE |= {f"numpy.random.{name}" for name in ("rand", "randn", "normal", "rando
 _FEWEST = 16  # numbers in a draw that cannot be equal by chance, and are no setting
 
 
-def judge(record: Record, report: Report) -> None:
-    """Adds what the draws tell."""
+def judge(record: Record, whole: Run, report: Report) -> None:
+    """Adds what the draws tell; `whole` is the script alone, with what all ranks used."""
+    record = record.data
     drawn = [{event["place"]: event for event in rank.of("draw")} for rank in record.ranks]
-    report.add(_alike(record, drawn))
+    report.add(_alike(record, drawn, whole))
     report.add(_masks(record))
     report.add(_workers(record))
     seen = any(drawn) or any(rank.of("stream") for rank in record.ranks)
     report.cover("random", PROVED if seen else unchecked("the script draws nothing itself while it trains"))
 
 
-def _alike(record: Record, drawn: list[dict[str, dict[str, object]]]) -> Iterator[Finding]:
+def _alike(record: Record, drawn: list[dict[str, dict[str, object]]], whole: Run) -> Iterator[Finding]:
+    """Equal numbers where one process draws more of them, for the samples of all ranks; not where it draws as many."""
+    alone = {event["place"]: event["shape"] for rank in whole.record.ranks for event in rank.of("own_draw")}
     for rank, theirs in enumerate(drawn[1:], 1):
         for place, event in theirs.items():
             first = drawn[0].get(place)
             if first is None or first["digest"] is None or event["name"] not in _NOISE or not _is_much(event["shape"]):
                 continue
-            if first["digest"] == event["digest"]:
+            if first["digest"] == event["digest"] and alone.get(place) != event["shape"]:
                 window, where = place.rpartition("|")[0].split("|", 1)  # a path may have one too
                 yield Finding(
                     code="random-streams",
+                    severity="error" if place in alone else "note",
                     property="random",
                     rank=record.ranks[rank].number,
                     step=int(window),

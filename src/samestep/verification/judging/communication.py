@@ -24,12 +24,20 @@ def judge(record: Record, report: Report) -> None:
     if record.size < 2:
         report.cover("communication", unchecked("there is one rank"))
         return
-    for other in record.ranks[1:]:
-        if found := first_difference(record.ranks[0], other):
+    first, *others = (_before(rank, record.uneven) for rank in record.ranks)
+    for other in others:
+        if found := first_difference(first, other):
             report.add([found])
             return
     sends = any(rank.of("collective") or rank.steps for rank in record.ranks)  # backward passes send in native code
     report.cover("communication", PROVED if sends else unchecked("the ranks send each other nothing"))
+
+
+def _before(rank: Rank, uneven: Event | None) -> Rank:
+    """What a rank calls until another has used its inputs up, and answers calls of torch's own under Join."""
+    if uneven is None:
+        return rank
+    return Rank(rank.number, [event for event in rank.events if event.get("window", 0) < uneven["event"]])
 
 
 def first_difference(first: Rank, other: Rank) -> Finding | None:

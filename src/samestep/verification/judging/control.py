@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from samestep.verification.findings import PROVED, Finding, unchecked
+from samestep.verification.findings import DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import causes
 from samestep.verification.judging.record import Rank, Record
@@ -27,7 +27,12 @@ def judge(record: Record, report: Report) -> None:
     report.add(_clipped_apart(record))
     report.add(_accumulated(record))
     report.add(_data_parallel(record))
-    report.cover("control", PROVED)
+    uneven = record.uneven
+    if uneven is None:
+        report.cover("control", PROVED)
+        return
+    told = f"until step {uneven['event']}, at which a rank has used its inputs up; then Join lets the others go on"
+    report.cover("control", DECLARED, told)
 
 
 def _rates(record: Record) -> Iterator[Finding]:
@@ -40,7 +45,7 @@ def _rates(record: Record) -> Iterator[Finding]:
 
 
 def _steps(record: Record) -> Iterator[Finding]:
-    if not all(rank.is_complete for rank in record.ranks):
+    if not all(rank.is_complete for rank in record.ranks) or record.uneven is not None:
         return
     counts = [len(rank.steps) for rank in record.ranks]
     if len(set(counts)) > 1:
@@ -76,7 +81,7 @@ def _scalers(record: Record) -> Iterator[Finding]:
 
 
 def _schedules(record: Record) -> Iterator[Finding]:
-    if not all(rank.is_complete for rank in record.ranks):
+    if not all(rank.is_complete for rank in record.ranks) or record.uneven is not None:
         return
     counts = [len(rank.of("scheduler")) for rank in record.ranks]
     if len(set(counts)) > 1:

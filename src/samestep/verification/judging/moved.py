@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from samestep.verification.findings import AGREES, DECLARED, Finding
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
+from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.report import Report
 
 __all__: list[str] = []
 
 _APART = 1e-3  # of a buffer's norm
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def judge(record: Record, whole: Run, report: Report) -> None:
@@ -30,14 +32,42 @@ def judge(record: Record, whole: Run, report: Report) -> None:
 def _moved(record: Record, whole: Run) -> Iterator[Finding]:
     alone = whole.record.ranks[0]
     for event in alone.of("moved"):
-        state = record.state(event["window"])
-        if state is None or event["kept"] is None:
+        after, before = _buffers(record, event["window"]), _buffers(record, event["window"] - 1)
+        if not after or not before or event["kept"] is None:
             continue
         theirs = whole.record.value(0, event["kept"])
-        for name, buffer in state["buffers"].items():
-            if not name.endswith(_STATISTICS) and name in theirs and _is_apart(buffer, theirs[name]):
-                yield _finding(record, event["window"] - 1, name)
-                return
+        are_apart = any(not torch.equal(one[name], after[0][name]) for one in after[1:] for name in one)
+        for name, buffer in after[0].items():
+            if not name.endswith(STATISTICS) and name in theirs and _is_apart(buffer, theirs[name]):
+                starts, ends = ([one[name] for one in ranks if name in one] for ranks in (before, after))
+                if not (are_apart and _are_parts(starts, ends, theirs[name])):
+                    yield _finding(record, event["window"] - 1, name)
+                    return
+
+
+def _buffers(record: Record, window: int) -> list[dict[str, Any]]:
+    """The buffers with which each rank began a window; none where they were not kept."""
+    state = record.state(window)
+    told = [event for rank in record.ranks[1:] for event in rank.of("window") if event["number"] == window]
+    others = [
+        record.value(rank.number, event["buffers"])
+        for rank, event in zip(record.ranks[1:], told, strict=False)
+        if event.get("buffers") is not None
+    ]
+    return [] if state is None else [state["buffers"], *others]
+
+
+def _are_parts(before: list[Any], after: list[Any], theirs: Any) -> bool:
+    """Whether ranks that keep a buffer each for itself have together, added up or on average, what one process has.
+
+    How they come together is seen where the buffer is used, in an evaluation or a checkpoint. Ranks that have begun
+    with different values say nothing here.
+    """
+    if not all(torch.equal(one, before[0]) for one in before[1:]):
+        return True
+    change = theirs.double() - before[0].double()
+    total = torch.stack([one.double() - before[0].double() for one in after]).sum(0)
+    return any(not _is_apart(part, change) for part in (total, total / len(after)))
 
 
 def _is_apart(mine: Any, theirs: Any) -> bool:

@@ -73,8 +73,18 @@ class Record:
 
     @cached_property
     def steps(self) -> int:
-        """How many optimizer steps all of them have taken."""
-        return min((len(rank.steps) for rank in self.ranks), default=0)
+        """How many optimizer steps all of them have taken together: until one has used its inputs up, under Join."""
+        taken = min((len(rank.steps) for rank in self.ranks), default=0)
+        return taken if self.uneven is None else min(taken, self.uneven["event"])
+
+    @cached_property
+    def uneven(self) -> Event | None:
+        """The first end of a Join context that ranks reached after different numbers of steps, by the earliest rank."""
+        for ends in zip(*(rank.of("joined") for rank in self.ranks), strict=False):
+            first: Event = min(ends, key=lambda end: int(end["event"]))
+            if any(end["event"] != first["event"] for end in ends):
+                return first
+        return None
 
     def events_of_step(self, index: int) -> list[Event]:
         """Returns the step of that number, of every rank."""
@@ -128,6 +138,16 @@ class Record:
     def wrappers(self) -> set[str]:
         """What models were wrapped in."""
         return {event["wrapper"] for event in self.ranks[0].of("wrap")} if self.ranks else set()
+
+    @cached_property
+    def data(self) -> Record:
+        """The ranks that have samples of their own: of those that share a sharded model's batches, the first."""
+        if not self.is_cut:
+            return self
+        wraps = self.ranks[0].of("wrap")
+        everybody = [rank.number for rank in self.ranks]
+        chosen = wraps[-1].get("ranks") or everybody if wraps else everybody[:1]
+        return Record(self.folder, [rank for rank in self.ranks if rank.number in chosen])
 
     @cached_property
     def is_alike(self) -> bool:

@@ -186,7 +186,7 @@ class Comparison:
         """Whether one process, which cuts the data by itself, trains on other samples than the ranks together."""
         windows = {event["window"] for event in common}
         alone = _samples(self.whole.record.ranks, windows)
-        return bool(alone) and alone != _samples(self.record.ranks, windows)
+        return bool(alone) and alone != _samples(self.record.data.ranks, windows)
 
     @cached_property
     def _astray(self) -> set[int]:
@@ -205,8 +205,8 @@ class Comparison:
     def _out_of_step(self) -> Iterator[Finding]:
         """Whether the script alone takes its steps at the same batches."""
         events = self._told_out_of_step()
-        if events and not self._skips:
-            window = min(events[0]["window"], events[0]["own"])
+        window = min(events[0]["window"], events[0]["own"]) if events else 0
+        if events and not self._skips and (self.record.uneven is None or window < self.record.steps):
             steps = [step for step in self.record.ranks[0].steps if step["window"] >= window]
             does = (
                 "takes a step that the ranks do not take" if events[0]["own"] > window else "skips a step of the ranks"
@@ -228,7 +228,7 @@ class Comparison:
         size, often, noted = self.record.size, False, False
         alone = Rates(self.whole.record.ranks[0] if self.whole.record.ranks else Rank(0, []))
         scheduled = schedule_steps(self.record.ranks[0])
-        for event in self.record.ranks[0].steps:
+        for event in self.record.ranks[0].steps[: self.record.steps]:
             if self._astray and event["window"] >= min(self._astray):
                 break  # the schedule may go by the steps that are taken
             theirs = alone.at(event["event"], scheduled[event["event"]], size)

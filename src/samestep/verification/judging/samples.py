@@ -100,6 +100,7 @@ def together(record: Record) -> list[list[Pass]]:
 
 def judge(record: Record, report: Report) -> None:
     """Adds what the samples tell."""
+    record = record.data
     training = [group for group in together(record) if all(one.is_training for one in group)]
     if not training:
         report.cover(

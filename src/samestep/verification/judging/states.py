@@ -16,7 +16,8 @@ from typing import Any
 from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.causes import of_gradients, of_parameters
-from samestep.verification.judging.record import Record
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.single import Run
 from samestep.verification.judging.words import listed, plural
 from samestep.verification.report import Report
 
@@ -77,11 +78,48 @@ def foreign_to(record: Record) -> str | None:
     """Names the way in which parameters are cut, where it is one that no judge understands."""
     if "FullyShardedDataParallel" in record.wrappers:
         return "FullyShardedDataParallel keeps flat pieces of the parameters; with fully_shard (FSDP2) it is compared"
-    if record.is_cut and "fully_shard" not in record.wrappers:
-        return "parameters are cut by something else than fully_shard (tensor parallelism), whose ranks share samples"
     if staged(record) is not None or scheduled(record):
         return "the ranks hold stages of one model"
     return None
+
+
+def by_hand(record: Record, whole: Run) -> str | None:
+    """Says why the ranks of a script that wraps no model are no replicas of one; None where they may be.
+
+    Nothing declares replicas there, so the script alone tells: it has the parameters that each rank has, or each rank
+    has a part of a model (tensor, pipeline or expert parallelism by hand), which nobody can put together.
+    """
+    if record.wrappers or record.is_cut or not record.steps or any(rank.of("called") for rank in record.ranks):
+        return None
+    shapes = [_shapes(rank) for rank in record.ranks]
+    alone = _shapes(whole.record.ranks[0]) if whole.record.ranks else {}
+    if not alone:
+        apart = any(mine != shapes[0] for mine in shapes) or next(_initial(record), None) is not None
+        return "the ranks hold different parameters, and the script does not run alone" if apart else None
+    if any(mine.items() - alone.items() for mine in shapes):
+        return "each rank holds a part of the model, cut by the script itself"
+    if all(mine == alone for mine in shapes) and (own := _own(record)):
+        return f"each rank has {listed(own)} for itself from the start, and nothing declares that they are copies"
+    return None
+
+
+def _shapes(rank: Rank) -> dict[str, str]:
+    return {
+        name: str(shape)
+        for event in rank.of("names")
+        for name, shape in zip(event["names"], event["shapes"], strict=True)
+    }
+
+
+def _own(record: Record) -> list[str]:
+    """The parameters that differ from the start and whose gradients never agree, where those of others do."""
+    starts = [next(iter(rank.of("start")), None) for rank in record.ranks]
+    told = [start["parameters"] for start in starts if start is not None]
+    apart = {name for other in told[1:] for name in differing(told[0], other)}
+    for index in range(record.steps):
+        events = record.events_of_step(index)
+        apart &= {name for event in events[1:] for name in differing(events[0]["gradients"], event["gradients"])}
+    return sorted(apart) if told and len(apart) < len(told[0]) else []
 
 
 def staged(record: Record) -> Event | None:

@@ -15,6 +15,7 @@ from samestep.verification.recording.inputs import Inputs
 
 __all__: list[str] = []
 
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of BatchNorm
 _MOST_VALUES = 64
 _SUMS = {"all_reduce", "reduce"}
 _GATHERS = {"all_gather", "gather", "all_gather_into_tensor", "all_gather_object", "gather_object"}

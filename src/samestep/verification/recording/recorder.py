@@ -23,6 +23,7 @@ from samestep.verification.journal import SPAWNED, STOP
 from samestep.verification.recording.adjusting import kill_once_saved
 from samestep.verification.recording.chance import ORDERING, keep, note_order
 from samestep.verification.recording.compressing import Compressing
+from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.recording.optimizers import digests, held
 from samestep.verification.recording.witness import StopRecording, Witness
 from samestep.verification.watching.listener import Batch, Epoch
@@ -172,11 +173,20 @@ class Recorder(Witness):
         if self.window == 0:
             self.journal.write("start", **self.optimizers.digests())
         others = digests(self.optimizers.foreign_buffers()) if self._sampled else {}
-        self.journal.write("window", number=self.window, sampled=self._sampled, kept=kept, others=others)
+        buffers = (
+            self.journal.keep(lambda path: save_unseen(self._moving(), path)) if self._sampled and self.rank else None
+        )
+        self.journal.write(
+            "window", number=self.window, sampled=self._sampled, kept=kept, buffers=buffers, others=others
+        )
+
+    def _moving(self) -> dict[str, Any]:
+        """The buffers of this rank that are no statistics of BatchNorm: a step may move them otherwise on each rank."""
+        return {name: one for name, one in self.optimizers.buffers().items() if not name.endswith(STATISTICS)}
 
     # --- training ----------------------------------------------------------------------------
 
-    def wrapped(self, kind: str, model: Any, where: str) -> None:
+    def wrapped(self, kind: str, model: Any, where: str, ranks: list[int] | None = None) -> None:
         """Writes down the order in which a model's parameters are registered, which DistributedDataParallel trusts."""
         from samestep.verification.recording.naming import bare
         from samestep.verification.watching.training import watch_bare_forward
@@ -187,6 +197,7 @@ class Recorder(Witness):
             "wrap",
             wrapper=kind,
             where=where,
+            ranks=ranks,
             names=[bare(name) for name, _ in model.named_parameters()],
             trained=[bare(name) for name, parameter in model.named_parameters() if parameter.requires_grad],
             model=type(getattr(model, "module", model)).__name__,

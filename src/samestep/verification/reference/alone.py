@@ -337,11 +337,13 @@ class Alone(Witness):
 
     def drawn(self, name: str, where: str, value: Any) -> Any:
         """Hands out what the ranks have drawn."""
-        from samestep.verification.recording.chance import joined
+        from samestep.verification.recording.chance import as_tensor, joined
 
         if not self.is_training:
             return value
         place = self.draws.place(self.window, where)
+        shape = getattr(as_tensor(value), "shape", None)
+        self.journal.write("own_draw", place=place, shape=None if shape is None else list(shape))
         held = self._drawn.get(place, [])
         if len(held) != len(self._ranks) or any(number is None for _, number in held):
             self.journal.write("chance", place=place, name=name)

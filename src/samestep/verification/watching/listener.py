@@ -71,8 +71,8 @@ class Callbacks:
     def optimizer_made(self, optimizer: Any, where: str) -> None:
         """There is a new optimizer."""
 
-    def wrapped(self, kind: str, model: Any, where: str) -> None:
-        """A model is a "DistributedDataParallel" or a "DataParallel" now."""
+    def wrapped(self, kind: str, model: Any, where: str, ranks: list[int] | None = None) -> None:
+        """A model is a "DistributedDataParallel" or so now; `ranks` average its gradients, None says all."""
 
     def hooked(self, name: str, where: str) -> bool:
         """A model is about to reduce its gradients by a hook; returns whether it shall not."""

@@ -34,6 +34,7 @@ def watch(listener: Callbacks, *, sparing: bool = False) -> None:
         functools.partial(_watch_wrapper, listener, "FullyShardedDataParallel"),
     )
     when_imported("torch.distributed.fsdp._fully_shard._fully_shard", functools.partial(_watch_sharding, listener))
+    when_imported("torch.distributed.algorithms.join", functools.partial(_watch_joins, listener))
     when_imported("torch.amp.grad_scaler", functools.partial(_watch_scaler, listener))
     when_imported("torch.nn.modules.module", functools.partial(_watch_modes, listener))
     if not sparing:
@@ -101,7 +102,9 @@ def _watch_wrapper(listener: Callbacks, kind: str, module: ModuleType) -> None:
     @functools.wraps(original)
     def __init__(model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(model, *args, **kwargs)
-        listener.wrapped(kind, model, call_site(sys._getframe(1)))  # noqa: SLF001
+        group = getattr(model, "process_group", None)
+        ranks = None if group is None else sys.modules["torch.distributed"].get_process_group_ranks(group)
+        listener.wrapped(kind, model, call_site(sys._getframe(1)), ranks)  # noqa: SLF001
 
     wrapper.__init__ = __init__
     if kind == "DistributedDataParallel":
@@ -116,10 +119,25 @@ def _watch_sharding(listener: Callbacks, module: Any) -> None:
     def fully_shard(model: Any, *args: Any, **kwargs: Any) -> Any:
         sharded = original(model, *args, **kwargs)
         if not isinstance(model, list):
-            listener.wrapped("fully_shard", model, call_site(sys._getframe(1)))  # noqa: SLF001
+            mesh = kwargs.get("mesh") or next(iter(args), None)
+            ranks = None if mesh is None else sorted(mesh.mesh.flatten().tolist())
+            listener.wrapped("fully_shard", model, call_site(sys._getframe(1)), ranks)  # noqa: SLF001
         return sharded
 
     replace_function("torch.distributed.fsdp", {original: fully_shard})
+
+
+def _watch_joins(listener: Callbacks, module: Any) -> None:
+    """Tells when a rank has used all its inputs, and goes on only to answer the collectives of those that have more."""
+    original = module.Join.__exit__
+
+    @functools.wraps(original)
+    def __exit__(self: Any, kind: Any, value: Any, trace: Any) -> Any:  # noqa: N807
+        if self._enable and kind is None:
+            listener.told("joined", where=call_site(sys._getframe(1)))  # noqa: SLF001
+        return original(self, kind, value, trace)
+
+    module.Join.__exit__ = __exit__
 
 
 def _watch_forward(listener: Callbacks, wrapper: Any) -> None:
