@@ -12,7 +12,6 @@ from samestep.runtime.digest import digest
 from samestep.verification import journal
 from samestep.verification.judging import evaluation
 from samestep.verification.judging.printed import metrics_alike
-from samestep.verification.judging.record import Rank
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs
 from samestep.verification.report import Report
@@ -25,7 +24,7 @@ def test_buffers_are_told_again_when_a_pass_is_evaluated_whole(tmp_path) -> None
     model = Inputs(book, lambda: None)
     evaluations = Evaluations(book, lambda: {"mean": mean}, model)
     for index in (0, 1):
-        evaluations.batch("train.py:9#1", 0, index)
+        evaluations.batch("train.py:9#1", 0, index, gradients=False)
         model.used = True
     mean += 1  # the first forward
     evaluations.passed("train.py:9#1", 0)
@@ -41,7 +40,7 @@ def test_buffers_of_a_model_that_is_not_called_are_not_told(tmp_path) -> None:
     book = journal.TraceWriter(tmp_path, 0)
     evaluations = Evaluations(book, lambda: {"mean": torch.zeros(2)}, Inputs(book, lambda: None))
     for index in (0, 1):
-        evaluations.batch("train.py:9#1", 0, index)
+        evaluations.batch("train.py:9#1", 0, index, gradients=False)
     evaluations.passed("train.py:9#1", 0)
     evaluations.end()
     assert not [event for event in journal.read(tmp_path, 0) if event["kind"] == "buffers"]
@@ -157,6 +156,7 @@ def test_a_tail_is_what_no_rank_has_in_a_batch() -> None:
     ],
 )
 def test_a_printed_metric_is_as_exact_as_its_last_digit(mine: str, theirs: str, *, differ: bool) -> None:
-    line = {"kind": "printed", "phase": 1, "where": "train.py:50"}
-    ranks, alone = (Rank(0, [{**line, "text": f"epoch 3: test loss {number}"}]) for number in (mine, theirs))
-    assert (metrics_alike(ranks, alone).different is not None) == differ
+    place = (1, "train.py:50", "epoch #: test loss #", 1)
+    line = {"kind": "printed", "phase": 1, "where": "train.py:50", "drew": None}
+    ranks, alone = ({place: {**line, "text": f"epoch 3: test loss {number}"}} for number in (mine, theirs))
+    assert (metrics_alike([ranks], alone).different is not None) == differ
