@@ -127,9 +127,7 @@ def test_what_every_rank_prints_of_its_own_part_is_no_metric() -> None:
 
     report = judged([rank(0, "1.234"), rank(1, "1.345")], rank(0, "1.300"))
     assert report.findings == []
-    assert report.coverage["evaluation"].startswith(
-        "not checked: each rank prints a metric of its own part at train.py:40"
-    )
+    assert report.coverage["evaluation"].startswith("not checked: each rank tells of its own part at train.py:40")
     assert found([rank(0, "1.234"), loads([2, 3])], rank(0, "1.300")) == ["train.py:40"]  # rank 0's, as the result
 
     def anybody(loss: str, *more: Event) -> list[Event]:

@@ -81,7 +81,9 @@ def test_metrics_that_are_not_finite_are_compared(mine: float, theirs: float, co
     assert told.coverage["evaluation"] == ("refuted" if codes else "agrees")
 
 
-def evaluates(*batches: list[int], samples: int, gathers: bool = False, **more: object) -> list[Event]:
+def evaluates(
+    *batches: list[int], samples: int, gathers: bool = False, sums: bool = False, **more: object
+) -> list[Event]:
     """A rank that evaluates these samples, and may gather what it predicts for each batch."""
     about, batch, _, _, _, over = passed([], samples=samples, sampler="SequentialSampler", **more)
     events: list[Event] = [about]
@@ -92,7 +94,8 @@ def evaluates(*batches: list[int], samples: int, gathers: bool = False, **more: 
         if gathers:
             rows = {"rows": 2 * len(indices), "op": "all_gather_into_tensor", "reduce": None}
             events.append({"kind": "collected", "phase": 1, "where": "train.py:40", **rows})
-    return [*events, over, ended()]
+    summed = {"kind": "collected", "phase": 1, "where": "train.py:41", "op": "all_reduce", "reduce": "SUM"}
+    return [*events, over, *([summed] if sums else []), ended()]
 
 
 def judged(*ranks: list[Event]) -> Report:
@@ -114,7 +117,7 @@ def test_what_a_library_fills_up_and_gathers_it_may_take_out_again() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"samples": 6, "cut_by": "BatchSamplerShard"},  # what is summed up keeps them
+        {"samples": 6, "sums": True, "cut_by": "BatchSamplerShard"},  # what is summed up keeps them
         {"samples": 6, "gathers": True},  # nobody but the script would take them out
         {"samples": 7, "gathers": True, "cut_by": "BatchSamplerShard"},  # one is never evaluated
     ],
@@ -122,6 +125,14 @@ def test_what_a_library_fills_up_and_gathers_it_may_take_out_again() -> None:
 def test_samples_that_nobody_takes_out_again_are_an_error(more: dict[str, object]) -> None:
     (error,) = judged(evaluates([0, 1], [4, 0], **more), evaluates([2, 3], [5, 0], **more)).errors
     assert (error.code, "twice" in error.cause) == ("evaluation-inexact", True)
+
+
+def test_samples_that_come_twice_are_in_no_outcome_where_nothing_is_brought_together() -> None:
+    report = judged(evaluates([0, 1], [4, 0], samples=6), evaluates([2, 3], [5, 0], samples=6))
+    assert report.findings == []
+    assert report.coverage["evaluation"] == (
+        "not checked: each rank tells of its own part, and nothing of the whole was seen"
+    )
 
 
 def shows(*digests: str) -> Event:

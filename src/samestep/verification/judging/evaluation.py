@@ -57,18 +57,14 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
     if not found and printed.different is not None:
         found = [_printed(printed.different, record)]
     confirmed = printed.alike or None in sums
-    of_parts = printed.local is not None and not any(
-        rank.of("collected") for rank in record.ranks
-    )  # each rank reports of its own part
+    of_parts = not any(one.brings_together for mine in told for one in mine.values())
     if not found and not confirmed and not of_parts:
         found = sampled
     report.add(found[:1])
     report.add(_tails(record) if not found else [])
     if confirmed:
         report.cover("evaluation", AGREES)
-    elif (
-        unseen := _unseen(record) or _incomparable(printed, record, by_batch=bool(by_batch), of_parts=of_parts)
-    ) is not None:
+    elif unseen := _unseen(record) or _incomparable(printed, record, by_batch=bool(by_batch), of_parts=of_parts):
         report.cover("evaluation", unchecked(unseen))
     else:
         report.cover("evaluation", AGREES, "each sample once; neither a sum nor a metric was seen")
@@ -82,11 +78,12 @@ def _incomparable(printed: Alike, record: Record, *, by_batch: bool, of_parts: b
     """Why its outcome could not be compared."""
     if by_batch:
         return "the model is in training mode, and its BatchNorm makes of a sample what the others of its batch are"
-    if of_parts:
-        return f"each rank prints a metric of its own part at {printed.local}, and none of the whole was seen"
     if printed.unsure:
         return "it draws random numbers, alone other ones, and comes to another metric"
-    return None if any(_splits(record)) else "neither a sum nor a metric of it was seen, nor which samples it takes"
+    if not any(_splits(record)) and printed.local is None:
+        return "neither a sum nor a metric of it was seen, nor which samples it takes"
+    where = "" if printed.local is None else f" at {printed.local}"
+    return f"each rank tells of its own part{where}, and nothing of the whole was seen" if of_parts else None
 
 
 def _printed(difference: Difference, record: Record) -> Finding:

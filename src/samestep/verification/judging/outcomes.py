@@ -32,12 +32,14 @@ class Outcome:
         sums: what collectives brought when all batches of a loader were through, by place.
         lines: what was printed then, by place.
         by_batch: whether the output for one sample depended on the others of its batch.
+        brings_together: whether anything was brought together that is of all ranks.
     """
 
     loaders: list[str] = field(default_factory=list)
     sums: dict[Place, Event] = field(default_factory=dict)
     lines: dict[Place, Event] = field(default_factory=dict)
     by_batch: bool = False
+    brings_together: bool = False
 
 
 def outcomes(rank: Rank) -> dict[int, Outcome]:
@@ -59,6 +61,7 @@ def outcomes(rank: Rank) -> dict[int, Outcome]:
 
 def _outcome(phase: int, events: list[Event]) -> Outcome:
     outcome = Outcome(by_batch=any(event.get("by_batch") for event in events))
+    outcome.brings_together = any(event["kind"] == "collected" for event in events)
     final = _final(events)
     passes: list[str] = []
     seen: Counter[tuple[str, str]] = Counter()

@@ -3,7 +3,7 @@
 phase       from `model.eval()`, or the first data that go through a model without gradients, to the next training
             batch that does with them, or `model.train()`
 ran         a model went through without gradients: a phase without one, and without such a batch, is no evaluation
-collected   what the collectives in it bring: sums of counts, gathered predictions
+collected   what the ranks bring together in it: sums of counts, gathered predictions
 buffers     digests, once the first batch has gone through the model, and once all have
 
 A script may leave `model.eval()` out, and switch gradients off around its model only. Whether a batch that was loaded
@@ -23,6 +23,10 @@ __all__: list[str] = []
 
 _MOST_VALUES = 64
 _SUMS = {"all_reduce", "reduce"}
+_BRING_NOTHING = {
+    *("barrier", "monitored_barrier", "new_group"),
+    *("broadcast", "broadcast_object_list", "scatter", "scatter_object_list"),
+}
 _GATHERS = {"all_gather", "gather", "all_gather_into_tensor", "all_gather_object", "gather_object"}
 
 
@@ -185,15 +189,15 @@ class Evaluations:
 
     def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
         """Writes down what a collective has brought."""
-        if not self._is_recent or waits or call["between_two"]:
+        if not self._is_recent or call["op"] in _BRING_NOTHING:
             return
         told: dict[str, Any] = {key: call[key] for key in ("op", "where", "reduce", "group")}
-        if call["op"] in _SUMS and len(tensors) == 1 and tensors[0].numel() <= _MOST_VALUES:
+        if waits:
+            pass  # its result is not there yet
+        elif call["op"] in _SUMS and len(tensors) == 1 and tensors[0].numel() <= _MOST_VALUES:
             told["values"] = tensors[0].detach().double().flatten().tolist()
         elif call["op"] in _GATHERS:
             told["rows"] = _rows(tensors)
-        else:
-            return
         self._has_run = False
         self._journal.write("collected", **told, **self._about())
 
