@@ -10,6 +10,7 @@ print(accuracy)                     a metric
 from __future__ import annotations
 
 import re
+from bisect import bisect
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -108,7 +109,10 @@ def _goes_on(event: Event, later: Event) -> bool:
 
 
 def _final(events: list[Event]) -> list[bool]:
-    """Whether each event comes when its data are through, or is a state on the way there."""
+    """Whether each event comes when its data are through, or is a state on the way there.
+
+    A DataLoader's pass says when it is over. Without one, what is repeated between two forwards is on the way.
+    """
     last = {(event["key"], event["number"]): i for i, event in enumerate(events) if "key" in event}
     rans = [i for i, event in enumerate(events) if event["kind"] == "ran"]
     loads = any(event["kind"] == "evaluated" for event in events)
@@ -123,7 +127,7 @@ def _final(events: list[Event]) -> list[bool]:
             final.append(i > goes_on)
             continue
         repeated = known[_line(event)]
-        between = any(repeated[0] < ran < repeated[-1] for ran in rans)
+        between = bisect(rans, repeated[0]) < bisect(rans, repeated[-1])
         through = event["kind"] == "collected" and i > rans[-1]  # a sum that is formed anew is the last of its kind
         final.append(through or not between)
     return final
