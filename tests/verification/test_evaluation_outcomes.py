@@ -189,6 +189,16 @@ def test_what_may_differ_is_not_accused(*, drew: str | None, by_batch: bool, sai
         assert found([evaluates("0.500", drew), [ran()]], evaluates("0.600", drew)) == ["train.py:30"]
 
 
+def test_sums_of_samestep_are_its_own_and_its_metrics_are_compared() -> None:
+    def evaluates(accuracy: float) -> list[Event]:
+        returned = {"kind": "metrics", "window": 4, "where": "train.py:30", "metrics": {"accuracy": accuracy}}
+        return [ran(), sums(accuracy), returned]
+
+    report = judged([evaluates(0.5), [ran(), sums(3)]], [ran(), sums(9), *evaluates(0.5)[2:]])
+    assert (report.findings, report.coverage["evaluation"]) == ([], "agrees")
+    assert found([evaluates(0.5)] * 2, evaluates(0.75)) == ["train.py:30"]
+
+
 # --- recording ------------------------------------------------------------------------------------------
 
 

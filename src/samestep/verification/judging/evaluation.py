@@ -56,7 +56,7 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
     found = [] if printed.whole and not printed.different and not sampled else [one for one in sums if one is not None]
     if not found and printed.different is not None:
         found = [_printed(printed.different, record)]
-    confirmed = printed.alike or None in sums
+    confirmed = printed.alike or None in [*sums, *compared]
     of_parts = not any(one.brings_together for mine in told for one in mine.values())
     if not found and not confirmed and not of_parts:
         found = sampled
@@ -177,11 +177,12 @@ def _sums(
 ) -> list[Finding | None]:
     """Compares sums of the same data: a finding for each that differs, None for each that agrees."""
     told: list[Finding | None] = []
+    ours = {event["where"] for event in record.ranks[0].of("metrics")}  # what samestep.evaluate sums up is its business
     for phase, one in mine.items():
         if phase not in theirs or one.loaders != theirs[phase].loaders:
             continue  # other data follow, on the ranks or alone: only what is printed at the end is of all
         for place, here in one.sums.items():
-            if (there := theirs[phase].sums.get(place)) is None:
+            if (there := theirs[phase].sums.get(place)) is None or here["where"] in ours:
                 continue
             sizes = {1, record.size, _size(here["group"], record.size)}
             pairs = list(zip(here["values"], there["values"], strict=False))

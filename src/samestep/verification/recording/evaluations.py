@@ -61,6 +61,11 @@ class Evaluations:
         """Whether what is loaded now is evaluated."""
         return self._announced or self._pass is not None
 
+    @property
+    def may_run(self) -> bool:
+        """Whether data that go through a model without gradients now are evaluated, and not those of a pass at hand."""
+        return self.lasts or not self._open
+
     def begin(self) -> None:
         """The script announces an evaluation, unless one lasts."""
         if not self.lasts:
@@ -137,7 +142,7 @@ class Evaluations:
             begins: whether that is an evaluation if no DataLoader is being read.
             by_batch: returns whether its output for one sample depends on the others of the batch.
         """
-        if begins and not self.lasts and not self._open:
+        if begins and not self.lasts and self.may_run:
             self.notice()
         if self._pending is not None and self._pending_ran is None:
             self._pending_ran = by_batch()

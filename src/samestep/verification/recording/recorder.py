@@ -161,8 +161,9 @@ class Recorder(Witness):
                 self.open_window(ends=True)
             self._has_trained = True
         elif self.window and self.optimizers.all and not self._has_trained and not self.micro:
-            self.open_window()
-            if not self._sampled and self._looks < MOST_EVALUATED:
+            if self.evaluations.may_run:
+                self.open_window()
+            if self.is_open and not self._sampled and self._looks < MOST_EVALUATED:
                 self._looks += 1
                 self._sampled = True
                 self._note_window()

@@ -230,8 +230,9 @@ class Alone(Witness):
         import torch
 
         super().forwarding(model, data)
-        trains = torch.is_grad_enabled() and model.training
-        if (self._is_over and trains) or (self.window and not torch.is_grad_enabled()):
+        trains = torch.is_grad_enabled()
+        evaluates = not trains and self.window > 0 and self.evaluations.may_run
+        if evaluates or (trains and model.training and self._is_over):
             self.open_window()
 
     def _put_back(self, values: dict[str, Any]) -> None:
