@@ -236,7 +236,7 @@ def test_an_evaluation_is_seen_though_neither_eval_nor_the_loop_says_so(tmp_path
     told.goes_through(trains=False, key=REST, batches=1)
     told.prints()
     assert [event["index"] for event in told.of("evaluated")] == [0, 1, 2, 0]
-    assert {event["phase"] for event in told.of("evaluated", "printed", "ran")} == {1}
+    assert {event["phase"] for event in told.of("evaluated", "printed", "ran")} == {"0.1"}
     (outcome,) = outcomes(Rank(0, told.of("evaluated", "printed", "ran", "passed"))).values()
     assert outcome.loaders == [VALIDATION, REST]
     assert {place[1] for place in outcome.lines} == {"train.py:50"}
@@ -280,7 +280,24 @@ def test_data_without_a_loader_are_evaluated_between_two_steps_only(tmp_path) ->
     told.prints()
     (line,) = told.of("printed")
     assert line["drew"] is not None
-    assert [event["phase"] for event in told.of("ran")] == [1]
+    assert [event["phase"] for event in told.of("ran")] == ["0.1"]
+
+
+def test_phases_are_named_by_their_window_and_begin_with_data(tmp_path) -> None:
+    """Alone, a script may leave out what ranks bring together between two steps: no phase is counted for it."""
+    windows = iter([3, 3, 5])
+    book = journal.TraceWriter(tmp_path, 0)
+    evaluations = Evaluations(book, dict, Inputs(book, lambda: None), window=lambda: next(windows))
+    evaluations.notice()  # parameters are averaged, say
+    evaluations.begin()
+    evaluations.ran(begins=True, by_batch=lambda: False)
+    evaluations.leave()
+    evaluations.begin()
+    evaluations.ran(begins=True, by_batch=lambda: False)
+    evaluations.end()
+    evaluations.begin()
+    evaluations.ran(begins=True, by_batch=lambda: False)
+    assert [event["phase"] for event in journal.read(tmp_path, 0)] == ["3.1", "3.2", "5.1"]
 
 
 def test_a_module_in_training_mode_uses_no_statistics_and_mixes_samples() -> None:

@@ -70,7 +70,7 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
         report.cover("evaluation", AGREES, "each sample once; neither a sum nor a metric was seen")
 
 
-def _lines(evaluations: dict[int, Outcome]) -> dict[Place, Event]:
+def _lines(evaluations: dict[str, Outcome]) -> dict[Place, Event]:
     return {place: event for one in evaluations.values() for place, event in one.lines.items()}
 
 
@@ -173,7 +173,7 @@ def _buffers(record: Record, rank: int, key: str, bad: list[str]) -> Finding:
 
 
 def _sums(
-    record: Record, mine: dict[int, Outcome], theirs: dict[int, Outcome], by_batch: set[int]
+    record: Record, mine: dict[str, Outcome], theirs: dict[str, Outcome], by_batch: set[str]
 ) -> list[Finding | None]:
     """Compares sums of the same data: a finding for each that differs, None for each that agrees."""
     told: list[Finding | None] = []

@@ -21,7 +21,7 @@ __all__: list[str] = []
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|\b(?:nan|inf)\b", re.IGNORECASE)
 
-Place = tuple[int, str, str, int]  # phase; where; after which batches, or how it is worded; number
+Place = tuple[str, str, str, int]  # phase; where; after which batches, or how it is worded; number
 
 
 @dataclass
@@ -43,10 +43,10 @@ class Outcome:
     brings_together: bool = False
 
 
-def outcomes(rank: Rank) -> dict[int, Outcome]:
+def outcomes(rank: Rank) -> dict[str, Outcome]:
     """Returns the evaluations of a process, by phase: those in which data went through a model without gradients."""
-    phases: dict[int, list[Event]] = {}
-    of_pass: dict[tuple[str, int], set[int]] = {}
+    phases: dict[str, list[Event]] = {}
+    of_pass: dict[tuple[str, int], set[str]] = {}
     for event in rank.of("evaluated", "ran", "passed", "collected", "printed"):
         if event["kind"] == "evaluated":
             of_pass.setdefault((event["key"], event["number"]), set()).add(event["phase"])
@@ -60,7 +60,7 @@ def outcomes(rank: Rank) -> dict[int, Outcome]:
     }
 
 
-def _outcome(phase: int, events: list[Event]) -> Outcome:
+def _outcome(phase: str, events: list[Event]) -> Outcome:
     outcome = Outcome(by_batch=any(event.get("by_batch") for event in events))
     outcome.brings_together = any(event["kind"] == "collected" for event in events)
     final = _final(events)
@@ -82,7 +82,7 @@ def _outcome(phase: int, events: list[Event]) -> Outcome:
 
 
 def _take(
-    phase: int, stretch: list[Event], passes: list[str], outcome: Outcome, seen: Counter[tuple[str, str]]
+    phase: str, stretch: list[Event], passes: list[str], outcome: Outcome, seen: Counter[tuple[str, str]]
 ) -> None:
     """Adds the sums of a stretch; of those from one line the last has the same number in every process."""
     for event in reversed(_last_of_chains(stretch)):
@@ -90,7 +90,7 @@ def _take(
     stretch.clear()
 
 
-def _place(phase: int, what: tuple[str, str], seen: Counter[tuple[str, str]]) -> Place:
+def _place(phase: str, what: tuple[str, str], seen: Counter[tuple[str, str]]) -> Place:
     seen[what] += 1
     return phase, *what, seen[what]
 

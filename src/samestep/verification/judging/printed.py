@@ -60,7 +60,7 @@ class Alike:
 def metrics_alike(
     ranks: Sequence[Mapping[Place, Event]],
     alone: Mapping[Place, Event],
-    may_differ: Container[int] = (),
+    may_differ: Container[str] = (),
     *,
     known: bool = False,
 ) -> Alike:
@@ -83,7 +83,7 @@ def metrics_alike(
     return replace(found, local=next((line[0] for line in local), None))
 
 
-def _compared(lines: Mapping[Place, Event], alone: Mapping[Place, Event], may_differ: Container[int]) -> Alike:
+def _compared(lines: Mapping[Place, Event], alone: Mapping[Place, Event], may_differ: Container[str]) -> Alike:
     alike, whole, different, unsure = False, True, None, 0
     for place, here in lines.items():
         there = alone.get(place)

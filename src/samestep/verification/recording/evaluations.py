@@ -39,12 +39,15 @@ class Evaluations:
         buffers: Callable[[], dict[str, Any]],
         inputs: Inputs,
         is_placed: Callable[[], bool] = lambda: True,
+        window: Callable[[], int] = lambda: 0,
     ) -> None:
         self._journal = journal
         self._is_placed = is_placed
         self._inputs = inputs
         self._buffers = buffers
-        self._count = 0
+        self._window = window
+        self._phase = (0, 0)  # the window in which it has begun, and its number there: the same in every process
+        self._is_used = False  # data have gone through a model in this phase
         self._announced = False  # by model.eval()
         self._pass: tuple[str, int] | None = None  # the pass that a loop without gradients goes over
         self._pending: tuple[str, int, int] | None = None  # a batch that may be trained on or evaluated
@@ -69,7 +72,8 @@ class Evaluations:
     def begin(self) -> None:
         """The script announces an evaluation, unless one lasts."""
         if not self.lasts:
-            self._begin()
+            if self._is_used or not self._recent:
+                self._begin()
             self._drew = None
         self._announced = True
 
@@ -79,8 +83,9 @@ class Evaluations:
             self._begin()
 
     def _begin(self) -> None:
-        self._recent, self._has_run = True, False
-        self._count += 1
+        self._recent, self._has_run, self._is_used = True, False, False
+        window, (last, number) = self._window(), self._phase
+        self._phase = window, number + 1 if window == last else 1
 
     def leave(self) -> None:
         """A model is set to train again; what was evaluated may still be summed up and printed."""
@@ -125,13 +130,14 @@ class Evaluations:
         """The next batch of a pass is loaded, or it is over: the last one was evaluated if it ran without gradients."""
         if self._pending is not None and self._pending[:2] == (key, number) and self._pending_ran is not None:
             self.notice()
-            self._journal.write("ran", phase=self._count, by_batch=self._pending_ran)
+            self._journal.write("ran", phase=self._name, by_batch=self._pending_ran)
             self._tell(*self._pending)
         self._pending = None
 
     def _tell(self, key: str, number: int, index: int) -> None:
         self._told = key, number
-        self._journal.write("evaluated", phase=self._count, key=key, number=number, index=index)
+        self._is_used = True
+        self._journal.write("evaluated", phase=self._name, key=key, number=number, index=index)
         if index == 1:
             self._tell_buffers(key, number)
 
@@ -147,8 +153,8 @@ class Evaluations:
         if self._pending is not None and self._pending_ran is None:
             self._pending_ran = by_batch()
         if self._is_recent and not self._has_run:
-            self._has_run = True
-            self._journal.write("ran", phase=self._count, by_batch=by_batch())
+            self._has_run = self._is_used = True
+            self._journal.write("ran", phase=self._name, by_batch=by_batch())
 
     def trained(self) -> None:
         """Data go through a model with gradients: it trains, unless the script says that it evaluates."""
@@ -184,7 +190,7 @@ class Evaluations:
             return  # another model is evaluated, or statistics of one are made
         digests = {name: digest(buffer) for name, buffer in self._buffers().items()}
         if digests:
-            self._journal.write("buffers", phase=self._count, key=key, number=number, digests=digests)
+            self._journal.write("buffers", phase=self._name, key=key, number=number, digests=digests)
 
     def printed(self, text: Callable[[], str], where: str) -> None:
         """Writes down what is printed of an evaluation."""
@@ -211,8 +217,12 @@ class Evaluations:
         """Whether what is done now is of an evaluation: not where training may have gone on with a batch."""
         return self._recent and (self._pending is None or self._pending[:2] == self._told)
 
+    @property
+    def _name(self) -> str:
+        return f"{self._phase[0]}.{self._phase[1]}"
+
     def _about(self) -> dict[str, Any]:
-        return {"phase": self._count, "placed": self._is_placed(), "drew": self._drew}
+        return {"phase": self._name, "placed": self._is_placed(), "drew": self._drew}
 
 
 def _rows(tensors: list[Any]) -> int | None:

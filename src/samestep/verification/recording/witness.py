@@ -39,7 +39,7 @@ class Witness(Observer, Callbacks):
         self.optimizers = Optimizers(self.journal)
         self.inputs = Inputs(self.journal, unseen, self.forwarding)
         buffers = self.optimizers.buffers_in_use
-        self.evaluations = Evaluations(self.journal, buffers, self.inputs, lambda: self.is_placed)
+        self.evaluations = Evaluations(self.journal, buffers, self.inputs, lambda: self.is_placed, lambda: self.window)
         self.draws = Draws()
         self.window = 0
         self.micro = 0  # backward passes of this window, so far
