@@ -121,6 +121,11 @@ def test_results_that_one_helper_prints_are_told_apart_by_their_words() -> None:
     assert found([logs("0.750", "0.600"), loads([2, 3])], logs("0.750", "0.500")) == ["train.py:40"]
 
 
+def test_numbers_that_are_padded_to_one_width_are_of_one_line() -> None:
+    ours, theirs = [*loads([0, 1]), prints("Acc@1 100.00 ( 66.67)")], [*loads([0, 1]), prints("Acc@1  50.00 ( 66.67)")]
+    assert judged([ours, loads([2, 3])], theirs).coverage["evaluation"] == "agrees"
+
+
 def test_what_every_rank_prints_of_its_own_part_is_no_metric() -> None:
     def rank(number: int, loss: str) -> list[Event]:
         return [*loads([0, 1]), prints(f"[GPU{number}] eval loss {loss}")]

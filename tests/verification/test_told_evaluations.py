@@ -167,7 +167,7 @@ def test_a_tail_is_what_no_rank_has_in_a_batch() -> None:
     ],
 )
 def test_a_printed_metric_is_as_exact_as_its_last_digit(mine: str, theirs: str, *, differ: bool) -> None:
-    place = ("1.1", "train.py:50", "epoch #: test loss #", 1)
+    place = ("1.1", "train.py:50", "epoch#:testloss#", 1)
     line = {"kind": "printed", "phase": 1, "where": "train.py:50", "drew": None}
     ranks, alone = ({place: {**line, "text": f"epoch 3: test loss {number}"}} for number in (mine, theirs))
     assert (metrics_alike([ranks], alone).different is not None) == differ

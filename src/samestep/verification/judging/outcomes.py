@@ -134,4 +134,5 @@ def _final(events: list[Event]) -> list[bool]:
 
 
 def _line(event: Event) -> tuple[str, str]:
-    return event.get("where", ""), _NUMBER.sub("#", event.get("text", ""))
+    words = _NUMBER.sub("#", event.get("text", ""))
+    return event.get("where", ""), "".join(words.split())  # numbers may be padded to one width
