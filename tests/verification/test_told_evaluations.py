@@ -12,7 +12,6 @@ from samestep.runtime.digest import digest
 from samestep.verification import journal
 from samestep.verification.judging import evaluation
 from samestep.verification.judging.printed import metrics_alike
-from samestep.verification.judging.record import Rank
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs
 from samestep.verification.report import Report
@@ -25,7 +24,7 @@ def test_buffers_are_told_again_when_a_pass_is_evaluated_whole(tmp_path) -> None
     model = Inputs(book, lambda: None)
     evaluations = Evaluations(book, lambda: {"mean": mean}, model)
     for index in (0, 1):
-        evaluations.batch("train.py:9#1", 0, index)
+        evaluations.batch("train.py:9#1", 0, index, gradients=False)
         model.used = True
     mean += 1  # the first forward
     evaluations.passed("train.py:9#1", 0)
@@ -41,7 +40,7 @@ def test_buffers_of_a_model_that_is_not_called_are_not_told(tmp_path) -> None:
     book = journal.TraceWriter(tmp_path, 0)
     evaluations = Evaluations(book, lambda: {"mean": torch.zeros(2)}, Inputs(book, lambda: None))
     for index in (0, 1):
-        evaluations.batch("train.py:9#1", 0, index)
+        evaluations.batch("train.py:9#1", 0, index, gradients=False)
     evaluations.passed("train.py:9#1", 0)
     evaluations.end()
     assert not [event for event in journal.read(tmp_path, 0) if event["kind"] == "buffers"]
@@ -82,7 +81,9 @@ def test_metrics_that_are_not_finite_are_compared(mine: float, theirs: float, co
     assert told.coverage["evaluation"] == ("refuted" if codes else "agrees")
 
 
-def evaluates(*batches: list[int], samples: int, gathers: bool = False, **more: object) -> list[Event]:
+def evaluates(
+    *batches: list[int], samples: int, gathers: bool = False, sums: bool = False, **more: object
+) -> list[Event]:
     """A rank that evaluates these samples, and may gather what it predicts for each batch."""
     about, batch, _, _, _, over = passed([], samples=samples, sampler="SequentialSampler", **more)
     events: list[Event] = [about]
@@ -93,7 +94,8 @@ def evaluates(*batches: list[int], samples: int, gathers: bool = False, **more: 
         if gathers:
             rows = {"rows": 2 * len(indices), "op": "all_gather_into_tensor", "reduce": None}
             events.append({"kind": "collected", "phase": 1, "where": "train.py:40", **rows})
-    return [*events, over, ended()]
+    summed = {"kind": "collected", "phase": 1, "where": "train.py:41", "op": "all_reduce", "reduce": "SUM"}
+    return [*events, over, *([summed] if sums else []), ended()]
 
 
 def judged(*ranks: list[Event]) -> Report:
@@ -115,7 +117,7 @@ def test_what_a_library_fills_up_and_gathers_it_may_take_out_again() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"samples": 6, "cut_by": "BatchSamplerShard"},  # what is summed up keeps them
+        {"samples": 6, "sums": True, "cut_by": "BatchSamplerShard"},  # what is summed up keeps them
         {"samples": 6, "gathers": True},  # nobody but the script would take them out
         {"samples": 7, "gathers": True, "cut_by": "BatchSamplerShard"},  # one is never evaluated
     ],
@@ -123,6 +125,14 @@ def test_what_a_library_fills_up_and_gathers_it_may_take_out_again() -> None:
 def test_samples_that_nobody_takes_out_again_are_an_error(more: dict[str, object]) -> None:
     (error,) = judged(evaluates([0, 1], [4, 0], **more), evaluates([2, 3], [5, 0], **more)).errors
     assert (error.code, "twice" in error.cause) == ("evaluation-inexact", True)
+
+
+def test_samples_that_come_twice_are_in_no_outcome_where_nothing_is_brought_together() -> None:
+    report = judged(evaluates([0, 1], [4, 0], samples=6), evaluates([2, 3], [5, 0], samples=6))
+    assert report.findings == []
+    assert report.coverage["evaluation"] == (
+        "not checked: each rank tells of its own part, and nothing of the whole was seen"
+    )
 
 
 def shows(*digests: str) -> Event:
@@ -157,6 +167,7 @@ def test_a_tail_is_what_no_rank_has_in_a_batch() -> None:
     ],
 )
 def test_a_printed_metric_is_as_exact_as_its_last_digit(mine: str, theirs: str, *, differ: bool) -> None:
-    line = {"kind": "printed", "phase": 1, "where": "train.py:50"}
-    ranks, alone = (Rank(0, [{**line, "text": f"epoch 3: test loss {number}"}]) for number in (mine, theirs))
-    assert (metrics_alike(ranks, alone).different is not None) == differ
+    place = ("1.1", "train.py:50", "epoch#:testloss#", 1)
+    line = {"kind": "printed", "phase": 1, "where": "train.py:50", "drew": None}
+    ranks, alone = ({place: {**line, "text": f"epoch 3: test loss {number}"}} for number in (mine, theirs))
+    assert (metrics_alike([ranks], alone).different is not None) == differ

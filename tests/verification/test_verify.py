@@ -83,6 +83,31 @@ SCRIPTS = {
     "cut by fully_shard, summed": CUT.format(**SUMMED),
     "cut by tensor parallelism": CUT.format(**TENSOR_PARALLEL),
     "cut by FSDP1": CUT.format(**FLAT),
+    "evaluates without eval()": """
+        import torch, torch.distributed as dist
+        from torch import nn
+        from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        dataset = TensorDataset(torch.randn(32, 8), torch.randn(32, 3))
+        training, test = (DataLoader(dataset, 8, sampler=DistributedSampler(dataset, shuffle=False)) for _ in range(2))
+        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in range(2):
+            for loader, trains in ((training, True), (test, False)):
+                losses = torch.zeros(2)
+                for x, y in loader:
+                    with torch.set_grad_enabled(trains):
+                        loss = (model(x) - y).square().mean()
+                    if trains:
+                        optimizer.zero_grad()
+                        loss.backward()
+                        optimizer.step()
+                    losses += torch.tensor([loss.item() * len(x), len(x)])
+                    print(f"[GPU{dist.get_rank()}] eval loss {loss:.5f}")
+            dist.all_reduce(losses)
+        dist.destroy_process_group()
+    """,
     "trains nothing": "print('x' * 5_000_000)",
     "fails alone too": "raise RuntimeError('no such file')",
     "wants a terminal": "input('learning rate? ')",
@@ -245,6 +270,12 @@ def test_parameters_cut_in_another_way_are_said_not_to_be_checked(reports: Lazil
     report = reports[name]
     assert (report.verdict, report.findings) == ("inconclusive", [])
     assert why in report.coverage["gradients"]
+
+
+def test_an_evaluation_is_compared_though_gradients_are_off_around_the_model_only(reports: Lazily[Report]) -> None:
+    report = reports["evaluates without eval()"]
+    report.require_same()
+    assert report.coverage["evaluation"] == "agrees"
 
 
 def test_as_many_steps_are_recorded_as_were_asked_for(reports: Lazily[Report]) -> None:

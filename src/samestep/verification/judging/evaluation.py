@@ -1,8 +1,9 @@
-"""Whether an evaluation is that of one process: every sample once, buffers alike, and sums that come to the same.
+"""Whether an evaluation is that of one process: what it comes to, and the buffers with which it is made.
 
 counts      all_reduce([correct, seen])           N ranks and one process have the same sums
 means       all_reduce(accuracy of a rank) ÷ N    their mean is the one-process value only where parts are alike
-gathered    all_gather(predictions)               as many rows as samples
+metrics     print(accuracy)                       the last word: sums that differ (times, say) explain one that differs
+samples     of each pass, once over all ranks     where neither a sum nor a metric tells
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Iterator
 
 from samestep.verification.findings import AGREES, PROVED, REFUTED, Finding, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging.printed import Difference, metrics_alike
+from samestep.verification.judging.outcomes import Outcome, Place, outcomes
+from samestep.verification.judging.printed import Alike, Difference, metrics_alike
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.samples import Pass, fills_up, loads_for_all, mean_the_same, passes
 from samestep.verification.judging.states import differing
@@ -24,7 +26,7 @@ __all__: list[str] = []
 
 _CLOSE = 1e-4  # of a sum; the parameters are the same, so this is rounding
 
-Values = dict[tuple[int, str, int], Event]
+Values = dict[tuple[int, str, int], Event]  # what samestep.evaluate has returned, by window, line and number
 
 
 def judge(record: Record, alone: Record | None, report: Report) -> None:
@@ -38,28 +40,50 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
     alone = None if alone is None or not alone.ranks else _placed(alone)
     compared = list(_metrics(record, alone))
     report.add([finding for finding in compared if finding is not None][:1])
-    if not any(rank.of("evaluated") for rank in record.ranks):
+    told = [outcomes(rank) for rank in record.ranks]
+    if not any(told):
         if any(rank.of("metrics") for rank in record.ranks):
             why = "the script did not run alone" if alone is None else "no number of it could be compared"
             report.cover("evaluation", AGREES if compared else unchecked(why))
             return
         report.cover("evaluation", unchecked("none was reached in the steps that were recorded; see --steps"))
         return
-    mine = _brought(record)
-    theirs = _brought(alone) if alone is not None else {}
-    common = [place for place in mine if place in theirs and mine[place]["last"] and theirs[place]["last"]]
-    found = list(_different(record, mine, theirs, common))
-    printed = None if alone is None else metrics_alike(record.ranks[0], alone.ranks[0])
+    theirs = {} if alone is None else outcomes(alone.ranks[0])
+    by_batch = {phase for mine in told for phase, one in mine.items() if one.by_batch}
+    sums = _sums(record, told[0], theirs, by_batch)
+    printed = metrics_alike([_lines(one) for one in told], _lines(theirs), by_batch, known=None in sums)
     sampled = list(_samples(record))
-    if not found and printed is not None and printed.different is not None:
+    found = [] if printed.whole and not printed.different and not sampled else [one for one in sums if one is not None]
+    if not found and printed.different is not None:
         found = [_printed(printed.different, record)]
-    confirmed = _is_right_all_the_same(mine, theirs, common) or (printed is not None and printed.alike)
-    if not found and sampled and not confirmed:
+    confirmed = printed.alike or None in [*sums, *compared]
+    of_parts = not any(one.brings_together for mine in told for one in mine.values())
+    if not found and not confirmed and not of_parts:
         found = sampled
     report.add(found[:1])
     report.add(_tails(record) if not found else [])
-    unseen = _unseen(record)
-    report.cover("evaluation", AGREES if confirmed else PROVED if unseen is None else unchecked(unseen))
+    if confirmed:
+        report.cover("evaluation", AGREES)
+    elif unseen := _unseen(record) or _incomparable(printed, record, by_batch=bool(by_batch), of_parts=of_parts):
+        report.cover("evaluation", unchecked(unseen))
+    else:
+        report.cover("evaluation", AGREES, "each sample once; neither a sum nor a metric was seen")
+
+
+def _lines(evaluations: dict[str, Outcome]) -> dict[Place, Event]:
+    return {place: event for one in evaluations.values() for place, event in one.lines.items()}
+
+
+def _incomparable(printed: Alike, record: Record, *, by_batch: bool, of_parts: bool) -> str | None:
+    """Why its outcome could not be compared."""
+    if by_batch:
+        return "the model is in training mode, and its BatchNorm makes of a sample what the others of its batch are"
+    if printed.unsure:
+        return "it draws random numbers, alone other ones, and comes to another metric"
+    if not any(_splits(record)) and printed.local is None:
+        return "neither a sum nor a metric of it was seen, nor which samples it takes"
+    where = "" if printed.local is None else f" at {printed.local}"
+    return f"each rank tells of its own part{where}, and nothing of the whole was seen" if of_parts else None
 
 
 def _printed(difference: Difference, record: Record) -> Finding:
@@ -76,18 +100,15 @@ def _printed(difference: Difference, record: Record) -> Finding:
 
 def _tails(record: Record) -> Iterator[Finding]:
     """Evaluations whose loader leaves the last samples out, on every rank."""
-    told = record.ranks[0].of("evaluated")
-    evaluated = {(event["key"], event["number"]): event["phase"] for event in told}
-    loaders = {phase: {event["key"] for event in told if event["phase"] == phase} for phase in evaluated.values()}
+    evaluated = {(event["key"], event["number"]) for event in record.ranks[0].of("evaluated")}
     mine = [{(one.about["key"], one.about["number"]): one for one in passes(rank)} for rank in record.ranks]
     for name, one in mine[0].items():
-        phase = evaluated.get(name)
-        if phase is None or len(loaders[phase]) > 1 or one.is_training or not one.about["drop_last"]:
-            continue  # another loader of the same evaluation may bring the rest
+        if name not in evaluated or one.is_training or not one.about["drop_last"]:
+            continue
         group = [theirs[name] for theirs in mine if name in theirs]
         size, known = one.about["samples"], all(each.complete and each.indices is not None for each in group)
         missing = size - len({index for each in group for index in each.indices or ()}) if size and known else 0
-        if missing > 0:
+        if missing > 0 and missing not in _beside(one, record):
             yield Finding(
                 code="evaluation-inexact",
                 property="evaluation",
@@ -151,33 +172,34 @@ def _buffers(record: Record, rank: int, key: str, bad: list[str]) -> Finding:
     )
 
 
-def _brought(record: Record) -> Values:
-    """(phase, line, number there) -> what rank 0's collective brought; "last" if nothing was evaluated after it."""
-    seen: Counter[tuple[int, str]] = Counter()
-    brought: Values = {}
-    for index, event in enumerate(told := record.ranks[0].of("collected", "evaluated")):
-        if event["kind"] == "collected":
-            place = (event["phase"], event["where"])
-            seen[place] += 1
-            after = (one for one in told[index:] if one["kind"] == "evaluated" and one["phase"] == event["phase"])
-            brought[(*place, seen[place])] = event | {"last": next(after, None) is None}
-    return brought
-
-
-def _different(record: Record, mine: Values, theirs: Values, common: list[tuple[int, str, int]]) -> Iterator[Finding]:
-    for place in common:
-        here, there = mine[place], theirs[place]
-        if "values" in here and "values" in there:
+def _sums(
+    record: Record, mine: dict[str, Outcome], theirs: dict[str, Outcome], by_batch: set[str]
+) -> list[Finding | None]:
+    """Compares sums of the same data: a finding for each that differs, None for each that agrees."""
+    told: list[Finding | None] = []
+    ours = {event["where"] for event in record.ranks[0].of("metrics")}  # what samestep.evaluate sums up is its business
+    for phase, one in mine.items():
+        if phase not in theirs or one.loaders != theirs[phase].loaders:
+            continue  # other data follow, on the ranks or alone: only what is printed at the end is of all
+        for place, here in one.sums.items():
+            if (there := theirs[phase].sums.get(place)) is None or here["where"] in ours:
+                continue
+            sizes = {1, record.size, _size(here["group"], record.size)}
             pairs = list(zip(here["values"], there["values"], strict=False))
-            bad = next((pair for pair in pairs if not _agree(*pair, record.size, here["reduce"])), None)
-            if bad is not None:
-                yield _inexact(place[1], *bad, record.size)
+            bad = next((pair for pair in pairs if not _agree(*pair, sizes, here["reduce"])), None)
+            if bad is None or (here["drew"] == there["drew"] and phase not in by_batch):
+                told.append(None if bad is None else _inexact(here["where"], *bad, record.size))
+    return told
 
 
-def _agree(mine: float, theirs: float, size: int, reduce: str | None) -> bool:
+def _size(group: str, size: int) -> int:
+    return size if group in {"world", "?"} else len(group.rpartition(":")[2].split(","))
+
+
+def _agree(mine: float, theirs: float, sizes: set[int], reduce: str | None) -> bool:
     """Whether N ranks bring what one brings: the same, or N times as much where it is divided by N afterwards."""
     summed = reduce in {None, "SUM"}
-    return _close(mine, theirs) or (summed and _close(mine / size, theirs))
+    return _close(mine, theirs) or (summed and any(_close(mine / size, theirs) for size in sizes))
 
 
 def _close(mine: float, theirs: float) -> bool:
@@ -212,6 +234,8 @@ def _splits(record: Record) -> Iterator[list[Pass]]:
         group = [theirs[name] for theirs in mine if name in theirs]
         if len(group) < record.size or not all(one.complete for one in group) or not mean_the_same(group, record):
             continue
+        if any(one.is_training for one in group):
+            continue
         parts = [set(one.indices or []) for one in group]
         whole = all(len(part) == one.about["samples"] for part, one in zip(parts, group, strict=True))
         if not whole and not (group[0].about["drop_last"] and all(part == parts[0] for part in parts)):
@@ -222,7 +246,16 @@ def _samples(record: Record) -> Iterator[Finding]:
     """Such passes with samples too many or too few."""
     for group in _splits(record):
         if _filled_and_gathered(group, record) is None:
-            yield from _split(group)
+            yield from _split(group, _beside(group[0], record))
+
+
+def _beside(one: Pass, record: Record) -> set[int | None]:
+    """How many samples the other loaders of an evaluation have: one of them may bring what was left out."""
+    told = record.ranks[0].of("evaluated")
+    mine = one.about["key"], one.about["number"]
+    phases = {event["phase"] for event in told if (event["key"], event["number"]) == mine}
+    keys = {(event["key"], event["number"]) for event in told if event["phase"] in phases} - {mine}
+    return {two.about["samples"] for two in passes(record.ranks[0]) if (two.about["key"], two.about["number"]) in keys}
 
 
 def _unseen(record: Record) -> str | None:
@@ -248,12 +281,14 @@ def _filled_and_gathered(group: list[Pass], record: Record) -> str | None:
     )
 
 
-def _split(group: list[Pass]) -> Iterator[Finding]:
+def _split(group: list[Pass], beside: set[int | None]) -> Iterator[Finding]:
     size = group[0].about["samples"]
     if size is None:
         return
     counts = Counter(index for one in group for index in one.indices or [])
     extra, missing = sum(counts.values()) - len(counts), size - len(counts)
+    if missing in beside:
+        missing = 0
     if extra or missing:
         what = [f"{plural(extra, 'sample')} twice"] if extra else []
         what += [f"{plural(missing, 'sample')} never"] if missing else []
@@ -264,8 +299,3 @@ def _split(group: list[Pass]) -> Iterator[Finding]:
             cause=f"the ranks together evaluate {' and '.join(what)}, of {size}",
             fix="evaluate range(rank, len(dataset), world_size) without padding, or samestep.evaluate(…)",
         )
-
-
-def _is_right_all_the_same(mine: Values, theirs: Values, common: list[tuple[int, str, int]]) -> bool:
-    """Whether counts were compared and agree: padding was taken out again."""
-    return any("values" in mine[place] and "values" in theirs[place] for place in common)

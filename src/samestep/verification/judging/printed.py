@@ -3,17 +3,18 @@
     rank 0   epoch 2: train loss 0.4127, test accuracy 0.913          0.913 is compared, as a number behind the name of
     alone    epoch 2: train loss 0.4098, test accuracy 0.914          a metric; training losses of a rank may differ
 
-A line speaks for itself only where all such numbers in it differ: one that agrees is the evaluation's.
+A line speaks for itself only where all such numbers in it differ: one that agrees is the evaluation's. What each rank
+prints of its own part is no metric of the whole, if it says so, or if there is one of the whole too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from samestep.verification.journal import Event
-from samestep.verification.judging.record import Rank
+from samestep.verification.judging.outcomes import Place
 
 __all__: list[str] = []
 
@@ -39,32 +40,80 @@ class Difference:
 
 @dataclass(frozen=True)
 class Alike:
-    """What the comparison has come to: whether any metric agrees, and the first of a line in which none does."""
+    """What the comparison has come to.
 
-    alike: bool
-    different: Difference | None
+    Attributes:
+        alike: whether any metric agrees.
+        whole: whether all do that were compared.
+        different: the first of a line in which none does.
+        local: where each rank prints numbers of its part, and says so or prints others of the whole too.
+        unsure: lines that differ, and that may: by random numbers, or by what a batch is made of.
+    """
+
+    alike: bool = False
+    whole: bool = False
+    different: Difference | None = None
+    local: str | None = None
+    unsure: int = 0
 
 
-def metrics_alike(ranks: Rank, alone: Rank) -> Alike:
-    """Compares what rank 0 has printed in its evaluations with what the script alone has."""
-    alike, different = False, None
-    for here, there in _pairs(ranks, alone):
-        equal = [mine == theirs for (_, mine), (_, theirs) in zip(metrics(here), metrics(there), strict=False)]
-        if any(equal):
-            alike = True
-        elif equal and different is None and (found := next(_apart(here, there), None)):
-            different = found
-    return Alike(alike, different)
+def metrics_alike(
+    ranks: Sequence[Mapping[Place, Event]],
+    alone: Mapping[Place, Event],
+    may_differ: Container[str] = (),
+    *,
+    known: bool = False,
+) -> Alike:
+    """Compares what the ranks have printed at the ends of evaluations with what the script alone has.
+
+    Args:
+        ranks: the lines of each rank, by place.
+        alone: those of the script alone.
+        may_differ: phases in which a difference is none of the evaluation's.
+        known: whether something else tells what the evaluations of all ranks together come to.
+    """
+    reported = {place: event for lines in reversed(ranks) for place, event in lines.items()}  # by the first rank
+    local = {place[1:3]: place for place in reported if _is_local(place, ranks)}
+    whole = {place: event for place, event in reported.items() if place[1:3] not in local}
+    found = _compared(whole, alone, may_differ)
+    if not (known or found.alike or found.different):  # what a rank prints of its part, it takes for the whole
+        local = {line: place for line, place in local.items() if _names_rank(place, ranks)}
+        whole = {place: event for place, event in reported.items() if place[1:3] not in local}
+        found = _compared(whole, alone, may_differ)
+    return replace(found, local=next((line[0] for line in local), None))
 
 
-def _pairs(ranks: Rank, alone: Rank) -> Iterator[tuple[Event, Event]]:
-    """The lines of each phase from one place in the script, one by one."""
-    told: dict[tuple[int, str], list[Event]] = {}
-    for event in alone.of("printed"):
-        told.setdefault((event["phase"], event["where"]), []).append(event)
-    for event in ranks.of("printed"):
-        if mine := told.get((event["phase"], event["where"])):
-            yield event, mine.pop(0)
+def _compared(lines: Mapping[Place, Event], alone: Mapping[Place, Event], may_differ: Container[str]) -> Alike:
+    alike, whole, different, unsure = False, True, None, 0
+    for place, here in lines.items():
+        there = alone.get(place)
+        pairs = list(zip(metrics(here), metrics(there), strict=False)) if there is not None else []
+        if there is None or not pairs:
+            continue
+        apart = list(_apart(here, there))
+        if len(apart) == len(pairs) and (here["drew"] != there["drew"] or place[0] in may_differ):
+            unsure += 1
+            continue
+        alike = alike or any(mine == theirs for (_, mine), (_, theirs) in pairs)
+        whole = whole and not apart
+        if len(apart) == len(pairs) and different is None:
+            different = apart[0]
+    return Alike(alike, whole and alike, different, unsure=unsure)
+
+
+def _is_local(place: Place, ranks: Sequence[Mapping[Place, Event]]) -> bool:
+    told = [[number for _, number in metrics(lines[place])] for lines in ranks if place in lines]
+    return any(numbers != told[0] for numbers in told)
+
+
+def _names_rank(place: Place, ranks: Sequence[Mapping[Place, Event]]) -> bool:
+    """Whether each rank prints its number in a line."""
+    told = [
+        [number == str(rank) for number in re.findall(r"\d+", lines[place]["text"])]
+        for rank, lines in enumerate(ranks)
+        if place in lines
+    ]
+    return any(all(numbers) for numbers in zip(*told, strict=False))
 
 
 def metrics(line: Event) -> list[tuple[str, str]]:

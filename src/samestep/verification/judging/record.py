@@ -120,7 +120,7 @@ class Record:
     def state(self, window: int) -> Any:
         """Returns the parameters and buffers with which a window began; None where they were not kept."""
         told = [[event for event in rank.of("window") if event["number"] == window] for rank in self.ranks]
-        return self._whole([events[0] for events in told]) if all(told) and told[0][0]["kept"] is not None else None
+        return self._whole([events[-1] for events in told]) if all(told) and told[0][-1]["kept"] is not None else None
 
     def _whole(self, events: list[Event]) -> Any:
         told = [

@@ -20,11 +20,14 @@ class Inputs:
     Args:
         journal: to write to.
         wanted: returns the window at hand where its inputs are of interest, else None.
-        forwarding: called before every forward of a model in training mode.
+        forwarding: called before every forward of a model, with the model and the data that it gets.
     """
 
     def __init__(
-        self, journal: TraceWriter, wanted: Callable[[], int | None], forwarding: Callable[[], None] = lambda: None
+        self,
+        journal: TraceWriter,
+        wanted: Callable[[], int | None],
+        forwarding: Callable[[Any, tuple[Any, ...]], None] = lambda *_: None,
     ) -> None:
         self._journal = journal
         self._forwarding = forwarding
@@ -52,11 +55,13 @@ class Inputs:
                     inner.register_forward_pre_hook(Hook(self._use))
                 self.cannot_tell |= hasattr(root, "_orig_mod") or hasattr(inner, "_orig_mod")
 
-    def _use(self, _: Any, __: Any) -> None:
+    def _use(self, model: Any, args: Any) -> None:
         import torch
 
         if not torch.compiler.is_compiling():
             self.used = True
+            if not torch.is_grad_enabled():
+                self._forwarding(model, args)
 
     def _note(self, model: Any, args: Any, kwargs: Any) -> None:
         import torch
@@ -66,9 +71,13 @@ class Inputs:
         if torch.compiler.is_compiling():
             return
         self.used = True
+        self._forwarding(model, args)
         if not torch.is_grad_enabled():
             return
-        if model.training:
-            self._forwarding()
         if (window := self._wanted()) is not None:
             self._journal.write("input", window=window, rows=row_digests([*args, *kwargs.values()]))
+
+
+def mixes_samples(model: Any) -> bool:
+    """Returns whether the output for one sample depends on the others: a BatchNorm in training mode is in the model."""
+    return any("BatchNorm" in type(module).__name__ and module.training for module in model.modules())

@@ -44,13 +44,13 @@ def _holds(module: nn.Module, wanted: set[int]) -> bool:
     return any(id(parameter) in wanted for parameter in module.parameters())
 
 
-def buffers_of(parameters: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Returns the buffers of the models that hold any of the parameters, by name."""
+def buffers_of(parameters: Iterable[Tensor], *, evaluating: bool = False) -> dict[str, Tensor]:
+    """Returns the buffers of the models that hold any of the parameters, by name; or those of evaluating modules."""
     wanted = {id(parameter) for parameter in parameters}
     found: dict[str, Tensor] = {}
     for number, root in enumerate([one for one in roots() if _holds(one, wanted)]):
         prefix = f"model {number + 1}: " if number else ""
-        found |= {prefix + bare(name): buffer for name, buffer in _persistent(root)}
+        found |= {prefix + bare(name): buffer for name, buffer in _persistent(root, evaluating=evaluating)}
     return found
 
 
@@ -73,9 +73,11 @@ def foreign_buffers_of(parameters: Iterable[Tensor]) -> dict[str, Tensor]:
     return {f"{type(one).__name__}: {name}": buffer for one in others for name, buffer in _persistent(one)}
 
 
-def _persistent(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _persistent(root: nn.Module, *, evaluating: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The buffers that belong to a model's state; the others are made anew."""
     for place, module in root.named_modules():
+        if evaluating and module.training:
+            continue
         for name, buffer in module.named_buffers(place, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:  # noqa: SLF001  (nowhere else told)
                 yield name, buffer

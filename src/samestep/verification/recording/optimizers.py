@@ -72,6 +72,12 @@ class Optimizers:
 
         return buffers_of(self._every_parameter())
 
+    def buffers_in_use(self) -> dict[str, Any]:
+        """Returns those of modules that are not in training mode, in which statistics are made and not used."""
+        from samestep.verification.recording.naming import buffers_of
+
+        return buffers_of(self._every_parameter(), evaluating=True)
+
     def foreign_buffers(self) -> dict[str, Any]:
         """Returns the buffers of modules that hold none of their parameters: a loss with a running state, say."""
         from samestep.verification.recording.naming import foreign_buffers_of

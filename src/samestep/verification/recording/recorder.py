@@ -53,6 +53,8 @@ class Recorder(Witness):
         self._ends = 0
         self._evaluated = 0
         self._last_micro = 1
+        self._has_trained = False  # a model was called with gradients in this window
+        self._looks = 0  # windows that were kept since a model was called without
         self._stop = Path(order["folder"]) / STOP
         self._scaled: Any = None
         self.compressing = Compressing(self.journal, first=seat.rank == 0, wanted=lambda: self._sampled)
@@ -92,6 +94,7 @@ class Recorder(Witness):
         from samestep.verification.recording.passes import described
 
         self._passes += 1
+        self.evaluations.begin_pass(epoch.key, epoch.number)
         about = described(epoch.loader)
         self.journal.write("pass", key=epoch.key, number=epoch.number, where=epoch.where, **about)
         epoch.loader.samestep_length = about["length"]
@@ -100,8 +103,7 @@ class Recorder(Witness):
             self._note_batch(batch)
             yield self.given(batch.value)
         self._is_over = True
-        if self.evaluations.lasts:
-            self.evaluations.passed(epoch.key, epoch.number)
+        self.evaluations.passed(epoch.key, epoch.number)
         self.journal.write("passed", key=epoch.key, number=epoch.number)
 
     def _note_batch(self, batch: Batch) -> None:
@@ -110,10 +112,7 @@ class Recorder(Witness):
         from samestep.verification.recording import rows
 
         training = torch.is_grad_enabled()  # or an evaluation without no_grad: whether it trains will be seen
-        if training and not self.evaluations.lasts:
-            self.evaluations.end()
-        else:
-            self.evaluations.batch(batch.epoch.key, batch.epoch.number, batch.index)
+        self.evaluations.batch(batch.epoch.key, batch.epoch.number, batch.index, gradients=training)
         self._is_over = False
         evaluating = self.evaluations.lasts  # gradients may be off only around the model
         self.open_window(evaluating=evaluating, ends=not evaluating and self._ends_pass(batch))
@@ -153,10 +152,22 @@ class Recorder(Witness):
         length = getattr(batch.epoch.loader, "samestep_length", None)
         return length is not None and batch.index + self._last_micro >= length
 
-    def forwarding(self) -> None:
-        """A window begins here, at the latest, whose batch was loaded before the last step."""
-        if self._is_over:
-            self.open_window(ends=True)
+    def forwarding(self, model: Any, data: tuple[Any, ...]) -> None:
+        """A window begins here, at the latest, whose batch was loaded before the last step, or that is evaluated in."""
+        import torch
+
+        super().forwarding(model, data)
+        if torch.is_grad_enabled():
+            if model.training and self._is_over:
+                self.open_window(ends=True)
+            self._has_trained = True
+        elif self.window and self.optimizers.all and not self._has_trained and not self.micro:
+            if self.evaluations.may_run:
+                self.open_window()
+            if self.is_open and not self._sampled and self._looks < MOST_EVALUATED:
+                self._looks += 1
+                self._sampled = True
+                self._note_window()
 
     def open_window(self, *, evaluating: bool = False, ends: bool = False) -> None:
         """Keeps the values that it begins with, if it is one of those that are looked at."""
@@ -167,11 +178,14 @@ class Recorder(Witness):
         self._evaluated += evaluating
         late = (ends and self._ends <= MOST_ENDS) or (evaluating and self._evaluated <= MOST_EVALUATED)
         self._sampled = self.window in SAMPLED or late
-        kept = self._keep(self.optimizers.values) if self._sampled else None
         if self._loaded is not None:
             self._loaded_buffers = self.optimizers.digests()["buffers"]  # the forward will change them
         if self.window == 0:
             self.journal.write("start", **self.optimizers.digests())
+        self._note_window()
+
+    def _note_window(self) -> None:
+        kept = self._keep(self.optimizers.values) if self._sampled else None
         others = digests(self.optimizers.foreign_buffers()) if self._sampled else {}
         buffers = (
             self.journal.keep(lambda path: save_unseen(self._moving(), path)) if self._sampled and self.rank else None
@@ -285,6 +299,7 @@ class Recorder(Witness):
         self.window += 1
         self._last_micro = self.micro or 1
         self.is_open, self._sampled, self.micro, self._scaled = False, False, 0, None
+        self._has_trained = False
         self.compressing.forget()
         if self._is_enough(optimizer.samestep_steps):
             raise StopRecording(0)
@@ -360,6 +375,8 @@ class Recorder(Witness):
         """Writes down what the script draws while it trains."""
         if self.is_loading and name in ORDERING:
             note_order(self.journal, where, name, value)
+        if self.optimizers.all and not self.is_loading:
+            self.evaluations.drew(value)
         if self.is_training:
             keep(self.journal, self.draws.place(self.window, where), name, value)
         return value

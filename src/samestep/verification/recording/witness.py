@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.adjusting import adjusted, doubled
 from samestep.verification.recording.chance import Draws
 from samestep.verification.recording.evaluations import Evaluations
-from samestep.verification.recording.inputs import Inputs
+from samestep.verification.recording.inputs import Inputs, mixes_samples
 from samestep.verification.recording.optimizers import Optimizers
 from samestep.verification.recording.writes import Writes
 from samestep.verification.watching.begin import begin
@@ -37,12 +38,14 @@ class Witness(Observer, Callbacks):
         self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
         self.optimizers = Optimizers(self.journal)
         self.inputs = Inputs(self.journal, unseen, self.forwarding)
-        self.evaluations = Evaluations(self.journal, self.optimizers.buffers, self.inputs, lambda: self.is_placed)
+        buffers = self.optimizers.buffers_in_use
+        self.evaluations = Evaluations(self.journal, buffers, self.inputs, lambda: self.is_placed, lambda: self.window)
         self.draws = Draws()
         self.window = 0
         self.micro = 0  # backward passes of this window, so far
         self.is_open = False  # something of this window has been seen
         self.is_loading = False
+        self._trained: weakref.ref[Any] | None = None  # what a model was given with gradients last
 
     def end(self, error: BaseException | None) -> None:
         """Notes how the script has ended."""
@@ -63,8 +66,18 @@ class Witness(Observer, Callbacks):
         finally:
             self.is_loading = False
 
-    def forwarding(self) -> None:
-        """A model is about to be called in training."""
+    def forwarding(self, model: Any, data: tuple[Any, ...]) -> None:
+        """A model is about to be called: with gradients it trains, without them it may be evaluated."""
+        import torch
+
+        first = next((one for one in data if isinstance(one, torch.Tensor)), None)
+        if torch.is_grad_enabled():
+            self._trained = None if first is None else weakref.ref(first)
+            self.evaluations.trained()
+            return
+        trained = None if self._trained is None else self._trained()  # what is measured on that is the training's
+        begins = self.window > 0 and not self.micro and (first is None or first is not trained)
+        self.evaluations.ran(begins=begins, by_batch=lambda: mixes_samples(model))
 
     def optimizer_made(self, optimizer: Any, where: str) -> None:
         """Numbers it."""
@@ -115,7 +128,7 @@ class Witness(Observer, Callbacks):
         import torch
 
         if self.window and not self.micro and not torch.is_grad_enabled():
-            self.evaluations.begin()
+            self.evaluations.notice()
         self.evaluations.collected(call, tensors, waits=waits)
 
     def writes_file(self, path: str | os.PathLike[str]) -> None:

@@ -105,6 +105,7 @@ class Alone(Witness):
 
     def batches(self, epoch: Epoch, own: Iterator[Batch]) -> Iterator[Any]:
         """Yields what the ranks have used together, where they have trained on it."""
+        self.evaluations.begin_pass(epoch.key, epoch.number)
         parts = self._replayed.get((epoch.key, epoch.number))
         if parts is None:
             yield from self._natively(epoch, own)
@@ -124,6 +125,7 @@ class Alone(Witness):
             self._note_sizes([event["size"] for _, event in chosen], anew=not index or "loaded" not in first)
             yield self.given(self._joined(chosen, epoch.loader))
         self._is_over = True
+        self.evaluations.passed(epoch.key, epoch.number)
         self._use_sizes()
 
     def _note_sizes(self, sizes: list[int], *, anew: bool) -> None:
@@ -158,12 +160,15 @@ class Alone(Witness):
         import torch
 
         while (batch := self.next_of(own)) is not None:
-            if self.evaluations.lasts or not torch.is_grad_enabled():
-                self.evaluations.batch(epoch.key, epoch.number, batch.index)
-            elif self._last is not None and self._event >= len(self._steps) and self._replayed:
+            gradients = torch.is_grad_enabled()
+            self.evaluations.batch(epoch.key, epoch.number, batch.index, gradients=gradients)
+            over = self._last is not None and self._event >= len(self._steps) and bool(self._replayed)
+            if over and gradients and not self.evaluations.lasts:
                 raise StopRecording(0)  # beyond what the ranks have trained on, data of its own prove nothing
             self.open_window()
             yield self.given(batch.value)
+        self.evaluations.passed(epoch.key, epoch.number)
+        self.journal.write("passed", key=epoch.key, number=epoch.number)
 
     def _joined(self, events: list[tuple[int, Event]], loader: Any) -> Any:
         from samestep.verification.reference.joining import UnjoinableError, joined, permuted
@@ -224,9 +229,14 @@ class Alone(Witness):
             self._put_back(state)
             self._put = self.window
 
-    def forwarding(self) -> None:
-        """A window begins here, at the latest, whose batch was loaded before the last step."""
-        if self._is_over:
+    def forwarding(self, model: Any, data: tuple[Any, ...]) -> None:
+        """A window begins here, at the latest, whose batch was loaded before the last step, or that is evaluated in."""
+        import torch
+
+        super().forwarding(model, data)
+        trains = torch.is_grad_enabled()
+        evaluates = not trains and self.window > 0 and self.evaluations.may_run
+        if evaluates or (trains and model.training and self._is_over):
             self.open_window()
 
     def _put_back(self, values: dict[str, Any]) -> None:
@@ -339,6 +349,8 @@ class Alone(Witness):
         """Hands out what the ranks have drawn."""
         from samestep.verification.recording.chance import as_tensor, joined
 
+        if self.optimizers.all and not self.is_loading:
+            self.evaluations.drew(value)
         if not self.is_training:
             return value
         place = self.draws.place(self.window, where)

@@ -1,0 +1,138 @@
+"""What each evaluation of a process comes to: the sums it forms, and the lines it prints, when its data are through.
+
+for batch in loader: … print(…)     a line before the pass is over, or between two forwards: progress, no metric
+all_reduce(counts, group=pair)      summed over some ranks, and then over others: only the last sum is the outcome
+all_reduce(counts)                  a sum
+for batch in rest: …                other data of the same evaluation: where one process has none, sums are not its
+print(accuracy)                     a metric
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect
+from collections import Counter
+from dataclasses import dataclass, field
+
+from samestep.verification.journal import Event
+from samestep.verification.judging.record import Rank
+
+__all__: list[str] = []
+
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|\b(?:nan|inf)\b", re.IGNORECASE)
+
+Place = tuple[str, str, str, int]  # phase; where; after which batches, or how it is worded; number
+
+
+@dataclass
+class Outcome:
+    """One evaluation of one process.
+
+    Attributes:
+        loaders: those whose batches it took, in order.
+        sums: what collectives brought when all batches of a loader were through, by place.
+        lines: what was printed then, by place.
+        by_batch: whether the output for one sample depended on the others of its batch.
+        brings_together: whether anything was brought together that is of all ranks.
+    """
+
+    loaders: list[str] = field(default_factory=list)
+    sums: dict[Place, Event] = field(default_factory=dict)
+    lines: dict[Place, Event] = field(default_factory=dict)
+    by_batch: bool = False
+    brings_together: bool = False
+
+
+def outcomes(rank: Rank) -> dict[str, Outcome]:
+    """Returns the evaluations of a process, by phase: those in which data went through a model without gradients."""
+    phases: dict[str, list[Event]] = {}
+    of_pass: dict[tuple[str, int], set[str]] = {}
+    for event in rank.of("evaluated", "ran", "passed", "collected", "printed"):
+        if event["kind"] == "evaluated":
+            of_pass.setdefault((event["key"], event["number"]), set()).add(event["phase"])
+        its = of_pass.get((event["key"], event["number"]), ()) if event["kind"] == "passed" else (event["phase"],)
+        for phase in its:
+            phases.setdefault(phase, []).append(event)
+    return {
+        phase: _outcome(phase, events)
+        for phase, events in phases.items()
+        if any(event["kind"] in {"evaluated", "ran"} for event in events)
+    }
+
+
+def _outcome(phase: str, events: list[Event]) -> Outcome:
+    outcome = Outcome(by_batch=any(event.get("by_batch") for event in events))
+    outcome.brings_together = any(event["kind"] == "collected" for event in events)
+    final = _final(events)
+    passes: list[str] = []
+    seen: Counter[tuple[str, str]] = Counter()
+    stretch: list[Event] = []  # sums since the last batch
+    for event, is_final in zip(events, final, strict=True):
+        if event["kind"] == "evaluated":
+            _take(phase, stretch, passes, outcome, seen)
+            if event["key"] not in passes[-1:]:
+                passes.append(event["key"])
+        elif event["kind"] == "collected" and is_final and "values" in event:
+            stretch.append(event)
+        elif event["kind"] == "printed" and is_final:
+            outcome.lines[_place(phase, _line(event), seen)] = event
+    _take(phase, stretch, passes, outcome, seen)
+    outcome.loaders = passes
+    return outcome
+
+
+def _take(
+    phase: str, stretch: list[Event], passes: list[str], outcome: Outcome, seen: Counter[tuple[str, str]]
+) -> None:
+    """Adds the sums of a stretch; of those from one line the last has the same number in every process."""
+    for event in reversed(_last_of_chains(stretch)):
+        outcome.sums[_place(phase, (event["where"], " ".join(passes)), seen)] = event
+    stretch.clear()
+
+
+def _place(phase: str, what: tuple[str, str], seen: Counter[tuple[str, str]]) -> Place:
+    seen[what] += 1
+    return phase, *what, seen[what]
+
+
+def _last_of_chains(sums: list[Event]) -> list[Event]:
+    """What is summed over some of the ranks, and then over others, comes to its end with the last of these sums."""
+    return [
+        event
+        for index, event in enumerate(sums)
+        if event["group"] == "world" or not any(_goes_on(event, later) for later in sums[index + 1 :])
+    ]
+
+
+def _goes_on(event: Event, later: Event) -> bool:
+    return len(event["values"]) == len(later["values"]) and event["group"] != later["group"]
+
+
+def _final(events: list[Event]) -> list[bool]:
+    """Whether each event comes when its data are through, or is a state on the way there.
+
+    A DataLoader's pass says when it is over. Without one, what is repeated between two forwards is on the way.
+    """
+    last = {(event["key"], event["number"]): i for i, event in enumerate(events) if "key" in event}
+    rans = [i for i, event in enumerate(events) if event["kind"] == "ran"]
+    loads = any(event["kind"] == "evaluated" for event in events)
+    known: dict[tuple[str, str], list[int]] = {}  # a line, as it is worded -> where it stands
+    for i, event in enumerate(events):
+        known.setdefault(_line(event), []).append(i)
+    final, goes_on = [], -1
+    for i, event in enumerate(events):
+        if event["kind"] == "evaluated":
+            goes_on = last[event["key"], event["number"]]
+        if loads:
+            final.append(i > goes_on)
+            continue
+        repeated = known[_line(event)]
+        between = bisect(rans, repeated[0]) < bisect(rans, repeated[-1])
+        through = event["kind"] == "collected" and i > rans[-1]  # a sum that is formed anew is the last of its kind
+        final.append(through or not between)
+    return final
+
+
+def _line(event: Event) -> tuple[str, str]:
+    words = _NUMBER.sub("#", event.get("text", ""))
+    return event.get("where", ""), "".join(words.split())  # numbers may be padded to one width

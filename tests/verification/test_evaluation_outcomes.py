@@ -1,0 +1,318 @@
+"""What an evaluation comes to: the metric at its end, not its progress lines, nor what only some ranks have summed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from journals import Event, ended, record
+from torch import nn
+
+from samestep.verification import journal
+from samestep.verification.judging import evaluation
+from samestep.verification.judging.outcomes import outcomes
+from samestep.verification.judging.record import Rank
+from samestep.verification.recording.evaluations import Evaluations
+from samestep.verification.recording.inputs import Inputs, mixes_samples
+from samestep.verification.recording.naming import buffers_of
+from samestep.verification.report import Report
+
+VALIDATION, REST = "train.py:10#1", "train.py:11#1"
+
+
+def loads(*indices: list[int], key: str = VALIDATION, samples: int | None = None) -> list[Event]:
+    """The events of a pass of an evaluation, a list for each batch, and its end."""
+    place = {"key": key, "number": 0}
+    about = {"dataset": "Data", "sampler": "DistributedSampler", "replacement": False, "drop_last": True}
+    more = {"rows": [], "kept": None, "training": False, "window": 4}
+    batches = [
+        event
+        for i, batch in enumerate(indices)
+        for event in (
+            {"kind": "evaluated", "phase": 1, "index": i, **place},
+            {"kind": "batch", "index": i, "indices": batch, "size": len(batch), **place, **more},
+        )
+    ]
+    return [{"kind": "pass", "samples": samples, **place, **about}, *batches, {"kind": "passed", **place}]
+
+
+def sums(*values: float, where: str = "train.py:30", group: str = "world", **more: Any) -> Event:
+    about = {"kind": "collected", "op": "all_reduce", "reduce": "SUM", "phase": 1, "placed": True, "drew": None}
+    return {**about, "values": [float(value) for value in values], "where": where, "group": group, **more}
+
+
+def prints(text: str, where: str = "train.py:40", **more: Any) -> Event:
+    return {"kind": "printed", "text": text, "where": where, "phase": 1, "placed": True, "drew": None, **more}
+
+
+def ran(*, by_batch: bool = False) -> Event:
+    return {"kind": "ran", "phase": 1, "by_batch": by_batch}
+
+
+def judged(ranks: list[list[Event]], alone: list[Event]) -> Report:
+    report = Report(ranks=len(ranks), steps=4)
+    evaluation.judge(record(*[[*rank, ended()] for rank in ranks]), record([*alone, ended()]), report)
+    return report
+
+
+def found(ranks: list[list[Event]], alone: list[Event]) -> list[str | None]:
+    return [finding.where for finding in judged(ranks, alone).errors]
+
+
+def test_of_sums_over_some_ranks_and_then_over_others_the_last_is_compared() -> None:
+    def rank(pair: float, whole: float) -> list[Event]:
+        return [ran(), sums(pair, 2, where="train.py:29", group="2:0,1"), sums(whole, 4, group="5:0,2")]
+
+    alone = [ran(), sums(7, 4, where="train.py:29", group="2:0"), sums(7, 4, group="5:0")]
+    assert found([rank(3, 7), rank(3, 7)], alone) == []
+    assert found([rank(3, 6), rank(3, 6)], alone) == ["train.py:30"]
+    only = [ran(), sums(3, 2, where="train.py:29", group="2:0,1")]
+    assert found([only, only], [ran(), sums(7, 4, where="train.py:29", group="2:0")]) == ["train.py:29"]
+
+
+def test_a_mean_over_the_ranks_of_a_group_is_a_sum_divided_by_their_number() -> None:
+    def evaluates(group: str) -> list[Event]:
+        return [ran(), sums(1.5, group=group)]
+
+    assert found([evaluates("5:0,1")] * 4, [ran(), sums(0.75)]) == []
+    assert found([evaluates("world")] * 4, [ran(), sums(0.75)]) == ["train.py:30"]
+
+
+def test_progress_lines_are_no_metric() -> None:
+    """As PyTorch's ImageNet example prints them: on every rank, for its part, and the result at the end by all."""
+
+    def shows(acc: str, result: str, *rest: list[int]) -> list[Event]:
+        about, *batches, over = loads([0, 1], [2, 3], *rest)
+        begun, later = batches[:2], batches[2:]
+        return [
+            about,
+            *begun,
+            prints(f"Test: [1/2] Acc@1 {acc}"),
+            *later,
+            over,
+            prints(f" * Acc@1 {result}", "train.py:50"),
+        ]
+
+    whole = shows("12.50", "40.25", [4, 5], [6, 7])
+    assert found([shows("16.67", "40.25"), shows("33.33", "40.25")], whole) == []
+    assert judged([shows("16.67", "40.25"), shows("33.33", "40.25")], whole).coverage["evaluation"] == "agrees"
+    assert found([shows("12.50", "42.50"), shows("12.50", "42.50")], whole) == ["train.py:50"]
+
+
+def test_the_last_line_of_a_loop_over_tensors_is_one_of_progress_too() -> None:
+    def shows(*batches: str, result: str) -> list[Event]:
+        lines = [event for one in batches for event in (ran(), prints(f"batch accuracy {one}"))]
+        return [*lines, prints(f"accuracy {result}", "train.py:50")]
+
+    alone = shows("0.100", "0.300", "0.500", result="0.300")
+    assert found([shows("0.100", "0.200", result="0.300"), [ran()]], alone) == []
+    assert found([shows("0.100", "0.200", result="0.150"), [ran()]], alone) == ["train.py:50"]
+
+
+def test_results_that_one_helper_prints_are_told_apart_by_their_words() -> None:
+    def logs(validation: str, test: str) -> list[Event]:
+        return [
+            *[*loads([0, 1]), prints(f"validation: accuracy {validation}")],
+            *[*loads([0, 1], key=REST), prints(f"test: accuracy {test}")],
+        ]
+
+    assert found([logs("0.750", "0.500"), loads([2, 3])], logs("0.750", "0.500")) == []
+    assert found([logs("0.750", "0.600"), loads([2, 3])], logs("0.750", "0.500")) == ["train.py:40"]
+
+
+def test_numbers_that_are_padded_to_one_width_are_of_one_line() -> None:
+    ours, theirs = [*loads([0, 1]), prints("Acc@1 100.00 ( 66.67)")], [*loads([0, 1]), prints("Acc@1  50.00 ( 66.67)")]
+    assert judged([ours, loads([2, 3])], theirs).coverage["evaluation"] == "agrees"
+
+
+def test_what_every_rank_prints_of_its_own_part_is_no_metric() -> None:
+    def rank(number: int, loss: str) -> list[Event]:
+        return [*loads([0, 1]), prints(f"[GPU{number}] eval loss {loss}")]
+
+    report = judged([rank(0, "1.234"), rank(1, "1.345")], rank(0, "1.300"))
+    assert report.findings == []
+    assert report.coverage["evaluation"].startswith("not checked: each rank tells of its own part at train.py:40")
+    assert found([rank(0, "1.234"), loads([2, 3])], rank(0, "1.300")) == ["train.py:40"]  # rank 0's, as the result
+
+    def anybody(loss: str, *more: Event) -> list[Event]:
+        return [*loads([0, 1]), prints(f"eval loss {loss}"), *more]
+
+    assert found([anybody("1.234"), anybody("1.345")], anybody("1.300")) == ["train.py:40"]  # each, as the result
+    whole = prints("over all ranks: eval loss 1.300", "train.py:41")
+    assert found([anybody("1.234", whole), anybody("1.345")], anybody("1.300", whole)) == []
+    assert found([anybody("1.234", sums(2.6, 2)), anybody("1.345")], anybody("1.300", sums(2.6, 2))) == []
+
+
+def test_sums_of_a_loader_are_compared_though_another_follows() -> None:
+    def evaluates(first: float, second: float) -> list[Event]:
+        return [*loads([0, 1]), sums(first, 5), *loads([0, 1], key=REST), sums(second, 5)]
+
+    assert found([evaluates(3, 4)] * 2, evaluates(3, 4)) == []
+    assert found([evaluates(2, 4)] * 2, evaluates(3, 4)) == ["train.py:30"]
+    assert found([evaluates(3, 3)] * 2, evaluates(3, 4)) == ["train.py:30"]
+
+
+def test_samples_that_one_loader_leaves_out_and_another_brings_are_evaluated() -> None:
+    """A sampler that drops the last 1 of 9 on two ranks, then a loader for it; one process has no such loader."""
+
+    def rank(mine: list[int], rest: int, *more: Event) -> list[Event]:
+        beside = loads([0], key=REST, samples=rest) if rest else []
+        return [*loads(mine, samples=9), sums(6, 8), *beside, *more]
+
+    alone = [*loads([*range(9)], samples=9), sums(7, 9)]
+    first, other = [0, 2, 4, 6], [1, 3, 5, 7]
+    assert found([rank(first, 1), rank(other, 1)], alone) == []
+    line, whole = prints("accuracy 0.7778"), [*alone, prints("accuracy 0.7778")]
+    assert judged([rank(first, 1, line), rank(other, 1)], whole).coverage["evaluation"] == "agrees"
+    assert found([rank(first, 0), rank(other, 0)], alone) == ["train.py:30"]
+    assert found([rank(first, 3), rank(other, 3)], alone) == ["train.py:10"]  # no loader for as many
+
+
+def test_sums_that_no_metric_shows_are_none() -> None:
+    """Times, say; but not where samples come twice, and the digits that are printed do not show it."""
+
+    def rank(mine: list[int], seconds: float) -> list[Event]:
+        return [*loads(mine, samples=4), sums(seconds), prints("accuracy 0.750")]
+
+    assert found([rank([0, 1], 3.5), rank([2, 3], 3.5)], rank([0, 1, 2, 3], 1.0)) == []
+    assert found([rank([0, 1, 2], 3.5), rank([3, 0, 1], 3.5)], rank([0, 1, 2, 3], 1.0)) == ["train.py:30"]
+
+
+@pytest.mark.parametrize(("drew", "by_batch", "said"), [("x", False, "random numbers"), (None, True, "BatchNorm")])
+def test_what_may_differ_is_not_accused(*, drew: str | None, by_batch: bool, said: str) -> None:
+    """Other random numbers, or a model in training mode whose BatchNorm sees other batches: agreement counts alone."""
+
+    def evaluates(accuracy: str, drew: str | None) -> list[Event]:
+        return [ran(by_batch=by_batch), sums(float(accuracy), drew=drew), prints(f"accuracy {accuracy}", drew=drew)]
+
+    report = judged([evaluates("0.500", drew), [ran()]], evaluates("0.600", None))
+    assert report.findings == []
+    assert said in report.coverage["evaluation"]
+    assert judged([evaluates("0.500", drew), [ran()]], evaluates("0.500", None)).coverage["evaluation"] == "agrees"
+    if drew:  # the same numbers alone
+        assert found([evaluates("0.500", drew), [ran()]], evaluates("0.600", drew)) == ["train.py:30"]
+
+
+def test_sums_of_samestep_are_its_own_and_its_metrics_are_compared() -> None:
+    def evaluates(accuracy: float) -> list[Event]:
+        returned = {"kind": "metrics", "window": 4, "where": "train.py:30", "metrics": {"accuracy": accuracy}}
+        return [ran(), sums(accuracy), returned]
+
+    report = judged([evaluates(0.5), [ran(), sums(3)]], [ran(), sums(9), *evaluates(0.5)[2:]])
+    assert (report.findings, report.coverage["evaluation"]) == ([], "agrees")
+    assert found([evaluates(0.5)] * 2, evaluates(0.75)) == ["train.py:30"]
+
+
+# --- recording ------------------------------------------------------------------------------------------
+
+
+class Told:
+    """An evaluation's events, as a script would cause them."""
+
+    def __init__(self, folder: Any) -> None:
+        self.folder = folder
+        self.journal = journal.TraceWriter(folder, 0)
+        self.evaluations = Evaluations(self.journal, dict, Inputs(self.journal, lambda: None))
+
+    def goes_through(self, *, trains: bool, key: str = VALIDATION, batches: int = 3) -> None:
+        """A loop that switches gradients off around its model only, if it does."""
+        self.evaluations.begin_pass(key, 0)
+        for index in range(batches):
+            self.evaluations.batch(key, 0, index, gradients=True)
+            self.evaluations.ran(begins=True, by_batch=lambda: False)  # pseudo-labels, where it trains
+            self.evaluations.printed(lambda: "progress", "train.py:40")
+            if trains:
+                self.evaluations.trained()
+                self.evaluations.end()
+        self.evaluations.passed(key, 0)
+
+    def prints(self) -> None:
+        self.evaluations.printed(lambda: "accuracy 0.750", "train.py:50")
+
+    def of(self, *kinds: str) -> list[Event]:
+        return [event for event in journal.read(self.folder, 0) if event["kind"] in kinds]
+
+
+def test_an_evaluation_is_seen_though_neither_eval_nor_the_loop_says_so(tmp_path) -> None:
+    told = Told(tmp_path)
+    told.goes_through(trains=False)
+    told.prints()
+    told.goes_through(trains=False, key=REST, batches=1)
+    told.prints()
+    assert [event["index"] for event in told.of("evaluated")] == [0, 1, 2, 0]
+    assert {event["phase"] for event in told.of("evaluated", "printed", "ran")} == {"0.1"}
+    (outcome,) = outcomes(Rank(0, told.of("evaluated", "printed", "ran", "passed"))).values()
+    assert outcome.loaders == [VALIDATION, REST]
+    assert {place[1] for place in outcome.lines} == {"train.py:50"}
+    told.goes_through(trains=True, key="train.py:9#1")
+    told.prints()
+    assert len(told.of("evaluated")) == 4
+    assert len([event for event in told.of("printed") if event["where"] == "train.py:50"]) == 2
+
+
+def test_a_loop_that_trains_on_what_it_has_labelled_without_gradients_is_no_evaluation(tmp_path) -> None:
+    told = Told(tmp_path)
+    told.goes_through(trains=True)
+    told.prints()
+    assert not told.of("evaluated", "printed", "ran")
+    assert not told.evaluations.lasts
+
+
+def test_a_loop_without_gradients_is_over_with_its_pass(tmp_path) -> None:
+    """Its next loader may be that of the training, also where the loop was left before the end."""
+    told = Told(tmp_path)
+    told.evaluations.begin_pass(VALIDATION, 0)
+    told.evaluations.batch(VALIDATION, 0, 0, gradients=False)
+    assert told.evaluations.lasts
+    told.evaluations.begin_pass("train.py:9#1", 1)
+    told.evaluations.batch("train.py:9#1", 1, 0, gradients=True)
+    assert not told.evaluations.lasts
+    assert [event["key"] for event in told.of("evaluated")] == [VALIDATION]
+
+
+def test_data_without_a_loader_are_evaluated_between_two_steps_only(tmp_path) -> None:
+    told = Told(tmp_path)
+    told.evaluations.ran(begins=False, by_batch=lambda: False)  # a window in which something is trained on
+    told.prints()
+    told.evaluations.begin_pass(VALIDATION, 0)
+    told.evaluations.ran(begins=True, by_batch=lambda: False)  # a batch of it
+    told.prints()
+    told.evaluations.passed(VALIDATION, 0)
+    assert not told.of("printed", "ran")
+    told.evaluations.drew(torch.ones(2))
+    told.evaluations.ran(begins=True, by_batch=lambda: False)
+    told.prints()
+    (line,) = told.of("printed")
+    assert line["drew"] is not None
+    assert [event["phase"] for event in told.of("ran")] == ["0.1"]
+
+
+def test_phases_are_named_by_their_window_and_begin_with_data(tmp_path) -> None:
+    """Alone, a script may leave out what ranks bring together between two steps: no phase is counted for it."""
+    windows = iter([3, 3, 5])
+    book = journal.TraceWriter(tmp_path, 0)
+    evaluations = Evaluations(book, dict, Inputs(book, lambda: None), window=lambda: next(windows))
+    evaluations.notice()  # parameters are averaged, say
+    evaluations.begin()
+    evaluations.ran(begins=True, by_batch=lambda: False)
+    evaluations.leave()
+    evaluations.begin()
+    evaluations.ran(begins=True, by_batch=lambda: False)
+    evaluations.end()
+    evaluations.begin()
+    evaluations.ran(begins=True, by_batch=lambda: False)
+    assert [event["phase"] for event in journal.read(tmp_path, 0)] == ["3.1", "3.2", "5.1"]
+
+
+def test_a_module_in_training_mode_uses_no_statistics_and_mixes_samples() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert mixes_samples(model)
+    assert buffers_of(model.parameters(), evaluating=True) == {}
+    model.eval()
+    assert not mixes_samples(model)
+    assert sorted(buffers_of(model.parameters(), evaluating=True)) == [
+        "1.num_batches_tracked",
+        "1.running_mean",
+        "1.running_var",
+    ]
