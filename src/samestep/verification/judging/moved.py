@@ -33,14 +33,14 @@ def _moved(record: Record, whole: Run) -> Iterator[Finding]:
     alone = whole.record.ranks[0]
     for event in alone.of("moved"):
         after, before = _buffers(record, event["window"]), _buffers(record, event["window"] - 1)
-        if not after or not before or event["kept"] is None:
+        if not after or not _are_equal(before) or event["kept"] is None:
             continue
         theirs = whole.record.value(0, event["kept"])
-        are_apart = any(not torch.equal(one[name], after[0][name]) for one in after[1:] for name in one)
+        are_apart = not _are_equal(after)
         for name, buffer in after[0].items():
             if not name.endswith(STATISTICS) and name in theirs and _is_apart(buffer, theirs[name]):
-                starts, ends = ([one[name] for one in ranks if name in one] for ranks in (before, after))
-                if not (are_apart and _are_parts(starts, ends, theirs[name])):
+                ends = [one[name] for one in after if name in one]
+                if not (are_apart and _are_parts(before[0][name], ends, theirs[name])):
                     yield _finding(record, event["window"] - 1, name)
                     return
 
@@ -57,17 +57,19 @@ def _buffers(record: Record, window: int) -> list[dict[str, Any]]:
     return [] if state is None else [state["buffers"], *others]
 
 
-def _are_parts(before: list[Any], after: list[Any], theirs: Any) -> bool:
+def _are_equal(ranks: list[dict[str, Any]]) -> bool:
+    """Whether ranks have the same buffers; the script alone begins with the first rank's, which are no reference else."""
+    return bool(ranks) and all(torch.equal(one[name], ranks[0][name]) for one in ranks[1:] for name in one)
+
+
+def _are_parts(start: Any, ends: list[Any], theirs: Any) -> bool:
     """Whether ranks that keep a buffer each for itself have together, added up or on average, what one process has.
 
-    How they come together is seen where the buffer is used, in an evaluation or a checkpoint. Ranks that have begun
-    with different values say nothing here.
+    How they come together is seen where the buffer is used, in an evaluation or a checkpoint.
     """
-    if not all(torch.equal(one, before[0]) for one in before[1:]):
-        return True
-    change = theirs.double() - before[0].double()
-    total = torch.stack([one.double() - before[0].double() for one in after]).sum(0)
-    return any(not _is_apart(part, change) for part in (total, total / len(after)))
+    change = theirs.double() - start.double()
+    total = torch.stack([end.double() - start.double() for end in ends]).sum(0)
+    return any(not _is_apart(part, change) for part in (total, total / len(ends)))
 
 
 def _is_apart(mine: Any, theirs: Any) -> bool:
