@@ -58,7 +58,7 @@ def _buffers(record: Record, window: int) -> list[dict[str, Any]]:
 
 
 def _are_equal(ranks: list[dict[str, Any]]) -> bool:
-    """Whether ranks have the same buffers; the script alone begins with the first rank's, which are no reference else."""
+    """Whether ranks have the same buffers; the script alone begins with the first rank's."""
     return bool(ranks) and all(torch.equal(one[name], ranks[0][name]) for one in ranks[1:] for name in one)
 
 
