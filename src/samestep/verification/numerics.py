@@ -111,6 +111,15 @@ def are_finite(gradients: Gradients) -> bool:
     return all(one is None or bool(torch.isfinite(_flat(one)).all()) for one in gradients)
 
 
+def are_zero(gradients: Gradients) -> bool:
+    """Returns whether every gradient is missing or exactly zero.
+
+    >>> are_zero([None, torch.zeros(2)]), are_zero([torch.tensor([0.0, math.nan])])
+    (True, False)
+    """
+    return not any(bool(_flat(one).any()) for one in gradients if one is not None)
+
+
 def unit(gradients: Gradients) -> float:
     """Returns the unit roundoff of the coarsest type among the gradients."""
     return max((torch.finfo(one.dtype).eps / 2 for one in gradients if one is not None), default=0.0)

@@ -19,7 +19,7 @@ from samestep.verification.judging.samples import loads_for_all
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.skipped import skipper
 from samestep.verification.judging.states import averaged_behind
-from samestep.verification.judging.virtual_ranks import VirtualRanks
+from samestep.verification.judging.virtual_ranks import EVERY_ZERO, VirtualRanks
 from samestep.verification.judging.windows import Windows
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
@@ -85,6 +85,10 @@ class Comparison:
             Windows(self.record, self.others.merged, self.others.apart).judge(common, self.whole, report)
 
     def _compare(self, common: list[Event], report: Report) -> None:
+        alone = self.whole.gradients
+        if all(numerics.are_zero(self._recorded(one)) and numerics.are_zero(alone(one["event"])) for one in common):
+            report.cover("gradients", unchecked(EVERY_ZERO))
+            return
         apart = {event["event"]: self._apart(event) for event in common}
         worst = max(one.worst for one in apart.values())
         if (chance := self._chance()) is not None and worst > numerics.limit(0.0, self._recorded(common[0])):

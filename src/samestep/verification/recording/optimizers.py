@@ -19,6 +19,7 @@ class Optimizers:
         self._named: dict[int, list[str]] = {}
         self._beside: dict[int, dict[str, Any]] = {}
         self._made: list[weakref.ref[Any]] = []  # a script that lets one go shall have its memory back
+        self._untrained: dict[str, Any] | None = None  # name -> digest, when they were first looked at
 
     @property
     def all(self) -> list[Any]:
@@ -77,9 +78,31 @@ class Optimizers:
         return [parameter for optimizer in self.all for parameter in of_optimizer(optimizer)]
 
     def values(self) -> dict[str, Any]:
-        """Returns all parameters, by the number of their optimizer, and all buffers; of cut ones this rank's parts."""
+        """Returns what steps change: the parameters, by the number of their optimizer, all buffers, and `changed`.
+
+        Of what is cut over the ranks it is this rank's parts.
+        """
         kept = {optimizer.samestep_number: held(self.parameters(optimizer).values()) for optimizer in self.all}
-        return {"parameters": kept, "buffers": self.buffers()}
+        return {"parameters": kept, "buffers": self.buffers(), "untrained": self._changed()}
+
+    def untrained(self) -> dict[str, Any]:
+        """Returns the parameters that no optimizer holds: of a teacher that follows its student, or frozen ones."""
+        from samestep.verification.recording.naming import untrained_of
+
+        return untrained_of(self._every_parameter())
+
+    def _changed(self) -> dict[str, Any]:
+        """Those of them that are not what they were at the first call; all that are cut, a part may be unchanged."""
+        parameters = self.untrained()
+        told = digests(parameters)
+        if self._untrained is None:
+            self._untrained = told
+        changed = {
+            name: one
+            for name, one in parameters.items()
+            if self._untrained.get(name) != told[name] or hasattr(one, "_local_tensor")
+        }
+        return dict(zip(changed, held(changed.values()), strict=True))
 
     def digests(self) -> dict[str, dict[str, str]]:
         """Returns what tells all parameters and buffers from others; two optimizers may use a name for two."""

@@ -75,7 +75,7 @@ def joined(values: Sequence[Any]) -> Any:
     """Returns the first of some values, one of each rank and built alike, with its parts put together."""
     first = values[0]
     if isinstance(first, dict):
-        return {key: joined([value[key] for value in values]) for key in first}
+        return {key: joined([value[key] for value in values if key in value]) for key in first}
     if isinstance(first, list):
         return [joined(row) for row in zip(*values, strict=True)]
     if not isinstance(first, Part):

@@ -241,6 +241,11 @@ class Alone(Witness):
                 value = values["buffers"].get(name)
                 if value is not None and value.shape == buffer.shape:
                     buffer.data.copy_(value)
+            for name, parameter in self.optimizers.untrained().items() if values["untrained"] else ():
+                value = values["untrained"].get(name)
+                own = getattr(parameter, "_local_tensor", parameter.data)
+                if value is not None and value.shape == own.shape:
+                    own.copy_(value)
 
     @property
     def is_placed(self) -> bool:
