@@ -278,6 +278,9 @@ def _compare(runner: Runner, record: Record, report: Report) -> Run:
         name = f"step {step['event']} with samples of rank"
         return [alone(f"{name} {rank}", only=[step["window"], rank]) for rank in everybody]
 
+    def own_lengths() -> Run:
+        return alone("with lengths of its own", own_lengths=True)
+
     def in_float64() -> tuple[Record, Run, Run]:
         steps = min(record.steps, numerics.STEPS_IN_FLOAT64)
         ranks = runner.recorded(f"{record.size} ranks in float64", record.size, steps=steps, double=True).record
@@ -287,9 +290,8 @@ def _compare(runner: Runner, record: Record, report: Report) -> Run:
     whole = alone("all samples")
     if record.steps and states.foreign_to(record) is None and states.local_steps(record) is None:
         permuted = functools.partial(alone, "another order", permuted=True)
-        Comparison(record, whole, Others(permuted, of_ranks, virtual_ranks, merged, apart, at_step, in_float64)).judge(
-            report
-        )
+        others = Others(permuted, of_ranks, virtual_ranks, merged, apart, at_step, own_lengths, in_float64)
+        Comparison(record, whole, others).judge(report)
         declared.judge(record, whole, report)
         moved.judge(record, whole, report)
         evaluation.judge(record, whole.record, report)

@@ -94,18 +94,24 @@ class Alone(Witness):
     # --- data --------------------------------------------------------------------------------
 
     def length(self, loader: Any, key: str, own: int) -> int:
-        """Says what it said on the ranks: schedules and progress depend on it."""
+        """Says what it said on the ranks: schedules and progress depend on it. Or what it is here, if so ordered."""
         del loader
+        if self.order.get("own_lengths"):
+            return own
         recorded = self._lengths.get(key)
         return own if recorded is None else int(recorded)
 
     def batches(self, epoch: Epoch, own: Iterator[Batch]) -> Iterator[Any]:
         """Yields what the ranks have used together, where they have trained on it."""
+        from samestep.data.iterable import dataset_length
+
         parts = self._replayed.get((epoch.key, epoch.number))
         if parts is None:
             yield from self._natively(epoch, own)
             return
         self.evaluations.end()
+        if self.order.get("own_lengths"):
+            self.journal.write("own_length", key=epoch.key, own=dataset_length(epoch.loader))
         for index in range(max(map(len, parts))):
             events = {
                 rank: theirs[index] for rank, theirs in zip(self._ranks, parts, strict=True) if index < len(theirs)
