@@ -11,6 +11,7 @@ from typing import Any
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, Finding, unchecked
 from samestep.verification.journal import Event
+from samestep.verification.judging import local_steps as local
 from samestep.verification.judging.explanations import Explanations
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.rates import Rates
@@ -18,7 +19,7 @@ from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.samples import loads_for_all
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.skipped import skipper
-from samestep.verification.judging.states import averaged_behind
+from samestep.verification.judging.states import averaged_behind, local_steps
 from samestep.verification.judging.virtual_ranks import EVERY_ZERO, VirtualRanks
 from samestep.verification.judging.windows import Windows
 from samestep.verification.judging.words import plural
@@ -75,12 +76,31 @@ class Comparison:
         if not self.record.is_alike:
             report.cover("gradients", unchecked("each rank's optimizer holds other parameters (a sharded optimizer)"))
             return
+        if (declared := local_steps(self.record)) is not None and self.others.of_group is not None:
+            local.judge(self.record, declared, common, self._compare_group, report)
+            return
         if self._has_other_samples(common):
             VirtualRanks(self.record, self.others.virtual_ranks).judge(common, report)
             return
         self._compare(common, report)
         if report.coverage["gradients"] == AGREES and self.others.merged is not None and self.others.apart is not None:
             Windows(self.record, self.others.merged, self.others.apart).judge(common, self.whole, report)
+
+    def _compare_group(self, ranks: list[int], steps: list[Event], report: Report) -> None:
+        """Compares some ranks, which have averaged their gradients, with the script alone on their samples."""
+        assert self.others.of_group is not None
+        whole, others = self.others.of_group(ranks)
+        part = Record(self.record.folder, [rank for rank in self.record.ranks if rank.number in ranks])
+        group = Comparison(part, whole, others)
+        common = [step for step in steps if step["event"] in whole.steps]
+        if not common:
+            report.cover("gradients", unchecked(group._why()))
+        elif group._has_other_samples(common):
+            report.cover(
+                "gradients", unchecked("the samples come from no DataLoader, and one process cuts them otherwise")
+            )
+        else:
+            group._compare(common, report)
 
     def _compare(self, common: list[Event], report: Report) -> None:
         alone = self.whole.gradients
