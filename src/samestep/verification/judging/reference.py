@@ -96,9 +96,7 @@ class Comparison:
         if not common:
             report.cover("gradients", unchecked(group._why()))
         elif group._has_other_samples(common):
-            report.cover(
-                "gradients", unchecked("the samples come from no DataLoader, and one process cuts them otherwise")
-            )
+            report.cover("gradients", unchecked("alone, the script trains on other samples than they do"))
         else:
             group._compare(common, report)
 

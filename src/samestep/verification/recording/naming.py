@@ -66,12 +66,13 @@ def others_of(parameters: Iterable[Tensor], known: Iterable[Tensor]) -> dict[str
     }
 
 
-def untrained_of(known: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Returns the parameters of all models that are not `known`, by the number of their model and their name."""
+def untrained_of(known: Iterable[Tensor]) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+    """Yields the models that hold parameters which are not `known`, and these by name."""
     held = {id(parameter) for parameter in known}
-    found = ({name: one for name, one in root.named_parameters() if id(one) not in held} for root in roots())
-    models = enumerate(parameters for parameters in found if parameters)
-    return {f"model {number + 1}: {bare(name)}": one for number, theirs in models for name, one in theirs.items()}
+    for root in roots():
+        found: dict[str, Tensor] = {bare(name): one for name, one in root.named_parameters() if id(one) not in held}
+        if found:
+            yield root, found
 
 
 def foreign_buffers_of(parameters: Iterable[Tensor]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,6 +20,8 @@ class Optimizers:
         self._named: dict[int, list[str]] = {}
         self._beside: dict[int, dict[str, Any]] = {}
         self._made: list[weakref.ref[Any]] = []  # a script that lets one go shall have its memory back
+        self._models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbered = itertools.count(1)
         self._untrained: dict[str, Any] | None = None  # name -> digest, when they were first looked at
 
     @property
@@ -86,10 +89,18 @@ class Optimizers:
         return {"parameters": kept, "buffers": self.buffers(), "untrained": self._changed()}
 
     def untrained(self) -> dict[str, Any]:
-        """Returns the parameters that no optimizer holds: of a teacher that follows its student, or frozen ones."""
+        """Returns the parameters that no optimizer holds: of a teacher that follows its student, or frozen ones.
+
+        Models are numbered as they are first seen here: one that is gone takes no other's number with it.
+        """
         from samestep.verification.recording.naming import untrained_of
 
-        return untrained_of(self._every_parameter())
+        found: dict[str, Any] = {}
+        for model, parameters in untrained_of(self._every_parameter()):
+            if model not in self._models:
+                self._models[model] = next(self._numbered)
+            found |= {f"model {self._models[model]}: {name}": one for name, one in parameters.items()}
+        return found
 
     def _changed(self) -> dict[str, Any]:
         """Those of them that are not what they were at the first call; all that are cut, a part may be unchanged."""

@@ -247,7 +247,7 @@ class Alone(Witness):
                 value = values["buffers"].get(name)
                 if value is not None and value.shape == buffer.shape:
                     buffer.data.copy_(value)
-            for name, parameter in self.optimizers.untrained().items() if values["untrained"] else ():
+            for name, parameter in self.optimizers.untrained().items():
                 value = values["untrained"].get(name)
                 own = getattr(parameter, "_local_tensor", parameter.data)
                 if value is not None and value.shape == own.shape:
