@@ -199,6 +199,32 @@ def test_micro_batches_that_count_alike_and_are_not_are_found(
     assert severity is None or "they would count 0.500, 1.500 times" in report.findings[0].cause
 
 
+@pytest.mark.parametrize(("theirs", "is_found"), [([3.0, 5.0], False), ([1.5, 2.5], False), ([3.0, 6.0], True)])
+def test_buffers_that_each_rank_keeps_a_part_of_are_no_difference(
+    tmp_path: Path, theirs: list[float], *, is_found: bool
+) -> None:
+    """They are added up, or averaged, where they are used."""
+
+    def kept(rank: int, number: int, value: Any) -> None:
+        path = value_path(tmp_path, rank, number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(value, path)
+
+    kept(0, 0, {"buffers": {"total": torch.zeros(2)}})
+    kept(1, 0, {"total": torch.zeros(2)})
+    kept(0, 1, {"buffers": {"total": torch.tensor([1.0, 2.0])}})
+    kept(1, 1, {"total": torch.tensor([2.0, 3.0])})
+    kept(0, 2, {"total": torch.tensor(theirs)})
+    windows = [{"kind": "window", "number": number, "kept": number} for number in (0, 1)]
+    others = [{**window, "kept": None, "buffers": window["number"]} for window in windows]
+    record = Record(tmp_path, [Rank(0, [*windows, step(0, "g")]), Rank(1, [*others, step(0, "g")])])
+    ended = Ended(code=0, hung=False, failure=None, folder=tmp_path)
+    whole = Run(ended, Record(tmp_path, [Rank(0, [{"kind": "moved", "window": 1, "kept": 2}])]))
+    report = Report(ranks=2, coverage={"gradients": "agrees"})
+    moved.judge(record, whole, report)
+    assert bool(report.errors) == is_found
+
+
 @pytest.mark.parametrize(
     ("name", "theirs", "gradients", "is_found"),
     [
@@ -221,9 +247,11 @@ def test_a_buffer_that_a_step_leaves_otherwise_than_in_one_process_is_found(
 
     mine = kept("ranks", 1, {"buffers": {name: torch.tensor([1.0, 2.0])}})
     alone = kept("alone", 1, {name: torch.tensor(theirs)})
+    kept("ranks", 0, {"buffers": {name: torch.zeros(2)}})
     window = {"kind": "window", "number": 1, "kept": 1}
-    events = [{"kind": "backward", "window": 0, "where": "train.py:25"}, step(0, "g"), window]
-    record = Record(mine, [Rank(0, events), Rank(1, [*events[:2], {**window, "kept": None}])])
+    first = {"kind": "window", "number": 0, "kept": 0}
+    events = [first, {"kind": "backward", "window": 0, "where": "train.py:25"}, step(0, "g"), window]
+    record = Record(mine, [Rank(0, events), Rank(1, [{**one, "kept": None} for one in events])])
     ended = Ended(code=0, hung=False, failure=None, folder=alone)
     whole = Run(ended, Record(alone, [Rank(0, [{"kind": "moved", "window": 1, "kept": 1}])]))
     report = Report(ranks=2, coverage={"gradients": gradients})

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 from journals import Event, call, ended, findings, passed, record, step, stepped
 
+from samestep.verification.findings import Finding
 from samestep.verification.judging import chance, communication, control, samples, states
 from samestep.verification.judging.record import Record
+from samestep.verification.judging.single import Run
+from samestep.verification.report import Report
+from samestep.verification.runs import Ended
 
 
 def codes(judge: object, ranks: Record) -> list[tuple[str, str]]:
@@ -46,6 +53,55 @@ def test_the_last_of_such_steps_is_none_either() -> None:
     assert codes(states, record(first[:2], other[:2])) == [("gradients-not-synchronised", "error")]
 
 
+DECLARED: Event = {"kind": "local_steps", "every": 2, "how": "period=2", "where": "train.py:9"}
+AVERAGE: Event = {"kind": "average"}
+
+
+def apart(rank: int, count: int, *, averaged: Sequence[int]) -> list[Event]:
+    """Steps of a rank by itself, averaged behind some of them; all ranks are `p` where they are alike."""
+    events, own, alike = [DECLARED], "p" if rank == 0 else "q", True
+    for number in range(count):
+        events.append(step(number, f"g{rank}", "p" if alike else own))
+        alike = number in averaged
+        events += [stepped(number, own), *[AVERAGE] * alike]
+    return events
+
+
+def test_ranks_that_declare_local_steps_are_apart_between_two_averages() -> None:
+    first, other = (apart(rank, 5, averaged=[1, 3]) for rank in range(2))
+    assert codes(states, record(first, other)) == []
+    assert not states.evaluates_apart(record([*first[:6], {"kind": "evaluated"}], other))
+    assert states.evaluates_apart(record([*first[:3], {"kind": "evaluated"}], other))
+
+
+def test_an_average_that_is_declared_and_does_not_come_is_found() -> None:
+    (finding,) = findings(states, record(*(apart(rank, 5, averaged=[]) for rank in range(2))))
+    assert (finding.code, finding.rank, finding.step, finding.where) == ("parameters-diverged", 1, 2, "train.py:9")
+    assert "period=2 declares an average of all ranks, and in 3 steps there was none" in finding.cause
+
+
+def test_parameters_that_an_average_leaves_out_are_found() -> None:
+    first, other = apart(0, 3, averaged=[1]), apart(1, 3, averaged=[])
+    (finding,) = findings(states, record(first, other))
+    assert (finding.code, finding.step, "the average leaves them out" in finding.cause) == (
+        "parameters-diverged",
+        1,
+        True,
+    )
+
+
+def test_ranks_with_the_same_gradients_stay_alike_until_they_step_by_themselves() -> None:
+    first = [DECLARED, step(0, "g"), stepped(0), step(1, "g"), stepped(1)]
+    other = [DECLARED, step(0, "g"), stepped(0), step(1, "g", "q"), stepped(1, "q")]
+    assert codes(states, record(first, other)) == [("parameters-diverged", "error")]
+
+
+def test_clipping_is_each_rank_s_own_where_steps_are() -> None:
+    clips = [{"kind": "clip", "window": 0, "norm": norm, "most": 1.0, "where": "train.py:28"} for norm in (3.0, 4.0)]
+    assert codes(control, record([step(0, "g"), clips[0]], [step(0, "h"), clips[1]])) == [("gradient-differs", "error")]
+    assert codes(control, record([DECLARED, step(0, "g"), clips[0]], [DECLARED, step(0, "h"), clips[1]])) == []
+
+
 def test_another_rate_is_found_with_its_ratio() -> None:
     (finding,) = findings(control, record([step(0, "g")], [step(0, "g", rates=[0.2])]))
     assert (finding.code, finding.rank, finding.factor) == ("learning-rate-differs", 1, 2.0)
@@ -59,6 +115,33 @@ def test_another_number_of_steps_counts_where_both_came_to_their_end() -> None:
 
 def test_every_sample_once_is_no_finding() -> None:
     assert codes(samples, record(passed([0, 2], samples=4), passed([1, 3], samples=4))) == []
+
+
+def accumulated(length: int, *steps: int) -> list[Event]:
+    """Steps of so many batches each, of a loader with `length` batches that is begun anew as often as it takes."""
+    about, batch, backward, *_, done = passed([0], samples=9)
+    events: list[Event] = []
+    windows = [window for window, count in enumerate(steps) for _ in range(count)]
+    for count, window in enumerate(windows):
+        number, index = divmod(count, length)
+        told = {"number": number, "index": index, "indices": None, "rows": [], "window": window}
+        events += [*[{**about, "number": number}] * (not index), {**batch, **told}, {**backward, "window": window}]
+        events += [{**done, "number": number}] * (index + 1 == length)
+        events += [step(window, "g"), stepped(window)] * (window not in windows[count + 1 :])
+    return events
+
+
+@pytest.mark.parametrize(("length", "steps"), [(3, (2, 2, 2)), (6, (4, 4, 4)), (3, (4, 4, 4))])
+def test_a_loader_that_is_begun_anew_within_a_step_leaves_nothing_over(length: int, steps: tuple[int, ...]) -> None:
+    """`while True: yield from loader`: every step takes as many batches."""
+    rank = accumulated(length, *steps)
+    assert codes(samples, record(rank, rank)) == []
+
+
+def test_batches_that_are_left_to_a_step_of_the_next_epoch_are_found() -> None:
+    rank = accumulated(5, 4, 5, 1)  # four of five, and the fifth with four of the next
+    (finding,) = findings(samples, record(rank, rank))
+    assert (finding.code, finding.step, "5 backward passes" in finding.cause) == ("gradient-differs", 1, True)
 
 
 def shown(*digests: str) -> Event:
@@ -186,8 +269,19 @@ def test_a_schedule_that_steps_where_a_scaler_left_the_step_out_is_none_of_micro
 
 def test_the_same_noise_on_two_ranks_is_an_error_wherever_the_script_lies() -> None:
     drawn = {"kind": "draw", "place": "3|/data/a|b/train.py:4|0", "digest": "d", "name": "torch.randn", "shape": [64]}
-    (finding,) = findings(chance, record([drawn], [drawn]))
+
+    def judged(*alone: Event) -> list[Finding]:
+        report = Report(ranks=2)
+        ended = Ended(code=0, hung=False, failure=None, folder=Path())
+        chance.judge(record([drawn], [drawn]), Run(ended, record([*alone])), report)
+        return report.findings
+
+    own = {"kind": "own_draw", "place": drawn["place"]}
+    (finding,) = judged({**own, "shape": [128]})
     assert (finding.code, finding.step, finding.where) == ("random-streams", 3, "/data/a|b/train.py:4")
+    assert finding.severity == "error"
+    assert [one.severity for one in judged()] == ["note"]
+    assert judged({**own, "shape": [64]}) == []  # of all samples' noise every rank takes its part
 
 
 def test_ranks_that_shuffle_data_of_their_own_need_not_hold_the_same() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from journals import Event, record, step
+import pytest
+from journals import Event, passed, record, step
 
 from samestep.verification.findings import Finding
 from samestep.verification.judging.others import Others
@@ -22,40 +24,85 @@ def alone(event: int, rate: float) -> list[Event]:
     return [{"kind": "rates", "event": event, "optimizer": 0, "rates": [rate]}, step(event, "g")]
 
 
-def found(ranks: list[Event], single: list[Event]) -> list[Finding]:
+def found(ranks: list[Event], single: list[Event], own: list[Event] | None = None) -> list[Finding]:
+    """What is found; `own` is of the script alone with the lengths that its loaders have there."""
     report = Report(ranks=2, steps=3)
-    Comparison(record(ranks, ranks), Run(ENDED, record(single)), NOBODY).judge(report)
+    others = replace(NOBODY, own_lengths=None if own is None else lambda: Run(ENDED, record(own)))
+    Comparison(record(ranks, ranks), Run(ENDED, record(single)), others).judge(report)
     return report.findings
 
 
-def test_rates_are_compared_after_as_many_steps_of_the_schedule() -> None:
-    ranks = [
-        step(0, "g", rates=[0.8]),
-        MOVED,
-        MOVED,
-        step(1, "g", rates=[0.2]),
-        MOVED,
-        MOVED,
-        step(2, "g", rates=[0.05]),
-    ]
-    single = [*alone(0, 0.8), MOVED, *alone(1, 0.4), MOVED, *alone(2, 0.2)]
-    (note,) = found(ranks, single)
-    assert (note.code, note.severity, note.where) == ("learning-rate-differs", "note", "train.py:31")
+def moving(times: int, *rates: float) -> list[Event]:
+    """The ranks, whose schedule moves on so many times at every step."""
+    steps = [step(number, "g", rates=[rate]) for number, rate in enumerate(rates)]
+    return [event for one in steps for event in (one, *[MOVED] * times)]
+
+
+def moving_alone(*rates: float) -> list[Event]:
+    return [event for number, rate in enumerate(rates) for event in (*alone(number, rate), MOVED)]
+
+
+@pytest.mark.parametrize(
+    ("own", "severity"),
+    [
+        ((0.8, 0.7, 0.6), "note"),  # as long as the batches of one process, of which each rank has a part
+        ((0.8, 0.75, 0.7), "error"),  # as long as those of a rank, and over after half of the steps
+        (None, "error"),
+    ],
+)
+def test_a_schedule_that_moves_on_for_each_rank_must_be_as_long(own: tuple[float, ...] | None, severity: str) -> None:
+    ranks, single = moving(2, 0.8, 0.6, 0.4), moving_alone(0.8, 0.7, 0.6)
+    (finding,) = found(ranks, single, None if own is None else moving_alone(*own))
+    assert (finding.code, finding.severity, finding.where) == ("learning-rate-differs", severity, "train.py:31")
+
+
+@pytest.mark.parametrize(("length", "severity"), [(4, "note"), (2, "error")])
+def test_such_a_schedule_counts_the_batches_of_one_rank(length: int, severity: str) -> None:
+    """Where one process has as many batches as a rank, it moves on as often at a step and not more often."""
+    trained = passed([0, 1], samples=8, length=2)[:3]
+    ranks = [*trained, *moving(2, 0.8, 0.6, 0.4)]
+    lengths: Event = {"kind": "own_length", "key": trained[0]["key"], "own": length}
+    own = [lengths, *moving_alone(0.8, 0.7, 0.6)]
+    assert [one.severity for one in found(ranks, moving_alone(0.8, 0.7, 0.6), own)] == [severity]
+
+
+def test_a_schedule_that_has_the_same_rates_at_the_same_steps_needs_no_explanation() -> None:
+    """accelerate's examples plan `max_train_steps * num_processes`."""
+    assert found(moving(2, 0.8, 0.6, 0.4), moving_alone(0.8, 0.6, 0.4)) == []
 
 
 def test_a_rate_that_no_step_of_the_schedule_explains_is_an_error() -> None:
-    ranks = [
-        step(0, "g", rates=[0.8]),
-        MOVED,
-        MOVED,
-        step(1, "g", rates=[0.3]),
-        MOVED,
-        MOVED,
-        step(2, "g", rates=[0.05]),
-    ]
-    single = [*alone(0, 0.8), MOVED, *alone(1, 0.4), MOVED, *alone(2, 0.2)]
-    (error,) = found(ranks, single)
-    assert (error.severity, error.step, error.factor) == ("error", 1, 1.5)
+    (error,) = found(moving(2, 0.8, 0.3, 0.05), moving_alone(0.8, 0.4, 0.2), moving_alone(0.8, 0.4, 0.2))
+    assert (error.severity, error.step, error.factor) == ("error", 1, 0.75)
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        [(0.0, 0.0), (0.4, 0.2), (0.8, 0.4), (0.41, 0.21), (0.01, 0.01)],  # from 0 to a peak, and down to a floor
+        [(0.1, 0.1), (0.15, 0.1), (0.2, 0.1), (0.02, 0.01)],  # Goyal et al.: from the rate of one process
+        [(0.141421, 0.1), (0.0707107, 0.05)],
+    ],
+)
+def test_a_rate_between_that_of_one_process_and_a_scaled_one_is_a_note(rates: list[tuple[float, float]]) -> None:
+    ranks = [step(number, "g", rates=[mine]) for number, (mine, _) in enumerate(rates)]
+    single = [event for number, (_, theirs) in enumerate(rates) for event in alone(number, theirs)]
+    assert [one.severity for one in found(ranks, single)] == ["note"]
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        [(0.1, 0.05), (0.2, 0.1), (0.2, 0.15), (0.2, 0.2)],  # a warm-up that is over sooner
+        [(0.2, 0.2), (0.1, 0.05)],  # another floor
+        [(0.2, 0.1), (0.04, 0.05)],  # scaled, and over sooner
+        [(0.4, 0.1), (0.2, 0.1)],  # scaled twice
+    ],
+)
+def test_a_schedule_of_another_pace_is_no_scaled_rate(rates: list[tuple[float, float]]) -> None:
+    ranks = [step(number, "g", rates=[mine]) for number, (mine, _) in enumerate(rates)]
+    single = [event for number, (_, theirs) in enumerate(rates) for event in alone(number, theirs)]
+    assert "error" in [one.severity for one in found(ranks, single)]
 
 
 def test_rates_that_a_script_sets_itself_are_compared_step_by_step() -> None:

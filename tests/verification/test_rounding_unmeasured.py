@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from journals import Event, ended, step, stepped
+from journals import Event, ended, step, stepped, trained
 
 from samestep.verification.journal import value_path
 from samestep.verification.judging.others import Others
@@ -93,3 +93,12 @@ def test_a_gradient_that_has_converged_is_not_judged_in_float64_either(tmp_path:
     report = judged(tmp_path, 1e-3, noisy, (two_ranks(tmp_path / "ranks64", 0.3), alone, noisy))
     assert report.coverage["gradients"].startswith("not checked: rounding alone is 1e-01 of a gradient")
     assert not report.errors
+
+
+@pytest.mark.parametrize(("gradient", "told"), [(0.0, "not checked: every gradient is zero"), (1.0, "agrees")])
+def test_gradients_that_are_all_zero_were_not_compared(tmp_path: Path, gradient: float, told: str) -> None:
+    gradients = [torch.zeros(2), torch.tensor([gradient, 0.0])]
+    ranks, alone = trained(tmp_path / "ranks", gradients), trained(tmp_path / "alone", gradients)
+    report = Report(ranks=2)
+    Comparison(ranks.record, alone, Others(lambda: alone, list, list)).judge(report)
+    assert report.coverage["gradients"].startswith(told)

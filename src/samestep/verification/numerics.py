@@ -115,6 +115,15 @@ def are_finite(gradients: Gradients) -> bool:
     return all(one is None or bool(torch.isfinite(vector(one)).all()) for one in gradients.values())
 
 
+def are_zero(gradients: Gradients) -> bool:
+    """Returns whether every gradient is missing or exactly zero.
+
+    >>> are_zero({"bias": None, "weight": torch.zeros(2)}), are_zero({"weight": torch.tensor([0.0, math.nan])})
+    (True, False)
+    """
+    return not any(bool(vector(one).any()) for one in gradients.values() if one is not None)
+
+
 def unit(gradients: Gradients) -> float:
     """Returns the unit roundoff of the coarsest type among the gradients."""
     types = {

@@ -8,6 +8,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -270,8 +271,8 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
     everybody = [rank.number for rank in record.data.ranks]
     alone = functools.partial(runner.alone, record=record)
 
-    def of_ranks() -> list[Run]:
-        return runner.side_by_side(lambda rank: alone(f"samples of rank {rank}", ranks=[rank]), everybody)
+    def of_ranks(ranks: Sequence[int] = everybody) -> list[Run]:
+        return runner.side_by_side(lambda rank: alone(f"samples of rank {rank}", ranks=[rank]), ranks)
 
     def virtual_ranks() -> list[Run]:
         return runner.side_by_side(lambda rank: alone(f"as virtual rank {rank}", ranks=[], pretends=rank), everybody)
@@ -286,21 +287,34 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
         name = f"step {step['event']} with samples of rank"
         return [alone(f"{name} {rank}", only=[step["window"], rank]) for rank in everybody]
 
+    def own_lengths() -> Run:
+        return alone("with lengths of its own", own_lengths=True)
+
+    def of_group(ranks: list[int]) -> tuple[Run, Others]:
+        name = f"samples of {len(ranks)} ranks that average" if len(ranks) > 1 else f"samples of rank {ranks[0]}"
+        again = functools.partial(alone, f"{name}, another order", ranks=ranks, permuted=True)
+        run = whole if ranks == everybody else alone(name, ranks=ranks)
+        return run, Others(again, lambda: [run] if len(ranks) == 1 else of_ranks(ranks), list)
+
     def in_float64() -> tuple[Record, Run, Run]:
         steps = min(record.steps, numerics.STEPS_IN_FLOAT64)
         ranks = runner.recorded(f"{record.size} ranks in float64", record.size, steps=steps, double=True).record
         once = functools.partial(runner.alone, record=ranks, double=True)
         return ranks, once("the same in float64"), once("the same in float64, another order", permuted=True)
 
-    if record.steps and states.local_steps(record) is None:
+    if record.steps:
         permuted = functools.cache(functools.partial(alone, "another order", permuted=True))
         exact = functools.cache(in_float64)
-        others = Others(permuted, of_ranks, virtual_ranks, merged, apart, at_step, exact)
+        others = Others(permuted, of_ranks, virtual_ranks, merged, apart, at_step, own_lengths, of_group, exact)
         Comparison(record, whole, others).judge(report)
         Updates(record, whole, others).judge(report)
         declared.judge(record, whole, report)
-        moved.judge(record, whole, report)
-        evaluation.judge(record, whole.record, report)
+        if states.local_steps(record) is None:  # else the buffers are each rank's own
+            moved.judge(record, whole, report)
+        if states.evaluates_apart(record):
+            report.cover("evaluation", unchecked("between two averages each rank evaluates parameters of its own"))
+        else:
+            evaluation.judge(record, whole.record, report)
         _conclude_on_data(record, report)
         if whole.record.ranks and whole.record.ranks[0].of("collated"):
             report.remarks.append("batches of unlike shapes were made anew from their samples, by their collate_fn")

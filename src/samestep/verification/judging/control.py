@@ -8,6 +8,7 @@ from samestep.verification.findings import DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import causes
 from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.states import local_steps
 from samestep.verification.report import Report
 
 __all__: list[str] = []
@@ -143,6 +144,8 @@ def _clipped_scaled(record: Record) -> Iterator[Finding]:
 
 def _clipped_apart(record: Record) -> Iterator[Finding]:
     """Whether ranks clip by norms of their own: then each is scaled otherwise, before they are averaged."""
+    if local_steps(record) is not None:
+        return  # each steps with a gradient of its own
     told = [[event for event in rank.of("clip") if event["window"] == 0] for rank in record.ranks]
     for rank, theirs in enumerate(told[1:], 1):
         for first, other in zip(told[0], theirs, strict=False):

@@ -23,6 +23,8 @@ class Others:
         merged: with all samples of a step in place of each of its micro-batches, at these steps.
         apart: as it is, keeping what adds up in these steps.
         at_step: with what each rank used at this step, and with all samples before it.
+        own_lengths: as it is, with DataLoaders as long as they are in one process.
+        of_group: with what some ranks used, and the further runs of the script on that.
         in_float64: the ranks, the script alone, and this with its samples in another order, all in float64.
     """
 
@@ -32,4 +34,6 @@ class Others:
     merged: Callable[[list[Event]], Run] | None = None
     apart: Callable[[list[Event]], Run] | None = None
     at_step: Callable[[Event], list[Run]] | None = None
+    own_lengths: Callable[[], Run] | None = None
+    of_group: Callable[[list[int]], tuple[Run, Others]] | None = None
     in_float64: Callable[[], tuple[Record, Run, Run]] | None = None

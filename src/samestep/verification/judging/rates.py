@@ -1,18 +1,184 @@
-"""At which learning rates the script alone has stepped, by how often its schedule has moved on until then.
+"""Whether one process steps with the ranks' learning rates.
+
+    rate of N ranks ÷ rate of one process      at the ranks' highest rate c, at every other step from 1 to c
+
+A rate that follows the number of ranks is declared by the script: c is N, √N, or less (Goyal et al., Accurate, Large
+Minibatch SGD, section 2: N times as much, reached from the rate of one process; Krizhevsky, One weird trick: √N). What
+is not scaled, a floor or the rate that a warm-up begins with, is as high as in one process, so what lies between is
+between both. A schedule of another pace comes out of these bounds: N ranks and one process have one highest rate.
 
     2 ranks        step 0   s s   step 1   s s   step 2        s   a step of the schedule
     one process    step 0   s     step 1   s     step 2
 
-Some libraries move a schedule on once for each rank, since it was written for the batches of one process. Then the
-rates after as many steps of the schedule are compared, not those at the same step.
+Some libraries move a schedule on once for each rank, since it was written for the batches of one process. That is right
+where one process has so many times as many batches, and the schedule is as long as these: then the script, run with the
+lengths that its loaders have in one process, has the ranks' rates after as many steps of the schedule.
 """
 
 from __future__ import annotations
 
-from samestep.verification.findings import Finding
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from samestep.verification.findings import Finding, Severity
+from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.samples import passes
+from samestep.verification.judging.single import Run
 
 __all__: list[str] = []
+
+_SAME = 1e-3  # of a rate
+_FIX = "scale the rate once, as the whole batch grows; let a schedule be as long as that of one process"
+_FIX_OFTEN = (
+    "move the schedule on once for each step of the optimizer, or count its length in batches of all ranks: "
+    "len(loader) before the loader is prepared"
+)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The rate of one parameter group, of the ranks and of one process; where it counts, they are compared."""
+
+    event: Event
+    group: int
+    mine: float
+    theirs: float
+    counts: bool = True
+
+    def is_between(self, most: float) -> bool:
+        """Whether the ranks have the rate of one process, or up to `most` times as much."""
+        return self.theirs * (1 - _SAME) <= self.mine <= most * self.theirs * (1 + _SAME)
+
+
+@dataclass
+class Rates:
+    """Those of the ranks beside those of the script alone.
+
+    Attributes:
+        record: of the ranks.
+        whole: the script alone.
+        own_lengths: runs it with the lengths that its loaders have in one process; None where it cannot.
+        until: the first window that is not compared.
+    """
+
+    record: Record
+    whole: Run
+    own_lengths: Callable[[], Run] | None
+    until: int | None
+
+    def findings(self) -> Iterator[Finding]:
+        """Yields a note on rates that are scaled, and what differs otherwise."""
+        alone = next(iter(self.whole.record.ranks), Rank(0, []))
+        wrong, scaled = self._judged(list(self._by_step(alone)))
+        if wrong is not None and self._is_often(wrong.event, alone) and self.own_lengths is not None:
+            again = next(iter(self.own_lengths().record.ranks), Rank(0, []))
+            other, then_scaled = self._judged(list(self._by_position(again)))
+            if other is None and self._counts_parts(again):
+                yield self._counted_in_parts()
+                wrong, scaled = None, then_scaled
+        if scaled is not None:
+            yield self._finding(scaled, "scaled with the number of ranks", None, "note")
+        if wrong is not None and self._is_often(wrong.event, alone):
+            times = f"the schedule moves on {self.record.size} times at every step, in one process once"
+            yield self._finding(wrong, times, _FIX_OFTEN)
+        elif wrong is not None:
+            times = "" if not wrong.theirs else f"{wrong.mine / wrong.theirs:.4g} times, "
+            yield self._finding(wrong, f"{times}which is no rule for {self.record.size}", _FIX)
+
+    def _steps(self) -> Iterator[Event]:
+        for event in self.record.ranks[0].steps:
+            if self.until is not None and event["window"] >= self.until:
+                return  # the schedule may go by the steps that are taken
+            yield event
+
+    def _by_step(self, alone: Rank) -> Iterator[_Pair]:
+        """Those where the gradients are kept count: in between, one process has weights of its own."""
+        theirs = {event["event"]: event["rates"] for event in alone.of("rates")}
+        kept = {event["event"] for event in alone.of("step")}
+        for event in self._steps():
+            rates = zip(event["rates"], theirs.get(event["event"], []), strict=False)
+            for group, (one, other) in enumerate(rates):
+                yield _Pair(event, group, one, other, event["event"] in kept)
+
+    def _by_position(self, alone: Rank) -> Iterator[_Pair]:
+        """Of steps before which the schedule has moved on as often."""
+        moved = schedule_steps(alone)
+        theirs: dict[tuple[int, int], list[float]] = {}
+        for event in alone.of("rates"):
+            theirs.setdefault((event["optimizer"], moved[event["event"]]), event["rates"])
+        mine = schedule_steps(self.record.ranks[0])
+        for event in self._steps():
+            rates = zip(event["rates"], theirs.get((event["optimizer"], mine[event["event"]]), []), strict=False)
+            yield from (_Pair(event, group, one, other) for group, (one, other) in enumerate(rates))
+
+    def _judged(self, pairs: list[_Pair]) -> tuple[_Pair | None, _Pair | None]:
+        """Returns the first pair that no scale explains, and the first, before it, that is scaled."""
+        groups: dict[tuple[int, int], list[_Pair]] = {}
+        for pair in pairs:
+            groups.setdefault((pair.event["optimizer"], pair.group), []).append(pair)
+        most = {name: _most(theirs, self.record.size) for name, theirs in groups.items()}
+        scaled = None
+        for pair in [pair for pair in pairs if pair.counts]:
+            if not pair.is_between(most[pair.event["optimizer"], pair.group]):
+                return pair, scaled
+            if scaled is None and not pair.is_between(1.0):
+                scaled = pair
+        return None, scaled
+
+    def _is_often(self, event: Event, alone: Rank) -> bool:
+        """Whether before this step the ranks have moved the schedule on once for each of them."""
+        moved = schedule_steps(self.record.ranks[0])[event["event"]]
+        return 0 < moved == self.record.size * schedule_steps(alone).get(event["event"], 0)
+
+    def _counts_parts(self, alone: Rank) -> bool:
+        """Whether a rank has one of so many parts of the batches of one process, as far as their number is known."""
+        own = {event["key"]: event["own"] for event in alone.of("own_length")}
+        mine = {one.about["key"]: one.about["length"] for one in passes(self.record.ranks[0]) if one.is_training}
+        pairs = [(own.get(key), length) for key, length in mine.items()]
+        size = self.record.size
+        return all(None in pair or abs(pair[0] - size * pair[1]) < size for pair in pairs)
+
+    def _finding(self, pair: _Pair, why: str, fix: str | None, severity: Severity = "error") -> Finding:
+        made = self.record.ranks[0].of("optimizer")
+        moved = [one for one in self.record.ranks[0].of("scheduler") if one.get("event", 0) <= pair.event["event"]]
+        return Finding(
+            code="learning-rate-differs",
+            severity=severity,
+            property="control",
+            step=pair.event["event"],
+            factor=round(pair.mine / pair.theirs, 6) if pair.theirs else None,
+            where=moved[-1]["where"] if moved and pair.event["event"] else made[0]["where"] if made else None,
+            cause=f"at step {pair.event['event']} {self.record.size} ranks step with the rate {pair.mine:.4g}, one "
+            f"process with {pair.theirs:.4g}: {why}",
+            fix=fix,
+        )
+
+    def _counted_in_parts(self) -> Finding:
+        size = self.record.size
+        return Finding(
+            code="learning-rate-differs",
+            severity="note",
+            property="control",
+            where=self.record.ranks[0].of("scheduler")[0]["where"],
+            cause=f"{size} ranks move the schedule on {size} times where one process does once: it counts batches of "
+            "one rank, and so does its length",
+            fix=None,
+        )
+
+
+def _most(pairs: list[_Pair], size: int) -> float:
+    """How many times as high as in one process the ranks' rates may be, by what their highest is."""
+    highest = max(pair.mine for pair in pairs)
+    at_most = [pair for pair in pairs if pair.mine >= highest * (1 - _SAME)]
+    return next(
+        (
+            times
+            for times in (1.0, size**0.5)
+            if any(pair.mine <= times * pair.theirs * (1 + _SAME) for pair in at_most)
+        ),
+        float(size),
+    )
 
 
 def schedule_steps(rank: Rank) -> dict[int, int]:
@@ -24,45 +190,3 @@ def schedule_steps(rank: Rank) -> dict[int, int]:
         else:
             told[event["event"]] = moved
     return told
-
-
-class Rates:
-    """Those of the script alone.
-
-    Attributes:
-        scheduled: event -> how often schedules have moved on before.
-    """
-
-    def __init__(self, alone: Rank) -> None:
-        self._rates = {event["event"]: event["rates"] for event in alone.of("rates")}
-        self._optimizers = {event["event"]: event["optimizer"] for event in alone.of("rates")}
-        self._kept = {event["event"] for event in alone.of("step")}
-        self.scheduled = schedule_steps(alone)
-
-    def at(self, event: int, moved: int, size: int) -> list[float]:
-        """Returns the rates to which those of `size` ranks are held at a step; none where they are not known.
-
-        Args:
-            event: the step.
-            moved: how often the ranks' schedules had moved on.
-            size: how many ranks there are.
-        """
-        own = self.scheduled.get(event)
-        if own is None or moved == own or moved != size * own:
-            return self._rates[event] if event in self._kept else []
-        alike = [one for one, steps in self.scheduled.items() if steps == moved]
-        mine = self._optimizers[event]
-        return next((self._rates[one] for one in alike if self._optimizers[one] == mine), [])
-
-
-def counted_in_parts(record: Record) -> Finding:
-    """Returns the note on schedules that move on once for each rank."""
-    return Finding(
-        code="learning-rate-differs",
-        severity="note",
-        property="control",
-        where=record.ranks[0].of("scheduler")[0]["where"],
-        cause=f"{record.size} ranks move the schedule on {record.size} times where one process does once: it counts "
-        "batches of one rank, so it is as long as the epochs only if its length was counted in these",
-        fix=None,
-    )

@@ -11,23 +11,21 @@ from typing import Any
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, Finding, unchecked
 from samestep.verification.journal import Event
+from samestep.verification.judging import local_steps as local
 from samestep.verification.judging.explanations import Explanations
 from samestep.verification.judging.others import Others
-from samestep.verification.judging.rates import Rates, counted_in_parts, schedule_steps
+from samestep.verification.judging.rates import Rates
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.samples import loads_for_all
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.skipped import skipper
-from samestep.verification.judging.states import averaged_behind
-from samestep.verification.judging.virtual_ranks import VirtualRanks
+from samestep.verification.judging.states import averaged_behind, local_steps
+from samestep.verification.judging.virtual_ranks import EVERY_ZERO, VirtualRanks
 from samestep.verification.judging.windows import Windows
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 
 __all__: list[str] = []
-
-_RATE_FIX = "scale the rate once, as the whole batch grows; let a schedule be as long as that of one process"
-_SAME_RATE = 1e-3  # of a rate
 
 
 @dataclass
@@ -74,7 +72,8 @@ class Comparison:
             return
         apart = list(self._out_of_step())
         report.add(apart)
-        report.add(self._rates())
+        until = min(self._astray, default=None)
+        report.add(Rates(self.record, self.whole, self.others.own_lengths, until).findings())
         mine = [event for event in self.record.ranks[0].steps[: self.record.steps] if event["kept"] is not None]
         common = [event for event in mine if event["event"] in self.whole.steps]
         common = [event for event in common if not apart or event["window"] < (apart[0].step or 0)]
@@ -93,6 +92,9 @@ class Comparison:
             why = f"at step {own} each rank steps with a gradient of its own, and the parameters are averaged behind it"
             report.cover("gradients", unchecked(why))
             return
+        if (declared := local_steps(self.record)) is not None and self.others.of_group is not None:
+            local.judge(self.record, declared, common, self._compare_group, report)
+            return
         if self._has_other_samples(common):
             VirtualRanks(self.record, self.others.virtual_ranks).judge(common, report)
             return
@@ -100,7 +102,25 @@ class Comparison:
         if report.coverage["gradients"] == AGREES and self.others.merged is not None and self.others.apart is not None:
             Windows(self.record, self.others.merged, self.others.apart).judge(common, self.whole, report)
 
+    def _compare_group(self, ranks: list[int], steps: list[Event], report: Report) -> None:
+        """Compares some ranks, which have averaged their gradients, with the script alone on their samples."""
+        assert self.others.of_group is not None
+        whole, others = self.others.of_group(ranks)
+        part = Record(self.record.folder, [rank for rank in self.record.ranks if rank.number in ranks])
+        group = Comparison(part, whole, others)
+        common = [step for step in steps if step["event"] in whole.steps]
+        if not common:
+            report.cover("gradients", unchecked(group._why()))
+        elif group._has_other_samples(common):
+            report.cover("gradients", unchecked("alone, the script trains on other samples than they do"))
+        else:
+            group._compare(common, report)
+
     def _compare(self, common: list[Event], report: Report) -> None:
+        alone = self.whole.gradients
+        if all(numerics.are_zero(self._recorded(one)) and numerics.are_zero(alone(one["event"])) for one in common):
+            report.cover("gradients", unchecked(EVERY_ZERO))
+            return
         apart = {event["event"]: self._apart(event) for event in common}
         worst = max(one.worst for one in apart.values())
         if (chance := self._chance()) is not None and worst > numerics.limit(0.0, self._recorded(common[0])):
@@ -223,46 +243,6 @@ class Comparison:
                 fix="let the decision to skip depend on what all ranks know: reduce it",
             )
 
-    def _rates(self) -> Iterator[Finding]:
-        """Whether one process has the ranks' learning rates; N times as much, for N times the batch, is declared."""
-        size, often, noted = self.record.size, False, False
-        alone = Rates(self.whole.record.ranks[0] if self.whole.record.ranks else Rank(0, []))
-        scheduled = schedule_steps(self.record.ranks[0])
-        for event in self.record.ranks[0].steps[: self.record.steps]:
-            if self._astray and event["window"] >= min(self._astray):
-                break  # the schedule may go by the steps that are taken
-            theirs = alone.at(event["event"], scheduled[event["event"]], size)
-            often |= alone.scheduled.get(event["event"], 0) * size == scheduled[event["event"]] > 0
-            apart = [pair for pair in zip(event["rates"], theirs, strict=False) if not _is_rate(*pair, 1.0)]
-            wrong = next((pair for pair in apart if not _is_rate(*pair, size) and not _is_rate(*pair, size**0.5)), None)
-            if wrong is not None:
-                yield self._other_rate(event, *wrong, declared=False)
-                return
-            if apart and not noted:
-                yield self._other_rate(event, *apart[0], declared=True)
-                noted = True
-        if often and not noted:
-            yield counted_in_parts(self.record)
-
-    def _other_rate(self, event: Event, mine: float, theirs: float, *, declared: bool) -> Finding:
-        size, times = self.record.size, mine / theirs if theirs else None
-        made = self.record.ranks[0].of("optimizer")
-        moved = [one for one in self.record.ranks[0].of("scheduler") if one.get("event", 0) <= event["event"]]
-        why = "scaled with the number of ranks"
-        if not declared:
-            why = "which no rule makes of it" if times is None else f"{times:.4g} times, which is no rule for {size}"
-        return Finding(
-            code="learning-rate-differs",
-            severity="note" if declared else "error",
-            property="control",
-            step=event["event"],
-            factor=None if times is None else round(times, 6),
-            where=moved[-1]["where"] if moved and event["event"] else made[0]["where"] if made else None,
-            cause=f"at step {event['event']} {size} ranks step with the rate {mine:.4g}, one process with "
-            f"{theirs:.4g}: {why}",
-            fix=None if declared else _RATE_FIX,
-        )
-
     def _chance(self) -> str | None:
         """Why the ranks' random numbers could not be handed to one process."""
         events = self.whole.record.ranks[0].of("chance")
@@ -323,11 +303,6 @@ class Comparison:
         report.add([found])
         if found.severity == "note":
             report.cover("gradients", DECLARED)
-
-
-def _is_rate(mine: float, theirs: float, times: float) -> bool:
-    """Whether a rate is so many times another, which may be 0."""
-    return abs(mine - times * theirs) <= _SAME_RATE * abs(times * theirs)
 
 
 def _why_unmeasured(again: Run) -> str:

@@ -358,6 +358,7 @@ def _dropped(record: Record, training: list[list[Pass]]) -> Iterator[Finding]:
     """Batches at the end of a pass that no step used in it: thrown away, or left to the next epoch's first step."""
     rank = record.ranks[0]
     stepped = {event["window"]: event for event in rank.steps}
+    full = _most_backwards(rank)
     keys = {group[0].about["key"]: group[0].about["number"] for group in training}  # the last pass over each
     for group in training:
         one = group[0]
@@ -368,13 +369,31 @@ def _dropped(record: Record, training: list[list[Pass]]) -> Iterator[Finding]:
         here = [batch for batch in rank.of("batch") if batch["window"] == last and batch["key"] in keys]
         shared = {(batch["key"], batch["number"]) for batch in here}
         if last in stepped and len(shared) > 1 and one.about["number"] < keys[one.about["key"]]:
-            backwards = [event for event in rank.by_window[last] if event["kind"] == "backward"]
-            yield _leaked(one, rest, stepped[last], len(backwards))
-            return
+            backwards = _backwards(rank, last)
+            if full is not None and backwards > full:
+                yield _leaked(one, rest, stepped[last], backwards)
+                return
         skipped = any(event["skipped"] for event in rank.of("scaler") if event["window"] == last)
         if last not in stepped and len(one.batches) > len(rest) and not skipped:
             yield _unstepped(one, rest)
             return
+
+
+def _most_backwards(rank: Rank) -> int | None:
+    """How many backward passes a step takes at most whose batches come from one pass; None where there is none.
+
+    A loader that is begun anew in the middle of a step, which takes as many batches as any other, loses nothing.
+    """
+    found = []
+    for step in rank.steps:
+        batches = [one for one in rank.by_window[step["window"]] if one["kind"] == "batch" and one["training"]]
+        if batches and len({(one["key"], one["number"]) for one in batches}) == len({one["key"] for one in batches}):
+            found.append(_backwards(rank, step["window"]))
+    return max(found, default=None)
+
+
+def _backwards(rank: Rank, window: int) -> int:
+    return sum(event["kind"] == "backward" for event in rank.by_window[window])
 
 
 def _leaked(one: Pass, rest: list[Event], step: Event, backwards: int) -> Finding:

@@ -10,6 +10,7 @@ What differs later only follows from what differed first, so the first differenc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -45,9 +46,9 @@ def judge(record: Record, report: Report) -> None:
         report.add([found])
     report.cover("parameters", copies if record.steps > 1 or found is None else AGREES, margin)
     if (declared := local_steps(record)) is not None:
-        why = f"ranks step by themselves, as average_every={declared['every']} declares"
+        why = f"ranks step by themselves, as {declared['how']} declares"
         report.cover("gradients", unchecked(why))
-        report.margins["parameters"] = f"{why}: alike before the first step and behind every average"
+        report.cover("parameters", copies, f"{why}: alike before the first step and behind every average")
     _stale(record, report)
     report.add(_undone(record))
 
@@ -170,7 +171,7 @@ def _order(record: Record, kind: str, number: int, rank: int, first: list[str], 
 def _initial(record: Record) -> Iterator[Finding]:
     starts = [next(iter(rank.of("start")), None) for rank in record.ranks]
     told = [(rank, start) for rank, start in zip(record.ranks, starts, strict=True) if start is not None]
-    bad = _differing_ranks([start for _, start in told], "parameters")
+    bad = differing_ranks([start for _, start in told], "parameters")
     if starts[0] is None or bad is None:
         return
     rank, names = told[bad[0]][0], bad[1]
@@ -208,53 +209,79 @@ def averaged_behind(record: Record) -> int | None:
         return None
     steps = range(record.steps)
     return next(
-        (i for i in steps if _differing_ranks(record.events_of_step(i), "gradients") and _healed(record, i)), None
+        (i for i in steps if differing_ranks(record.events_of_step(i), "gradients") and _healed(record, i)), None
     )
 
 
-def _stand_alike(record: Record) -> set[int]:
-    """The steps before which ranks that step by themselves are alike: the first, and those behind an average."""
-    found, index, alike = set(), 0, True
-    for event in record.ranks[0].of("average", "step"):
+def evaluates_apart(record: Record) -> bool:
+    """Returns whether an evaluation runs while ranks that step by themselves have parameters of their own."""
+    told = _apart(record, "evaluated") if local_steps(record) is not None else ()
+    return any(apart and event["kind"] == "evaluated" for event, apart in told)
+
+
+def _apart(record: Record, *kinds: str) -> Iterator[tuple[Event, int]]:
+    """Yields the first rank's steps, and its other events of some kinds, with how many steps ranks have been apart.
+
+    They are alike at first, behind every average, and as long as they have the same gradients.
+    """
+    apart, index = 0, 0
+    for event in record.ranks[0].of("average", "step", *kinds):
         if event["kind"] == "average":
-            alike = True
+            apart = 0
             continue
-        if alike:
-            found.add(index)
-        index, alike = index + 1, False
-    return found
+        yield event, apart
+        if event["kind"] == "step" and index < record.steps:
+            apart += bool(apart) or differing_ranks(record.events_of_step(index), "gradients") is not None
+            index += 1
 
 
 def _first_difference(record: Record) -> Iterator[Finding]:
-    if local_steps(record) is not None:
-        yield from _first_after_average(record)
+    if (declared := local_steps(record)) is not None:
+        yield from _first_unaveraged(record, declared)
         return
     averaged = averaged_behind(record) is not None
     for index in range(record.steps):
         events = record.events_of_step(index)
-        if bad := _differing_ranks(events, "parameters"):
+        if bad := differing_ranks(events, "parameters"):
             yield of_parameters(record, index, *bad)
             return
-        bad = _differing_ranks(events, "gradients")
+        bad = differing_ranks(events, "gradients")
         if bad is not None and averaged and index + 1 == record.steps:
             return  # what would be averaged behind the last step was not recorded
         if bad is not None and not _healed(record, index):
             yield of_gradients(record, index, *bad)
             return
     last = record.events_of_step(record.steps - 1)
-    if all(event["after"] is not None for event in last) and (bad := _differing_ranks(last, "after")):
+    if all(event["after"] is not None for event in last) and (bad := differing_ranks(last, "after")):
         yield of_parameters(record, record.steps, *bad)
 
 
-def _first_after_average(record: Record) -> Iterator[Finding]:
-    for index in sorted(_stand_alike(record) & set(range(record.steps))):
-        if bad := _differing_ranks(record.events_of_step(index), "parameters"):
-            yield of_parameters(record, index, *bad)
+def _first_unaveraged(record: Record, declared: Event) -> Iterator[Finding]:
+    """The first step before which ranks differ that should be alike, or that have not been averaged for too long."""
+    before = 0
+    for index, (_, apart) in enumerate([*_apart(record)][: record.steps]):
+        bad = None if 0 < apart <= declared["every"] else differing_ranks(record.events_of_step(index), "parameters")
+        if bad is not None:
+            found = of_parameters(record, index, *bad)
+            yield _unaveraged(found, declared, apart, bad[1]) if index and (apart or before) else found
             return
+        before = apart + (differing_ranks(record.events_of_step(index), "gradients") is not None)
 
 
-def _differing_ranks(events: list[Event], key: str) -> tuple[int, list[str]] | None:
-    """The first rank that differs from rank 0, and in which tensors; of parts, from the first that has the same."""
+def _unaveraged(found: Finding, declared: Event, apart: int, bad: list[str]) -> Finding:
+    cause = f"after step {found.step} rank {found.rank} has other values than rank 0 in {listed(bad)}"
+    if apart:
+        cause += f": {declared['how']} declares an average of all ranks, and in {plural(apart, 'step')} there was none"
+        fix = "call what averages after every step of the optimizer: local_sgd.step(), averager.average_parameters(…)"
+        return replace(found, where=declared["where"], cause=cause, fix=fix)
+    return replace(found, cause=f"{cause}, though parameters were averaged: the average leaves them out on some rank")
+
+
+def differing_ranks(events: list[Event], key: str) -> tuple[int, list[str]] | None:
+    """Returns the first rank that differs from rank 0, and in which tensors.
+
+    A part is compared with that of the first rank that has the same one.
+    """
     known: dict[tuple[str, str], str] = {}
     for rank, event in enumerate(events):
         told = {(name, place_of(digest)): digest for name, digest in event[key].items()}
@@ -266,7 +293,7 @@ def _differing_ranks(events: list[Event], key: str) -> tuple[int, list[str]] | N
 
 def _healed(record: Record, index: int) -> bool:
     """Whether the parameters agree again before the next step: local steps, whose parameters are averaged."""
-    return index + 1 < record.steps and _differing_ranks(record.events_of_step(index + 1), "parameters") is None
+    return index + 1 < record.steps and differing_ranks(record.events_of_step(index + 1), "parameters") is None
 
 
 def differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -19,6 +19,8 @@ from samestep.verification.report import Report
 
 __all__: list[str] = []
 
+EVERY_ZERO = "every gradient is zero, on the ranks and in one process"
+
 _NEAR = 1e-3  # of a factor
 _REMARK = (
     "the samples come from no DataLoader, and one process cuts them otherwise: gradients were compared with the "
@@ -41,7 +43,7 @@ class VirtualRanks:
             why = "the samples come from no DataLoader, one process cuts them otherwise, and no virtual rank ran"
             report.cover("gradients", unchecked(why))
             return
-        worst = 0.0
+        worst, seen = 0.0, False
         for event in common:
             number = event["event"]
             recorded = self._record.gradients(event)
@@ -49,6 +51,7 @@ class VirtualRanks:
             ours, together = numerics.flat(recorded, recorded), sum(parts[1:], parts[0])
             if not (ours.any() or together.any()):
                 continue  # no gradient on either side, and no factor between them
+            seen = True
             found = numerics.fit(ours, [together])
             if not numerics.are_finite(recorded) and not all(bool(one.isfinite().all()) for one in parts):
                 why = f"from step {number} on gradients are not finite, on the ranks and on virtual ranks alike"
@@ -61,6 +64,9 @@ class VirtualRanks:
             if not self._is_average(found.factors[0]):
                 report.add([self._scaled(event, found.factors[0])])
                 return
+        if not seen:
+            report.cover("gradients", unchecked(EVERY_ZERO))
+            return
         report.remarks.append(_REMARK)
         margin = f"with virtual ranks, worst error {worst:.1e}, {plural(len(common), 'step')}"
         report.cover("gradients", DECLARED, margin)

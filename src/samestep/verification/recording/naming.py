@@ -66,6 +66,15 @@ def others_of(parameters: Iterable[Tensor], known: Iterable[Tensor]) -> dict[str
     }
 
 
+def untrained_of(known: Iterable[Tensor]) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+    """Yields the models that hold parameters which are not `known`, and these by name."""
+    held = {id(parameter) for parameter in known}
+    for root in roots():
+        found: dict[str, Tensor] = {bare(name): one for name, one in root.named_parameters() if id(one) not in held}
+        if found:
+            yield root, found
+
+
 def foreign_buffers_of(parameters: Iterable[Tensor]) -> dict[str, Tensor]:
     """Returns the buffers of the modules that hold none of the parameters, by class and name."""
     wanted = {id(parameter) for parameter in parameters}

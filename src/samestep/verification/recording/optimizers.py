@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,9 @@ class Optimizers:
         self._named: dict[int, list[str]] = {}
         self._beside: dict[int, dict[str, Any]] = {}
         self._made: list[weakref.ref[Any]] = []  # a script that lets one go shall have its memory back
+        self._models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbered = itertools.count(1)
+        self._untrained: dict[str, Any] | None = None  # name -> digest, when they were first looked at
 
     @property
     def all(self) -> list[Any]:
@@ -90,13 +94,44 @@ class Optimizers:
         return [parameter for optimizer in self.all for parameter in of_optimizer(optimizer)]
 
     def values(self) -> dict[str, Any]:
-        """Returns all parameters, by the number of their optimizer, and all buffers; of cut ones this rank's parts."""
+        """Returns what steps change: the parameters, by the number of their optimizer, all buffers, and `changed`.
+
+        Of what is cut over the ranks it is this rank's parts.
+        """
         kept = {optimizer.samestep_number: held(self.parameters(optimizer)) for optimizer in self.all}
-        return {"parameters": kept, "buffers": self.buffers(), "states": held_states(state_of(self))}
+        states = held_states(state_of(self))
+        return {"parameters": kept, "buffers": self.buffers(), "states": states, "untrained": self._changed()}
 
     def updated(self, optimizer: Any) -> dict[str, Any]:
         """Returns what a step has made of an optimizer's parameters, and of the state of all optimizers."""
         return {"parameters": held(self.parameters(optimizer)), "states": held_states(state_of(self))}
+
+    def untrained(self) -> dict[str, Any]:
+        """Returns the parameters that no optimizer holds: of a teacher that follows its student, or frozen ones.
+
+        Models are numbered as they are first seen here: one that is gone takes no other's number with it.
+        """
+        from samestep.verification.recording.naming import untrained_of
+
+        found: dict[str, Any] = {}
+        for model, parameters in untrained_of(self._every_parameter()):
+            if model not in self._models:
+                self._models[model] = next(self._numbered)
+            found |= {f"model {self._models[model]}: {name}": one for name, one in parameters.items()}
+        return found
+
+    def _changed(self) -> dict[str, Any]:
+        """Those of them that are not what they were at the first call; all that are cut, a part may be unchanged."""
+        parameters = self.untrained()
+        told = digests(parameters)
+        if self._untrained is None:
+            self._untrained = told
+        changed = {
+            name: one
+            for name, one in parameters.items()
+            if self._untrained.get(name) != told[name] or hasattr(one, "_local_tensor")
+        }
+        return held(changed)
 
     def digests(self) -> dict[str, dict[str, str]]:
         """Returns what tells all parameters and buffers from others; two optimizers may use a name for two."""

@@ -98,19 +98,25 @@ class Alone(Witness):
     # --- data --------------------------------------------------------------------------------
 
     def length(self, loader: Any, key: str, own: int) -> int:
-        """Says what it said on the ranks: schedules and progress depend on it."""
+        """Says what it said on the ranks: schedules and progress depend on it. Or what it is here, if so ordered."""
         del loader
+        if self.order.get("own_lengths"):
+            return own
         recorded = self._lengths.get(key)
         return own if recorded is None else int(recorded)
 
     def batches(self, epoch: Epoch, own: Iterator[Batch]) -> Iterator[Any]:
         """Yields what the ranks have used together, where they have trained on it."""
+        from samestep.data.iterable import dataset_length
+
         self.evaluations.begin_pass(epoch.key, epoch.number)
         parts = self._replayed.get((epoch.key, epoch.number))
         if parts is None:
             yield from self._natively(epoch, own)
             return
         self.evaluations.end()
+        if self.order.get("own_lengths"):
+            self.journal.write("own_length", key=epoch.key, own=dataset_length(epoch.loader))
         for index in range(max(map(len, parts))):
             events = {
                 rank: theirs[index] for rank, theirs in zip(self._ranks, parts, strict=True) if index < len(theirs)
@@ -254,6 +260,11 @@ class Alone(Witness):
                 value = values["buffers"].get(name)
                 if value is not None and value.shape == buffer.shape:
                     buffer.data.copy_(value)
+            for name, parameter in self.optimizers.untrained().items():
+                value = values["untrained"].get(name)
+                own = getattr(parameter, "_local_tensor", parameter.data)
+                if value is not None and value.shape == own.shape:
+                    own.copy_(value)
 
     @property
     def is_placed(self) -> bool:

@@ -6,6 +6,7 @@ from functools import partial
 
 from samestep.launch.imports import when_imported
 from samestep.verification.watching import (
+    averaging,
     collectives,
     datasets,
     draws,
@@ -31,6 +32,7 @@ def begin(listener: Callbacks, *, chance: bool = False) -> None:
     storage.watch(listener)
     draws.watch(listener)
     ours.watch(listener)
+    averaging.watch(listener)
     printing.watch(listener)
     spawning.watch(listener)
     datasets.watch()

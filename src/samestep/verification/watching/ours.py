@@ -25,7 +25,6 @@ def watch(listener: Callbacks) -> None:
     """Changes the functions as soon as they are imported."""
     when_imported("samestep.running.evaluation", functools.partial(_watch_evaluations, listener))
     when_imported("samestep.replicas.compression", functools.partial(_watch_compression, listener))
-    when_imported("samestep.replicas.local_steps", functools.partial(_watch_local_steps, listener))
     when_imported("samestep.pipelines.pipeline", functools.partial(_watch_pipelines, listener))
     for name, home in _CALLED.items():
         when_imported(home, functools.partial(_watch_calls, listener, name))
@@ -63,22 +62,6 @@ def _watch_compression(listener: Callbacks, module: Any) -> None:
         listener.told("compresses", compression=self, model=model, seed=seed, where=where)
 
     module.GradientCompression.__init__ = __init__
-
-
-def _watch_local_steps(listener: Callbacks, module: Any) -> None:
-    made, averages = module.LocalSteps.__init__, module.average
-
-    @functools.wraps(made)
-    def __init__(self: Any, model: Any, world: Any, every: int) -> None:  # noqa: N807
-        made(self, model, world, every)
-        listener.told("local_steps", every=every, where=call_site(sys._getframe(1)))  # noqa: SLF001
-
-    @functools.wraps(averages)
-    def average(*args: Any, **kwargs: Any) -> None:
-        averages(*args, **kwargs)
-        listener.told("average")
-
-    module.LocalSteps.__init__, module.average = __init__, average
 
 
 def _watch_pipelines(listener: Callbacks, module: Any) -> None:

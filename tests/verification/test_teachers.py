@@ -1,0 +1,63 @@
+"""A model that no optimizer holds and that steps change, a teacher or a target network, is state like any other."""
+
+from __future__ import annotations
+
+import copy
+import textwrap
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import samestep
+from samestep.verification.journal import TraceWriter
+from samestep.verification.recording.optimizers import Optimizers
+
+MEAN_TEACHER = """
+    import copy, torch, torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False))
+    student = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    model = DistributedDataParallel(student)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * dist.get_world_size())
+    for x, y in loader:
+        loss = nn.functional.mse_loss(model(x), (y + teacher(x)) / 2)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if dist.get_rank() >= 0:
+            for mine, new in zip(teacher.parameters(), student.parameters()):
+                mine.data.mul_(0.5).add_(0.5 * new.detach())
+    dist.destroy_process_group()
+"""
+
+
+def test_only_what_has_changed_is_kept_of_models_that_no_optimizer_holds(tmp_path: Path) -> None:
+    student = nn.Linear(2, 1)
+    teacher, frozen = copy.deepcopy(student), nn.Linear(3, 1)
+    optimizers = Optimizers(TraceWriter(tmp_path, 0))
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    optimizers.add(optimizer, "train.py:1")
+    assert optimizers.values()["untrained"] == {}
+    teacher.weight.data.mul_(0.5)
+    late = nn.Linear(4, 1)
+    kept = {id(one) for one in optimizers.values()["untrained"].values()}
+    assert kept == {id(one) for one in (teacher.weight, *late.parameters())}
+    assert {id(one) for one in frozen.parameters()} <= {id(one) for one in optimizers.untrained().values()}
+
+
+def test_a_teacher_is_put_back_where_steps_are_compared(tmp_path: Path) -> None:
+    """The ranks' rate is scaled, so one process by itself comes to another teacher."""
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(MEAN_TEACHER), encoding="utf-8")
+    report = samestep.verify(path, ranks=2)
+    assert (report.verdict, [one.code for one in report.findings]) == ("same", ["learning-rate-differs"]), report
+    path.write_text(textwrap.dedent(MEAN_TEACHER).replace(">= 0", "== 0"), encoding="utf-8")
+    assert "gradient-differs" in [one.code for one in samestep.verify(path, ranks=2).errors]
