@@ -17,7 +17,7 @@ from samestep.verification.pages import PAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 ZOO = ROOT / "zoo"
-PAIRS = sorted(path for path in ZOO.iterdir() if path.is_dir() and path.name not in {"healthy", "__pycache__"})
+PAIRS = sorted(path for path in ZOO.iterdir() if path.is_dir() and path.name not in {"healthy", "blind", "__pycache__"})
 HEALTHY = sorted((ZOO / "healthy").glob("*.py"))
 CODES = set(PAGES)  # those of `samestep verify --explain CODE`
 KEYS = {"id", "title", "why", "codes", "rank", "tensor", "factor", "where", "notes", "args", "ranks", "fix"}
