@@ -10,6 +10,7 @@ import torch
 
 from samestep.verification.findings import Finding
 from samestep.verification.journal import value_path
+from samestep.verification.judging import chance
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.single import Run
 from samestep.verification.report import Report
@@ -22,6 +23,14 @@ def findings(judge: Any, ranks: Record) -> list[Finding]:
     """Returns what a module of `samestep.verification.judging` finds in a record."""
     report = Report(ranks=ranks.size, steps=ranks.steps)
     judge.judge(ranks, report)
+    return report.findings
+
+
+def chance_findings(ranks: Record, *alone: Event) -> list[Finding]:
+    """Returns what is found of the random numbers in a record, where the script alone has written down `alone`."""
+    report = Report(ranks=ranks.size, steps=ranks.steps)
+    ended = Ended(code=0, hung=False, failure=None, folder=ranks.folder)
+    chance.judge(ranks, Run(ended, record([*alone])), report)
     return report.findings
 
 

@@ -58,7 +58,7 @@ def test_ranks_may_step_by_themselves_where_it_is_declared(reports: Lazily[Repor
     assert report.findings == []
     why = "local steps, averaged every 3 (average_every=3); alone, the script trains on other samples than they do"
     assert report.coverage["gradients"] == f"not checked: {why}"
-    assert report.coverage["parameters"] == "proved"
+    assert report.coverage["parameters"] == "identical"
     assert "alike before the first step and behind every average" in report.margins["parameters"]
     assert any(remark.startswith("in float64 ranks and one process agree") for remark in report.remarks), report
 

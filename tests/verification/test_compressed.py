@@ -146,7 +146,7 @@ def test_micro_batches_agree_and_what_is_owed_outlives_a_kill(reports: Lazily[Re
     report = reports["accumulating"]
     report.require_same()
     assert report.coverage["gradients"] == "agrees as declared"
-    assert report.coverage["checkpoint"] == "proved"
+    assert report.coverage["checkpoint"] == "identical"
     assert any(remark.startswith("in float64 ranks and one process agree") for remark in report.remarks), report
     assert "in float64, and as virtual ranks, gradients are not compressed" in report.remarks
 

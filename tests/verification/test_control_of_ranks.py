@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from journals import Event, ended, findings, record, step, stepped, wrap
+from journals import Event, chance_findings, ended, findings, record, step, stepped, wrap
 
-from samestep.verification.judging import chance, control
+from samestep.verification.judging import control
 
 
 def scaler(*, scale: float = 65536.0, skipped: bool = False) -> Event:
@@ -119,7 +119,7 @@ def stream(window: int, state: str) -> Event:
 def test_dropout_that_is_the_same_on_two_ranks_is_found(other: str, severity: str | None, window: int | None) -> None:
     """From the beginning it is a habit; alike after they differed, it is a mistake."""
     ranks = [[stream(0, states[0]), stream(1, states[1])] for states in ("ab", other)]
-    found = findings(chance, record(*ranks))
+    found = chance_findings(record(*ranks))
     assert [(one.code, one.severity, one.step) for one in found] == (
         [] if severity is None else [("random-streams", severity, window)]
     )
@@ -129,14 +129,14 @@ def test_workers_that_begin_with_the_same_random_state_are_found() -> None:
     def worker(number: int, state: str, *used: str) -> Event:
         return {"kind": "worker", "key": "a.py:9#1", "worker": number, "used": used, "states": {"numpy": state}}
 
-    (finding,) = findings(chance, record([worker(0, "s", "numpy"), worker(1, "s", "numpy")]))
+    (finding,) = chance_findings(record([worker(0, "s", "numpy"), worker(1, "s", "numpy")]))
     assert (finding.code, finding.rank, finding.where) == ("random-streams", 0, "a.py:9")
     assert "workers 0 and 1 of rank 0 begin with the same state of numpy's generator" in finding.cause
-    assert findings(chance, record([worker(0, "s", "numpy"), worker(1, "t", "numpy")])) == []
-    assert findings(chance, record([worker(0, "s"), worker(1, "s")])) == []  # neither draws from it
+    assert chance_findings(record([worker(0, "s", "numpy"), worker(1, "t", "numpy")])) == []
+    assert chance_findings(record([worker(0, "s"), worker(1, "s")])) == []  # neither draws from it
 
 
 @pytest.mark.parametrize(("name", "shape"), [("torch.randn", [15]), ("torch.randperm", [64])])
 def test_draws_that_may_be_equal_are_no_noise(name: str, shape: list[int]) -> None:
     drawn = {"kind": "draw", "place": "3|train.py:4|0", "digest": "d", "name": name, "shape": shape}
-    assert findings(chance, record([drawn], [drawn])) == []
+    assert chance_findings(record([drawn], [drawn])) == []

@@ -90,7 +90,7 @@ def test_what_the_ranks_make_of_their_parts_is_told(
     (found,) = report.findings
     assert (found.code, found.severity, found.step) == ("gradient-differs", severity, 0)
     assert said in found.cause
-    assert report.coverage["gradients"] == ("refuted" if severity == "error" else "agrees as declared")
+    assert report.coverage["gradients"] == ("differs" if severity == "error" else "agrees as declared")
 
 
 @pytest.mark.parametrize(("at_step", "severity"), [((APART, OTHER), "error"), ((ONE, OTHER), "note")])
@@ -166,7 +166,7 @@ def test_gradients_are_held_against_virtual_ranks(
     parts = [trained(tmp_path / name, [part]) for name, part in (("one", ONE), ("other", OTHER))]
     VirtualRanks(record, lambda: parts).judge(record.ranks[0].steps, report)
     assert [finding.code for finding in report.errors] == ([] if code is None else [code])
-    assert report.coverage["gradients"] == ("agrees as declared" if code is None else "refuted")
+    assert report.coverage["gradients"] == ("agrees as declared" if code is None else "differs")
     assert factor is None or report.errors[0].factor == pytest.approx(factor, rel=1e-4)
 
 
@@ -230,7 +230,7 @@ def test_buffers_that_each_rank_keeps_a_part_of_are_no_difference(
     [
         ("queue", [1.0, 2.5], "agrees", True),
         ("queue", [1.0, 2.5], "agrees as declared", True),
-        ("queue", [1.0, 2.5], "refuted", False),
+        ("queue", [1.0, 2.5], "differs", False),
         ("queue", [1.0, 2.001], "agrees", False),
         ("bn.running_mean", [1.0, 2.5], "agrees", False),
         ("queue", [1.0, 2.5, 3.0], "agrees", False),

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
-from journals import Event, call, ended, findings, passed, record, step, stepped
+from journals import Event, call, chance_findings, ended, findings, passed, record, step, stepped
 
-from samestep.verification.findings import Finding
-from samestep.verification.judging import chance, communication, control, samples, states
+from samestep.verification.judging import communication, control, samples, states
 from samestep.verification.judging.record import Record
-from samestep.verification.judging.single import Run
-from samestep.verification.report import Report
-from samestep.verification.runs import Ended
 
 
 def codes(judge: object, ranks: Record) -> list[tuple[str, str]]:
@@ -269,19 +264,13 @@ def test_a_schedule_that_steps_where_a_scaler_left_the_step_out_is_none_of_micro
 
 def test_the_same_noise_on_two_ranks_is_an_error_wherever_the_script_lies() -> None:
     drawn = {"kind": "draw", "place": "3|/data/a|b/train.py:4|0", "digest": "d", "name": "torch.randn", "shape": [64]}
-
-    def judged(*alone: Event) -> list[Finding]:
-        report = Report(ranks=2)
-        ended = Ended(code=0, hung=False, failure=None, folder=Path())
-        chance.judge(record([drawn], [drawn]), Run(ended, record([*alone])), report)
-        return report.findings
-
     own = {"kind": "own_draw", "place": drawn["place"]}
-    (finding,) = judged({**own, "shape": [128]})
+    ranks = record([drawn], [drawn])
+    (finding,) = chance_findings(ranks, {**own, "shape": [128]})
     assert (finding.code, finding.step, finding.where) == ("random-streams", 3, "/data/a|b/train.py:4")
     assert finding.severity == "error"
-    assert [one.severity for one in judged()] == ["note"]
-    assert judged({**own, "shape": [64]}) == []  # of all samples' noise every rank takes its part
+    assert [one.severity for one in chance_findings(ranks)] == ["note"]
+    assert chance_findings(ranks, {**own, "shape": [64]}) == []  # of all samples' noise every rank takes its part
 
 
 def test_ranks_that_shuffle_data_of_their_own_need_not_hold_the_same() -> None:

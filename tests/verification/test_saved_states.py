@@ -48,7 +48,7 @@ WHOLE = {"w": "p1", "mean": "m1"}
 
 def test_a_state_that_comes_back_whole_is_proved() -> None:
     report = judged(save(WHOLE), load(WHOLE), resumed())
-    assert (report.findings, report.coverage["checkpoint"]) == ([], "proved")
+    assert (report.findings, report.coverage["checkpoint"]) == ([], "identical")
 
 
 @pytest.mark.parametrize(

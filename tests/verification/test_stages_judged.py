@@ -97,7 +97,7 @@ def test_a_pipeline_is_the_same_training_or_what_it_does_is_found(
     assert [finding.code for finding in report.errors] == codes
     assert report.verdict == ("different" if codes else "same"), report
     if not codes:
-        assert report.coverage["pipeline"] == report.coverage["gradients"] == "proved"
+        assert report.coverage["pipeline"] == report.coverage["gradients"] == "identical"
         assert "2 stages and one process have the same bits" in report.margins["pipeline"]
 
 
@@ -171,7 +171,7 @@ def test_stages_that_one_process_holds_are_compared_with_one_device(
     assert [finding.code for finding in report.errors] == codes, report
     assert report.verdict == ("different" if codes else "same"), report
     if not codes:
-        assert report.coverage["pipeline"] == "proved"
+        assert report.coverage["pipeline"] == "identical"
         assert "2 stages of a process, each on its device, and one stage on one device" in report.margins["pipeline"]
 
 
@@ -185,4 +185,4 @@ def test_stages_by_hand_are_judged_like_planned_ones(tmp_path: Path) -> None:
     path.write_text(text, encoding="utf-8")
     report = samestep.verify(path)
     assert report.verdict == "same", report
-    assert report.coverage["pipeline"] == "proved"
+    assert report.coverage["pipeline"] == "identical"

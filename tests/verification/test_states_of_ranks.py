@@ -180,4 +180,4 @@ def test_ranks_that_evaluate_with_other_buffers_are_found() -> None:
     assert (finding.code, finding.rank, finding.tensor) == ("buffers-diverged", 1, "mean")
     assert finding.where == "train.py:50"
     same = judged(rank("a"), rank("a", other="b"))
-    assert (same.findings, same.coverage["buffers"]) == ([], "proved")
+    assert (same.findings, same.coverage["buffers"]) == ([], "identical")

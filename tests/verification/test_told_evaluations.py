@@ -78,7 +78,7 @@ def test_metrics_that_are_not_finite_are_compared(mine: float, theirs: float, co
     told = Report(ranks=2, steps=400)
     evaluation.judge(record([evaluated(mine), ended()], [ended()]), record([evaluated(theirs), ended()]), told)
     assert [finding.code for finding in told.findings] == codes
-    assert told.coverage["evaluation"] == ("refuted" if codes else "agrees")
+    assert told.coverage["evaluation"] == ("differs" if codes else "agrees")
 
 
 def evaluates(

@@ -51,7 +51,7 @@ def judged(
 def test_the_same_update_is_proved(tmp_path: Path) -> None:
     state = {"ours": {"momentum": MOMENTUM, "step": 3}, "alone": {"momentum": MOMENTUM.clone(), "step": 3}}
     report = judged(tmp_path, BEFORE + UPDATE, BEFORE + UPDATE, **state)
-    assert (report.findings, report.coverage["updates"]) == ([], "proved")
+    assert (report.findings, report.coverage["updates"]) == ([], "identical")
 
 
 def test_an_update_that_is_multiplied_by_the_number_of_ranks_is_found(tmp_path: Path) -> None:

@@ -12,7 +12,12 @@ __all__: list[str] = []
 
 
 def write_json(file: Path | None, told: Any, code: int = 0) -> int:
-    """Writes it, if there is a file to write it to; returns the exit code, `code`.
+    """Writes it, if there is a file to write it to; returns the exit code, as :func:`write_text` does."""
+    return code if file is None else write_text(file, f"{json.dumps(told, indent=2)}\n", code, option="--json")
+
+
+def write_text(file: Path | None, text: str, code: int = 0, *, option: str) -> int:
+    """Writes a file that an option names, if it names one; returns the exit code, `code`.
 
     Where it cannot be written after all, that is said, and a code of 0 becomes another: nobody shall take what an
     earlier command has left there for this one's.
@@ -23,8 +28,8 @@ def write_json(file: Path | None, told: Any, code: int = 0) -> int:
     from samestep.reporting.draft import write_atomic
 
     try:
-        write_atomic(file, [json.dumps(told, indent=2), "\n"])
+        write_atomic(file, [text])
     except UsageError as error:
-        say(f"error: --json {error}")
+        say(f"error: {option} {error}")
         return code or error.exit_code
     return code

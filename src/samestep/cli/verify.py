@@ -15,7 +15,7 @@ from typing import NoReturn
 from samestep import errors
 from samestep.cli.before import check_json, check_program
 from samestep.cli.options import Parser, some_seconds, whole
-from samestep.cli.result import write_json
+from samestep.cli.result import write_json, write_text
 from samestep.errors import UsageError
 from samestep.launch import mpiexec
 from samestep.launch.console import say
@@ -29,19 +29,21 @@ __all__ = ["main"]
 
 LINK = re.compile(r"\[[^\]]+\]\(([^)]+)\)")  # of docs/codes.md
 
-DESCRIPTION = """Proves that a script trains on N processes as it does on one, or names what is different.
+DESCRIPTION = """Checks that a script trains on N processes as it does on one, or names what is different.
 
 The script runs unchanged on N ranks, and each writes down what it does: samples, gradients, parameters, collectives.
-Then it runs alone, on the same samples and from the same parameters, and its gradients are compared. Dropout and
-autocast are off in all of these runs. They end after a few steps; what the script writes to disk is written each
-time."""
+Then it runs alone, on the same samples and from the same parameters, and its gradients and updates are compared.
+Dropout and autocast are off in all of these runs. They end after a few steps, and leave the script's files as they
+were."""
 
 EXAMPLES = """options stand before the script; everything after it is the script's.
 
 examples:
   samestep verify train.py                       two ranks against one process
   samestep verify -n 3 --steps 50 train.py --lr 0.1
+  samestep verify -v train.py                    with every property that was compared, and how well it agrees
   samestep verify --json report.json -m package.train
+  samestep verify --markdown report.md train.py  for a pull request
   samestep verify --explain gradient-scale       the page of a finding, or of an error: --explain StepError
 
 exit code: 0 the same training; 1 a different one; 3 it cannot be said (the script fails alone too, the machine ended
@@ -57,8 +59,9 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError("no script is given: `samestep verify train.py`, or `-m module`")
     program, *rest = options.program
     check_program(program, is_module=options.module)
-    if options.json is not None:
-        check_json(options.json)
+    for option in ("json", "markdown"):
+        if getattr(options, option) is not None:
+            check_json(getattr(options, option), f"--{option}")
     if options.mpi:
         mpiexec.mpiexec()  # there is one
     script = Script(program=program, arguments=tuple(rest), is_module=options.module, mpi=options.mpi)
@@ -99,8 +102,9 @@ def _verify(options: argparse.Namespace, script: Script) -> int:
     with _ending(signal.SIGTERM, signal.SIGHUP), Progress() as progress:
         check_room(options.ranks)
         report = examine(script, options.ranks, steps=options.steps, still_s=options.timeout, say=progress.say)
-    print(shown(report), end="")
-    return write_json(options.json, report.as_json(), EXIT_CODES[report.verdict])
+    print(shown(report, verbose=options.verbose), end="")
+    code = write_text(options.markdown, report.as_markdown(), EXIT_CODES[report.verdict], option="--markdown")
+    return write_json(options.json, report.as_json(), code)
 
 
 def _explain(asked: str) -> int:
@@ -151,7 +155,9 @@ def _parser() -> Parser:
         type=whole("number of steps", 1),
         help="optimizer steps to record (default: to the end of the script, or what 10 s allow, at least 20)",
     )
+    add("-v", "--verbose", action="store_true", help="show every property with its margin, and all remarks")
     add("--json", metavar="FILE", type=Path, help="write verdict, findings and coverage to this file")
+    add("--markdown", metavar="FILE", type=Path, help="write the report for a pull request to this file")
     add(
         "--timeout",
         metavar="S",

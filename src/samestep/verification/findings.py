@@ -3,7 +3,7 @@
 A finding is an error or a note. A note is a difference that was declared (local BatchNorm statistics, padding in
 training): the script is told of it, and it is no reason to call the training different.
 
-    same          every property that could be checked is proved or agrees, and nothing that decides is left unchecked
+    same          every property that could be checked is identical or agrees, and all that decide were checked
     different     at least one error
     inconclusive  neither: the script crashes alone too, the machine ended the ranks, or what would decide could not be
                   compared
@@ -36,7 +36,7 @@ PROPERTIES = (
     "checkpoint",
     "pipeline",
 )
-PROVED, AGREES, DECLARED, REFUTED = "proved", "agrees", "agrees as declared", "refuted"
+PROVED, AGREES, DECLARED, REFUTED = "identical", "agrees", "agrees as declared", "differs"
 
 # Without these nobody can say that the training is the same; the others may be absent from a script.
 DECISIVE = ("initial_state", "gradients", "updates", "parameters", "data", "control", "communication")

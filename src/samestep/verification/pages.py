@@ -98,6 +98,13 @@ PAGES = {
         "Make the optimizer last.",
         "parameters that get gradients and are in no optimizer, beside ones of the optimizer that get none",
     ),
+    "batches-differ": Page(
+        "ranks that share a model's parts train on different batches",
+        "Under tensor parallelism the ranks of a group compute one forward pass together, each with its part of the "
+        "parameters. Where each has a batch of its own, what they add up belongs to no batch at all.",
+        "Shard the data by the rank in the data-parallel mesh, not by the global rank; seed what shuffles alike.",
+        "the contents of what the ranks' loaders yield, compared within each group",
+    ),
     "samples-repeated": Page(
         "samples are used more than once an epoch",
         "Without a DistributedSampler every rank goes through all data; a stream that is not split by rank, or by "

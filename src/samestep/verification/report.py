@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from samestep.verification.findings import DECISIVE, PROPERTIES, REFUTED, Finding, Verdict, unchecked
-from samestep.verification.text import shown
+from samestep.verification.text import as_markdown, shown
 
 __all__ = ["Report"]
 
@@ -20,7 +20,7 @@ class Report:
         ranks: how many were recorded.
         steps: how many optimizer steps of them.
         findings: errors first.
-        coverage: property -> "proved", "agrees", "agrees as declared", "refuted" or "not checked: why".
+        coverage: property -> "identical", "agrees", "agrees as declared", "differs" or "not checked: why".
         margins: property -> how well it agrees, in words.
         remarks: what else a reader must know.
         inconclusive: why nothing can be concluded, whatever else agrees; None where it can.
@@ -56,8 +56,12 @@ class Report:
         return [name for name in DECISIVE if self.coverage.get(name, "not checked").startswith("not checked")]
 
     def __str__(self) -> str:
-        """What a person reads."""
-        return shown(self)
+        """What a person reads, with every property."""
+        return shown(self, verbose=True)
+
+    def as_markdown(self) -> str:
+        """Returns the report for a pull request."""
+        return as_markdown(self)
 
     def require_same(self) -> None:
         """Does nothing where the training is the same.
@@ -69,7 +73,7 @@ class Report:
             raise AssertionError(f"\n{self}")
 
     def add(self, findings: Iterable[Finding]) -> None:
-        """Takes findings in; what an error is about is refuted."""
+        """Takes findings in; what an error is about differs."""
         for finding in findings:
             if finding in self.findings:
                 continue
@@ -80,7 +84,7 @@ class Report:
         self.findings.sort(key=lambda finding: finding.severity != "error")
 
     def cover(self, name: str, state: str, margin: str | None = None) -> None:
-        """Says how a property came out; what is refuted stays so."""
+        """Says how a property came out; what differs stays so."""
         if self.coverage.get(name) != REFUTED:
             self.coverage[name] = state
             if margin is not None:

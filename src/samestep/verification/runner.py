@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any
 
 from samestep.launch.fork import fork_blocker, read_source
@@ -46,6 +46,21 @@ def nursery_for(script: runs.Script, ranks: int) -> Iterator[PreforkServer | Non
         nursery.close()
 
 
+@dataclass
+class _Runs:
+    """How many runs have begun, and how many are planned: the ranks and the script alone, if nothing is looked into."""
+
+    planned: int = 2
+    begun: int = 0
+    _lock: Lock = field(default_factory=Lock)
+
+    def begin(self) -> int:
+        """Returns the number of the run that begins."""
+        with self._lock:
+            self.begun += 1
+            return self.begun
+
+
 @dataclass(frozen=True, kw_only=True)
 class Runner:
     """Runs one script again and again, each time in processes and a folder of its own.
@@ -68,9 +83,15 @@ class Runner:
     files: Files
     nursery: PreforkServer | None = None
     _is_over: Event = field(default_factory=Event)
+    _runs: _Runs = field(default_factory=_Runs)
+
+    def plan(self, runs: int) -> None:
+        """Says that so many runs more will be made, for the count that `say` is told."""
+        self._runs.planned += runs
 
     def side_by_side(self, run: Callable[[int], Run], ranks: Sequence[int]) -> list[Run]:
         """Returns what `run` gives for each rank, two runs at a time; a signal to this process ends those under way."""
+        self.plan(len(ranks))
         with ThreadPoolExecutor(1 if self.files.are_shared else _AT_ONCE) as pool:
             try:
                 return list(pool.map(run, ranks))
@@ -80,21 +101,25 @@ class Runner:
 
     def recorded(self, name: str, ranks: int, **order: Any) -> Run:
         """Runs the script on so many ranks, recorded; `order` is for :class:`Recorder`."""
-        self.say(name)
+        self._begin(name)
         return self._run(name, ranks, _RECORDER, {"steps": None, **order}, self.nursery)
 
     def first(self, steps: int | None, progress: Callable[[Path], None]) -> Run:
         """Records the ranks in fresh interpreters, each with string hashes of its own: no order may depend on them."""
         name = f"recording {self.ranks} ranks"
-        self.say(name)
+        self._begin(name)
         return self._run(name, self.ranks, _RECORDER, {"steps": steps}, None, progress)
 
     def alone(self, name: str, record: Record, ranks: list[int] | None = None, **order: Any) -> Run:
         """Runs it in one process on what `ranks` have used, by default all; `order` is for :class:`Alone`."""
         chosen = [rank.number for rank in record.data.ranks] if ranks is None else ranks
         told = {"recorded": str(record.folder), "ranks": chosen, "together": record.size, **order}
-        self.say(f"running the script alone: {name}")
+        self._begin(f"the script alone, {name}")
         return self._run(name, 1, _ALONE, told, self.nursery)
+
+    def _begin(self, name: str) -> None:
+        number = self._runs.begin()
+        self.say(f"run {number} of {max(number, self._runs.planned)}: {name}")
 
     def _run(self, name: str, *how: Any) -> Run:
         """Runs it; once more where it has failed for a port, if that is known to be free by then or not known."""

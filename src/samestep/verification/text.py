@@ -1,4 +1,4 @@
-"""The report as a person reads it: the verdict first, then what is wrong and how to fix it, then what was proved."""
+"""The report as a person reads it: the verdict first, then what is wrong and how to fix it, then what was checked."""
 
 from __future__ import annotations
 
@@ -16,17 +16,7 @@ __all__: list[str] = []
 
 _WIDTH = 100
 _UNSEEN = unchecked("nothing of it was seen")
-_VERDICTS = {
-    "same": "the same training",
-    "different": "a different training",
-    "inconclusive": "cannot be said",
-}
-_STATES = {
-    "proved": "proved, bit for bit",
-    "agrees": "agrees",
-    "agrees as declared": "agrees as declared",
-    "refuted": "refuted",
-}
+_AROUND = {"evaluation": "evaluated", "checkpoint": "saved or resumed"}  # what happens beside the training
 
 
 class Told(Protocol):
@@ -74,24 +64,83 @@ class Progress:
         sys.stderr.flush()
 
 
-def shown(report: Told) -> str:
-    """Returns the whole report, with a line feed at its end."""
-    lines = [_headline(report), ""]
+def shown(report: Told, *, verbose: bool = False) -> str:
+    """Returns the report, with a line feed at its end.
+
+    Args:
+        report: what was found.
+        verbose: show every property with its margin, and all remarks; else two lines of what was checked and what not.
+    """
+    lines = [_title(report), ""]
     for finding in report.findings:
         lines += [*finding_lines(finding), ""]
-    lines += _coverage(report)
-    lines += ["", *(_wrapped(remark, "  ") for remark in report.remarks)] if report.remarks else []
+    lines += _coverage(report) if verbose else _checked(report)
+    lines += ["", *(_wrapped(remark, "  ") for remark in report.remarks)] if verbose and report.remarks else []
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _headline(report: Told) -> str:
-    script = " ".join(map(_short, report.script))
-    steps = "1 step" if report.steps == 1 else f"{report.steps} steps"
-    text = f"{script} on {report.ranks} ranks: {_VERDICTS[report.verdict]} ({steps} recorded)"
-    if report.verdict == "inconclusive":
-        why = report.inconclusive or f"what decides was not checked: {', '.join(report.undecided)}"
-        text += f"\n{_wrapped(why, '  ')}"
-    return text
+def as_markdown(report: Told) -> str:
+    """Returns the report for a pull request."""
+    lines = [
+        f"### samestep verify: {headline(report)}",
+        "",
+        f"`{' '.join(map(_short, report.script))}`, {_size(report)}",
+    ]
+    if (why := _why_open(report)) is not None:
+        lines += ["", why]
+    for finding in report.findings:
+        where = f" at `{_short(finding.where)}`" if finding.where else ""
+        lines += [
+            "",
+            f"**{'error' if finding.severity == 'error' else 'note'} `{finding.code}`**{where}: {finding.cause}",
+        ]
+        lines += ["", f"```\n{source}\n```"] if (source := _source(finding.where)) else []
+        lines += ["", f"Fix: {finding.fix}"] if finding.fix is not None else []
+    lines += ["", "| property | state |", "|---|---|"]
+    for name, state in _states(report):
+        margin = f" ({report.margins[name]})" if name in report.margins else ""
+        lines.append(f"| {_label(name)} | {_escaped(state + margin)} |")
+    lines += ["", *(f"- {_escaped(remark)}" for remark in report.remarks)] if report.remarks else []
+    return "\n".join(lines) + "\n"
+
+
+def headline(report: Told) -> str:
+    """Returns the verdict by its outcome: what differs, or what could not be compared.
+
+    >>> from samestep.verification.report import Report
+    >>> headline(Report(ranks=2, inconclusive="the script fails alone too"))
+    'inconclusive'
+    """
+    if report.verdict != "different":
+        return "the same training" if report.verdict == "same" else "inconclusive"
+    wrong = list(dict.fromkeys(finding.property for finding in report.findings if finding.severity == "error"))
+    if training := [_label(name) for name in wrong if name not in _AROUND]:
+        ends = [finding.code for finding in report.findings if finding.code in {"crash", "hang"}]
+        return f"a different training: {' and '.join(ends) if ends else ', '.join(training)}"
+    around = " and ".join(_AROUND[name] for name in wrong)
+    if _why_open(report) is not None:
+        return f"{around} differently; whether it is the same training is open"
+    return f"the same training, {around} differently"
+
+
+def _title(report: Told) -> str:
+    text = f"{' '.join(map(_short, report.script))}: {headline(report)} ({_size(report)})"
+    why = _why_open(report) if report.verdict == "inconclusive" else None
+    return text if why is None else f"{text}\n{_wrapped(why, '  ')}"
+
+
+def _size(report: Told) -> str:
+    return f"{report.ranks} ranks, {'1 step' if report.steps == 1 else f'{report.steps} steps'} compared"
+
+
+def _why_open(report: Told) -> str | None:
+    """Why the training cannot be called the same, whatever differs."""
+    if report.inconclusive is not None:
+        return report.inconclusive
+    whys: dict[str, list[str]] = {}
+    for name in report.undecided:
+        whys.setdefault(report.coverage.get(name, _UNSEEN).partition(": ")[2], []).append(_label(name))
+    return "; ".join(f"not checked: {', '.join(names)} ({why})" for why, names in whys.items()) or None
 
 
 def finding_lines(finding: Finding) -> list[str]:
@@ -107,18 +156,44 @@ def finding_lines(finding: Finding) -> list[str]:
     return lines
 
 
+def _checked(report: Told) -> list[str]:
+    """What was checked, and what was not, in a paragraph each."""
+    checked, allowed, unchecked_ = [], [], []
+    for name, state in _states(report):
+        if state.startswith("not checked"):
+            unchecked_.append(f"{_label(name)} ({state.partition(': ')[2]})")
+        elif state == "agrees as declared":
+            allowed.append(f"{_label(name)} ({report.margins.get(name, 'as the script declares')})")
+        elif state != "differs":
+            checked.append(_label(name))
+    lines = [_wrapped(f"checked: {', '.join(checked)}", "  ", "    ")] if checked else []
+    lines += [_wrapped(f"agrees as declared: {'; '.join(allowed)}", "  ", "    ")] if allowed else []
+    lines += [_wrapped(f"not checked: {'; '.join(unchecked_)}", "  ", "    ")] if unchecked_ else []
+    return lines
+
+
 def _coverage(report: Told) -> list[str]:
     width = max(map(len, PROPERTIES))
     lines = []
-    for name in PROPERTIES:
-        state = report.coverage.get(name, _UNSEEN)
-        if state == _UNSEEN:
-            continue
+    for name, state in _states(report):
         margin = f" ({report.margins[name]})" if name in report.margins else ""
-        label = name.replace("_", " ")
-        lines.append(f"  {label:<{width}}  {_STATES.get(state, state)}{margin}")
-    unseen = [name.replace("_", " ") for name in PROPERTIES if report.coverage.get(name, _UNSEEN) == _UNSEEN]
+        lines.append(f"  {_label(name):<{width}}  {state}{margin}")
+    unseen = [_label(name) for name in PROPERTIES if report.coverage.get(name, _UNSEEN) == _UNSEEN]
     return [*lines, f"  not seen: {', '.join(unseen)}"] if unseen else lines
+
+
+def _states(report: Told) -> list[tuple[str, str]]:
+    """The properties of which anything was seen."""
+    told = [(name, report.coverage.get(name, _UNSEEN)) for name in PROPERTIES]
+    return [(name, state) for name, state in told if state != _UNSEEN]
+
+
+def _label(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _source(where: str | None) -> str:
@@ -137,7 +212,12 @@ def _short(where: str) -> str:
     return where.removeprefix(here)
 
 
-def _wrapped(text: str, indent: str) -> str:
+def _wrapped(text: str, indent: str, hanging: str | None = None) -> str:
     return textwrap.fill(
-        text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=hanging or indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )

@@ -227,8 +227,8 @@ def _remarks(ended: runs.Ended, report: Report) -> list[str]:
     remarks = [f"dropout and autocast were off in all runs{but}"]
     if ended.hung:
         remarks += [f"rank {rank} stands at {place}" for rank, place in sorted(runs.standing(ended.folder).items())]
-    if report.steps == 0 and not ended.hung and ended.code == 0:
-        remarks.append("no optimizer of torch.optim has stepped: there is no training to compare")
+    if report.steps == 0 and report.inconclusive is None and not ended.hung and ended.code == 0:
+        report.inconclusive = "no optimizer of torch.optim has stepped: there is no training to compare"
     return remarks
 
 

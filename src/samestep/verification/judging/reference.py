@@ -133,8 +133,7 @@ class Comparison:
             self._judge_broken(broken, apart[broken["event"]], report)
             return
         if worst <= numerics.limit(0.0, self._recorded(common[0])):
-            margin = f"worst error {worst:.1e} of a tensor's norm, {plural(len(common), 'step')}"
-            report.cover("gradients", DECLARED if self._has_norms() else AGREES, margin)
+            self._cover(f"worst error {worst:.1e} of a tensor's norm, {plural(len(common), 'step')}", report)
             return
         again = self.others.permuted()
         judged: list[tuple[float, float]] = []  # error of a tensor in a step, and how much of it rounding explains
@@ -160,8 +159,7 @@ class Comparison:
             report.cover("gradients", unchecked(f"rounding could not be measured: {_why_unmeasured(again)}"))
             return
         worst, limit = max(judged, key=lambda one: one[0] / one[1])
-        margin = f"worst error {worst:.1e} of a tensor's norm, rounding explains {limit:.1e}"
-        report.cover("gradients", DECLARED if self._has_norms() else AGREES, margin)
+        self._cover(f"worst error {worst:.1e} of a tensor's norm, rounding explains {limit:.1e}", report)
 
     def _errors(self, again: Run, event: Event, apart: numerics.Distance) -> _Errors:
         """Judges each gradient of a step by itself; in float64 too, where it is wrong or rounding hides it."""
@@ -295,8 +293,10 @@ class Comparison:
     def _runs_in_float64(self) -> tuple[Record, Run, Run] | None:
         return None if self.others.in_float64 is None else self.others.in_float64()
 
-    def _has_norms(self) -> bool:
-        return any(event["norms"] for event in self.record.ranks[0].of("wrap"))
+    def _cover(self, margin: str, report: Report) -> None:
+        has_norms = any(event.get("local_norms") for event in self.record.ranks[0].of("wrap"))
+        told = f"with BatchNorm statistics of each rank's samples: {margin}" if has_norms else margin
+        report.cover("gradients", DECLARED if has_norms else AGREES, told)
 
     def _explain(self, event: Event, apart: numerics.Distance, limit: float, report: Report, *, settled: bool) -> None:
         found = Explanations(self.record, self.whole, self.others).of(event, apart, limit, settled=settled)

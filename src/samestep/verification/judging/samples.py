@@ -100,6 +100,7 @@ def together(record: Record) -> list[list[Pass]]:
 
 def judge(record: Record, report: Report) -> None:
     """Adds what the samples tell."""
+    report.add(_shared(record))
     record = record.data
     training = [group for group in together(record) if all(one.is_training for one in group)]
     if not training:
@@ -115,6 +116,36 @@ def judge(record: Record, report: Report) -> None:
     notes = [finding for finding in report.findings if finding.property == "data"]
     margin = f"{plural(len(whole), 'epoch')} of {plural(len(training[0]), 'rank')}" if whole else None
     report.cover("data", DECLARED if notes else PROVED if whole else AGREES, margin)
+
+
+def _shared(record: Record) -> Iterator[Finding]:
+    """Whether ranks that share the parts of a model (tensor parallelism) get the same batches."""
+    numbers = [rank.number for rank in record.data.ranks]
+    for rank in record.ranks:
+        wraps = [event["ranks"] for event in rank.of("wrap") if event.get("ranks")]
+        place = wraps[-1].index(rank.number) if wraps and rank.number in wraps[-1] else 0
+        if rank.number in numbers or place >= len(numbers):
+            continue
+        theirs = {_place(event): event for event in record.data.ranks[place].of("batch") if event["training"]}
+        for event in rank.of("batch"):
+            other = theirs.get(_place(event))
+            if event["training"] and other is not None and event["rows"] != other["rows"]:
+                yield Finding(
+                    code="batches-differ",
+                    property="data",
+                    rank=rank.number,
+                    step=event["window"],
+                    where=event["key"].rpartition("#")[0],
+                    cause=f"rank {rank.number} and rank {numbers[place]} hold parts of the same parameters, and at "
+                    f"step {event['window']} they train on different batches",
+                    fix="give the ranks of one tensor-parallel group the same batches: shard the data by the rank in "
+                    "the data-parallel mesh, and seed what shuffles alike",
+                )
+                return
+
+
+def _place(batch: Event) -> tuple[str, int, int]:
+    return batch["key"], batch["number"], batch["index"]
 
 
 def _first_of_its_kind(findings: Sequence[Finding], report: Report) -> Iterator[Finding]:

@@ -33,6 +33,7 @@ __all__: list[str] = []
 
 SAMPLED = (0, 1, 4, 16, 64)  # windows whose values are kept
 MOST_ENDS = 2  # and so many that end a pass over the data, which may be shorter
+LOCAL_NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}  # whose statistics are of a rank's samples
 MOST_EVALUATED = 4  # and so many in which an evaluation runs
 FEWEST = 20  # steps, before anybody may say that it is enough
 
@@ -216,6 +217,7 @@ class Recorder(Witness):
             trained=[bare(name) for name, parameter in model.named_parameters() if parameter.requires_grad],
             model=type(getattr(model, "module", model)).__name__,
             norms=sum("BatchNorm" in type(part).__name__ for part in model.modules()),
+            local_norms=sum(type(part).__name__ in LOCAL_NORMS for part in model.modules()),
         )
 
     def hooked(self, name: str, where: str) -> bool:
