@@ -82,13 +82,13 @@ def of_parameters(record: Record, index: int, rank: int, bad: list[str]) -> Find
     if before is not None and theirs is not None and before["rates"] != theirs["rates"]:
         return rates(record, index - 1, rank)
     where = None if before is None else before["where"]
-    loads = [event for event in record.ranks[rank].of("weights") if event["event"] == index]
+    loads = [event for one in (rank, 0) for event in record.ranks[one].of("weights") if event["event"] == index]
     if before is not None and theirs is not None and before["decays"] != theirs["decays"]:
         cause = f"rank {number} has weight decay {theirs['decays']}, rank 0 {before['decays']}"
     elif before is not None and differing_after(before, theirs):
         cause = "gradients and rates agree, so the optimizers' own state or options differ"
     elif loads:
-        cause, where = "they were loaded, and the ranks have loaded different ones", loads[-1]["where"]
+        cause, where = "they were loaded, and the ranks have loaded different ones", loads[0]["where"]
     else:
         cause = "something changes them outside the optimizer, on some ranks only"
     return Finding(

@@ -137,7 +137,20 @@ def _compared(rank: Rank, event: Event, save: Event) -> Iterator[Finding]:
         )
         return
     for new in event["optimizers"]:
-        yield from _optimizer(rank, event, where, save["state"]["optimizers"], new)
+        if _goes_on(rank, save["state"]["optimizers"], new):
+            yield from _optimizer(rank, event, where, save["state"]["optimizers"], new)
+
+
+def _goes_on(rank: Rank, saved: list[Event], new: Event) -> bool:
+    """Whether an optimizer was made to go on after the save: with a rate that one has had there, or has begun with.
+
+    One that was there at the save has gone on already, and one with a rate of its own begins something else, such as
+    a fine-tuning of the best weights.
+    """
+    numbers = {old["number"] for old in saved}
+    known = [old["rates"] for old in saved]
+    known += [step["rates"] for step in rank.steps if step["optimizer"] in numbers]
+    return new["number"] not in numbers and new["rates"] in known
 
 
 def _optimizer(rank: Rank, event: Event, where: str | None, saved: list[Event], new: Event) -> Iterator[Finding]:

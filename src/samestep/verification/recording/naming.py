@@ -67,10 +67,19 @@ def others_of(parameters: Iterable[Tensor], known: Iterable[Tensor]) -> dict[str
 
 
 def untrained_of(known: Iterable[Tensor]) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
-    """Yields the models that hold parameters which are not `known`, and these by name."""
+    """Yields the models that hold parameters which are not `known`, and these by name.
+
+    Between forward and backward a model under fully_shard holds whole parameters in place of its own; to read those
+    makes their storage one that it cannot free any more.
+    """
     held = {id(parameter) for parameter in known}
     for root in roots():
-        found: dict[str, Tensor] = {bare(name): one for name, one in root.named_parameters() if id(one) not in held}
+        is_sharded = any(one.__name__ == "FSDPModule" for module in root.modules() for one in type(module).__mro__)
+        found: dict[str, Tensor] = {
+            bare(name): one
+            for name, one in root.named_parameters()
+            if id(one) not in held and (not is_sharded or hasattr(one, "_local_tensor"))
+        }
         if found:
             yield root, found
 
