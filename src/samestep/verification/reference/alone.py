@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 from samestep.launch.imports import when_imported
@@ -78,6 +80,7 @@ class Alone(Witness):
         """Is the one rank that a script starts by itself, in this process."""
         del processes
         self._spawned = True
+        sys.modules.setdefault("__mp_main__", sys.modules["__main__"])  # where the ranks had the script's classes
         start(0, *arguments)
         return True
 
@@ -178,7 +181,10 @@ class Alone(Witness):
             self._give_up("there was no more room to keep them")
         if any(event["kept"] is None for _, event in events):
             raise UnjoinableError("they hold what cannot be saved")
-        return [self.record.value(rank, event["kept"]) for rank, event in events]
+        try:
+            return [self.record.value(rank, event["kept"]) for rank, event in events]
+        except (AttributeError, ImportError, RecursionError, TypeError, UnpicklingError) as error:
+            raise UnjoinableError(f"they cannot be read back: {type(error).__name__}: {error}") from error
 
     def _collated(self, indices: list[list[int] | None], loader: Any, error: Exception) -> Any:
         """Loads the samples anew, and lets the script's own function make one batch of them, padded alike, say."""
