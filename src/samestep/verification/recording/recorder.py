@@ -21,7 +21,7 @@ from samestep.launch.observers import RankContext
 from samestep.rankenv import variable
 from samestep.verification.journal import SPAWNED, STOP
 from samestep.verification.recording.adjusting import kill_once_saved
-from samestep.verification.recording.chance import ORDERING, keep, note_order
+from samestep.verification.recording.chance import MOST_BEFORE, ORDERING, keep, note_order
 from samestep.verification.recording.compressing import Compressing
 from samestep.verification.recording.optimizers import digests, held
 from samestep.verification.recording.witness import StopRecording, Witness
@@ -59,7 +59,7 @@ class Recorder(Witness):
         self._dropped_in = -1
         self._loaded: str | None = None
         self._loaded_buffers: dict[str, str] = {}
-        self._passes = 0
+        self._is_fed = False  # a DataLoader has yielded what is trained on
         self._is_over = False  # the pass at hand has yielded all it has, and its last batch may still be trained on
         self.begin_watching()
 
@@ -90,7 +90,6 @@ class Recorder(Witness):
         """Writes down what a pass yields."""
         from samestep.verification.recording.passes import described
 
-        self._passes += 1
         about = described(epoch.loader)
         self.journal.write("pass", key=epoch.key, number=epoch.number, where=epoch.where, **about)
         epoch.loader.samestep_length = about["length"]
@@ -115,6 +114,7 @@ class Recorder(Witness):
             self.evaluations.batch(batch.epoch.key, batch.epoch.number, batch.index)
         self._is_over = False
         evaluating = self.evaluations.lasts  # gradients may be off only around the model
+        self._is_fed |= training and not evaluating
         self.open_window(evaluating=evaluating, ends=not evaluating and self._ends_pass(batch))
         asked = len(batch.indices or ())
         room, number = not self.journal.is_full, self._keep_batch(batch.value) if training else None
@@ -145,7 +145,7 @@ class Recorder(Witness):
     def _unseen_window(self) -> int | None:
         """The window at hand, if its values are kept and no DataLoader tells what it trains on."""
         kept = self._sampled or self.window in SAMPLED  # one that an evaluation has opened; one that opens only now
-        return self.window if kept and not self._passes else None
+        return self.window if kept and not self._is_fed else None
 
     def _ends_pass(self, batch: Batch) -> bool:
         """Whether the window that begins with this batch will, as far as the last one tells, be the pass's last."""
@@ -154,8 +154,8 @@ class Recorder(Witness):
 
     def forwarding(self) -> None:
         """A window begins here, at the latest, whose batch was loaded before the last step."""
-        if self._is_over:
-            self.open_window(ends=True)
+        if self._is_over or not (self._is_fed or self.evaluations.lasts):
+            self.open_window(ends=self._is_over)
 
     def open_window(self, *, evaluating: bool = False, ends: bool = False) -> None:
         """Keeps the values that it begins with, if it is one of those that are looked at."""
@@ -319,6 +319,7 @@ class Recorder(Witness):
             return
         if kind == "clipping":
             self._note_scaled_clipping(fields["where"])
+            self.journal.write(kind, window=self.window, where=fields["where"])
             return
         if kind in {"save", "load"}:
             fields["digests"] = _digests_in(fields.pop("value"))
@@ -346,8 +347,11 @@ class Recorder(Witness):
         """Writes down what the script draws while it trains."""
         if self.is_loading and name in ORDERING:
             note_order(self.journal, where, name, value)
-        if self.is_training:
-            keep(self.journal, self.draws.place(self.window, where), name, value)
+        if self.is_elsewhere:
+            return value
+        place, within = self.draws.place(self.window, where), self.is_open and (self._is_fed or self.micro > 0)
+        if within or (not self._is_fed and self.draws.count <= MOST_BEFORE):  # it may draw the samples themselves
+            keep(self.journal, place, name, value, within=within)
         return value
 
     def _note_scaled_clipping(self, where: str) -> None:

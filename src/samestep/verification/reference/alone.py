@@ -48,6 +48,7 @@ class Alone(Witness):
         self._merged: set[int] = set(order.get("merged", []))  # windows whose micro-batches are all given at once
         self._only: list[int] | None = order.get("only")  # at this window, the samples of this rank
         self._apart: dict[int, int] = dict(order.get("apart", []))  # window -> the optimizer whose gradients add up
+        self._drawing = self._ranks if self._pretends is None else [self._pretends]  # the ranks whose draws it has
         self._event = 0
         self._put: int | None = None  # the window that began with recorded values last
         self._replayed = self._training_passes()
@@ -55,7 +56,7 @@ class Alone(Witness):
         self._steps, self._last = first.steps, _last(self.record)
         self._lengths = {event["key"]: event["length"] for event in first.of("pass")}
         self._drawn = self._recorded_draws()
-        self._brought = Brought(first)
+        self._brought = Brought(first, always=order.get("brought", False))
         self.sizes: list[int] = []  # of the parts of the batch that is trained on
         self._loaded: list[list[int]] = []  # those of every batch of the pass
         self._used = 0  # and how many of them have been trained on
@@ -228,7 +229,7 @@ class Alone(Witness):
 
     def forwarding(self) -> None:
         """A window begins here, at the latest, whose batch was loaded before the last step."""
-        if self._is_over:
+        if self._is_over or not (self._replayed or self.evaluations.lasts):
             self.open_window()
 
     def _put_back(self, values: dict[str, Any]) -> None:
@@ -320,10 +321,10 @@ class Alone(Witness):
     # --- chance ------------------------------------------------------------------------------
 
     def _recorded_draws(self) -> dict[str, list[tuple[int, int | None]]]:
-        """Place of a draw -> rank and number of each chosen rank's."""
+        """Place of a draw -> rank and number of each rank's that this process stands for."""
         found: dict[str, list[tuple[int, int | None]]] = {}
         for rank in self.record.ranks:
-            if rank.number in self._ranks:
+            if rank.number in self._drawing:
                 for event in rank.of("draw"):
                     found.setdefault(event["place"], []).append((rank.number, event["kept"]))
         return found
@@ -332,19 +333,17 @@ class Alone(Witness):
         """Hands out what the ranks have drawn."""
         from samestep.verification.recording.chance import joined
 
-        if not self.is_training:
+        if self.is_elsewhere:
             return value
         place = self.draws.place(self.window, where)
+        if self._replayed and not self.is_open:
+            return value  # before its samples are there, which are the ranks' already
         held = self._drawn.get(place, [])
-        if len(held) != len(self._ranks) or any(number is None for _, number in held):
-            self.journal.write("chance", place=place, name=name)
-            return value
         parts = [self.record.value(rank, number) for rank, number in held if number is not None]
-        whole = joined(name, value, parts)
-        if whole is None:
+        whole = joined(name, value, parts) if len(parts) == len(self._drawing) else None
+        if whole is None and self.optimizers.all:  # what is drawn before may begin the parameters, which are put back
             self.journal.write("chance", place=place, name=name)
-            return value
-        return whole
+        return value if whole is None else whole
 
     # --- normalisation -----------------------------------------------------------------------
 
