@@ -89,15 +89,16 @@ def _told(record: Record, pair: tuple[Rank, Rank], steps: Sequence[Event]) -> Fi
 
 
 def _drawn_at(first: Rank, other: Rank, steps: Sequence[Event]) -> str | None:
-    """The line of numbers that both have drawn, for the last of these steps if there are such."""
+    """The line of numbers that both have drawn in the last of these steps, or else before them."""
     mine, theirs = ({one["place"]: one for one in rank.of("draw")} for rank in (first, other))
-    for step in reversed(steps):
-        for place, event in mine.items():
-            window, _, where = place.rpartition("|")[0].partition("|")
-            is_near = step["window"] - int(window) in (0, 1)  # a step's samples may be drawn in the window before
-            if is_near and place in theirs and event["digest"] == theirs[place]["digest"] is not None:
-                return str(where)
-    return None
+    alike = [place for place, one in mine.items() if place in theirs and one["digest"] == theirs[place]["digest"]]
+    alike = [place for place in alike if mine[place]["digest"] is not None]
+    windows = [int(place.partition("|")[0]) for place in alike]
+    last = max((window for window in windows if window <= steps[-1]["window"]), default=None)
+    if last is None:
+        return None
+    where: str = alike[windows.index(last)].rpartition("|")[0].partition("|")[2]
+    return where
 
 
 def _backward(rank: Rank, step: Event) -> str:
