@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -44,6 +45,28 @@ class Encoding(UserDict[str, Any]):
             return self.__dict__["data"][name]
         except KeyError:
             raise AttributeError(name) from None
+
+
+class Items(MutableMapping[str, Any]):
+    """A mapping whose items are in a dictionary that a plain copy shares."""
+
+    def __init__(self, **items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
 
 
 class Pair(NamedTuple):
@@ -152,6 +175,7 @@ def in_types(x: torch.Tensor) -> list[Any]:
     return [
         Encoding({"x": x}, "text"),
         OrderedDict(x=x),
+        Items(x=x),
         Sample(x),
         Frozen(x, "text"),
         Pair(x, x),

@@ -38,6 +38,7 @@ _VIRTUAL = (
 _NONE_RAN = "the samples come from no DataLoader, one process cuts them otherwise, and no virtual rank ran"
 _CHANGED = "the script changes gradients between backward and step, and by no factor, before or behind the average"
 _OTHER_SAMPLES = "virtual ranks draw, or train on, something else than the ranks"
+_OTHER_DRAWS = "a process that is given what a rank has drawn draws something else besides"
 _AGAIN = "virtual ranks have other gradients when they run again: the script draws what could not be recorded"
 
 Runs = Callable[[], list[Run]]
@@ -119,7 +120,7 @@ class VirtualRanks:
     def _why_not(self, runs: list[Run], common: list[Event], event: Event, *, virtual: bool) -> str | None:
         """Why a difference accuses nobody."""
         if any(run.ended.code or rank.of("chance") for run in runs for rank in run.record.ranks):
-            return _OTHER_SAMPLES
+            return _OTHER_SAMPLES if virtual else _OTHER_DRAWS
         if virtual and not have_their_samples(self._record, runs, common):
             return _OTHER_SAMPLES
         recorded = self._record.gradients(event)

@@ -37,6 +37,7 @@ def rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
     try:
         new = copy.copy(value)
         if isinstance(value, Mapping):
+            _unshare(new)
             for key, part in parts.items():
                 new[key] = part
         else:
@@ -45,6 +46,13 @@ def rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
     except (TypeError, AttributeError):
         return _made_anew(type(value), parts)
     return new
+
+
+def _unshare(new: Any) -> None:
+    """Gives a copy dictionaries of its own: the items of a mapping are in one, which a plain copy shares."""
+    for name, one in getattr(new, "__dict__", {}).items():
+        if isinstance(one, dict):
+            new.__dict__[name] = copy.copy(one)
 
 
 def _made_anew(kind: Any, parts: dict[Any, Any]) -> Any:
