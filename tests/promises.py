@@ -375,6 +375,9 @@ PROMISES: dict[str, list[str]] = {
     "samestep verify --mpi": [
         "tests/runtime/test_mpi_world.py::test_verify_finds_the_training_over_mpi_to_be_that_of_one_process",
     ],
+    "samestep verify --pass-local-rank": [
+        "tests/verification/test_verify_options.py::test_each_rank_gets_its_local_rank_as_an_option",
+    ],
     "samestep verify --steps": [
         "tests/verification/test_verify_options.py::test_a_module_is_verified_on_as_many_ranks_and_steps_as_asked_for",
     ],

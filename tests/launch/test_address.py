@@ -47,3 +47,31 @@ def test_the_store_answers_once_torch_is_imported_and_on_the_loopback_address_al
     port = done.stdout.split()[-1]
     assert done.stdout == f"['0100007F{port}'] {port}\n"
     assert Path("/proc/net/tcp").exists()
+
+
+SPAWNS = """
+import os
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def train(rank, size):
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "12355")  # which is the launcher's already
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    total = torch.ones(())
+    dist.all_reduce(total)
+    print(f"rank {rank}: {total:.0f}", flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.start_processes(train, (2,), 2, start_method="METHOD")
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_ranks_that_a_script_spawns_meet_at_the_launchers_port(tmp_path, method):
+    """As under torchrun, whose ranks' children are clients of the agent's store too."""
+    (tmp_path / "train.py").write_text(SPAWNS.replace("METHOD", method))
+    command = [sys.executable, "-m", "samestep", "run", "-n", "1", "--start", "spawn", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0: 2", "rank 1: 2"]

@@ -138,5 +138,5 @@ def test_workers_that_begin_with_the_same_random_state_are_found() -> None:
 
 @pytest.mark.parametrize(("name", "shape"), [("torch.randn", [15]), ("torch.randperm", [64])])
 def test_draws_that_may_be_equal_are_no_noise(name: str, shape: list[int]) -> None:
-    drawn = {"kind": "draw", "place": "3|train.py:4|0", "digest": "d", "name": name, "shape": shape}
+    drawn = {"kind": "draw", "within": True, "place": "3|train.py:4|0", "digest": "d", "name": name, "shape": shape}
     assert chance_findings(record([drawn], [drawn])) == []

@@ -2,20 +2,71 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from samestep.verification.recording import rows
+from samestep.verification.recording.adjusting import doubled
 from samestep.verification.reference.joining import UnjoinableError, joined, permuted
 
 
 @dataclass
 class Sample:
     x: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    name: str
+
+
+class Loose:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Encoding(UserDict[str, Any]):
+    """As transformers' BatchEncoding: a mapping that is no dict, with methods and attributes of its own."""
+
+    def __init__(self, data: dict[str, Any], kind: str) -> None:
+        super().__init__(data)
+        self.kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["data"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Items(MutableMapping[str, Any]):
+    """A mapping whose items are in a dictionary that a plain copy shares."""
+
+    def __init__(self, **items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
 
 
 class Pair(NamedTuple):
@@ -42,7 +93,7 @@ def test_containers_are_joined_inside() -> None:
         [torch.ones(1), [1]],
         [3, 4],
         [np.ones((2, 3)), np.ones((2, 4))],
-        [Sample(torch.ones(2)), Sample(torch.ones(2))],
+        [Loose(torch.ones(2)), Loose(torch.ones(2))],
     ],
 )
 def test_what_has_no_meaning_joined_is_refused(parts: list[object]) -> None:
@@ -115,3 +166,43 @@ def test_samples_of_a_list_are_counted_and_told_apart() -> None:
     assert first == third != second
     assert rows.count((torch.ones(4, 3), torch.ones(4)), 4) == 4
     assert rows.row_digests((torch.ones(4, 3), torch.ones(4)), 4) == rows.row_digests((torch.ones(4, 3), torch.ones(4)))
+
+
+# --- batches of types of their own: a script calls their methods, so they come back as what they were ---
+
+
+def in_types(x: torch.Tensor) -> list[Any]:
+    return [
+        Encoding({"x": x}, "text"),
+        OrderedDict(x=x),
+        Items(x=x),
+        Sample(x),
+        Frozen(x, "text"),
+        Pair(x, x),
+        {"inner": Encoding({"x": x}, "text")},
+    ]
+
+
+@pytest.mark.parametrize(("one", "other"), [*zip(in_types(torch.arange(2.0)), in_types(torch.ones(1)), strict=True)])
+def test_a_batch_comes_back_as_its_own_type(one: Any, other: Any) -> None:
+    batch = joined([rows.held(one), rows.held(other)], [2, 1])
+    again = doubled(permuted(batch, torch.tensor([2, 0, 1])))
+    assert type(one) is type(rows.held(one)) is type(batch) is type(again)
+    assert rows.leaves(again)[0].tolist() == [1, 0, 1]
+    assert rows.leaves(again)[0].dtype == torch.float64
+    assert rows.leaves(one)[0].tolist() == [0, 1]
+    assert rows.row_digests(one) == rows.row_digests(rows.leaves(one))
+    inner = again["inner"] if isinstance(one, dict) and "inner" in one else again
+    assert getattr(inner, "kind", "text") == "text"
+
+
+def test_a_mapping_that_cannot_be_changed_is_made_anew() -> None:
+    frozen = MappingProxyType({"x": torch.ones(2)})
+    assert type(joined([frozen, frozen])) is MappingProxyType
+
+
+def test_a_batch_that_tells_its_number_of_samples_is_not_joined() -> None:
+    parts = [{"x": torch.ones(size, 3), "samples": size} for size in (4, 3)]
+    with pytest.raises(UnjoinableError, match="number of samples"):
+        joined(parts, [4, 3])
+    assert joined([{"x": torch.ones(4), "classes": 7}] * 2, [4, 4])["classes"] == 7

@@ -263,7 +263,14 @@ def test_a_schedule_that_steps_where_a_scaler_left_the_step_out_is_none_of_micro
 
 
 def test_the_same_noise_on_two_ranks_is_an_error_wherever_the_script_lies() -> None:
-    drawn = {"kind": "draw", "place": "3|/data/a|b/train.py:4|0", "digest": "d", "name": "torch.randn", "shape": [64]}
+    drawn = {
+        "kind": "draw",
+        "within": True,
+        "place": "3|/data/a|b/train.py:4|0",
+        "digest": "d",
+        "name": "torch.randn",
+        "shape": [64],
+    }
     own = {"kind": "own_draw", "place": drawn["place"]}
     ranks = record([drawn], [drawn])
     (finding,) = chance_findings(ranks, {**own, "shape": [128]})

@@ -56,3 +56,34 @@ def test_a_script_is_verified_with_its_arguments(tmp_path: Path) -> None:
     assert report.script == (str(path), "--lr", "0.1")
     assert "there is no training to compare" in str(report)
     assert "AssertionError" in str(samestep.verify(path))
+
+
+LOCAL_RANK = """
+import argparse, os
+import torch, torch.distributed as dist
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local-rank", "--local_rank", type=int)
+parser.add_argument("--lr", type=float)
+options = parser.parse_args()
+assert options.local_rank == int(os.environ["LOCAL_RANK"]), (options, os.environ["LOCAL_RANK"])
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
+data = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).chunk(2)[options.local_rank]
+for x in data.split(8):  # one process cuts otherwise, so each rank's part is computed by one that takes itself for it
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("option", ["--pass-local-rank", pytest.param("--pass-local_rank", marks=pytest.mark.prove)])
+def test_each_rank_gets_its_local_rank_as_an_option(tmp_path: Path, option: str) -> None:
+    (tmp_path / "train.py").write_text(LOCAL_RANK, encoding="utf-8")
+    words = [option, "--json", str(tmp_path / "report.json"), str(tmp_path / "train.py"), "--lr", "0.1"]
+    assert main(["verify", *words]) == 0
+    told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert told["coverage"]["gradients"] == "agrees as declared"

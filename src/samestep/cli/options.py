@@ -90,3 +90,15 @@ def some_seconds(text: str) -> float:
     if not value:
         raise argparse.ArgumentTypeError(f"{text!r} leaves no time; give a number of seconds above 0")
     return value
+
+
+def add_local_rank(parser: Parser) -> None:
+    """Adds the option of scripts that were written for torch.distributed.launch."""
+    parser.add_argument(
+        "--pass-local-rank",
+        dest="local_rank",
+        action="store_const",
+        const="--local-rank",
+        help="pass --local-rank=K to the script (--pass-local_rank: --local_rank=K), as torch.distributed.launch does",
+    )
+    parser.also("--pass-local_rank", "--pass_local_rank", dest="local_rank", action="store_const", const="--local_rank")

@@ -13,7 +13,7 @@ from pathlib import Path
 from samestep.cli.before import check_json, check_program, check_run_path, run_path
 from samestep.cli.hosts import add_options, check_effect, listed, opened, own_ranks, place, taken_along
 from samestep.cli.mpi import under_mpiexec
-from samestep.cli.options import Parser, seconds, whole
+from samestep.cli.options import Parser, add_local_rank, seconds, whole
 from samestep.cli.result import write_json
 from samestep.errors import UsageError
 from samestep.launch.cluster import HostRanks
@@ -208,14 +208,7 @@ def _parser() -> Parser:
     add("--run-dir", metavar="DIR", type=Path, help="keep logs here, not in runs/<script>-<time>-<hex>")
     add("--json", metavar="FILE", type=Path, help="write exit code, run directory and failure to this file")
     add("--dry-run", action="store_true", help="print the exact commands and variables, start nothing")
-    add(
-        "--pass-local-rank",
-        dest="local_rank",
-        action="store_const",
-        const="--local-rank",
-        help="pass --local-rank=K to the script (--pass-local_rank: --local_rank=K), as torch.distributed.launch does",
-    )
-    parser.also("--pass-local_rank", "--pass_local_rank", dest="local_rank", action="store_const", const="--local_rank")
+    add_local_rank(parser)
     add("--start", choices=("auto", "fork", "spawn"), default="auto", help=START)
     add(
         "--restarts",

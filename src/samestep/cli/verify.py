@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from samestep import errors
 from samestep.cli.before import check_json, check_program
-from samestep.cli.options import Parser, some_seconds, whole
+from samestep.cli.options import Parser, add_local_rank, some_seconds, whole
 from samestep.cli.result import write_json, write_text
 from samestep.errors import UsageError
 from samestep.launch import mpiexec
@@ -64,7 +64,13 @@ def main(arguments: Sequence[str]) -> int:
             check_json(getattr(options, option), f"--{option}")
     if options.mpi:
         mpiexec.mpiexec()  # there is one
-    script = Script(program=program, arguments=tuple(rest), is_module=options.module, mpi=options.mpi)
+    script = Script(
+        program=program,
+        arguments=tuple(rest),
+        is_module=options.module,
+        mpi=options.mpi,
+        local_rank=options.local_rank,
+    )
     try:
         return _verify(options, script)
     except KeyboardInterrupt as asked:
@@ -149,6 +155,7 @@ def _parser() -> Parser:
     )
     add("-m", dest="module", action="store_true", help="what follows is a module's name, as with python -m")
     add("--mpi", action="store_true", help="have mpiexec start the ranks, for scripts whose backend is mpi")
+    add_local_rank(parser)
     add(
         "--steps",
         metavar="K",

@@ -96,7 +96,17 @@ def use_store() -> None:
         return
     port = variable("MASTER_PORT")
     set_variables({AGENT_STORE: None})
-    _ports[:] = [] if port is None else [port]
+    use_stores_at([] if port is None else [port])
+
+
+def served_ports() -> list[str]:
+    """Returns the ports of :func:`use_store`, for processes that this one spawns."""
+    return [*_ports]
+
+
+def use_stores_at(ports: list[str]) -> None:
+    """Makes this process a client of the store on these ports: a process that a rank spawns keeps its MASTER_PORT."""
+    _ports[:] = ports
 
     def patch(_: ModuleType) -> None:
         vars(sys.modules["torch.distributed.rendezvous"])["_torchelastic_use_agent_store"] = is_served

@@ -22,6 +22,7 @@ from typing import Any
 
 from samestep import events, progress
 from samestep.launch import noting
+from samestep.launch.address import served_ports, use_stores_at
 from samestep.launch.imports import when_imported
 from samestep.launch.spawned import recognise
 from samestep.rankenv import variable
@@ -112,11 +113,12 @@ class _Seed:
         self._starter = starter
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _begin_spawned, (self._starter,)
+        return _begin_spawned, (self._starter, served_ports())
 
 
-def _begin_spawned(starter: int) -> None:
+def _begin_spawned(starter: int, ports: list[str]) -> None:
     _starter[:] = [starter]
+    use_stores_at(ports)
     noting.begin(_joined)
     when_imported("multiprocessing.spawn", partial(_pass_on, starter))
     os.register_at_fork(after_in_child=partial(_forked, starter))

@@ -109,8 +109,10 @@ PAGES = {
         "samples are used more than once an epoch",
         "Without a DistributedSampler every rank goes through all data; a stream that is not split by rank, or by "
         "worker, comes as often as there are readers. An epoch is then N epochs of an N-fold smaller diversity.",
-        "DataLoader(…, sampler=DistributedSampler(dataset)); islice(stream, rank, None, world_size).",
-        "the indices and contents of what every rank's loader yields, counted together",
+        "DataLoader(…, sampler=DistributedSampler(dataset)); islice(stream, rank, None, world_size); without a loader, "
+        "seed what draws the batches with the rank.",
+        "the indices and contents of what every rank's loader yields, counted together; without a loader, what the "
+        "models get, and whether two ranks compute the same gradient by themselves",
     ),
     "samples-missing": Page(
         "samples are never used",

@@ -139,10 +139,11 @@ class Runner:
         nursery: PreforkServer | None,
         progress: Callable[[Path], None] = lambda _: None,
     ) -> Run:
+        pretended = order.get("pretends")
         folder = self.folder / name.replace(" ", "-").replace(",", "")
         with self.files.apart(folder.name) as (variables, files):
             ended = runs.run(
-                self.script,
+                self.script if pretended is None else self.script.as_local_rank(pretended),
                 ranks,
                 folder,
                 observer,

@@ -157,7 +157,9 @@ def _conclude_on_data(record: Record, report: Report) -> None:
     """Data that no DataLoader yields are right if the gradients of all ranks are those of all samples."""
     compared = report.coverage.get("gradients") in {AGREES, DECLARED}
     if compared and not any(samples.passes(rank) for rank in record.ranks):
-        report.cover("data", AGREES, "the gradients of the compared steps are those of one process's batches")
+        noted = any(finding.property == "data" for finding in report.findings)
+        why = "the gradients of the compared steps are those of one process's batches"
+        report.cover("data", DECLARED if noted else AGREES, why)
 
 
 def _blame(ended: runs.Ended, whole: Run, record: Record, report: Report) -> None:
@@ -274,8 +276,15 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
     def of_ranks(ranks: Sequence[int] = everybody) -> list[Run]:
         return runner.side_by_side(lambda rank: alone(f"samples of rank {rank}", ranks=[rank]), ranks)
 
-    def virtual_ranks() -> list[Run]:
-        return runner.side_by_side(lambda rank: alone(f"as virtual rank {rank}", ranks=[], pretends=rank), everybody)
+    @functools.cache
+    def virtual_ranks(name: str = "as virtual rank") -> list[Run]:
+        def one(rank: int) -> Run:
+            return alone(f"{name} {rank}", ranks=[], pretends=rank, brought=True)
+
+        return runner.side_by_side(one, everybody)
+
+    def with_draws() -> list[Run]:
+        return runner.side_by_side(lambda rank: alone(f"draws of rank {rank}", ranks=[rank], brought=True), everybody)
 
     def merged(steps: list[Event]) -> Run:
         return alone("whole steps at once", merged=[step["window"] for step in steps])
@@ -305,7 +314,20 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
     if record.steps:
         permuted = functools.cache(functools.partial(alone, "another order", permuted=True))
         exact = functools.cache(in_float64)
-        others = Others(permuted, of_ranks, virtual_ranks, merged, apart, at_step, own_lengths, of_group, exact)
+        again = functools.partial(virtual_ranks, "again as virtual rank")
+        others = Others(
+            permuted,
+            of_ranks,
+            virtual_ranks,
+            merged,
+            apart,
+            at_step,
+            own_lengths,
+            of_group,
+            exact,
+            again=again,
+            with_draws=with_draws,
+        )
         Comparison(record, whole, others).judge(report)
         Updates(record, whole, others).judge(report)
         declared.judge(record, whole, report)

@@ -13,18 +13,21 @@ __all__: list[str] = []
 
 _NOISE = {f"torch.{name}" for name in ("rand", "randn", "normal", "bernoulli", "rand_like", "randn_like")}
 _NOISE |= {f"numpy.random.{name}" for name in ("rand", "randn", "normal", "random", "standard_normal", "uniform")}
+_NOTHING = "the script draws nothing itself while it trains"
+_BETWEEN = "what the script draws by itself it draws before a step's samples are there, and may be the samples"
 _FEWEST = 16  # numbers in a draw that cannot be equal by chance, and are no setting
 
 
 def judge(record: Record, whole: Run, report: Report) -> None:
     """Adds what the draws tell; `whole` is the script alone, with what all ranks used."""
     record = record.data
-    drawn = [{event["place"]: event for event in rank.of("draw")} for rank in record.ranks]
+    drawn = [{event["place"]: event for event in rank.of("draw") if event["within"]} for rank in record.ranks]
     report.add(_alike(record, drawn, whole))
     report.add(_masks(record))
     report.add(_workers(record))
     seen = any(drawn) or any(rank.of("stream") for rank in record.ranks)
-    report.cover("random", PROVED if seen else unchecked("the script draws nothing itself while it trains"))
+    before = any(rank.of("draw") for rank in record.ranks)
+    report.cover("random", PROVED if seen else unchecked(_BETWEEN if before else _NOTHING))
 
 
 def _alike(record: Record, drawn: list[dict[str, dict[str, object]]], whole: Run) -> Iterator[Finding]:

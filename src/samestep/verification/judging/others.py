@@ -19,7 +19,9 @@ class Others:
     Attributes:
         permuted: with the samples of each batch in another order.
         of_ranks: with what each rank used, for itself.
-        virtual_ranks: as each rank would run it, in a process group of its own.
+        virtual_ranks: as each rank would run it, in a process group of its own; with its gradients before clipping.
+        again: the same once more.
+        with_draws: with what each rank has drawn, for itself; with its gradients before clipping.
         merged: with all samples of a step in place of each of its micro-batches, at these steps.
         apart: as it is, keeping what adds up in these steps.
         at_step: with what each rank used at this step, and with all samples before it.
@@ -37,3 +39,5 @@ class Others:
     own_lengths: Callable[[], Run] | None = None
     of_group: Callable[[list[int]], tuple[Run, Others]] | None = None
     in_float64: Callable[[], tuple[Record, Run, Run]] | None = None
+    again: Callable[[], list[Run]] | None = None
+    with_draws: Callable[[], list[Run]] | None = None

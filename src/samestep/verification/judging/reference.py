@@ -12,15 +12,16 @@ from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import local_steps as local
+from samestep.verification.judging import repeated
 from samestep.verification.judging.explanations import Explanations
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.rates import Rates
 from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.samples import loads_for_all
+from samestep.verification.judging.samples import loads_for_all, passes
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.skipped import skipper
 from samestep.verification.judging.states import averaged_behind, local_steps
-from samestep.verification.judging.virtual_ranks import EVERY_ZERO, VirtualRanks
+from samestep.verification.judging.virtual_ranks import EVERY_ZERO, VirtualRanks, calls_in
 from samestep.verification.judging.windows import Windows
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
@@ -95,10 +96,11 @@ class Comparison:
         if (declared := local_steps(self.record)) is not None and self.others.of_group is not None:
             local.judge(self.record, declared, common, self._compare_group, report)
             return
-        if self._has_other_samples(common):
-            VirtualRanks(self.record, self.others.virtual_ranks).judge(common, report)
+        if self._has_other_samples(common) or self._draws_others():
+            self._compare_parts(common, report)
             return
         self._compare(common, report)
+        self._judge_repeated(common, report)
         if report.coverage["gradients"] == AGREES and self.others.merged is not None and self.others.apart is not None:
             Windows(self.record, self.others.merged, self.others.apart).judge(common, self.whole, report)
 
@@ -115,6 +117,27 @@ class Comparison:
             report.cover("gradients", unchecked("alone, the script trains on other samples than they do"))
         else:
             group._compare(common, report)
+
+    def _compare_parts(self, common: list[Event], report: Report) -> None:
+        drawing = all(rank.of("draw") for rank in self.record.ranks)
+        with_draws = self.others.with_draws if drawing and self._calls_as_often(common) else None
+        VirtualRanks(self.record, self.others.virtual_ranks, self.others.again, with_draws).judge(common, report)
+        self._judge_repeated(common, report)
+
+    def _judge_repeated(self, common: list[Event], report: Report) -> None:
+        if report.coverage.get("gradients") in {AGREES, DECLARED}:
+            found = repeated.finding(self.record, common, self.others.virtual_ranks)
+            report.add([] if found is None else [found])
+
+    def _draws_others(self) -> bool:
+        """Whether one process cannot draw what the ranks have drawn, where no DataLoader tells its samples."""
+        return self._chance() is not None and not any(passes(rank) for rank in self.record.ranks)
+
+    def _calls_as_often(self, common: list[Event]) -> bool:
+        """Whether the models are called as often in a step of one process as in one of a rank's."""
+        ranks = [*self.whole.record.ranks[:1], self.record.ranks[0]]
+        calls = [[len(calls_in(rank, step["window"])) for step in common] for rank in ranks]
+        return calls[0] == calls[-1]
 
     def _compare(self, common: list[Event], report: Report) -> None:
         alone = self.whole.gradients

@@ -1,18 +1,24 @@
-"""Whether the ranks' gradient is the average of virtual ranks', where one process cannot be given all samples.
+"""Whether the ranks' gradient is the average of their parts, where one process cannot be given all samples.
 
-A script that cuts its data by rank without a DataLoader trains on other samples when it runs alone. So each rank's part
-is computed by a process that takes itself for that rank. What this leaves open is said: whether the average over ranks
-is that over samples.
+A script that draws or cuts its data by itself, without a DataLoader, trains on other samples when it runs alone. So
+each rank's part is computed by a process of its own, before anything clips it:
+
+    with its draws      a world of one process, which gets the numbers that the rank has drawn, and so its samples
+    as a virtual rank   a process that takes itself for that rank, where the former has other samples: a script that
+                        cuts by rank. A loss that is divided by the number of ranks is so here too, so a factor of
+                        that number stays open
+
+What both leave open is said: whether the average over ranks is that over samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from samestep.verification import numerics
 from samestep.verification.findings import DECLARED, Finding, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging.record import Record
+from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
@@ -22,27 +28,61 @@ __all__: list[str] = []
 EVERY_ZERO = "every gradient is zero, on the ranks and in one process"
 
 _NEAR = 1e-3  # of a factor
-_REMARK = (
-    "the samples come from no DataLoader, and one process cuts them otherwise: gradients were compared with the "
-    "average of virtual ranks, which leaves open whether ranks with different numbers of samples are weighed by them"
+_OPEN = "leaves open whether ranks with different numbers of samples are weighed by them"
+_WITH_DRAWS = (
+    "the samples come from no DataLoader: gradients were compared with the average of those of one process that draws "
+    f"what a rank has drawn, which {_OPEN}"
 )
+_VIRTUAL = (
+    "the samples come from no DataLoader, and one process cuts them otherwise: gradients were compared with the "
+    f"average of virtual ranks, which {_OPEN}, and whether the loss is divided by the number of ranks once"
+)
+_NONE_RAN = "the samples come from no DataLoader, one process cuts them otherwise, and no virtual rank ran"
+_CHANGED = "the script changes gradients between backward and step, and by no factor, before or behind the average"
+_OTHER_SAMPLES = "virtual ranks draw, or train on, something else than the ranks"
+_OTHER_DRAWS = "a process that is given what a rank has drawn draws something else besides"
+_AGAIN = "virtual ranks have other gradients when they run again: the script draws what could not be recorded"
+
+Runs = Callable[[], list[Run]]
 
 
 class VirtualRanks:
-    """Of the ranks with processes that take themselves for them."""
+    """Of the ranks with processes that each compute one rank's part.
 
-    def __init__(self, record: Record, runs: Callable[[], list[Run]]) -> None:
+    Args:
+        record: of the ranks.
+        virtual: runs a process that takes itself for a rank, for each.
+        again: runs them once more, before anything is accused; None where they would do the same.
+        with_draws: runs one process with the draws of a rank, for each; None where it would have other samples.
+    """
+
+    def __init__(
+        self, record: Record, virtual: Runs, again: Runs | None = None, with_draws: Runs | None = None
+    ) -> None:
         self._record = record
-        self._runs = runs
+        self._virtual = virtual
+        self._again = again
+        self._with_draws = with_draws
 
     def judge(self, steps: list[Event], report: Report) -> None:
         """Adds what the comparison at these steps tells."""
-        runs = self._runs()
-        common = [event for event in steps if runs and all(event["event"] in run.steps for run in runs)]
+        size = self._record.size
+        if self._with_draws is not None:
+            runs = self._with_draws()
+            common = _in_all(runs, steps)
+            if common and have_their_samples(self._record, runs, common) and _as_many(self._record, common):
+                self._compare(runs, common, (1 / size,), _WITH_DRAWS, report)
+                return
+        runs = self._virtual()
+        common = _in_all(runs, steps)
         if not common:
-            why = "the samples come from no DataLoader, one process cuts them otherwise, and no virtual rank ran"
-            report.cover("gradients", unchecked(why))
+            report.cover("gradients", unchecked(_NONE_RAN))
             return
+        self._compare(runs, common, (1.0, 1 / size), _VIRTUAL, report)
+
+    def _compare(
+        self, runs: list[Run], common: list[Event], factors: tuple[float, ...], remark: str, report: Report
+    ) -> None:
         worst, seen = 0.0, False
         for event in common:
             number = event["event"]
@@ -58,39 +98,62 @@ class VirtualRanks:
                 report.cover("gradients", unchecked(why))
                 return
             worst = max(worst, found.left)
-            if found.left > numerics.limit(0.0, recorded):
-                self._refuse(event, runs, found, report)
-                return
-            if not self._is_average(found.factors[0]):
-                report.add([self._scaled(event, found.factors[0])])
-                return
+            clipped = self._clipped(event)
+            is_right = clipped is None or any(_is_near(found.factors[0], clipped * one) for one in factors)
+            if found.left <= numerics.limit(0.0, recorded) and is_right:
+                continue
+            if (reason := self._why_not(runs, common, event, virtual=remark is _VIRTUAL)) is not None:
+                report.cover("gradients", unchecked(reason))
+            elif found.left > numerics.limit(0.0, recorded):
+                report.add([self._other(event, found.left)])
+            else:
+                report.add([self._scaled(event, found.factors[0] / (clipped or 1.0))])
+            return
         if not seen:
             report.cover("gradients", unchecked(EVERY_ZERO))
             return
-        report.remarks.append(_REMARK)
-        margin = f"with virtual ranks, worst error {worst:.1e}, {plural(len(common), 'step')}"
-        report.cover("gradients", DECLARED, margin)
+        report.remarks.append(remark)
+        who = "virtual ranks" if remark is _VIRTUAL else "one process for each rank"
+        report.cover("gradients", DECLARED, f"with {who}, worst error {worst:.1e}, {plural(len(common), 'step')}")
 
-    def _is_average(self, factor: float) -> bool:
-        """Of whole parts, or of parts that a script's own average has divided already."""
-        return any(abs(factor / right - 1) < _NEAR for right in (1.0, 1 / self._record.size))
+    def _clipped(self, event: Event) -> float | None:
+        """By what the ranks' gradient was multiplied when its norm was clipped; None where that is not known."""
+        window = self._record.ranks[0].by_window.get(event["window"], [])
+        told = [min(1.0, one["most"] / (one["norm"] + 1e-6)) for one in window if one["kind"] == "clip"]
+        calls = sum(one["kind"] == "clipping" for one in window)  # of cut gradients, nobody knows the norm
+        return 1.0 if not calls and not told else told[0] if len(told) == 1 == max(calls, 1) else None
 
-    def _refuse(self, event: Event, runs: list[Run], found: numerics.Fit, report: Report) -> None:
-        if any(rank.of("draw") for rank in self._record.ranks) or any(run.ended.code for run in runs):
-            report.cover("gradients", unchecked("virtual ranks draw, or train on, something else than the ranks"))
-            return
-        report.add(
-            [
-                Finding(
-                    code="gradient-differs",
-                    property="gradients",
-                    step=event["event"],
-                    where=event["where"],
-                    cause=f"at step {event['event']} the gradient is not the average of what each rank computes by "
-                    f"itself: {found.left:.1e} of its norm is something else",
-                    fix="average all gradients between backward and step",
-                )
-            ]
+    def _why_not(self, runs: list[Run], common: list[Event], event: Event, *, virtual: bool) -> str | None:
+        """Why a difference accuses nobody."""
+        if any(run.ended.code or rank.of("chance") for run in runs for rank in run.record.ranks):
+            return _OTHER_SAMPLES if virtual else _OTHER_DRAWS
+        if virtual and not have_their_samples(self._record, runs, common):
+            return _OTHER_SAMPLES
+        recorded = self._record.gradients(event)
+        for run in runs:
+            used, own = run.used(event["event"]), run.gradients(event["event"])
+            if used is not None:
+                left = numerics.fit(numerics.flat(used, recorded), [numerics.flat(own, recorded)]).left
+                if left > numerics.limit(0.0, recorded):
+                    return _CHANGED
+        again = [] if self._again is None or not virtual else self._again()
+        for run, other in zip(runs, again, strict=False):
+            if event["event"] not in other.steps:
+                return _AGAIN
+            apart = numerics.distance(other.gradients(event["event"]), run.gradients(event["event"]))
+            if not apart.worst <= numerics.limit(0.0, recorded):
+                return _AGAIN
+        return None
+
+    def _other(self, event: Event, left: float) -> Finding:
+        return Finding(
+            code="gradient-differs",
+            property="gradients",
+            step=event["event"],
+            where=event["where"],
+            cause=f"at step {event['event']} the gradient is not the average of what each rank computes by "
+            f"itself: {left:.1e} of its norm is something else",
+            fix="average all gradients between backward and step",
         )
 
     def _scaled(self, event: Event, factor: float) -> Finding:
@@ -104,3 +167,32 @@ class VirtualRanks:
             cause=f"at step {event['event']} the gradient is {times:.4g} times the average of what each rank computes",
             fix="divide the sum of all ranks by their number, once",
         )
+
+
+def calls_in(rank: Rank, window: int) -> list[tuple[str, ...]]:
+    """Returns digests of the rows that a rank's models got in a window, for each call; a wrapper tells it again."""
+    events = [event for event in rank.by_window.get(window, []) if event["kind"] == "input" and event["rows"]]
+    return list(dict.fromkeys(tuple(event["rows"]) for event in events))
+
+
+def have_their_samples(record: Record, runs: Sequence[Run], steps: Sequence[Event]) -> bool:
+    """Returns whether each run's models have got what those of its rank got, as far as both tell."""
+    for rank, run in zip(record.ranks, runs, strict=True):
+        own = run.record.ranks[0] if run.record.ranks else Rank(0, [])
+        if any(calls_in(rank, step["window"]) != calls_in(own, step["window"]) for step in steps):
+            return False
+    return True
+
+
+def _in_all(runs: list[Run], steps: list[Event]) -> list[Event]:
+    return [event for event in steps if runs and all(event["event"] in run.steps for run in runs)]
+
+
+def _as_many(record: Record, steps: list[Event]) -> bool:
+    """Whether it is known how many samples each rank had, and they are as many."""
+    counts = [[sum(map(len, calls_in(rank, step["window"]))) for step in steps] for rank in record.ranks]
+    return all(one == counts[0] and all(one) for one in counts)
+
+
+def _is_near(factor: float, right: float) -> bool:
+    return abs(factor / right - 1) < _NEAR

@@ -120,10 +120,10 @@ def doubled(value: Any) -> Any:
     """Returns a batch whose float32 tensors are float64."""
     import torch
 
+    from samestep.verification.recording.containers import named_parts, rebuilt
+
     if isinstance(value, torch.Tensor):
         return value.double() if value.dtype == torch.float32 else value
-    if isinstance(value, dict):
-        return {key: doubled(one) for key, one in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(doubled, value))
+    if (parts := named_parts(value)) is not None:
+        return rebuilt(value, {name: doubled(one) for name, one in parts.items()})
     return type(value)(map(doubled, value)) if isinstance(value, list | tuple) else value

@@ -12,6 +12,7 @@ __all__: list[str] = []
 
 ORDERING = {"torch.randperm", "numpy.random.permutation", "random.sample"}  # draws that make an order of samples
 _MOST = 1 << 22  # numbers of one draw that are kept
+MOST_BEFORE = 256  # draws of a window that are kept though nothing of it has been seen yet, where no loader is used
 
 
 class Draws:
@@ -20,29 +21,33 @@ class Draws:
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
         self._window = -1
+        self.count = 0  # of the window at hand
 
     def place(self, window: int, where: str) -> str:
         """Returns what a draw is called: the same on every rank, and alone."""
         if window != self._window:
             self._window = window
             self._seen.clear()
+            self.count = 0
         self._seen[where] += 1
+        self.count += 1
         return f"{window}|{where}|{self._seen[where]}"
 
 
-def keep(journal: TraceWriter, place: str, name: str, value: Any) -> None:
-    """Writes a draw down."""
+def keep(journal: TraceWriter, place: str, name: str, value: Any, *, within: bool) -> None:
+    """Writes a draw down; `within` says that the samples of its window were there."""
     import torch
 
     from samestep.runtime.digest import digest
 
     tensor = as_tensor(value)
     if tensor is None or tensor.numel() > _MOST:
-        journal.write("draw", place=place, name=name, shape=None, digest=None, kept=None)
+        journal.write("draw", place=place, name=name, shape=None, digest=None, kept=None, within=within)
         return
     kept = journal.keep(lambda path: save_unseen(tensor.detach().cpu(), path))
     shape = list(tensor.shape)
-    journal.write("draw", place=place, name=name, shape=shape, digest=digest(torch.as_tensor(tensor)), kept=kept)
+    told = digest(torch.as_tensor(tensor))
+    journal.write("draw", place=place, name=name, shape=shape, digest=told, kept=kept, within=within)
 
 
 def note_order(journal: TraceWriter, where: str, name: str, value: Any) -> None:

@@ -21,7 +21,7 @@ from samestep.launch.observers import RankContext
 from samestep.rankenv import variable
 from samestep.verification.journal import SPAWNED, STOP
 from samestep.verification.recording.adjusting import kill_once_saved
-from samestep.verification.recording.chance import ORDERING, keep, note_order
+from samestep.verification.recording.chance import MOST_BEFORE, ORDERING, keep, note_order
 from samestep.verification.recording.compressing import Compressing
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.recording.optimizers import digests, held
@@ -63,7 +63,7 @@ class Recorder(Witness):
         self._dropped_in = -1
         self._loaded: str | None = None
         self._loaded_buffers: dict[str, str] = {}
-        self._passes = 0
+        self._is_fed = False  # a DataLoader has yielded what is trained on
         self._is_over = False  # the pass at hand has yielded all it has, and its last batch may still be trained on
         self.begin_watching()
 
@@ -94,7 +94,6 @@ class Recorder(Witness):
         """Writes down what a pass yields."""
         from samestep.verification.recording.passes import described
 
-        self._passes += 1
         self.evaluations.begin_pass(epoch.key, epoch.number)
         about = described(epoch.loader)
         self.journal.write("pass", key=epoch.key, number=epoch.number, where=epoch.where, **about)
@@ -116,6 +115,7 @@ class Recorder(Witness):
         self.evaluations.batch(batch.epoch.key, batch.epoch.number, batch.index, gradients=training)
         self._is_over = False
         evaluating = self.evaluations.lasts  # gradients may be off only around the model
+        self._is_fed |= training and not evaluating
         self.open_window(evaluating=evaluating, ends=not evaluating and self._ends_pass(batch))
         asked = len(batch.indices or ())
         room, number = not self.journal.is_full, self._keep_batch(batch.value) if training else None
@@ -146,7 +146,7 @@ class Recorder(Witness):
     def _unseen_window(self) -> int | None:
         """The window at hand, if its values are kept and no DataLoader tells what it trains on."""
         kept = self._sampled or self.window in SAMPLED  # one that an evaluation has opened; one that opens only now
-        return self.window if kept and not self._passes else None
+        return self.window if kept and not self._is_fed else None
 
     def _ends_pass(self, batch: Batch) -> bool:
         """Whether the window that begins with this batch will, as far as the last one tells, be the pass's last."""
@@ -159,8 +159,8 @@ class Recorder(Witness):
 
         super().forwarding(model, data)
         if torch.is_grad_enabled():
-            if model.training and self._is_over:
-                self.open_window(ends=True)
+            if (model.training and self._is_over) or not (self._is_fed or self.evaluations.lasts):
+                self.open_window(ends=self._is_over)
             self._has_trained = True
         elif self.window and self.optimizers.all and not self._has_trained and not self.micro:
             if self.evaluations.may_run:
@@ -350,6 +350,7 @@ class Recorder(Witness):
             return
         if kind == "clipping":
             self._note_scaled_clipping(fields["where"])
+            self.journal.write(kind, window=self.window, where=fields["where"])
             return
         if kind in {"save", "load"}:
             fields["digests"] = _digests_in(fields.pop("value"))
@@ -379,8 +380,11 @@ class Recorder(Witness):
             note_order(self.journal, where, name, value)
         if self.optimizers.all and not self.is_loading:
             self.evaluations.drew(value)
-        if self.is_training:
-            keep(self.journal, self.draws.place(self.window, where), name, value)
+        if self.is_elsewhere:
+            return value
+        place, within = self.draws.place(self.window, where), self.is_open and (self._is_fed or self.micro > 0)
+        if within or (not self._is_fed and self.draws.count <= MOST_BEFORE):  # it may draw the samples themselves
+            keep(self.journal, place, name, value, within=within)
         return value
 
     def _note_scaled_clipping(self, where: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,17 +10,22 @@ import xxhash
 from torch import Tensor
 
 from samestep.runtime.digest import bytes_of
+from samestep.verification.recording.containers import named_parts, rebuilt
 
 __all__: list[str] = []
 
 
 def leaves(value: Any) -> list[Any]:
     """Returns everything in a batch that is no container, in order."""
-    if isinstance(value, Mapping):
-        return [leaf for one in value.values() for leaf in leaves(one)]
-    if isinstance(value, list | tuple):
-        return [leaf for one in value for leaf in leaves(one)]
-    return [value]
+    inner = _inner(value)
+    return [value] if inner is None else [leaf for one in inner for leaf in leaves(one)]
+
+
+def _inner(value: Any) -> list[Any] | None:
+    """What lies in a container, in order; None of what is none."""
+    if (parts := named_parts(value)) is not None:
+        return list(parts.values())
+    return list(value) if isinstance(value, list | tuple) else None
 
 
 def has_items(value: Any, samples: int) -> bool:
@@ -40,9 +45,7 @@ def is_unstacked(value: Any, samples: int) -> bool:
     if has_items(value, samples):
         kinds = {(type(item), getattr(item, "dtype", None), getattr(item, "ndim", None)) for item in value}
         return len(kinds) == 1 and any(tensor.shape[0] != samples for tensor in rowed(value))  # not x, and y
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return isinstance(value, list | tuple) and any(is_unstacked(one, samples) for one in value)
+    return any(is_unstacked(one, samples) for one in _inner(value) or ())
 
 
 def count(value: Any, samples: int = 0) -> int:
@@ -88,8 +91,8 @@ def _of(value: Any, samples: int, index: int) -> Iterator[Tensor]:
         yield from rowed(value[index])
     elif isinstance(value, Tensor):
         yield from (one[index] for one in rowed(value) if one.shape[0] == samples)
-    elif isinstance(value, Mapping | list | tuple):
-        for one in value.values() if isinstance(value, Mapping) else value:
+    else:
+        for one in _inner(value) or ():
             yield from _of(one, samples, index)
 
 
@@ -104,12 +107,6 @@ def held(value: Any) -> Any:
     """Returns a batch that nobody changes any more, on the host."""
     if isinstance(value, Tensor):
         return value.detach().cpu().clone()
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(held, value))
-    if isinstance(value, list | tuple):
-        return type(value)(map(held, value))
-    if isinstance(value, dict):
-        return {key: held(one) for key, one in value.items()}
-    if isinstance(value, Mapping) and hasattr(value, "data"):  # BatchEncoding and its like
-        return {key: held(one) for key, one in value.items()}
-    return value
+    if (parts := named_parts(value)) is not None:
+        return rebuilt(value, {name: held(one) for name, one in parts.items()})
+    return type(value)(map(held, value)) if isinstance(value, list | tuple) else value

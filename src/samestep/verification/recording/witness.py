@@ -54,9 +54,9 @@ class Witness(Observer, Callbacks):
         self.journal.write("end", error=name, message=str(error)[:500], enough=isinstance(error, StopRecording))
 
     @property
-    def is_training(self) -> bool:
-        """Whether what is drawn now is drawn by the training: not by an evaluation, nor by a dataset."""
-        return self.is_open and not self.is_loading and not self.evaluations.lasts
+    def is_elsewhere(self) -> bool:
+        """Whether what is drawn now is drawn by an evaluation, or by a dataset: not by the training."""
+        return self.is_loading or self.evaluations.lasts
 
     def next_of(self, own: Iterator[Batch]) -> Batch | None:
         """What a dataset draws while it loads is in the batch; it is no draw of the training."""

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 from samestep.launch.imports import when_imported
@@ -48,6 +50,7 @@ class Alone(Witness):
         self._merged: set[int] = set(order.get("merged", []))  # windows whose micro-batches are all given at once
         self._only: list[int] | None = order.get("only")  # at this window, the samples of this rank
         self._apart: dict[int, int] = dict(order.get("apart", []))  # window -> the optimizer whose gradients add up
+        self._drawing = self._ranks if self._pretends is None else [self._pretends]  # the ranks whose draws it has
         self._event = 0
         self._put: int | None = None  # the window that began with recorded values last
         self._replayed = self._training_passes()
@@ -56,7 +59,7 @@ class Alone(Witness):
         self.optimizers.known = {event["optimizer"]: event["names"] for event in first.of("names")}
         self._lengths = {event["key"]: event["length"] for event in first.of("pass")}
         self._drawn = self._recorded_draws()
-        self._brought = Brought(first)
+        self._brought = Brought(first, always=order.get("brought", False))
         self._updates = UpdateReplay(self.record, self.optimizers)
         self.sizes: list[int] = []  # of the parts of the batch that is trained on
         self._loaded: list[list[int]] = []  # those of every batch of the pass
@@ -82,6 +85,7 @@ class Alone(Witness):
         """Is the one rank that a script starts by itself, in this process."""
         del processes
         self._spawned = True
+        sys.modules.setdefault("__mp_main__", sys.modules["__main__"])  # where the ranks had the script's classes
         start(0, *arguments)
         return True
 
@@ -193,7 +197,10 @@ class Alone(Witness):
             self._give_up("there was no more room to keep them")
         if any(event["kept"] is None for _, event in events):
             raise UnjoinableError("they hold what cannot be saved")
-        return [self.record.value(rank, event["kept"]) for rank, event in events]
+        try:
+            return [self.record.value(rank, event["kept"]) for rank, event in events]
+        except (AttributeError, ImportError, RecursionError, TypeError, UnpicklingError) as error:
+            raise UnjoinableError(f"they cannot be read back: {type(error).__name__}: {error}") from error
 
     def _collated(self, indices: list[list[int] | None], loader: Any, error: Exception) -> Any:
         """Loads the samples anew, and lets the script's own function make one batch of them, padded alike, say."""
@@ -242,7 +249,8 @@ class Alone(Witness):
         super().forwarding(model, data)
         trains = torch.is_grad_enabled()
         evaluates = not trains and self.window > 0 and self.evaluations.may_run
-        if evaluates or (trains and model.training and self._is_over):
+        begins = self._is_over and model.training
+        if evaluates or (trains and (begins or not (self._replayed or self.evaluations.lasts))):
             self.open_window()
 
     def _put_back(self, values: dict[str, Any]) -> None:
@@ -348,10 +356,10 @@ class Alone(Witness):
     # --- chance ------------------------------------------------------------------------------
 
     def _recorded_draws(self) -> dict[str, list[tuple[int, int | None]]]:
-        """Place of a draw -> rank and number of each chosen rank's."""
+        """Place of a draw -> rank and number of each rank's that this process stands for."""
         found: dict[str, list[tuple[int, int | None]]] = {}
         for rank in self.record.ranks:
-            if rank.number in self._ranks:
+            if rank.number in self._drawing:
                 for event in rank.of("draw"):
                     found.setdefault(event["place"], []).append((rank.number, event["kept"]))
         return found
@@ -362,21 +370,19 @@ class Alone(Witness):
 
         if self.optimizers.all and not self.is_loading:
             self.evaluations.drew(value)
-        if not self.is_training:
+        if self.is_elsewhere:
             return value
         place = self.draws.place(self.window, where)
         shape = getattr(as_tensor(value), "shape", None)
         self.journal.write("own_draw", place=place, shape=None if shape is None else list(shape))
+        if self._replayed and not self.is_open:
+            return value  # before its samples are there, which are the ranks' already
         held = self._drawn.get(place, [])
-        if len(held) != len(self._ranks) or any(number is None for _, number in held):
-            self.journal.write("chance", place=place, name=name)
-            return value
         parts = [self.record.value(rank, number) for rank, number in held if number is not None]
-        whole = joined(name, value, parts)
-        if whole is None:
+        whole = joined(name, value, parts) if len(parts) == len(self._drawing) else None
+        if whole is None and self.optimizers.all:  # what is drawn before may begin the parameters, which are put back
             self.journal.write("chance", place=place, name=name)
-            return value
-        return whole
+        return value if whole is None else whole
 
     # --- normalisation -----------------------------------------------------------------------
 

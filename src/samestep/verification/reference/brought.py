@@ -1,5 +1,7 @@
 """The gradients of one process when a step's last backward is over: what compressed gradients are held against.
 
+So are those of ranks whose samples no DataLoader yields: the average is of what each brings, and clipped behind it.
+
 Of a compressed step it is known what the ranks brought before it was averaged, so before clipping, and multiplied by a
 scaler's factor, which one process may have found to be another.
 """
@@ -15,23 +17,28 @@ __all__: list[str] = []
 
 
 class Brought:
-    """Copies, at the recorded steps whose gradients were compressed.
+    """Copies, at the recorded steps whose gradients were compressed, or at all.
+
+    Args:
+        recorded: the first rank.
+        always: at all steps.
 
     Attributes:
         scaler: that has multiplied the loss of this step; None without one.
     """
 
-    def __init__(self, recorded: Rank) -> None:
+    def __init__(self, recorded: Rank, *, always: bool = False) -> None:
+        self._always = always
         self._events = {event["event"] for event in recorded.of("compressed")}
         self.scaler: Any = None
         self._copies: dict[int, Any] = {}
 
     def note(self, event: int, optimizers: Iterable[Any]) -> None:
         """A backward pass of a step has ended."""
-        if event in self._events:
+        if self._always or event in self._events:
             gradients = {id(one): one.grad for each in optimizers for one in _parameters(each)}
             scale = self._scale()
-            self._copies = {key: one.detach() / scale for key, one in gradients.items() if one is not None}
+            self._copies = {key: _own(one).detach() / scale for key, one in gradients.items() if one is not None}
 
     def of(self, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
         """Returns those of some parameters; None where they are not asked for, or no backward has been."""
@@ -49,3 +56,7 @@ def _parameters(optimizer: Any) -> list[Any]:
     from samestep.verification.recording.naming import of_optimizer
 
     return of_optimizer(optimizer)
+
+
+def _own(gradient: Any) -> Any:
+    return getattr(gradient, "_local_tensor", gradient)  # one process holds all of a cut one

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samestep.verification.recording.containers import named_parts, rebuilt
 from samestep.verification.recording.rows import has_items, is_unstacked
 
 __all__: list[str] = []
@@ -31,8 +32,20 @@ def joined(parts: Sequence[Any], sizes: Sequence[int] = ()) -> Any:
     Raises:
         UnjoinableError: they differ in form, or nobody knows what joining would mean.
     """
+    if _may_count(parts, sizes):
+        raise UnjoinableError("a number in them is as large as their number of samples, and may be it")
     unstacked = any(is_unstacked(part, size) for part, size in zip(parts, sizes, strict=False))
     return _joined(parts, sizes if unstacked else ())
+
+
+def _may_count(parts: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether a batch tells its number of samples, which would be too small for the joined one."""
+    named = [named_parts(part) or {} for part in parts]
+    pairs = list(zip(named, sizes, strict=False))
+    several = len(parts) > 1 and len(pairs) == len(parts) and all(size > 1 for size in sizes)
+    return several and any(
+        all(type(one.get(key)) is int and one[key] == size for one, size in pairs) for key in named[0]
+    )
 
 
 def _joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -47,12 +60,11 @@ def _joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         if first.ndim == 0 or any(part.shape[1:] != first.shape[1:] or part.dtype != first.dtype for part in parts):
             raise UnjoinableError("arrays whose shapes differ beyond the first dim")
         return np.concatenate(parts)
-    if isinstance(first, Mapping):
-        if any(part.keys() != first.keys() for part in parts):
+    if (named := named_parts(first)) is not None:
+        told = [named_parts(part) or {} for part in parts]
+        if any(one.keys() != named.keys() for one in told):
             raise UnjoinableError("dictionaries with different keys")
-        return {key: _joined([part[key] for part in parts], sizes) for key in first}
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(_joined(group, sizes) for group in zip(*parts, strict=True)))
+        return rebuilt(first, {name: _joined([one[name] for one in told], sizes) for name in named})
     if isinstance(first, list | tuple):
         return _joined_lists(parts, sizes)
     if _are_equal(parts):
@@ -96,10 +108,8 @@ def _permuted(value: Any, order: Tensor, *, unstacked: bool) -> Any:
         return value[order] if value.dim() and value.shape[0] == len(order) else value
     if isinstance(value, np.ndarray):
         return value[order.numpy()] if value.ndim and value.shape[0] == len(order) else value
-    if isinstance(value, Mapping):
-        return {key: _permuted(one, order, unstacked=unstacked) for key, one in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_permuted(one, order, unstacked=unstacked) for one in value))
+    if (parts := named_parts(value)) is not None:
+        return rebuilt(value, {name: _permuted(one, order, unstacked=unstacked) for name, one in parts.items()})
     if isinstance(value, list | tuple):
         is_of_others = len(value) == len(order) and value and not isinstance(value[0], _JOINED)
         if is_of_others or (unstacked and has_items(value, len(order))):

@@ -1,0 +1,107 @@
+"""Whether two ranks train on the same samples at every step, where no DataLoader tells which they are.
+
+Seen where the models of two ranks get the same rows in all windows that are kept. That alone is no mistake: the ranks
+of tensor, sequence and pipeline parallelism get the same batch, and each computes a part of its own. So each rank is
+run as a virtual rank: where the two compute the same gradient, one of them computes in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+from samestep.verification import numerics
+from samestep.verification.findings import Finding
+from samestep.verification.journal import Event, place_of
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.single import Run
+from samestep.verification.judging.virtual_ranks import Runs, calls_in, have_their_samples
+
+__all__: list[str] = []
+
+
+def finding(record: Record, steps: Sequence[Event], virtual: Runs) -> Finding | None:
+    """Returns what is to be said of these steps.
+
+    Args:
+        record: of the ranks.
+        steps: whose values were kept; rank 0's.
+        virtual: runs a process that takes itself for a rank, for each.
+    """
+    pair = next((pair for pair in combinations(record.ranks, 2) if _are_fed_alike(*pair, steps)), None)
+    if pair is None:
+        return None
+    runs = virtual()
+    known = [step for step in steps if all(step["event"] in run.steps for run in runs)]
+    first, other = (runs[rank.number] for rank in pair)
+    if not known or not have_their_samples(record, runs, known):
+        return None
+    if not all(_compute_the_same(first, other, step["event"]) for step in known):
+        return None
+    if not any(_is_something(first, step["event"]) for step in known):
+        return None  # where there is no gradient, nothing tells that they compute the same
+    return _told(record, pair, steps)
+
+
+def _are_fed_alike(first: Rank, other: Rank, steps: Sequence[Event]) -> bool:
+    """Whether the models of two replicas have got the same rows at all of these steps."""
+    mine = [calls_in(first, step["window"]) for step in steps]
+    return all(mine) and mine == [calls_in(other, step["window"]) for step in steps] and _are_replicas(first, other)
+
+
+def _are_replicas(first: Rank, other: Rank) -> bool:
+    """Whether two ranks began with the same parameters, but for those of which each holds a part."""
+    begun = [
+        {name: one for event in rank.of("start") for name, one in event["parameters"].items()}
+        for rank in (first, other)
+    ]
+    pairs = [(begun[0].get(name), begun[1].get(name)) for name in begun[0].keys() | begun[1].keys()]
+    return all(mine == theirs or (mine and theirs and place_of(mine) and place_of(theirs)) for mine, theirs in pairs)
+
+
+def _compute_the_same(first: Run, other: Run, event: int) -> bool:
+    mine, theirs = first.gradients(event), other.gradients(event)
+    return numerics.distance(theirs, mine).worst <= numerics.limit(0.0, mine)
+
+
+def _is_something(run: Run, event: int) -> bool:
+    gradients = run.gradients(event)
+    return bool(numerics.flat(gradients, gradients).any())
+
+
+def _told(record: Record, pair: tuple[Rank, Rank], steps: Sequence[Event]) -> Finding:
+    first, other = pair
+    told = {tuple(calls_in(first, step["window"])) for step in steps}
+    is_fixed = len(told) == 1
+    which = "one fixed batch at every step" if is_fixed else "the same samples at every step"
+    return Finding(
+        code="samples-repeated",
+        severity="note" if is_fixed else "error",
+        property="data",
+        rank=other.number,
+        step=steps[0]["event"],
+        where=_drawn_at(first, other, steps) or _backward(first, steps[0]),
+        cause=f"rank {other.number} trains on {which}, those of rank {first.number}, and computes the same gradient: "
+        f"{record.size} ranks train on fewer samples than they compute",
+        fix="draw the samples from a generator that is seeded with the rank (torch.manual_seed(seed + rank) once the "
+        "model is made), or let each rank take its own part of them",
+    )
+
+
+def _drawn_at(first: Rank, other: Rank, steps: Sequence[Event]) -> str | None:
+    """The line of numbers that both have drawn in the last of these steps, or else before them."""
+    mine, theirs = ({one["place"]: one for one in rank.of("draw")} for rank in (first, other))
+    alike = [place for place, one in mine.items() if place in theirs and one["digest"] == theirs[place]["digest"]]
+    alike = [place for place in alike if mine[place]["digest"] is not None]
+    windows = [int(place.partition("|")[0]) for place in alike]
+    last = max((window for window in windows if window <= steps[-1]["window"]), default=None)
+    if last is None:
+        return None
+    where: str = alike[windows.index(last)].rpartition("|")[0].partition("|")[2]
+    return where
+
+
+def _backward(rank: Rank, step: Event) -> str:
+    window = rank.by_window.get(step["window"], [])
+    where: str = next((one["where"] for one in window if one["kind"] == "backward"), step["where"])
+    return where

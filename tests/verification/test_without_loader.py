@@ -1,0 +1,227 @@
+"""Scripts that draw or cut their samples by themselves, without a DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from journals import Event, findings, record, trained
+from lazily import Lazily
+
+import samestep
+from samestep import Report
+from samestep.verification.findings import Finding
+from samestep.verification.judging import chance, repeated
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.single import Run
+from samestep.verification.judging.virtual_ranks import VirtualRanks
+from samestep.verification.recording.chance import joined
+
+ONE, OTHER = torch.tensor([1.0, 2.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 3.0, -1.0])  # of each rank's samples
+MEAN = (ONE + OTHER) / 2
+
+
+def inputs(*windows: Sequence[str]) -> list[Event]:
+    """What a model gets: rows of each window."""
+    return [{"kind": "input", "window": window, "rows": list(rows)} for window, rows in enumerate(windows)]
+
+
+def clip(norm: float, most: float) -> list[Event]:
+    about = {"window": 0, "where": "train.py:28"}
+    return [{"kind": "clipping", **about}, {"kind": "clip", "norm": norm, "most": most, **about}]
+
+
+def ranks(
+    folder: Path, gradient: torch.Tensor, *rows: list[Event], steps: int = 1, more: Sequence[Event] = ()
+) -> Record:
+    """Ranks whose models get these rows, and whose optimizers get this gradient."""
+    first = trained(folder, [gradient] * steps, more).record.ranks[0].events
+    start = {"kind": "start", "parameters": {"w": "0"}, "buffers": {}}
+    others = [{**event, "kept": None} for event in first]
+    return Record(folder, [Rank(i, [start, *own, *(others if i else first)]) for i, own in enumerate(rows)])
+
+
+def parts(folder: Path, *gradients: torch.Tensor, rows: Sequence[list[Event]], steps: int = 1) -> list[Run]:
+    """One process for each rank."""
+    pairs = zip(gradients, rows, strict=True)
+    return [trained(folder / str(i), [one] * steps, own) for i, (one, own) in enumerate(pairs)]
+
+
+A, B = inputs(["a"]), inputs(["b"])
+
+
+@pytest.mark.parametrize(
+    ("gradient", "factor"), [(MEAN, None), (ONE + OTHER, 2.0), (MEAN / 2, 0.5)], ids=["mean", "sum", "divided twice"]
+)
+def test_with_the_draws_of_each_rank_the_scale_is_judged(
+    tmp_path: Path, gradient: torch.Tensor, factor: float | None
+) -> None:
+    """As a virtual rank, a script whose loss is divided by the number of ranks has the sum for a mean."""
+    ours, report = ranks(tmp_path / "ranks", gradient, A, B), Report(ranks=2)
+    single = parts(tmp_path / "single", ONE, OTHER, rows=[A, B])
+    VirtualRanks(ours, list, with_draws=lambda: single).judge(ours.ranks[0].steps, report)
+    assert [(one.code, one.factor) for one in report.errors] == ([] if factor is None else [("gradient-scale", factor)])
+
+
+def test_a_gradient_that_is_clipped_behind_the_average_is_right(tmp_path: Path) -> None:
+    single = parts(tmp_path / "single", ONE, OTHER, rows=[A, B])
+    for name, most in (("right", 1.0), ("wrong", 0.5)):
+        report = Report(ranks=2)
+        ours = ranks(tmp_path / name, 0.1 * MEAN, A, B, more=clip(10.0, most))
+        VirtualRanks(ours, list, with_draws=lambda: single).judge(ours.ranks[0].steps, report)
+        assert [one.code for one in report.errors] == ([] if most == 1.0 else ["gradient-scale"])
+
+
+def test_where_one_process_has_other_samples_virtual_ranks_decide(tmp_path: Path) -> None:
+    ours, report = ranks(tmp_path / "ranks", MEAN, A, B), Report(ranks=2)
+    others = parts(tmp_path / "single", OTHER, OTHER, rows=[B, B])
+    virtual = parts(tmp_path / "virtual", ONE, OTHER, rows=[A, B])
+    VirtualRanks(ours, lambda: virtual, with_draws=lambda: others).judge(ours.ranks[0].steps, report)
+    assert (report.errors, report.coverage["gradients"]) == ([], "agrees as declared")
+
+
+@pytest.mark.parametrize("rows", [[A, A], [A, B]], ids=["of other samples", "that do not repeat themselves"])
+def test_virtual_ranks_accuse_nobody(tmp_path: Path, rows: list[list[Event]]) -> None:
+    """A script may draw what is not recorded: from a numpy Generator, say."""
+    ours, report = ranks(tmp_path / "ranks", MEAN, A, B), Report(ranks=2)
+    virtual = parts(tmp_path / "virtual", ONE, ONE, rows=rows)
+    again = parts(tmp_path / "again", ONE, OTHER, rows=rows)
+    VirtualRanks(ours, lambda: virtual, lambda: again).judge(ours.ranks[0].steps, report)
+    assert report.errors == []
+    assert report.coverage["gradients"].startswith("not checked: virtual ranks")
+    report = Report(ranks=2)
+    VirtualRanks(ours, lambda: virtual, lambda: virtual).judge(ours.ranks[0].steps, report)
+    assert [one.code for one in report.errors] == ([] if rows[0] == rows[1] else ["gradient-differs"])
+
+
+# --- samples that ranks have in common ---
+
+
+def told(folder: Path, *rows: list[Event], own: tuple[torch.Tensor, torch.Tensor] = (ONE, ONE)) -> Finding | None:
+    ours = ranks(folder / "ranks", MEAN, *rows, steps=2)
+    virtual = parts(folder / "virtual", *own, rows=rows, steps=2)
+    return repeated.finding(ours, ours.ranks[0].steps, lambda: virtual)
+
+
+def test_ranks_that_train_on_the_same_samples_at_every_step_are_an_error(tmp_path: Path) -> None:
+    rows = inputs(["a", "b"], ["c", "d"])
+    found = told(tmp_path, rows, rows)
+    assert found is not None
+    assert (found.code, found.severity, found.property, found.rank) == ("samples-repeated", "error", "data", 1)
+
+
+def test_one_fixed_batch_is_a_note(tmp_path: Path) -> None:
+    rows = inputs(["a", "b"], ["a", "b"])
+    found = told(tmp_path, rows, rows)
+    assert found is not None
+    assert found.severity == "note"
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "own"),
+    [
+        (inputs(["a"], ["b"]), inputs(["c"], ["d"]), (ONE, OTHER)),
+        (inputs(["a"], ["b"]), inputs(["a"], ["c"]), (ONE, ONE)),  # once by chance
+        (inputs(["a"], ["b"]), inputs(["a"], ["b"]), (ONE, OTHER)),  # each takes its part of the batch in the model
+        (inputs([], []), inputs([], []), (ONE, ONE)),  # nobody knows
+        (inputs(["a"], ["b"]), inputs(["a"], ["b"]), (0 * ONE, 0 * ONE)),
+    ],
+)
+def test_what_is_no_repetition(
+    tmp_path: Path, first: list[Event], other: list[Event], own: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    assert told(tmp_path, first, other, own=own) is None
+
+
+# --- draws ---
+
+
+def test_a_virtual_rank_gets_what_its_rank_has_drawn() -> None:
+    whole = joined("torch.randn", torch.zeros(2), [torch.ones(2)])
+    assert whole is not None
+    assert whole.tolist() == [1, 1]
+    assert joined("torch.randn", torch.zeros(2), [torch.ones(3)]) is None
+
+
+def test_what_is_drawn_before_the_samples_are_there_is_no_noise() -> None:
+    """It may be the samples, which are judged by what the models get."""
+    drawn: dict[str, Any] = {"kind": "draw", "place": "3|train.py:4|0", "digest": "d", "name": "torch.randn"}
+    drawn |= {"shape": [64], "within": False}
+    ours, report = record([drawn], [drawn]), Report(ranks=2)
+    assert findings(chance, ours) == []
+    chance.judge(ours, report)
+    assert "the script draws nothing itself" not in report.coverage["random"]
+
+
+# --- whole scripts ---
+
+BEGIN = """
+import os, torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+"""
+
+SCRIPTS = {
+    # as PyTorch's distributed/ddp/example.py: every rank draws by itself, and nobody seeds it
+    "example": BEGIN
+    + """
+torch.seed()
+for _ in range(3):
+    optimizer.zero_grad()
+    outputs = model(torch.randn(20, 8))
+    nn.functional.mse_loss(outputs, torch.randn(20, 3)).backward()
+    optimizer.step()
+dist.destroy_process_group()
+""",
+    # as nanoGPT: the next batch is drawn between forward and backward, micro-batches are divided among the ranks
+    "ahead": BEGIN
+    + """
+data = torch.randn(500, 8, generator=torch.Generator().manual_seed(1))
+def batch():
+    return torch.stack([data[i] for i in torch.randint(len(data), (6,))])
+torch.manual_seed(1337 + SEED)
+x = batch()
+for step in range(3):
+    for micro in range(4 // size):
+        model.require_backward_grad_sync = micro == 4 // size - 1
+        loss = model(x).square().mean() / (4 // size)
+        x = batch()
+        loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Lazily[Report]:
+    folder = tmp_path_factory.mktemp("scripts")
+
+    def make(name: str) -> Report:
+        kind, _, seed = name.partition(" ")
+        (folder / f"{kind}.py").write_text(SCRIPTS[kind].replace("SEED", seed), encoding="utf-8")
+        return samestep.verify(folder / f"{kind}.py")
+
+    return Lazily(make)
+
+
+@pytest.mark.parametrize("name", ["example", "ahead rank"])
+def test_a_script_that_draws_its_samples_is_the_same(reports: Lazily[Report], name: str) -> None:
+    reports[name].require_same()
+    assert reports[name].coverage["gradients"] == "agrees as declared"
+
+
+def test_a_script_that_draws_the_same_samples_on_all_ranks_is_not(reports: Lazily[Report]) -> None:
+    (error,) = reports["ahead 0"].errors
+    assert (error.code, error.rank) == ("samples-repeated", 1)
+    assert error.where is not None
+    assert "torch.randint" in SCRIPTS["ahead"].splitlines()[int(error.where.rpartition(":")[2]) - 1]
