@@ -25,6 +25,7 @@ from samestep.verification.judging import (
     declared,
     evaluation,
     moved,
+    reference,
     samples,
     states,
     storage,
@@ -153,9 +154,15 @@ def _judge_pipeline(runner: Runner, record: Record, report: Report) -> None:
         stages.judge_scheduled(record, report)
 
 
-def _conclude_on_data(record: Record, report: Report) -> None:
-    """Data that no DataLoader yields are right if the gradients of all ranks are those of all samples."""
+def _conclude_on_data(record: Record, whole: Run, report: Report) -> None:
+    """Data that no DataLoader yields are right if the gradients of all ranks are those of all samples.
+
+    Where the script alone has none of the ranks' samples, virtual ranks may all make the same mistake in theirs.
+    """
     compared = report.coverage.get("gradients") in {AGREES, DECLARED}
+    if compared and reference.has_no_sample(record, whole):
+        report.cover("data", unchecked("the script alone trains on samples that no rank has"))
+        return
     if compared and not any(samples.passes(rank) for rank in record.ranks):
         noted = any(finding.property == "data" for finding in report.findings)
         why = "the gradients of the compared steps are those of one process's batches"
@@ -337,6 +344,6 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
             report.cover("evaluation", unchecked("between two averages each rank evaluates parameters of its own"))
         else:
             evaluation.judge(record, whole.record, report)
-        _conclude_on_data(record, report)
+        _conclude_on_data(record, whole, report)
         if whole.record.ranks and whole.record.ranks[0].of("collated"):
             report.remarks.append("batches of unlike shapes were made anew from their samples, by their collate_fn")

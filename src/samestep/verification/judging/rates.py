@@ -87,7 +87,7 @@ class Rates:
             yield self._finding(wrong, f"{times}which is no rule for {self.record.size}", _FIX)
 
     def _steps(self) -> Iterator[Event]:
-        for event in self.record.ranks[0].steps:
+        for event in self.record.ranks[0].steps[: self.record.steps]:
             if self.until is not None and event["window"] >= self.until:
                 return  # the schedule may go by the steps that are taken
             yield event

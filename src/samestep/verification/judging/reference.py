@@ -338,3 +338,12 @@ def _samples(ranks: list[Rank], windows: set[int]) -> set[tuple[int, str]]:
     """What the models have seen in some windows; a wrapper may see it once more."""
     inputs = [event for rank in ranks for event in rank.of("input") if event["window"] in windows]
     return {(event["window"], row) for event in inputs for row in event["rows"]}
+
+
+def has_no_sample(record: Record, whole: Run) -> bool:
+    """Whether none of the samples that the models see in the script alone is one of the ranks'."""
+    seen = [
+        {row for rank in ranks for event in rank.of("input") for row in event["rows"]}
+        for ranks in (record.data.ranks, whole.record.ranks)
+    ]
+    return all(seen) and not seen[0] & seen[1]

@@ -238,9 +238,24 @@ def _once(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
     elif extra > (0 if by_index else _BY_CHANCE * sum(counts.values())):
         yield _repeated(group, identities, extra, len(repeated), _drawn_apart(record) or where)
     elif by_index and size is not None and all(one.complete for one in group) and not group[0].about["drop_last"]:
-        missing = size - len(counts)
+        missing = size - len({*counts, *_begun_before(group, record)})
         if missing > 0 and _is_split(group):
             yield _missing(group, missing, size, where)
+
+
+def _begun_before(group: Sequence[Pass], record: Record) -> set[Any]:
+    """What passes that were left before their end have used, over a loader made at the same line: one may go on there.
+
+    A training that resumes makes its loader anew, and skips what was used.
+    """
+    line, number = group[0].about["key"].rpartition("#")[0], group[0].about["key"]
+    earlier = [
+        one
+        for rank in record.ranks
+        for one in passes(rank)
+        if one.about["key"].rpartition("#")[0] == line and one.about["key"] != number and not one.complete
+    ]
+    return {index for one in earlier for index in one.indices or ()}
 
 
 def mean_the_same(group: Sequence[Pass], record: Record) -> bool:

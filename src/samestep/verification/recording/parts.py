@@ -36,6 +36,13 @@ class Part:
         return "nowhere" if self.offsets is None else f"{list(self.offsets)}+{list(self.values.shape)}"
 
 
+@dataclass(frozen=True)
+class Due:
+    """What one rank has of a sum that is still to be taken over the ranks, as of a gradient of sequence parallelism."""
+
+    values: Tensor
+
+
 def is_cut(tensor: Any) -> bool:
     """Returns whether the ranks hold different parts of a tensor."""
     return is_sharded(tensor) and not all(placement.is_replicate() for placement in tensor.placements)
@@ -47,7 +54,7 @@ def local(tensor: Any) -> Any:
 
 
 def held(tensors: Sequence[Any]) -> list[Any]:
-    """Returns the tensors, and a :class:`Part` in place of those that are cut. Sums that are still due are None."""
+    """Returns the tensors, a :class:`Part` in place of those that are cut, and a :class:`Due` of sums that are due."""
     cut = {str(i): one for i, one in enumerate(tensors) if is_cut(one) and not _is_due(one)}
     found = local_boxes(cut)
     told: list[Any] = []
@@ -58,16 +65,25 @@ def held(tensors: Sequence[Any]) -> list[Any]:
         elif str(i) in cut:
             told.append(Part(tuple(tensor.shape), None, local(tensor)))
         else:
-            told.append(None if is_sharded(tensor) and _is_due(tensor) else local(tensor))
+            told.append(_due(tensor) if is_sharded(tensor) and _is_due(tensor) else local(tensor))
     return told
+
+
+def _due(tensor: Any) -> Due | None:
+    """None where more than one sum is due, or parts of one: which ranks add up what is not looked into."""
+    kinds = [placement for placement in tensor.placements if not placement.is_replicate()]
+    is_sum = len(kinds) == 1 and getattr(kinds[0], "reduce_op", None) == "sum" and len(tensor.placements) == 1
+    return Due(local(tensor)) if is_sum else None
 
 
 def _is_due(tensor: Any) -> bool:
     return any(placement.is_partial() for placement in tensor.placements)
 
 
-def digest_of(part: Any) -> str:
-    """Returns the digest of one of `held`, with its place."""
+def digest_of(part: Any) -> str | None:
+    """Returns the digest of one of `held`, with its place; none of a sum that is due."""
+    if isinstance(part, Due):
+        return None
     return f"{part.place} {digest(part.values)}" if isinstance(part, Part) else digest(part)
 
 
@@ -77,6 +93,9 @@ def joined(values: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         keys = dict.fromkeys(key for value in values for key in value)
         return {key: joined([value[key] for value in values if key in value]) for key in keys}
+    if isinstance(first, Due):
+        total: Tensor = torch.stack([one.values for one in values]).sum(0)
+        return total
     if not isinstance(first, Part):
         return first
     whole = torch.zeros(first.shape, dtype=first.values.dtype)
