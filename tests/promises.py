@@ -372,6 +372,9 @@ PROMISES: dict[str, list[str]] = {
     "samestep verify --json": [
         "tests/verification/test_verify_options.py::test_a_module_is_verified_on_as_many_ranks_and_steps_as_asked_for",
     ],
+    "samestep verify --markdown": [
+        "tests/verification/test_report.py::test_a_report_is_markdown_for_a_pull_request",
+    ],
     "samestep verify --mpi": [
         "tests/runtime/test_mpi_world.py::test_verify_finds_the_training_over_mpi_to_be_that_of_one_process",
     ],
@@ -380,6 +383,9 @@ PROMISES: dict[str, list[str]] = {
     ],
     "samestep verify --steps": [
         "tests/verification/test_verify_options.py::test_a_module_is_verified_on_as_many_ranks_and_steps_as_asked_for",
+    ],
+    "samestep verify --verbose": [
+        "tests/verification/test_verify_options.py::test_a_script_without_a_training_leaves_the_verdict_open",
     ],
     "samestep verify --timeout": [
         "tests/cli/test_effects.py::test_the_timeout_of_verify_is_the_time_without_a_sign_of_life",
@@ -517,6 +523,12 @@ PROMISES: dict[str, list[str]] = {
     ],
     "finding buffers-diverged": [
         "tests/verification/test_states_of_ranks.py::test_ranks_that_evaluate_with_other_buffers_are_found",
+    ],
+    "finding update-differs": [
+        "tests/verification/test_updates.py::test_an_update_that_is_multiplied_by_the_number_of_ranks_is_found",
+    ],
+    "finding batches-differ": [
+        "tests/verification/test_verify.py::test_ranks_of_tensor_parallelism_that_get_different_batches_are_found",
     ],
     "finding gradient-scale": [
         "tests/verification/test_verify.py::test_a_broken_script_is_found_and_its_line_named",

@@ -168,7 +168,7 @@ def test_verify_finds_the_training_over_mpi_to_be_that_of_one_process(tmp_path):
     (tmp_path / "train.py").write_text(SYNCHRONISED)
     done = samestep("verify", "--mpi", "--steps", "3", tmp_path / "train.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "on 2 ranks: the same training" in done.stdout
+    assert "the same training (2 ranks, 3 steps compared)" in done.stdout
 
 
 def test_the_command_for_mpiexec_is_shown(capsys):

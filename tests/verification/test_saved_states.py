@@ -13,7 +13,7 @@ from samestep.verification.report import Report
 STATE: dict[str, Any] = {
     "parameters": {"w": "p1"},
     "buffers": {"mean": "m1"},
-    "optimizers": [{"state": "momentum 1", "rates": [0.1]}],
+    "optimizers": [{"number": 0, "state": "momentum 1", "rates": [0.1]}],
 }
 
 
@@ -27,7 +27,7 @@ def load(digests: dict[str, str]) -> Event:
 
 
 def resumed(**more: Any) -> Event:
-    optimizers = [{"state": "momentum 1", "rates": [0.1]}]
+    optimizers = [{"number": 1, "state": "momentum 1", "rates": [0.1]}]
     return {
         "kind": "resumed",
         "path": "best.pt",
@@ -39,7 +39,7 @@ def resumed(**more: Any) -> Event:
 
 def judged(*events: Event) -> Report:
     report = Report(ranks=1)
-    storage.judge(record([step(0, "g"), stepped(0), *events, step(1, "h"), stepped(1)]), report)
+    storage.judge(record([step(0, "g", rates=[0.2]), stepped(0), *events, step(1, "h"), stepped(1)]), report)
     return report
 
 
@@ -56,10 +56,14 @@ def test_a_state_that_comes_back_whole_is_proved() -> None:
     [
         ({"parameters": {"w": "other"}}, {}, "and the parameters did not come back"),
         ({}, {"buffers": {"mean": "other"}}, "and mean did not come back"),
-        ({}, {"optimizers": [{"state": None, "rates": [0.1]}]}, "and the optimizer's state did not come back"),
         (
             {},
-            {"optimizers": [{"state": "momentum 1", "rates": [0.2]}]},
+            {"optimizers": [{"number": 1, "state": None, "rates": [0.1]}]},
+            "and the optimizer's state did not come back",
+        ),
+        (
+            {},
+            {"optimizers": [{"number": 1, "state": "momentum 1", "rates": [0.2]}]},
             "and the learning rate ([0.1] is now [0.2]) did not come back",
         ),
     ],
@@ -81,6 +85,13 @@ def test_what_does_not_come_back_is_named(state: dict[str, Any], after: dict[str
 )
 def test_what_was_not_loaded_from_there_is_not_held_against_it(events: list[Event]) -> None:
     assert judged(*events).findings == []
+
+
+@pytest.mark.parametrize(("number", "rates"), [(1, [0.01]), (0, [0.1])], ids=["other rate", "there at the save"])
+def test_an_optimizer_that_goes_on_from_no_save_is_not_held_against_one(number: int, rates: list[float]) -> None:
+    """The best weights are fine-tuned, with a new optimizer or the one that has gone on."""
+    optimizers = [{"number": number, "state": "other", "rates": rates}]
+    assert judged(save(WHOLE), load(WHOLE), resumed(optimizers=optimizers)).findings == []
 
 
 def test_where_nothing_is_saved_or_loaded_nothing_is_said() -> None:

@@ -45,7 +45,7 @@ def test_a_script_without_a_training_leaves_the_verdict_open(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "nothing.py").write_text("print('nothing is trained here')", encoding="utf-8")
-    assert main(["verify", "-v", str(tmp_path / "nothing.py")]) == 3
+    assert main(["verify", "--verbose", str(tmp_path / "nothing.py")]) == 3
     assert "there is no training to compare" in capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from journals import Event, findings, record, trained
+from journals import Event, record, trained
 from lazily import Lazily
 
 import samestep
@@ -19,6 +19,7 @@ from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.virtual_ranks import VirtualRanks
 from samestep.verification.recording.chance import joined
+from samestep.verification.runs import Ended
 
 ONE, OTHER = torch.tensor([1.0, 2.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 3.0, -1.0])  # of each rank's samples
 MEAN = (ONE + OTHER) / 2
@@ -151,8 +152,9 @@ def test_what_is_drawn_before_the_samples_are_there_is_no_noise() -> None:
     drawn: dict[str, Any] = {"kind": "draw", "place": "3|train.py:4|0", "digest": "d", "name": "torch.randn"}
     drawn |= {"shape": [64], "within": False}
     ours, report = record([drawn], [drawn]), Report(ranks=2)
-    assert findings(chance, ours) == []
-    chance.judge(ours, report)
+    ended = Ended(code=0, hung=False, failure=None, folder=ours.folder)
+    chance.judge(ours, Run(ended, record([])), report)
+    assert report.findings == []
     assert "the script draws nothing itself" not in report.coverage["random"]
 
 

@@ -35,6 +35,7 @@ from samestep.verification.judging.record import Record
 from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.updates import Updates
+from samestep.verification.judging.virtual_ranks import VIRTUAL
 from samestep.verification.recording.recorder import FEWEST
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner, Say, nursery_for
@@ -160,7 +161,7 @@ def _conclude_on_data(record: Record, whole: Run, report: Report) -> None:
     Where the script alone has none of the ranks' samples, virtual ranks may all make the same mistake in theirs.
     """
     compared = report.coverage.get("gradients") in {AGREES, DECLARED}
-    if compared and reference.has_no_sample(record, whole):
+    if compared and VIRTUAL in report.remarks and reference.has_no_sample(record, whole):
         report.cover("data", unchecked("the script alone trains on samples that no rank has"))
         return
     if compared and not any(samples.passes(rank) for rank in record.ranks):

@@ -33,7 +33,7 @@ _WITH_DRAWS = (
     "the samples come from no DataLoader: gradients were compared with the average of those of one process that draws "
     f"what a rank has drawn, which {_OPEN}"
 )
-_VIRTUAL = (
+VIRTUAL = (
     "the samples come from no DataLoader, and one process cuts them otherwise: gradients were compared with the "
     f"average of virtual ranks, which {_OPEN}, and whether the loss is divided by the number of ranks once"
 )
@@ -78,7 +78,7 @@ class VirtualRanks:
         if not common:
             report.cover("gradients", unchecked(_NONE_RAN))
             return
-        self._compare(runs, common, (1.0, 1 / size), _VIRTUAL, report)
+        self._compare(runs, common, (1.0, 1 / size), VIRTUAL, report)
 
     def _compare(
         self, runs: list[Run], common: list[Event], factors: tuple[float, ...], remark: str, report: Report
@@ -102,7 +102,7 @@ class VirtualRanks:
             is_right = clipped is None or any(_is_near(found.factors[0], clipped * one) for one in factors)
             if found.left <= numerics.limit(0.0, recorded) and is_right:
                 continue
-            if (reason := self._why_not(runs, common, event, virtual=remark is _VIRTUAL)) is not None:
+            if (reason := self._why_not(runs, common, event, virtual=remark is VIRTUAL)) is not None:
                 report.cover("gradients", unchecked(reason))
             elif found.left > numerics.limit(0.0, recorded):
                 report.add([self._other(event, found.left)])
@@ -113,7 +113,7 @@ class VirtualRanks:
             report.cover("gradients", unchecked(EVERY_ZERO))
             return
         report.remarks.append(remark)
-        who = "virtual ranks" if remark is _VIRTUAL else "one process for each rank"
+        who = "virtual ranks" if remark is VIRTUAL else "one process for each rank"
         report.cover("gradients", DECLARED, f"with {who}, worst error {worst:.1e}, {plural(len(common), 'step')}")
 
     def _clipped(self, event: Event) -> float | None:
