@@ -129,6 +129,7 @@ def _verified(runner: Runner, steps: int | None) -> Report:
             room.judge(record, report)
     if record.ranks and whole is not None and foreign is None:
         chance.judge(record, whole, report)
+        report.add(states.copied_shards(record, whole) if record.is_cut else [])
     if whole is None:
         _judge_pipeline(runner, record, report)
         report.remarks += _remarks(ended, report)

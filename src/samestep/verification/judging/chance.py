@@ -26,7 +26,7 @@ def judge(record: Record, whole: Run, report: Report) -> None:
     report.add(_masks(record))
     report.add(_workers(record))
     seen = any(drawn) or any(rank.of("stream") for rank in record.ranks)
-    before = any(rank.of("draw") for rank in record.ranks)
+    before = any(rank.of("draw") for rank in record.ranks) and not any(rank.of("batch") for rank in record.ranks)
     report.cover("random", PROVED if seen else unchecked(_BETWEEN if before else _NOTHING))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -170,6 +171,12 @@ class Record:
         import torch
 
         return torch.load(journal.value_path(self.folder, rank, number), weights_only=False)
+
+
+def part_at(tensor: Any, place: str) -> Any:
+    """Returns the part of a tensor that a digest's place names: "[0, 0]+[2, 3]"."""
+    offsets, sizes = (json.loads(one) for one in place.split("+"))
+    return tensor[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
 
 
 def read(folder: Path) -> Record:

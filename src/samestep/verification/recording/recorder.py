@@ -382,6 +382,8 @@ class Recorder(Witness):
             self.evaluations.drew(value)
         if self.is_elsewhere:
             return value
+        if self.window and self._is_fed and not self._is_over:
+            self.open_window()  # a second step on the same batch may begin with noise
         place, within = self.draws.place(self.window, where), self.is_open and (self._is_fed or self.micro > 0)
         if within or (not self._is_fed and self.draws.count <= MOST_BEFORE):  # it may draw the samples themselves
             keep(self.journal, place, name, value, within=within)

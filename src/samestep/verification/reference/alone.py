@@ -235,6 +235,10 @@ class Alone(Witness):
         if self.is_open or not self.optimizers.all:
             return
         self.is_open = True
+        if not self.window and self.record.is_cut:
+            own = {name: one for each in self.optimizers.all for name, one in self.optimizers.parameters(each).items()}
+            kept = self.journal.keep(lambda path: save_unseen(self._locals(own), path))
+            self.journal.write("own_start", kept=kept)
         if (state := self.record.state(self.window)) is not None:
             if self._put == self.window - 1:  # what became of the buffers in that step, before they are put back
                 kept = self.journal.keep(lambda path: save_unseen(self.optimizers.buffers(), path))
@@ -372,6 +376,8 @@ class Alone(Witness):
             self.evaluations.drew(value)
         if self.is_elsewhere:
             return value
+        if self.window and self._replayed and not self._is_over:
+            self.open_window()
         place = self.draws.place(self.window, where)
         shape = getattr(as_tensor(value), "shape", None)
         self.journal.write("own_draw", place=place, shape=None if shape is None else list(shape))
