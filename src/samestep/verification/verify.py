@@ -147,7 +147,7 @@ def _verified(runner: Runner, steps: int | None) -> Report:
 def _conclude_on_data(record: Record, report: Report) -> None:
     """Data that no DataLoader yields are right if the gradients of all ranks are those of all samples."""
     compared = report.coverage.get("gradients") in {AGREES, DECLARED}
-    if compared and not any(samples.passes(rank) for rank in record.ranks):
+    if compared and not samples.are_loaded(record):
         noted = any(finding.property == "data" for finding in report.findings)
         why = "the gradients of the compared steps are those of one process's batches"
         report.cover("data", DECLARED if noted else AGREES, why)
