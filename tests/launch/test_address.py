@@ -59,7 +59,7 @@ def train(rank, size):
     dist.init_process_group("gloo", rank=rank, world_size=size)
     total = torch.ones(())
     dist.all_reduce(total)
-    print(f"rank {rank}: {total:.0f}", flush=True)
+    os.write(1, f"rank {rank}: {total:.0f}\\n".encode())  # at once: the ranks share the pipe
     dist.destroy_process_group()
 
 if __name__ == "__main__":

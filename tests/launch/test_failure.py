@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from samestep.errors import CheckpointError, DataError
-from samestep.launch.failure import MOST_TEXT, FailureRecord, death, describe, exit_code, lost_peer, root_cause
+from samestep.launch import failure
+from samestep.launch.failure import (
+    MOST_TEXT,
+    FailureRecord,
+    death,
+    describe,
+    exit_code,
+    lost_peer,
+    relative_path,
+    root_cause,
+)
 from samestep.launch.spawned import describe_with_spawned
 
 
@@ -209,3 +219,21 @@ def test_an_exception_that_cannot_be_printed_has_a_record(tmp_path, monkeypatch)
         record = describe(error, 0)
     assert record.message == "<exception str() failed>"
     assert record.where == "relative.py:1"
+
+
+@pytest.mark.parametrize(
+    ("filename", "name"),
+    [
+        ("train.py", "train.py"),
+        ("./train.py", "train.py"),
+        ("/home/work/train.py", "train.py"),
+        ("sub/../train.py", "train.py"),
+        ("../train.py", "/home/train.py"),
+        ("/home/train.py", "/home/train.py"),
+        ("<string>", "<string>"),
+    ],
+)
+def test_a_file_has_one_name_however_a_process_was_told_of_it(monkeypatch, filename, name):
+    """A rank and the process that it spawns name their script differently."""
+    monkeypatch.setattr(failure, "_start", ["/home/work"])
+    assert relative_path(filename) == name

@@ -158,6 +158,15 @@ def test_what_is_drawn_before_the_samples_are_there_is_no_noise() -> None:
     assert "the script draws nothing itself" not in report.coverage["random"]
 
 
+def test_what_is_drawn_before_the_first_batch_of_a_loader_is_neither() -> None:
+    drawn: dict[str, Any] = {"kind": "draw", "place": "-1|train.py:4|0", "digest": "d", "name": "torch.randn"}
+    drawn |= {"shape": [64], "within": False}
+    loaded = {"kind": "batch", "key": "train.py:9#1", "number": 0, "training": True}
+    ours, report = record([drawn, loaded], [drawn, loaded]), Report(ranks=2)
+    chance.judge(ours, report)
+    assert "the script draws nothing itself" in report.coverage["random"]
+
+
 # --- whole scripts ---
 
 BEGIN = """
@@ -180,6 +189,25 @@ for _ in range(3):
     outputs = model(torch.randn(20, 8))
     nn.functional.mse_loss(outputs, torch.randn(20, 3)).backward()
     optimizer.step()
+dist.destroy_process_group()
+""",
+    # with a loader for the evaluation alone
+    "evaluated": BEGIN
+    + """
+from torch.utils.data import DataLoader, TensorDataset
+generator = torch.Generator().manual_seed(1)
+data = TensorDataset(torch.randn(16, 8, generator=generator), torch.randn(16, 3, generator=generator))
+torch.manual_seed(1 + rank)
+for _ in range(2):
+    for _ in range(2):
+        optimizer.zero_grad()
+        outputs = model(torch.randn(20, 8))
+        nn.functional.mse_loss(outputs, torch.randn(20, 3)).backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        print(sum(float(nn.functional.mse_loss(model.module(x), y)) for x, y in DataLoader(data, 8)))
+    model.train()
 dist.destroy_process_group()
 """,
     # as nanoGPT: the next batch is drawn between forward and backward, micro-batches are divided among the ranks
@@ -216,7 +244,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Lazily[Report]:
     return Lazily(make)
 
 
-@pytest.mark.parametrize("name", ["example", "ahead rank"])
+@pytest.mark.parametrize("name", ["example", "evaluated", "ahead rank"])
 def test_a_script_that_draws_its_samples_is_the_same(reports: Lazily[Report], name: str) -> None:
     reports[name].require_same()
     assert reports[name].coverage["gradients"] == "agrees as declared"

@@ -228,8 +228,13 @@ def show_from_here() -> None:
 
 
 def relative_path(filename: str) -> str:
-    """Returns a file as a person who started the run would name it: from that directory, if it lies below."""
+    """Returns a file as a person who started the run would name it: from that directory, if it lies below.
+
+    A file has one name: Python names the script of a spawned process "/home/train.py", and that of its parent as given,
+    "../train.py".
+    """
     here = _start[0] if _start else tried(os.getcwd, "")
+    filename = os.path.normpath(os.path.join(here, filename)) if here else filename  # noqa: PTH118
     return filename[len(here) + 1 :] if here and filename.startswith(f"{here.rstrip('/')}/") else filename
 
 

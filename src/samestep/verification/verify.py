@@ -165,7 +165,7 @@ def _conclude_on_data(record: Record, whole: Run, report: Report) -> None:
     if compared and VIRTUAL in report.remarks and reference.has_no_sample(record, whole):
         report.cover("data", unchecked("the script alone trains on samples that no rank has"))
         return
-    if compared and not any(samples.passes(rank) for rank in record.ranks):
+    if compared and not samples.are_loaded(record):
         noted = any(finding.property == "data" for finding in report.findings)
         why = "the gradients of the compared steps are those of one process's batches"
         report.cover("data", DECLARED if noted else AGREES, why)

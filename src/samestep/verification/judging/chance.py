@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from samestep.verification.findings import PROVED, Finding, unchecked
 from samestep.verification.judging.record import Record
+from samestep.verification.judging.samples import are_loaded
 from samestep.verification.judging.single import Run
 from samestep.verification.report import Report
 
@@ -26,7 +27,7 @@ def judge(record: Record, whole: Run, report: Report) -> None:
     report.add(_masks(record))
     report.add(_workers(record))
     seen = any(drawn) or any(rank.of("stream") for rank in record.ranks)
-    before = any(rank.of("draw") for rank in record.ranks) and not any(rank.of("batch") for rank in record.ranks)
+    before = not are_loaded(record) and any(rank.of("draw") for rank in record.ranks)
     report.cover("random", PROVED if seen else unchecked(_BETWEEN if before else _NOTHING))
 
 

@@ -17,7 +17,7 @@ from samestep.verification.judging.explanations import Explanations
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.rates import Rates
 from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.samples import loads_for_all, passes
+from samestep.verification.judging.samples import are_loaded, loads_for_all
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.skipped import skipper
 from samestep.verification.judging.states import averaged_behind, local_steps
@@ -131,7 +131,7 @@ class Comparison:
 
     def _draws_others(self) -> bool:
         """Whether one process cannot draw what the ranks have drawn, where no DataLoader tells its samples."""
-        return self._chance() is not None and not any(passes(rank) for rank in self.record.ranks)
+        return self._chance() is not None and not are_loaded(self.record)
 
     def _calls_as_often(self, common: list[Event]) -> bool:
         """Whether the models are called as often in a step of one process as in one of a rank's."""

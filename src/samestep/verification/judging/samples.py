@@ -86,6 +86,11 @@ def _trained(rank: Rank) -> Counter[tuple[str, int]]:
     return counts
 
 
+def are_loaded(record: Record) -> bool:
+    """Returns whether a DataLoader tells the samples that are trained on; one may be used for evaluations alone."""
+    return any(event["training"] for rank in record.ranks for event in rank.of("batch"))
+
+
 def loads_for_all(record: Record) -> int | None:
     """Returns the one rank that loads what all train on, and sends it on; None where several load."""
     loading = [rank.number for rank in record.ranks if any(one.is_training for one in passes(rank))]
