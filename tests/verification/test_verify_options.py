@@ -84,6 +84,6 @@ dist.destroy_process_group()
 def test_each_rank_gets_its_local_rank_as_an_option(tmp_path: Path, option: str) -> None:
     (tmp_path / "train.py").write_text(LOCAL_RANK, encoding="utf-8")
     words = [option, "--json", str(tmp_path / "report.json"), str(tmp_path / "train.py"), "--lr", "0.1"]
-    assert main(["verify", *words]) == 0
+    assert main(["verify", *words]) == 3  # each rank takes rows by its number, and one process takes others
     told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    assert told["coverage"]["gradients"] == "agrees as declared"
+    assert "what each computes for itself" in told["coverage"]["gradients"]

@@ -163,7 +163,7 @@ def test_what_is_drawn_before_the_first_batch_of_a_loader_is_neither() -> None:
     drawn |= {"shape": [64], "within": False}
     loaded = {"kind": "batch", "key": "train.py:9#1", "number": 0, "training": True}
     ours, report = record([drawn, loaded], [drawn, loaded]), Report(ranks=2)
-    chance.judge(ours, report)
+    chance.judge(ours, Run(Ended(code=0, hung=False, failure=None, folder=ours.folder), record([])), report)
     assert "the script draws nothing itself" in report.coverage["random"]
 
 
@@ -244,10 +244,17 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Lazily[Report]:
     return Lazily(make)
 
 
-@pytest.mark.parametrize("name", ["example", "evaluated", "ahead rank"])
+@pytest.mark.parametrize("name", ["example", "evaluated"])
 def test_a_script_that_draws_its_samples_is_the_same(reports: Lazily[Report], name: str) -> None:
     reports[name].require_same()
     assert reports[name].coverage["gradients"] == "agrees as declared"
+
+
+def test_what_only_virtual_ranks_compute_too_is_not_called_the_same(reports: Lazily[Report]) -> None:
+    """They make the mistake that the ranks make in their share of the samples."""
+    report = reports["ahead rank"]
+    assert (report.verdict, report.errors) == ("inconclusive", [])
+    assert "one process takes other samples" in report.coverage["gradients"]
 
 
 def test_a_script_that_draws_the_same_samples_on_all_ranks_is_not(reports: Lazily[Report]) -> None:

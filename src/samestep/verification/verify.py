@@ -25,7 +25,6 @@ from samestep.verification.judging import (
     declared,
     evaluation,
     moved,
-    reference,
     samples,
     states,
     storage,
@@ -35,7 +34,6 @@ from samestep.verification.judging.record import Record
 from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.updates import Updates
-from samestep.verification.judging.virtual_ranks import VIRTUAL
 from samestep.verification.recording.recorder import FEWEST
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner, Say, nursery_for
@@ -156,15 +154,9 @@ def _judge_pipeline(runner: Runner, record: Record, report: Report) -> None:
         stages.judge_scheduled(record, report)
 
 
-def _conclude_on_data(record: Record, whole: Run, report: Report) -> None:
-    """Data that no DataLoader yields are right if the gradients of all ranks are those of all samples.
-
-    Where the script alone has none of the ranks' samples, virtual ranks may all make the same mistake in theirs.
-    """
+def _conclude_on_data(record: Record, report: Report) -> None:
+    """Data that no DataLoader yields are right if the gradients of all ranks are those of all samples."""
     compared = report.coverage.get("gradients") in {AGREES, DECLARED}
-    if compared and VIRTUAL in report.remarks and reference.has_no_sample(record, whole):
-        report.cover("data", unchecked("the script alone trains on samples that no rank has"))
-        return
     if compared and not samples.are_loaded(record):
         noted = any(finding.property == "data" for finding in report.findings)
         why = "the gradients of the compared steps are those of one process's batches"
@@ -346,6 +338,6 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
             report.cover("evaluation", unchecked("between two averages each rank evaluates parameters of its own"))
         else:
             evaluation.judge(record, whole.record, report)
-        _conclude_on_data(record, whole, report)
+        _conclude_on_data(record, report)
         if whole.record.ranks and whole.record.ranks[0].of("collated"):
             report.remarks.append("batches of unlike shapes were made anew from their samples, by their collate_fn")

@@ -21,7 +21,7 @@ from samestep.verification.judging.samples import are_loaded, loads_for_all
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.skipped import skipper
 from samestep.verification.judging.states import averaged_behind, local_steps
-from samestep.verification.judging.virtual_ranks import EVERY_ZERO, VirtualRanks, calls_in
+from samestep.verification.judging.virtual_ranks import EVERY_ZERO, NO_REFERENCE, VIRTUAL, VirtualRanks, calls_in
 from samestep.verification.judging.windows import Windows
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
@@ -123,6 +123,8 @@ class Comparison:
         with_draws = self.others.with_draws if drawing and self._calls_as_often(common) else None
         VirtualRanks(self.record, self.others.virtual_ranks, self.others.again, with_draws).judge(common, report)
         self._judge_repeated(common, report)
+        if VIRTUAL in report.remarks and report.coverage.get("gradients") == DECLARED:
+            report.coverage["gradients"] = unchecked(NO_REFERENCE)
 
     def _judge_repeated(self, common: list[Event], report: Report) -> None:
         if report.coverage.get("gradients") in {AGREES, DECLARED}:
@@ -338,12 +340,3 @@ def _samples(ranks: list[Rank], windows: set[int]) -> set[tuple[int, str]]:
     """What the models have seen in some windows; a wrapper may see it once more."""
     inputs = [event for rank in ranks for event in rank.of("input") if event["window"] in windows]
     return {(event["window"], row) for event in inputs for row in event["rows"]}
-
-
-def has_no_sample(record: Record, whole: Run) -> bool:
-    """Whether none of the samples that the models see in the script alone is one of the ranks'."""
-    seen = [
-        {row for rank in ranks for event in rank.of("input") for row in event["rows"]}
-        for ranks in (record.data.ranks, whole.record.ranks)
-    ]
-    return all(seen) and not seen[0] & seen[1]

@@ -37,6 +37,10 @@ VIRTUAL = (
     "the samples come from no DataLoader, and one process cuts them otherwise: gradients were compared with the "
     f"average of virtual ranks, which {_OPEN}, and whether the loss is divided by the number of ranks once"
 )
+NO_REFERENCE = (
+    "one process takes other samples; the ranks' gradients are the average of what each computes for itself; whether "
+    "that is the gradient of all their samples nobody can say"
+)
 _NONE_RAN = "the samples come from no DataLoader, one process cuts them otherwise, and no virtual rank ran"
 _CHANGED = "the script changes gradients between backward and step, and by no factor, before or behind the average"
 _OTHER_SAMPLES = "virtual ranks draw, or train on, something else than the ranks"
