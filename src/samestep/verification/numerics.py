@@ -79,9 +79,17 @@ def vector(tensor: Tensor) -> Tensor:
     return real.double().flatten()
 
 
-def flat(gradients: Gradients, like: Gradients) -> Tensor:
-    """Returns all gradients as one vector, shape [numbers], by name; `like` says how long the missing ones are."""
-    return torch.cat([_pair(gradients.get(name), like.get(name))[0] for name in sorted(_names(gradients, like))])
+def flat(gradients: Gradients, *like: Gradients) -> Tensor:
+    """Returns all gradients as one vector, shape [numbers], by name; those that only `like` have are zeros.
+
+    >>> flat({"b": torch.ones(1)}, {"a": torch.ones(2)}).tolist()
+    [0.0, 0.0, 1.0]
+    """
+    shaped = {name: one for known in (*like, gradients) for name, one in known.items() if one is not None}
+    return torch.cat(
+        [_pair(gradients.get(name), shaped[name])[0] for name in sorted(shaped)]
+        or [torch.zeros(0, dtype=torch.float64)]
+    )
 
 
 @dataclass(frozen=True)

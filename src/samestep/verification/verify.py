@@ -8,7 +8,9 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -124,23 +126,42 @@ def _verified(runner: Runner, steps: int | None) -> Report:
             report.cover(name, unchecked(foreign))
     if record.ranks:
         for room in (communication, storage) if foreign else (states, samples, control, communication, storage):
-            room.judge(record, report)
+            with _leaving_open(report):
+                room.judge(record, report)
     if record.ranks and whole is not None and foreign is None:
-        chance.judge(record, whole, report)
-        report.add(states.copied_shards(record, whole) if record.is_cut else [])
+        with _leaving_open(report):
+            chance.judge(record, whole, report)
+            report.add(states.copied_shards(record, whole) if record.is_cut else [])
     if whole is None:
-        _judge_pipeline(runner, record, report)
+        with _leaving_open(report):
+            _judge_pipeline(runner, record, report)
         report.remarks += _remarks(ended, report)
         return report
     if foreign is None:
-        _compare(runner, record, whole, report)
+        with _leaving_open(report):
+            _compare(runner, record, whole, report)
     if ended.hung or ended.code != 0:
         _blame(ended, whole, record, report)
     elif whole.ended.hung or whole.ended.code != 0:
         report.inconclusive = f"alone, with the samples of all ranks, the script fails: {_reason(whole.ended)}"
-    equality.judge(runner, record, report)
+    with _leaving_open(report):
+        equality.judge(runner, record, report)
     report.remarks += _remarks(ended, report)
     return report
+
+
+@contextmanager
+def _leaving_open(report: Report) -> Iterator[None]:
+    """A failure of samestep's own, while it judges, accuses no script: what it has found stands, the rest is open."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, the script is not to blame
+        traceback.print_exc()
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        report.inconclusive = (
+            f"samestep itself failed at {Path(where.filename).name}:{where.lineno} while it compared "
+            f"({type(error).__name__}: {str(error)[:200]}): please report this with the traceback above"
+        )
 
 
 def _judge_pipeline(runner: Runner, record: Record, report: Report) -> None:

@@ -28,6 +28,8 @@ from samestep.verification.report import Report
 
 __all__: list[str] = []
 
+_FEWEST = 8  # numbers in a gradient that is no multiple of another one by chance
+
 
 @dataclass
 class _Errors:
@@ -96,13 +98,26 @@ class Comparison:
         if (declared := local_steps(self.record)) is not None and self.others.of_group is not None:
             local.judge(self.record, declared, common, self._compare_group, report)
             return
-        if self._has_other_samples(common) or self._draws_others():
+        if (self._has_other_samples(common) or self._draws_others()) and not self._are_those_of_one_process(common):
             self._compare_parts(common, report)
             return
         self._compare(common, report)
         self._judge_repeated(common, report)
         if report.coverage["gradients"] == AGREES and self.others.merged is not None and self.others.apart is not None:
             Windows(self.record, self.others.merged, self.others.apart).judge(common, self.whole, report)
+
+    def _are_those_of_one_process(self, common: list[Event]) -> bool:
+        """Whether all gradients are multiples of one process's, whatever its models saw: it pads otherwise, say."""
+        is_known = False
+        for event in common:
+            recorded, alone = self._recorded(event), self.whole.gradients(event["event"])
+            ours, theirs = numerics.flat(recorded, alone), numerics.flat(alone, recorded)
+            if not ours.any() and not theirs.any():
+                continue
+            if numerics.fit(ours, [theirs]).left > numerics.limit(0.0, recorded):
+                return False
+            is_known = is_known or ours.numel() >= _FEWEST
+        return is_known
 
     def _compare_group(self, ranks: list[int], steps: list[Event], report: Report) -> None:
         """Compares some ranks, which have averaged their gradients, with the script alone on their samples."""

@@ -28,14 +28,15 @@ def finding(record: Record, steps: Sequence[Event], virtual: Runs) -> Finding | 
         steps: whose values were kept; rank 0's.
         virtual: runs a process that takes itself for a rank, for each.
     """
-    pair = next((pair for pair in combinations(record.ranks, 2) if _are_fed_alike(*pair, steps)), None)
+    ranks = record.data.ranks
+    pair = next((pair for pair in combinations(ranks, 2) if _are_fed_alike(*pair, steps)), None)
     if pair is None:
         return None
     runs = virtual()
     known = [step for step in steps if all(step["event"] in run.steps for run in runs)]
-    first, other = (runs[rank.number] for rank in pair)
-    if not known or not have_their_samples(record, runs, known):
+    if len(runs) != len(ranks) or not known or not have_their_samples(record, runs, known):
         return None
+    first, other = (runs[ranks.index(rank)] for rank in pair)
     if not all(_compute_the_same(first, other, step["event"]) for step in known):
         return None
     if not any(_is_something(first, step["event"]) for step in known):

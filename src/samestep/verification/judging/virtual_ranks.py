@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from samestep.verification import numerics
 from samestep.verification.findings import DECLARED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.single import Run
-from samestep.verification.judging.words import plural
+from samestep.verification.judging.words import listed, plural
 from samestep.verification.report import Report
 
 __all__: list[str] = []
@@ -40,6 +42,10 @@ VIRTUAL = (
 NO_REFERENCE = (
     "one process takes other samples; the ranks' gradients are the average of what each computes for itself; whether "
     "that is the gradient of all their samples nobody can say"
+)
+_WEIGHED = (
+    "the gradient is the sum of those that each rank computes, with weights {}: whether the ranks have so many samples "
+    "or tokens nobody can say"
 )
 _NONE_RAN = "the samples come from no DataLoader, one process cuts them otherwise, and no virtual rank ran"
 _CHANGED = "the script changes gradients between backward and step, and by no factor, before or behind the average"
@@ -91,8 +97,10 @@ class VirtualRanks:
         for event in common:
             number = event["event"]
             recorded = self._record.gradients(event)
-            parts = [numerics.flat(run.gradients(number), recorded) for run in runs]
-            ours, together = numerics.flat(recorded, recorded), sum(parts[1:], parts[0])
+            own = [run.gradients(number) for run in runs]
+            ours = numerics.flat(recorded, *own)
+            parts = [numerics.flat(one, recorded, *own) for one in own]
+            together = sum(parts[1:], parts[0])
             if not (ours.any() or together.any()):
                 continue  # no gradient on either side, and no factor between them
             seen = True
@@ -108,6 +116,8 @@ class VirtualRanks:
                 continue
             if (reason := self._why_not(runs, common, event, virtual=remark is VIRTUAL)) is not None:
                 report.cover("gradients", unchecked(reason))
+            elif (weights := self._weights(ours, parts, recorded)) is not None:
+                report.cover("gradients", unchecked(_WEIGHED.format(weights)))
             elif found.left > numerics.limit(0.0, recorded):
                 report.add([self._other(event, found.left)])
             else:
@@ -119,6 +129,16 @@ class VirtualRanks:
         report.remarks.append(remark)
         who = "virtual ranks" if remark is VIRTUAL else "one process for each rank"
         report.cover("gradients", DECLARED, f"with {who}, worst error {worst:.1e}, {plural(len(common), 'step')}")
+
+    @staticmethod
+    def _weights(ours: Tensor, parts: list[Tensor], recorded: numerics.Gradients) -> str | None:
+        """The ranks' weights, where the gradient is a weighted sum of theirs with unequal weights; else None."""
+        found = numerics.fit(ours, parts)
+        if found.left > numerics.limit(0.0, recorded) or not all(factor > 0 for factor in found.factors):
+            return None
+        if all(_is_near(factor, found.factors[0]) for factor in found.factors):
+            return None
+        return listed([f"{factor:.3g}" for factor in found.factors])
 
     def _clipped(self, event: Event) -> float | None:
         """By what the ranks' gradient was multiplied when its norm was clipped; None where that is not known."""
@@ -181,7 +201,7 @@ def calls_in(rank: Rank, window: int) -> list[tuple[str, ...]]:
 
 def have_their_samples(record: Record, runs: Sequence[Run], steps: Sequence[Event]) -> bool:
     """Returns whether each run's models have got what those of its rank got, as far as both tell."""
-    for rank, run in zip(record.ranks, runs, strict=True):
+    for rank, run in zip(record.data.ranks, runs, strict=True):
         own = run.record.ranks[0] if run.record.ranks else Rank(0, [])
         if any(calls_in(rank, step["window"]) != calls_in(own, step["window"]) for step in steps):
             return False
