@@ -65,7 +65,7 @@ def step(event: int, gradient: str, parameter: str = "p", **more: Any) -> Event:
         "micro": 1,
         "where": "train.py:30",
         "rates": [0.1],
-        "decays": [0.0],
+        "settings": [{"weight_decay": 0.0}],
         "gradients": {"w": gradient},
         "parameters": {"w": f"{parameter}{event}"},
         "orphans": [],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from journals import Event, call, chance_findings, ended, findings, passed, record, step, stepped
@@ -182,6 +183,12 @@ def test_left_out_samples_are_an_error_unless_that_was_asked_for() -> None:
     ]
     dropped = {"drop_last": True}
     assert codes(samples, record(passed([0, 2], samples=6, **dropped), passed([1, 3], samples=6, **dropped))) == []
+
+
+@pytest.mark.parametrize(("samples_held", "severity"), [(7, "note"), (8, "error")])
+def test_a_sampler_may_leave_out_what_fills_no_batch_of_all_ranks(samples_held: int, severity: str) -> None:
+    about: dict[str, Any] = {"samples": samples_held, "batch_size": 2, "sampler": "Own"}
+    assert codes(samples, record(passed([0, 2], **about), passed([1, 3], **about))) == [("samples-missing", severity)]
 
 
 def test_the_same_shuffle_in_two_epochs_is_an_error() -> None:

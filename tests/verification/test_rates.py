@@ -24,10 +24,16 @@ def alone(event: int, rate: float) -> list[Event]:
     return [{"kind": "rates", "event": event, "optimizer": 0, "rates": [rate]}, step(event, "g")]
 
 
-def found(ranks: list[Event], single: list[Event], own: list[Event] | None = None) -> list[Finding]:
-    """What is found; `own` is of the script alone with the lengths that its loaders have there."""
+def found(
+    ranks: list[Event], single: list[Event], own: list[Event] | None = None, pace: list[Event] | None = None
+) -> list[Finding]:
+    """What is found; `own` is of the script alone with the lengths that its loaders have there, `pace` at its own."""
     report = Report(ranks=2, steps=3)
-    others = replace(NOBODY, own_lengths=None if own is None else lambda: Run(ENDED, record(own)))
+    others = replace(
+        NOBODY,
+        own_lengths=None if own is None else lambda: Run(ENDED, record(own)),
+        own_pace=None if pace is None else lambda: record(pace),
+    )
     Comparison(record(ranks, ranks), Run(ENDED, record(single)), others).judge(report)
     return report.findings
 
@@ -103,6 +109,23 @@ def test_a_schedule_of_another_pace_is_no_scaled_rate(rates: list[tuple[float, f
     ranks = [step(number, "g", rates=[mine]) for number, (mine, _) in enumerate(rates)]
     single = [event for number, (_, theirs) in enumerate(rates) for event in alone(number, theirs)]
     assert "error" in [one.severity for one in found(ranks, single)]
+
+
+@pytest.mark.parametrize(
+    ("pace", "severity"),
+    [
+        ((0.1, 0.2, 0.3, 0.4, 0.3, 0.2), "note"),  # half as high as the ranks' behind as many samples
+        ((0.1, 0.1, 0.2, 0.2, 0.1, 0.1), "error"),  # a quarter
+        ((0.1, 0.2, 0.3), "error"),  # over after as many steps as the ranks take
+    ],
+)
+def test_a_schedule_as_long_as_the_passes_has_the_same_rates_behind_as_many_samples(
+    pace: tuple[float, ...], severity: str
+) -> None:
+    ranks = [step(number, "g", rates=[rate]) for number, rate in enumerate((0.4, 0.8, 0.4))]
+    single = [event for number, rate in enumerate((0.1, 0.2, 0.3)) for event in alone(number, rate)]
+    own = [step(number, "g", rates=[rate]) for number, rate in enumerate(pace)]
+    assert [one.severity for one in found(ranks, single, pace=own)] == [severity]
 
 
 def test_rates_that_a_script_sets_itself_are_compared_step_by_step() -> None:

@@ -10,6 +10,7 @@ from samestep.cli import main
 from samestep.verification.findings import DECISIVE, Finding
 from samestep.verification.report import Report
 from samestep.verification.text import headline, shown
+from samestep.verification.verify import leaving_open
 
 ALL = dict.fromkeys(DECISIVE, "identical")
 
@@ -67,3 +68,12 @@ def test_a_report_is_markdown_for_a_pull_request(tmp_path: Path) -> None:
     (tmp_path / "nothing.py").write_text("print('nothing is trained here')", encoding="utf-8")
     assert main(["verify", "--markdown", str(tmp_path / "report.md"), str(tmp_path / "nothing.py")]) == 3
     assert (tmp_path / "report.md").read_text(encoding="utf-8").startswith("### samestep verify: inconclusive")
+
+
+def test_what_verify_itself_fails_at_is_open_and_accuses_no_script(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(ranks=2, steps=1, coverage=dict.fromkeys(DECISIVE, "agrees"))
+    with leaving_open(report):
+        raise IndexError("list index out of range")
+    assert report.verdict == "inconclusive"
+    assert "samestep itself failed at test_report.py:" in str(report.inconclusive)
+    assert "IndexError: list index out of range" in capsys.readouterr().err

@@ -151,7 +151,11 @@ def test_parameters_that_an_average_leaves_out_are_told() -> None:
 @pytest.mark.parametrize(
     ("more", "loads", "said"),
     [
-        ({"decays": [0.1]}, [], "rank 1 has weight decay [0.1], rank 0 [0.0]"),
+        (
+            {"settings": [{"weight_decay": 0.1}]},
+            [],
+            "rank 1 steps with weight_decay=0.1, rank 0 with weight_decay=0.0",
+        ),
         ({}, [{"kind": "weights", "event": 1, "where": "train.py:40"}], "they were loaded, and the ranks have loaded"),
         ({}, [], "something changes them outside the optimizer, on some ranks only"),
     ],

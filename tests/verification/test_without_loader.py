@@ -14,8 +14,11 @@ from lazily import Lazily
 import samestep
 from samestep import Report
 from samestep.verification.findings import Finding
+from samestep.verification.journal import value_path
 from samestep.verification.judging import chance, repeated
+from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.virtual_ranks import VirtualRanks
 from samestep.verification.recording.chance import joined
@@ -98,6 +101,38 @@ def test_virtual_ranks_accuse_nobody(tmp_path: Path, rows: list[list[Event]]) ->
     assert [one.code for one in report.errors] == ([] if rows[0] == rows[1] else ["gradient-differs"])
 
 
+def test_ranks_that_are_weighed_by_their_tokens_are_not_accused(tmp_path: Path) -> None:
+    ours, report = ranks(tmp_path / "ranks", 0.7 * ONE + 0.3 * OTHER, A, B), Report(ranks=2)
+    virtual = parts(tmp_path / "virtual", ONE, OTHER, rows=[A, B])
+    VirtualRanks(ours, lambda: virtual, lambda: virtual).judge(ours.ranks[0].steps, report)
+    assert report.errors == []
+    assert "with weights 0.7, 0.3" in report.coverage["gradients"]
+
+
+def test_a_gradient_that_only_one_side_has_counts_as_zeros(tmp_path: Path) -> None:
+    """Of a layer that is frozen for an epoch, which is over sooner on one side."""
+    ours, report = ranks(tmp_path / "ranks", MEAN, A, B), Report(ranks=2)
+    single = parts(tmp_path / "single", ONE, OTHER, rows=[A, B])
+    for run in single:
+        path = value_path(run.record.folder, 0, 0)
+        torch.save({**torch.load(path), "frozen": torch.ones(3)}, path)
+    VirtualRanks(ours, lambda: single, lambda: single).judge(ours.ranks[0].steps, report)
+    assert [one.code for one in report.errors] == ["gradient-differs"]
+
+
+@pytest.mark.parametrize(("factor", "codes"), [(1.0, []), (0.5, ["gradient-scale"])])
+def test_gradients_of_one_process_tell_that_its_samples_are_those_of_the_ranks(
+    tmp_path: Path, factor: float, codes: list[str]
+) -> None:
+    """Rows of a batch that is padded otherwise are other rows; a gradient with eight numbers is none of others."""
+    gradient = torch.arange(1.0, 10.0)
+    ours, report = ranks(tmp_path / "ranks", factor * gradient, A, B), Report(ranks=2)
+    whole = trained(tmp_path / "whole", [gradient], inputs(["a and b, padded"]))
+    Comparison(ours, whole, Others(lambda: whole, list, list)).judge(report)
+    assert [one.code for one in report.errors] == codes
+    assert report.coverage["gradients"] == ("differs" if codes else "agrees")
+
+
 # --- samples that ranks have in common ---
 
 
@@ -112,6 +147,22 @@ def test_ranks_that_train_on_the_same_samples_at_every_step_are_an_error(tmp_pat
     found = told(tmp_path, rows, rows)
     assert found is not None
     assert (found.code, found.severity, found.property, found.rank) == ("samples-repeated", "error", "data", 1)
+
+
+def test_ranks_of_a_tensor_parallel_group_share_a_batch(tmp_path: Path) -> None:
+    """They hold parts of the same parameters, and one of them stands for all."""
+    rows = inputs(["a", "b"], ["c", "d"])
+    ours = ranks(tmp_path / "ranks", MEAN, rows, rows, steps=2)
+    cut = Record(
+        ours.folder,
+        [
+            Rank(i, [{"kind": "start", "parameters": {"w": f"0:2@{i} 0"}, "buffers": {}}, *rank.events[1:]])
+            for i, rank in enumerate(ours.ranks)
+        ],
+    )
+    assert cut.is_cut
+    virtual = parts(tmp_path / "virtual", ONE, rows=[rows], steps=2)
+    assert repeated.finding(cut, cut.ranks[0].steps, lambda: virtual) is None
 
 
 def test_one_fixed_batch_is_a_note(tmp_path: Path) -> None:

@@ -126,32 +126,32 @@ def _verified(runner: Runner, steps: int | None) -> Report:
             report.cover(name, unchecked(foreign))
     if record.ranks:
         for room in (communication, storage) if foreign else (states, samples, control, communication, storage):
-            with _leaving_open(report):
+            with leaving_open(report):
                 room.judge(record, report)
     if record.ranks and whole is not None and foreign is None:
-        with _leaving_open(report):
+        with leaving_open(report):
             chance.judge(record, whole, report)
             report.add(states.copied_shards(record, whole) if record.is_cut else [])
     if whole is None:
-        with _leaving_open(report):
+        with leaving_open(report):
             _judge_pipeline(runner, record, report)
         report.remarks += _remarks(ended, report)
         return report
     if foreign is None:
-        with _leaving_open(report):
+        with leaving_open(report):
             _compare(runner, record, whole, report)
     if ended.hung or ended.code != 0:
         _blame(ended, whole, record, report)
     elif whole.ended.hung or whole.ended.code != 0:
         report.inconclusive = f"alone, with the samples of all ranks, the script fails: {_reason(whole.ended)}"
-    with _leaving_open(report):
+    with leaving_open(report):
         equality.judge(runner, record, report)
     report.remarks += _remarks(ended, report)
     return report
 
 
 @contextmanager
-def _leaving_open(report: Report) -> Iterator[None]:
+def leaving_open(report: Report) -> Iterator[None]:
     """A failure of samestep's own, while it judges, accuses no script: what it has found stands, the rest is open."""
     try:
         yield
@@ -321,6 +321,9 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
     def own_lengths() -> Run:
         return alone("with lengths of its own", own_lengths=True)
 
+    def own_pace() -> Record:
+        return runner.recorded("one process at its own pace", 1, steps=record.size * record.steps).record
+
     def of_group(ranks: list[int]) -> tuple[Run, Others]:
         name = f"samples of {len(ranks)} ranks that average" if len(ranks) > 1 else f"samples of rank {ranks[0]}"
         again = functools.partial(alone, f"{name}, another order", ranks=ranks, permuted=True)
@@ -345,6 +348,7 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
             apart,
             at_step,
             own_lengths,
+            own_pace,
             of_group,
             exact,
             again=again,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
@@ -83,8 +85,8 @@ def of_parameters(record: Record, index: int, rank: int, bad: list[str]) -> Find
         return rates(record, index - 1, rank)
     where = None if before is None else before["where"]
     loads = [event for one in (rank, 0) for event in record.ranks[one].of("weights") if event["event"] == index]
-    if before is not None and theirs is not None and before["decays"] != theirs["decays"]:
-        cause = f"rank {number} has weight decay {theirs['decays']}, rank 0 {before['decays']}"
+    if before is not None and theirs is not None and before["settings"] != theirs["settings"]:
+        cause = f"rank {number} steps with {_unlike(theirs, before)}, rank 0 with {_unlike(before, theirs)}"
     elif before is not None and differing_after(before, theirs):
         cause = "gradients and rates agree, so the optimizers' own state or options differ"
     elif loads:
@@ -138,3 +140,10 @@ def _ratio(first: list[float], theirs: list[float]) -> float | None:
 
 def _where(window: list[Event], kind: str) -> str | None:
     return next((event["where"] for event in reversed(window) if event["kind"] == kind), None)
+
+
+def _unlike(step: Event, other: Event) -> str:
+    """The settings of a step's parameter groups that are not those of another one's."""
+    pairs = zip_longest(step["settings"], other["settings"], fillvalue={})
+    told = [f"{name}={value}" for mine, theirs in pairs for name, value in mine.items() if theirs.get(name) != value]
+    return ", ".join(dict.fromkeys(told)) or "other groups"

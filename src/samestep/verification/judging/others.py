@@ -26,6 +26,7 @@ class Others:
         apart: as it is, keeping what adds up in these steps.
         at_step: with what each rank used at this step, and with all samples before it.
         own_lengths: as it is, with DataLoaders as long as they are in one process.
+        own_pace: recorded as one process that goes its own way, for N times as many steps.
         of_group: with what some ranks used, and the further runs of the script on that.
         in_float64: the ranks, the script alone, and this with its samples in another order, all in float64.
     """
@@ -37,6 +38,7 @@ class Others:
     apart: Callable[[list[Event]], Run] | None = None
     at_step: Callable[[Event], list[Run]] | None = None
     own_lengths: Callable[[], Run] | None = None
+    own_pace: Callable[[], Record] | None = None
     of_group: Callable[[list[int]], tuple[Run, Others]] | None = None
     in_float64: Callable[[], tuple[Record, Run, Run]] | None = None
     again: Callable[[], list[Run]] | None = None

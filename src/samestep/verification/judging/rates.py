@@ -13,6 +13,12 @@ between both. A schedule of another pace comes out of these bounds: N ranks and 
 Some libraries move a schedule on once for each rank, since it was written for the batches of one process. That is right
 where one process has so many times as many batches, and the schedule is as long as these: then the script, run with the
 lengths that its loaders have in one process, has the ranks' rates after as many steps of the schedule.
+
+A schedule may be as long as the passes, which N ranks make in an Nth of the steps where the size of a process's batches
+is given. Then the rates of one process at its own pace are as high when it has used as many samples:
+
+    2 ranks        step 0             step 1             step 2
+    one process    step 0   step 1    step 2   step 3    step 4
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ from samestep.verification.judging.single import Run
 __all__: list[str] = []
 
 _SAME = 1e-3  # of a rate
+_AS_FAR = 0.9  # of the samples that the ranks have used: one process may leave out an incomplete batch more often
 _FIX = "scale the rate once, as the whole batch grows; let a schedule be as long as that of one process"
 _FIX_OFTEN = (
     "move the schedule on once for each step of the optimizer, or count its length in batches of all ranks: "
@@ -59,12 +66,14 @@ class Rates:
         record: of the ranks.
         whole: the script alone.
         own_lengths: runs it with the lengths that its loaders have in one process; None where it cannot.
+        own_pace: records one process that goes its own way, as far as the ranks' samples reach; None where it cannot.
         until: the first window that is not compared.
     """
 
     record: Record
     whole: Run
     own_lengths: Callable[[], Run] | None
+    own_pace: Callable[[], Record] | None
     until: int | None
 
     def findings(self) -> Iterator[Finding]:
@@ -76,6 +85,10 @@ class Rates:
             other, then_scaled = self._judged(list(self._by_position(again)))
             if other is None and self._counts_parts(again):
                 yield self._counted_in_parts()
+                wrong, scaled = None, then_scaled
+        elif wrong is not None and not self._is_often(wrong.event, alone) and self.own_pace is not None:
+            other, then_scaled = self._judged(list(self._by_samples(self.own_pace())))
+            if other is None and then_scaled is not None:
                 wrong, scaled = None, then_scaled
         if scaled is not None:
             yield self._finding(scaled, "scaled with the number of ranks", None, "note")
@@ -111,6 +124,21 @@ class Rates:
         for event in self._steps():
             rates = zip(event["rates"], theirs.get((event["optimizer"], mine[event["event"]]), []), strict=False)
             yield from (_Pair(event, group, one, other) for group, (one, other) in enumerate(rates))
+
+    def _by_samples(self, alone: Record) -> Iterator[_Pair]:
+        """Those of the steps in which one process would use the samples of a step of the ranks: the nearest one's."""
+        steps = alone.ranks[0].steps if alone.ranks else []
+        turns = len({event["optimizer"] for event in self._steps()})
+        if len(steps) < _AS_FAR * self.record.size * len(list(self._steps())):
+            return
+        for place, event in enumerate(self._steps()):
+            first = (place // turns) * turns * self.record.size + place % turns
+            theirs = [one["rates"] for one in steps[first : first + turns * self.record.size : turns]]
+            if len(theirs) < self.record.size:
+                return
+            for group, mine in enumerate(event["rates"]):
+                rates = [one[group] for one in theirs if group < len(one)] or [0.0]
+                yield _Pair(event, group, mine, min(max(mine, min(rates)), max(rates)))
 
     def _judged(self, pairs: list[_Pair]) -> tuple[_Pair | None, _Pair | None]:
         """Returns the first pair that no scale explains, and the first, before it, that is scaled."""

@@ -76,7 +76,8 @@ class Comparison:
         apart = list(self._out_of_step())
         report.add(apart)
         until = min(self._astray, default=None)
-        report.add(Rates(self.record, self.whole, self.others.own_lengths, until).findings())
+        rates = Rates(self.record, self.whole, self.others.own_lengths, self.others.own_pace, until)
+        report.add(rates.findings())
         mine = [event for event in self.record.ranks[0].steps[: self.record.steps] if event["kept"] is not None]
         common = [event for event in mine if event["event"] in self.whole.steps]
         common = [event for event in common if not apart or event["window"] < (apart[0].step or 0)]
@@ -98,10 +99,11 @@ class Comparison:
         if (declared := local_steps(self.record)) is not None and self.others.of_group is not None:
             local.judge(self.record, declared, common, self._compare_group, report)
             return
-        if (self._has_other_samples(common) or self._draws_others()) and not self._are_those_of_one_process(common):
+        others = self._has_other_samples(common) or self._draws_others()
+        if others and not self._are_those_of_one_process(common):
             self._compare_parts(common, report)
             return
-        self._compare(common, report)
+        self._compare(common, report, are_multiples=others)
         self._judge_repeated(common, report)
         if report.coverage["gradients"] == AGREES and self.others.merged is not None and self.others.apart is not None:
             Windows(self.record, self.others.merged, self.others.apart).judge(common, self.whole, report)
@@ -156,14 +158,15 @@ class Comparison:
         calls = [[len(calls_in(rank, step["window"])) for step in common] for rank in ranks]
         return calls[0] == calls[-1]
 
-    def _compare(self, common: list[Event], report: Report) -> None:
+    def _compare(self, common: list[Event], report: Report, *, are_multiples: bool = False) -> None:
         alone = self.whole.gradients
         if all(numerics.are_zero(self._recorded(one)) and numerics.are_zero(alone(one["event"])) for one in common):
             report.cover("gradients", unchecked(EVERY_ZERO))
             return
         apart = {event["event"]: self._apart(event) for event in common}
         worst = max(one.worst for one in apart.values())
-        if (chance := self._chance()) is not None and worst > numerics.limit(0.0, self._recorded(common[0])):
+        chance = None if are_multiples else self._chance()
+        if chance is not None and worst > numerics.limit(0.0, self._recorded(common[0])):
             report.cover("gradients", unchecked(chance))
             return
         broken = next((event for event in common if math.isinf(apart[event["event"]].worst)), None)

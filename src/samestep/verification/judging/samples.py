@@ -334,7 +334,22 @@ def _same_rank(group: Sequence[Pass]) -> tuple[int, int] | None:
     return None if told or rank is None or replicas is None else (rank, replicas)
 
 
+def _leaves_incomplete_batch_out(group: Sequence[Pass], missing: int) -> bool:
+    """Whether the sampler does what drop_last=True does: whole batches alone, and too few samples left for another."""
+    size = group[0].about["batch_size"]
+    return bool(size) and missing < size * len(group) and all(b["size"] == size for one in group for b in one.batches)
+
+
 def _missing(group: Sequence[Pass], missing: int, size: int, where: str) -> Finding:
+    if _leaves_incomplete_batch_out(group, missing):
+        return Finding(
+            code="samples-missing",
+            severity="note",
+            property="data",
+            where=where,
+            cause=f"in epoch {group[0].about['number']} {plural(missing, 'sample')} of {size} are used on no rank: "
+            f"{group[0].about['sampler']} leaves out what fills no batch of all ranks",
+        )
     return Finding(
         code="samples-missing",
         property="data",

@@ -157,7 +157,7 @@ class VirtualRanks:
         for run in runs:
             used, own = run.used(event["event"]), run.gradients(event["event"])
             if used is not None:
-                left = numerics.fit(numerics.flat(used, recorded), [numerics.flat(own, recorded)]).left
+                left = numerics.fit(numerics.flat(used, own), [numerics.flat(own, used)]).left
                 if left > numerics.limit(0.0, recorded):
                     return _CHANGED
         again = [] if self._again is None or not virtual else self._again()

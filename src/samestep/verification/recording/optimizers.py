@@ -188,6 +188,19 @@ class Optimizers:
         return not any(self.beside(optimizer) for optimizer in self.all) and (not states or held <= set(states))
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of a parameter group but for its learning rate: weight decay, momentum, betas."""
+    return {
+        name: value
+        for name, value in group.items()
+        if name != "lr"
+        and (
+            isinstance(value, int | float)
+            or (isinstance(value, tuple) and all(isinstance(one, int | float) for one in value))
+        )
+    }
+
+
 def state_of(optimizers: Optimizers) -> dict[str, dict[str, Any]]:
     """Returns the state of all optimizers by the names of their parameters, as they hold it."""
     found: dict[str, dict[str, Any]] = {}

@@ -24,7 +24,7 @@ from samestep.verification.recording.adjusting import kill_once_saved
 from samestep.verification.recording.chance import MOST_BEFORE, ORDERING, keep, note_order
 from samestep.verification.recording.compressing import Compressing
 from samestep.verification.recording.evaluations import STATISTICS
-from samestep.verification.recording.optimizers import digests, held
+from samestep.verification.recording.optimizers import digests, held, settings_of
 from samestep.verification.recording.witness import StopRecording, Witness
 from samestep.verification.watching.listener import Batch, Epoch
 from samestep.verification.watching.storage import save_unseen
@@ -264,7 +264,7 @@ class Recorder(Witness):
             micro=self.micro,
             where=call_site(_frame()),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            decays=[float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups],
+            settings=[settings_of(group) for group in optimizer.param_groups],
             gradients=digests(gradients),
             parameters=digests(parameters | self.optimizers.beside(optimizer)),
             probe=self.optimizers.probe(),

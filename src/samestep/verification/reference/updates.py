@@ -1,9 +1,10 @@
-"""Steps of the script alone that start from what the ranks had: their gradients, learning rates and optimizer state.
+"""Steps of the script alone that start from what the ranks had: gradients, rates, settings and optimizer state.
 
     ranks    p, s, g, rate ──► optimizer ──► p', s'      alone    the same p, s, g, rate ──► optimizer ──► p'', s''
 
 So p' and p'' differ only by what the optimizer does, not by rounding in gradients, which Adam's first steps enlarge.
-The rates of all steps are the ranks', since a rate that is scaled by their number is judged by itself.
+The rates of all steps are the ranks', since a rate that is scaled by their number is judged by itself, and so are the
+numbers that a schedule may change too: weight decay, momentum.
 """
 
 from __future__ import annotations
@@ -23,25 +24,29 @@ class UpdateReplay:
     def __init__(self, record: Record, optimizers: Optimizers) -> None:
         self._record = record
         self._optimizers = optimizers
-        self._rates: list[tuple[Any, Any, Any]] = []  # group, its own rate, the ranks'
+        self._lent: list[tuple[Any, str, Any, Any]] = []  # group, name of a number, its own value, the ranks'
 
     def put_back(self, states: dict[str, dict[str, Any]]) -> None:
         """Gives the optimizers the state that the ranks' had, by the names of their parameters."""
-        for name, mine in state_of(self._optimizers).items():
-            for key, value in states.get(name, {}).items():
-                own: Any = getattr(mine.get(key), "_local_tensor", mine.get(key))
-                if not hasattr(value, "shape"):
-                    mine[key] = value
-                elif hasattr(own, "copy_") and own.shape == value.shape:
-                    own.copy_(value)
+        mine = state_of(self._optimizers)
+        for optimizer in self._optimizers.all:
+            for name, parameter in self._optimizers.parameters(optimizer).items():
+                if name in mine:
+                    _overwrite(mine[name], states.get(name, {}))
+                elif name in states and not hasattr(parameter, "_local_tensor"):  # one process has not stepped it yet
+                    optimizer.state[parameter] = dict(states[name])
 
     def before(self, optimizer: Any, parameters: dict[str, Any], step: Event) -> None:
         """Sets the rates of a step, and its gradients where the ranks' are kept and one evaluation makes them."""
         groups = [group for group in optimizer.param_groups if "lr" in group]
         for group, rate in zip(groups, step["rates"], strict=False):
             if not hasattr(group["lr"], "shape"):
-                self._rates.append((group, group["lr"], rate))
-                group["lr"] = rate
+                self._lend(group, "lr", rate)
+        for group, settings in zip(optimizer.param_groups, step["settings"], strict=False):
+            for name, value in settings.items():
+                own = group.get(name)
+                if not hasattr(own, "shape"):
+                    self._lend(group, name, tuple(value) if isinstance(own, tuple) else value)
         updated = self._record.updated(step)
         if step["kept"] is None or updated is None or updated["evaluations"] > 1:
             return
@@ -51,12 +56,30 @@ class UpdateReplay:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 own, value = getattr(parameter.grad, "_local_tensor", parameter.grad), gradients.get(name)
-                if own is not None and value is not None and own.shape == value.shape and own.layout == value.layout:
+                if value is None:
+                    parameter.grad = None
+                elif own is None and parameter.shape == value.shape and not hasattr(parameter, "_local_tensor"):
+                    parameter.grad = value.to(parameter.dtype)
+                elif own is not None and own.shape == value.shape and own.layout == value.layout:
                     own.copy_(value)
 
+    def _lend(self, group: Any, name: str, value: Any) -> None:
+        if name in group and group[name] != value:
+            self._lent.append((group, name, group[name], value))
+            group[name] = value
+
     def after(self) -> None:
-        """Gives the groups their own rates again, from which their schedule goes on."""
-        for group, own, theirs in self._rates:
-            if group["lr"] == theirs:
-                group["lr"] = own
-        self._rates.clear()
+        """Gives the groups their own numbers again, from which their schedules go on."""
+        for group, name, own, theirs in self._lent:
+            if group[name] == theirs:
+                group[name] = own
+        self._lent.clear()
+
+
+def _overwrite(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    for key, value in theirs.items():
+        own: Any = getattr(mine.get(key), "_local_tensor", mine.get(key))
+        if not hasattr(value, "shape"):
+            mine[key] = value
+        elif hasattr(own, "copy_") and own.shape == value.shape:
+            own.copy_(value)

@@ -1,0 +1,42 @@
+"""What a step of the script alone starts from: what the ranks' optimizers had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from journals import step
+
+from samestep.verification.journal import TraceWriter, value_path
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.recording.optimizers import Optimizers
+from samestep.verification.reference.updates import UpdateReplay
+
+
+def test_parameters_that_one_process_has_not_stepped_yet_get_state_and_gradients(tmp_path: Path) -> None:
+    """A layer that is frozen for the first epoch, which is longer in one process; and a decay that follows a schedule.
+
+    Behind the step, the script goes on with its own numbers.
+    """
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.5)
+    journal = TraceWriter(tmp_path, 0)
+    optimizers = Optimizers(journal)
+    optimizers.add(optimizer, "train.py:10")
+    (name,) = optimizers.parameters(optimizer)
+    value_path(tmp_path, 0, 5).parent.mkdir(exist_ok=True)
+    torch.save({name: torch.tensor([1.0, 2.0])}, value_path(tmp_path, 0, 5))
+    torch.save({"parameters": {}, "states": {}}, value_path(tmp_path, 0, 6))
+    taken = step(0, "g", kept=5, rates=[0.2], settings=[{"weight_decay": 0.0, "betas": [0.5, 0.9]}])
+    updated = {"kind": "updated", "event": 0, "kept": 6, "evaluations": 0}
+    replay = UpdateReplay(Record(tmp_path, [Rank(0, [taken, updated])]), optimizers)
+    theirs = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    replay.put_back({name: theirs})
+    replay.before(optimizer, optimizers.parameters(optimizer), taken)
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [1.0, 2.0]
+    assert optimizer.state[parameter] == theirs
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.2, 0.0, (0.5, 0.9))
+    replay.after()
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.1, 0.5, (0.9, 0.999))
