@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from journals import Event, call, findings, record, step, stepped, wrap
 
 from samestep.verification.judging import evaluation, states
+from samestep.verification.judging.single import Run
 from samestep.verification.report import Report
+from samestep.verification.runs import Ended
 
 OPTIMIZER: Event = {"kind": "optimizer", "number": 0, "where": "train.py:15"}
 
@@ -185,3 +188,57 @@ def test_ranks_that_evaluate_with_other_buffers_are_found() -> None:
     assert finding.where == "train.py:50"
     same = judged(rank("a"), rank("a", other="b"))
     assert (same.findings, same.coverage["buffers"]) == ([], "identical")
+
+
+def held_by(*names: str, digests: str = "p", gradient: str = "g", **wrap: Any) -> list[Event]:
+    """A rank, or one process, that has these parameters."""
+    about = {"kind": "wrap", "wrapper": "DistributedDataParallel", "where": "train.py:12", "names": list(names), **wrap}
+    values = {name: f"{digests} {name}".replace(" ", "-") for name in names}
+    return [
+        *([about] if wrap else []),
+        {"kind": "names", "optimizer": 0, "names": list(names), "shapes": [[2, 2] for _ in names]},
+        {"kind": "start", "parameters": values, "buffers": {}},
+        step(0, gradient, parameters=values, gradients={name: f"{gradient}-{name}" for name in names}),
+    ]
+
+
+DDP: dict[str, Any] = {"ignored": []}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "alone", "said"),
+    [
+        ([held_by("head", "0.w", **DDP)] * 2, held_by("head", "0.w", "1.w"), "each rank holds a part of the model"),
+        ([held_by("head", "0.w"), held_by("head", "1.w")], held_by("head", "0.w", "1.w"), "each rank holds a part"),
+        ([held_by("w", **DDP), held_by("w", digests="q", **DDP)], held_by("w"), None),
+        (
+            [held_by("w", ignored=["w"]), held_by("w", digests="q", gradient="h", ignored=["w"])],
+            held_by("w"),
+            None,  # nothing agrees: whether the ranks train anything together nobody can say
+        ),
+    ],
+    ids=["experts beside DDP", "stages", "replicas that differ", "nothing in common"],
+)
+def test_what_is_no_replica_by_the_script_s_own_hand(
+    ranks: list[list[Event]], alone: list[Event], said: str | None
+) -> None:
+    whole = Run(Ended(code=0, hung=False, failure=None, folder=Path("/nowhere")), record(alone))
+    told = states.by_hand(record(*ranks), whole)
+    assert (told or "").startswith(said or "")
+    assert (told is None) == (said is None)
+
+
+def test_what_ddp_is_told_to_ignore_may_differ() -> None:
+    def rank(own: str) -> list[Event]:
+        wrap, names, start, first = held_by("head", "expert", ignored=["expert"])
+        return [
+            wrap,
+            names,
+            {**start, "parameters": {"head": "p", "expert": own}},
+            {**first, "gradients": {"head": "g", "expert": own}},
+        ]
+
+    whole = Run(Ended(code=0, hung=False, failure=None, folder=Path("/nowhere")), record(held_by("head", "expert")))
+    told = states.by_hand(record(rank("a"), rank("b")), whole)
+    assert told is not None
+    assert told.startswith("each rank has expert for itself from the start")

@@ -6,6 +6,7 @@ import os
 import sys
 import textwrap
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -137,10 +138,16 @@ def _why_open(report: Told) -> str | None:
     """Why the training cannot be called the same, whatever differs."""
     if report.inconclusive is not None:
         return report.inconclusive
+    told = _by_reason((name, report.coverage.get(name, _UNSEEN)) for name in report.undecided)
+    return f"not checked: {told}" if told else None
+
+
+def _by_reason(states: Iterable[tuple[str, str]]) -> str:
+    """The properties, and in parentheses why they were not checked: once for all that it is true of."""
     whys: dict[str, list[str]] = {}
-    for name in report.undecided:
-        whys.setdefault(report.coverage.get(name, _UNSEEN).partition(": ")[2], []).append(_label(name))
-    return "; ".join(f"not checked: {', '.join(names)} ({why})" for why, names in whys.items()) or None
+    for name, state in states:
+        whys.setdefault(state.partition(": ")[2], []).append(_label(name))
+    return "; ".join(f"{', '.join(names)} ({why})" for why, names in whys.items())
 
 
 def finding_lines(finding: Finding) -> list[str]:
@@ -158,18 +165,16 @@ def finding_lines(finding: Finding) -> list[str]:
 
 def _checked(report: Told) -> list[str]:
     """What was checked, and what was not, in a paragraph each."""
-    checked, allowed, unchecked_ = [], [], []
+    checked, allowed = [], []
     for name, state in _states(report):
-        if state.startswith("not checked"):
-            unchecked_.append(f"{_label(name)} ({state.partition(': ')[2]})")
-        elif state == "agrees as declared":
+        if state == "agrees as declared":
             allowed.append(f"{_label(name)} ({report.margins.get(name, 'as the script declares')})")
-        elif state != "differs":
+        elif state != "differs" and not state.startswith("not checked"):
             checked.append(_label(name))
     lines = [_wrapped(f"checked: {', '.join(checked)}", "  ", "    ")] if checked else []
     lines += [_wrapped(f"agrees as declared: {'; '.join(allowed)}", "  ", "    ")] if allowed else []
-    lines += [_wrapped(f"not checked: {'; '.join(unchecked_)}", "  ", "    ")] if unchecked_ else []
-    return lines
+    unchecked = _by_reason(one for one in _states(report) if one[1].startswith("not checked"))
+    return [*lines, _wrapped(f"not checked: {unchecked}", "  ", "    ")] if unchecked else lines
 
 
 def _coverage(report: Told) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import zip_longest
+from typing import Any
 
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
@@ -144,6 +145,7 @@ def _where(window: list[Event], kind: str) -> str | None:
 
 def _unlike(step: Event, other: Event) -> str:
     """The settings of a step's parameter groups that are not those of another one's."""
-    pairs = zip_longest(step["settings"], other["settings"], fillvalue={})
+    nothing: dict[str, Any] = {}
+    pairs = zip_longest(step["settings"], other["settings"], fillvalue=nothing)
     told = [f"{name}={value}" for mine, theirs in pairs for name, value in mine.items() if theirs.get(name) != value]
     return ", ".join(dict.fromkeys(told)) or "other groups"

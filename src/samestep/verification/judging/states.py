@@ -24,6 +24,7 @@ from samestep.verification.report import Report
 
 __all__: list[str] = []
 
+_PART = "each rank holds a part of the model, cut by the script itself"
 _ONE_COPY = "each rank holds parts, and of a part there is one copy"  # or copies that agree, with replicated groups
 
 
@@ -85,22 +86,29 @@ def foreign_to(record: Record) -> str | None:
 
 
 def by_hand(record: Record, whole: Run) -> str | None:
-    """Says why the ranks of a script that wraps no model are no replicas of one; None where they may be.
+    """Says why the ranks are no replicas of one model; None where they may be.
 
-    Nothing declares replicas there, so the script alone tells: it has the parameters that each rank has, or each rank
-    has a part of a model (tensor, pipeline or expert parallelism by hand), which nobody can put together.
+    What DistributedDataParallel holds is declared to be replicated, but for what it is told to ignore, and where one
+    process has parameters that a rank lacks. For the rest the script alone tells: it has the parameters that each rank
+    has, or each rank has a part of a model (tensor, pipeline or expert parallelism by hand), which nobody can put
+    together.
     """
-    if record.wrappers or record.is_cut or not record.steps or any(rank.of("called") for rank in record.ranks):
+    if record.is_cut or not record.steps or any(rank.of("called") for rank in record.ranks):
         return None
     shapes = [_shapes(rank) for rank in record.ranks]
     alone = _shapes(whole.record.ranks[0]) if whole.record.ranks else {}
     if not alone:
         apart = any(mine != shapes[0] for mine in shapes) or next(_initial(record), None) is not None
-        return "the ranks hold different parameters, and the script does not run alone" if apart else None
-    whole_models = all(alone.keys() <= rank.steps[0]["parameters"].keys() for rank in record.ranks)
-    if any(mine.items() - alone.items() for mine in shapes) or not whole_models:
-        return "each rank holds a part of the model, cut by the script itself"
-    if all(mine == alone for mine in shapes) and (own := _own(record)):
+        told = "the ranks hold different parameters, and the script does not run alone"
+        return told if apart and not record.wrappers else None
+    known = [{name for step in rank.steps for name in step["parameters"]} for rank in record.ranks]
+    if not all(alone.keys() <= names for names in known):
+        return _PART
+    if not record.wrappers and any(mine.items() - alone.items() for mine in shapes):
+        return _PART
+    ignored = {name for event in record.ranks[0].of("wrap") for name in event.get("ignored", [])}
+    own = [name for name in _own(record) if name in ignored or not record.wrappers]
+    if own and all(mine == alone for mine in shapes):
         return f"each rank has {listed(own)} for itself from the start, and nothing declares that they are copies"
     return None
 

@@ -215,6 +215,7 @@ class Recorder(Witness):
             ranks=ranks,
             names=[bare(name) for name, _ in model.named_parameters()],
             trained=[bare(name) for name, parameter in model.named_parameters() if parameter.requires_grad],
+            ignored=sorted(map(bare, getattr(model, "parameters_to_ignore", ()))),
             model=type(getattr(model, "module", model)).__name__,
             norms=sum("BatchNorm" in type(part).__name__ for part in model.modules()),
             local_norms=sum(type(part).__name__ in LOCAL_NORMS for part in model.modules()),
