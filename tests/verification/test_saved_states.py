@@ -14,6 +14,7 @@ STATE: dict[str, Any] = {
     "parameters": {"w": "p1"},
     "buffers": {"mean": "m1"},
     "optimizers": [{"number": 0, "state": "momentum 1", "rates": [0.1]}],
+    "averaged": {"model 1: w": "average"},
 }
 
 
@@ -34,6 +35,7 @@ def resumed(**more: Any) -> Event:
         "event": 1,
         "buffers": {"mean": "m1"},
         "optimizers": optimizers,
+        "averaged": {"model 1: w": "average", "model 2: w": "average"},
     } | more
 
 
@@ -92,6 +94,25 @@ def test_an_optimizer_that_goes_on_from_no_save_is_not_held_against_one(number: 
     """The best weights are fine-tuned, with a new optimizer or the one that has gone on."""
     optimizers = [{"number": number, "state": "other", "rates": rates}]
     assert judged(save(WHOLE), load(WHOLE), resumed(optimizers=optimizers)).findings == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_lost"),
+    [
+        ("average", "average", False),
+        ("average", "p1", True),  # a copy of the trained parameters
+        ("average", "another", False),  # of some other model
+        ("p1", "p1", False),  # it was no average yet
+    ],
+)
+def test_an_average_of_the_weights_must_not_begin_again(before: str, after: str, *, is_lost: bool) -> None:
+    known = {"model 1: w": before}
+    now = {"averaged": known | {"model 2: w": after}}
+    report = Report(ranks=1)
+    events = [save(WHOLE, state=STATE | {"averaged": known}), load(WHOLE), resumed(**now)]
+    going_on = [step(1, "h", parameters={"w": "p1"}), stepped(1)]
+    storage.judge(record([step(0, "g"), stepped(0), *events, *going_on]), report)
+    assert ["the average of the parameters (w)" in one.cause for one in report.errors] == ([True] if is_lost else [])
 
 
 def test_where_nothing_is_saved_or_loaded_nothing_is_said() -> None:

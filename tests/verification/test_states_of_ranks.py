@@ -190,6 +190,22 @@ def test_ranks_that_evaluate_with_other_buffers_are_found() -> None:
     assert (same.findings, same.coverage["buffers"]) == ([], "identical")
 
 
+def test_ranks_that_use_other_values_of_an_average_are_found() -> None:
+    def rank(*values: str) -> list[Event]:
+        about = {"kind": "averaged", "window": 1, "where": "train.py:50"}
+        return alike(*({**about, "digests": {"w": value}} for value in values))
+
+    def judged(*ranks: list[Event]) -> Report:
+        report = Report(ranks=2)
+        evaluation.judge(record(*ranks), None, report)
+        return report
+
+    (finding,) = judged(rank("teacher", "a"), rank("teacher", "b")).errors
+    told = (finding.code, finding.property, finding.rank, finding.step, finding.tensor, finding.where)
+    assert told == ("parameters-diverged", "evaluation", 1, 0, "w", "train.py:50")
+    assert judged(rank("a"), rank("a")).findings == judged(rank("a"), rank()).findings == []
+
+
 def held_by(*names: str, digests: str = "p", gradient: str = "g", **wrap: Any) -> list[Event]:
     """A rank, or one process, that has these parameters."""
     about = {"kind": "wrap", "wrapper": "DistributedDataParallel", "where": "train.py:12", "names": list(names), **wrap}

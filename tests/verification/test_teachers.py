@@ -5,13 +5,21 @@ from __future__ import annotations
 import copy
 import textwrap
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from journals import Event, step
 from torch import nn
 
 import samestep
-from samestep.verification.journal import TraceWriter
+from samestep import Report
+from samestep.verification.journal import TraceWriter, value_path
+from samestep.verification.judging import moved
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.single import Run
 from samestep.verification.recording.optimizers import Optimizers
+from samestep.verification.runs import Ended
 
 MEAN_TEACHER = """
     import copy, torch, torch.distributed as dist
@@ -61,3 +69,37 @@ def test_a_teacher_is_put_back_where_steps_are_compared(tmp_path: Path) -> None:
     assert (report.verdict, [one.code for one in report.findings]) == ("same", ["learning-rate-differs"]), report
     path.write_text(textwrap.dedent(MEAN_TEACHER).replace(">= 0", "== 0"), encoding="utf-8")
     assert "gradient-differs" in [one.code for one in samestep.verify(path, ranks=2).errors]
+
+
+@pytest.mark.parametrize(
+    ("added", "is_found"),
+    [
+        ([1.0] * 8, False),
+        ([0.5] * 8, False),  # of a schedule that is at another place in one process
+        ([1.0] * 4 + [0.5] * 4, True),  # half of the parameters are those of the step before
+    ],
+)
+def test_an_average_that_takes_other_weights_than_in_one_process_is_found(
+    tmp_path: Path, added: list[float], *, is_found: bool
+) -> None:
+    def kept(folder: str, number: int, value: Any) -> Path:
+        path = value_path(tmp_path / folder, 0, number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(value, path)
+        return tmp_path / folder
+
+    begun, whole = torch.arange(8.0), torch.arange(8.0) + 0.1 * torch.arange(1.0, 9.0)
+    ours = begun + torch.tensor(added) * (whole - begun)
+    mine = kept("ranks", 1, {"buffers": {}, "untrained": {"model 1: w": begun}})
+    kept("ranks", 2, {"buffers": {}, "untrained": {"model 1: w": ours}})
+    alone = kept("alone", 0, {"buffers": {}, "averaged": {"model 1: w": whole}})
+    windows = [{"kind": "window", "number": number, "kept": number} for number in (1, 2)]
+    events = [step(0, "g"), windows[0], step(1, "g"), windows[1]]
+    record = Record(mine, [Rank(0, events), Rank(1, [{**one, "kept": None} for one in events])])
+    moved_: Event = {"kind": "moved", "window": 2, "kept": 0}
+    ended = Ended(code=0, hung=False, failure=None, folder=alone)
+    report = Report(ranks=2, coverage={"gradients": "agrees"})
+    moved.judge(record, Run(ended, Record(alone, [Rank(0, [moved_])])), report)
+    assert [(one.code, one.step, one.where) for one in report.errors] == (
+        [("parameters-diverged", 1, "train.py:30")] if is_found else []
+    )

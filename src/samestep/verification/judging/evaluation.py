@@ -32,6 +32,7 @@ Values = dict[tuple[int, str, int], Event]  # what samestep.evaluate has returne
 def judge(record: Record, alone: Record | None, report: Report) -> None:
     """Adds what evaluations tell; `alone` is the script run alone, if it ran."""
     _judge_buffers(record, report)
+    report.add(_averaged(record))
     out_of_step = alone is not None and any(rank.of("out_of_step") for rank in alone.ranks)
     if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameters", "parameter_order")}:
         alone = None  # the ranks evaluate different models
@@ -156,6 +157,34 @@ def _judge_buffers(record: Record, report: Report) -> None:
                 return
     if any(told):
         report.cover("buffers", PROVED)
+
+
+def _averaged(record: Record) -> Iterator[Finding]:
+    """Whether ranks use a model that no optimizer steps, such as an average of the weights, with equal values."""
+    told: list[dict[tuple[int, int], Event]] = []
+    for rank in record.ranks:
+        seen: Counter[int] = Counter()
+        told.append({})
+        for event in rank.of("averaged"):
+            told[-1][event["window"], seen[event["window"]]] = event
+            seen[event["window"]] += 1
+    for rank, theirs in zip(record.ranks[1:], told[1:], strict=True):
+        for place in sorted(theirs.keys() & told[0].keys()):
+            mine, other = told[0][place]["digests"], theirs[place]["digests"]
+            if mine.keys() == other.keys() and (bad := differing(mine, other)):
+                yield Finding(
+                    code="parameters-diverged",
+                    property="evaluation",
+                    rank=rank.number,
+                    step=place[0] - 1,
+                    tensor=bad[0],
+                    where=theirs[place]["where"],
+                    cause=f"behind step {place[0] - 1} rank {rank.number} uses other values than rank 0 in "
+                    f"{listed(bad)}, which no optimizer holds: an average of the weights that some ranks do not "
+                    "update, or from other weights",
+                    fix="update the average on every rank, behind the step and once all ranks have its parameters",
+                )
+                return
 
 
 def _buffers(record: Record, rank: int, key: str, bad: list[str]) -> Finding:

@@ -1,5 +1,7 @@
 """Whether a step does to buffers what it does to them in one process: a queue of keys, a running centre, a codebook.
 
+And to parameters that follow the trained ones, such as an exponential average of them.
+
 The script alone begins a step with the recorded parameters and buffers, so what its buffers are at the next one is what
 all samples make of them. On ranks each may use its own part only, and DistributedDataParallel hides that: it sends
 rank 0's buffers to all. Statistics of BatchNorm are left out: they are local unless the script asks for more.
@@ -11,8 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding
+from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
 from samestep.verification.recording.evaluations import STATISTICS
@@ -21,12 +26,16 @@ from samestep.verification.report import Report
 __all__: list[str] = []
 
 _APART = 1e-3  # of a buffer's norm
+_OF_A_STEP = 1e-2  # of what a step adds to averaged parameters
+_ROUNDINGS = 10.0  # of a parameter: what a step adds to it may be smaller
+_FEWEST = 8  # numbers, or what is added may be a multiple by chance
 
 
 def judge(record: Record, whole: Run, report: Report) -> None:
     """Adds what the buffers tell, where the gradients are known to be those of one process."""
     if report.coverage.get("gradients") in {AGREES, DECLARED} and whole.record.ranks:
         report.add(_moved(record, whole))
+        report.add(_averaged(record, whole))
 
 
 def _moved(record: Record, whole: Run) -> Iterator[Finding]:
@@ -35,7 +44,7 @@ def _moved(record: Record, whole: Run) -> Iterator[Finding]:
         after, before = _buffers(record, event["window"]), _buffers(record, event["window"] - 1)
         if not after or not _are_equal(before) or event["kept"] is None:
             continue
-        theirs = whole.record.value(0, event["kept"])
+        theirs = whole.record.value(0, event["kept"])["buffers"]
         are_apart = not _are_equal(after)
         for name, buffer in after[0].items():
             if not name.endswith(STATISTICS) and name in theirs and _is_apart(buffer, theirs[name]):
@@ -43,6 +52,38 @@ def _moved(record: Record, whole: Run) -> Iterator[Finding]:
                 if not (are_apart and _are_parts(before[0][name], ends, theirs[name])):
                     yield _finding(record, event["window"] - 1, name)
                     return
+
+
+def _averaged(record: Record, whole: Run) -> Iterator[Finding]:
+    """An average that is brought up to date before all ranks have the parameters, say.
+
+    One process may be at another place of a schedule, and take other shares: what a step adds is then a multiple.
+    """
+    for event in whole.record.ranks[0].of("moved"):
+        before, after = (record.state(window) for window in (event["window"] - 1, event["window"]))
+        if before is None or after is None or event["kept"] is None:
+            continue
+        theirs = whole.record.value(0, event["kept"])["averaged"]
+        added: list[tuple[str, Tensor, Tensor]] = []
+        for name, ours in after["untrained"].items():
+            start, right = before["untrained"].get(name), theirs.get(name)
+            if start is not None and right is not None and ours.shape == right.shape == start.shape:
+                added.append((name, _added(start, ours), _added(start, right)))
+        if not added:
+            continue
+        all_ours, all_right = torch.cat([one[1] for one in added]), torch.cat([one[2] for one in added])
+        if all_ours.numel() >= _FEWEST and numerics.fit(all_ours, [all_right]).left > _OF_A_STEP:
+            name, mine, other = max(added, key=lambda one: float((one[1] - one[2]).norm()))
+            if float((mine - other).norm()) > _OF_A_STEP * float(other.norm()):
+                yield _average(record, event["window"] - 1, name)
+                return
+
+
+def _added(start: Tensor, end: Tensor) -> Tensor:
+    """What a step has added, and what is no rounding of the values that it was added to."""
+    change = end.double() - start.double()
+    least = _ROUNDINGS * torch.finfo(end.dtype).eps * start.double().abs().clamp_min(1e-30)
+    return torch.where(change.abs() > least, change, 0.0).flatten()
 
 
 def _buffers(record: Record, window: int) -> list[dict[str, Any]]:
@@ -77,6 +118,25 @@ def _is_apart(mine: Any, theirs: Any) -> bool:
         return False
     error = (mine.double() - theirs.double()).norm()
     return bool(error > _APART * theirs.double().norm().clamp_min(1e-12))
+
+
+def _step(record: Record, window: int) -> Event:
+    """The step that ends a window."""
+    return next(one for one in record.ranks[0].by_window[window] if one["kind"] == "step")
+
+
+def _average(record: Record, window: int, name: str) -> Finding:
+    step = _step(record, window)
+    return Finding(
+        code="parameters-diverged",
+        property="parameters",
+        step=step["event"],
+        tensor=name,
+        where=step["where"],
+        cause=f"step {step['event']} leaves other values than in one process in {name}, which no optimizer holds: it "
+        "follows the trained parameters, and takes other values of them",
+        fix="update an average of the weights behind the step, once this rank has the parameters of all ranks",
+    )
 
 
 def _finding(record: Record, window: int, name: str) -> Finding:

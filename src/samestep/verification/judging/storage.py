@@ -136,9 +136,43 @@ def _compared(rank: Rank, event: Event, save: Event) -> Iterator[Finding]:
             rank, event, where, f"{listed(lost, 'buffer')}", "save model.state_dict(), which has the buffers too"
         )
         return
+    if (names := _averaged_anew(saved["state"], event, step["parameters"])) is not None:
+        what = f"the average of the parameters ({listed(names)}), which begins again with their present values,"
+        yield _lost(rank, event, where, what, 'save {"ema": ema.state_dict()} as well, and load it')
+        return
     for new in event["optimizers"]:
         if _goes_on(rank, save["state"]["optimizers"], new):
             yield from _optimizer(rank, event, where, save["state"]["optimizers"], new)
+
+
+def _averaged_anew(saved: Event, event: Event, parameters: dict[str, str]) -> list[str] | None:
+    """The names in an averaged model that is made after the load, from the trained one, where that of the save was not.
+
+    A copy of the trained parameters is no average yet; one that is loaded has other values.
+    """
+    before = _by_model(saved["averaged"])
+    made = [one for model, one in _by_model(event["averaged"]).items() if model not in before]
+    for copy in made:
+        averages = [
+            one for one in before.values() if one.keys() == copy.keys() and _are_apart(one, saved["parameters"])
+        ]
+        if averages and copy not in averages and not _are_apart(copy, parameters):
+            return list(copy)
+    return None
+
+
+def _are_apart(averaged: dict[str, str], parameters: dict[str, str]) -> bool:
+    """Whether an averaged model has other values than the trained one, of which it has the names."""
+    known = {name.rpartition(": ")[2]: digest for name, digest in parameters.items()}
+    return any(known.get(name) != digest for name, digest in averaged.items())
+
+
+def _by_model(averaged: dict[str, str]) -> dict[str, dict[str, str]]:
+    models: dict[str, dict[str, str]] = {}
+    for name, digest in averaged.items():
+        model, _, own = name.partition(": ")
+        models.setdefault(model, {})[own] = digest
+    return models
 
 
 def _goes_on(rank: Rank, saved: list[Event], new: Event) -> bool:

@@ -21,6 +21,7 @@ class Inputs:
         journal: to write to.
         wanted: returns the window at hand where its inputs are of interest, else None.
         forwarding: called before every forward of a model, with the model and the data that it gets.
+        untrained: called before every forward, without gradients, of a model of which no optimizer holds a parameter.
     """
 
     def __init__(
@@ -28,11 +29,14 @@ class Inputs:
         journal: TraceWriter,
         wanted: Callable[[], int | None],
         forwarding: Callable[[Any, tuple[Any, ...]], None] = lambda *_: None,
+        untrained: Callable[[Any], None] = lambda _: None,
     ) -> None:
+        self._untrained = untrained
         self._journal = journal
         self._forwarding = forwarding
         self._wanted = wanted
         self._known: set[int] = set()
+        self._beside: set[int] = set()
         self.used = False  # a model has been called, since somebody has set this back
         self.cannot_tell = False  # of a compiled one
         self._looks: Counter[tuple[int, int]] = Counter()
@@ -47,13 +51,30 @@ class Inputs:
         if self._looks[look] > _LOOKS:
             return
         for root in roots():
-            if id(root) not in self._known and any(id(parameter) in held for parameter in root.parameters()):
+            if id(root) in self._known:
+                continue
+            if not any(id(parameter) in held for parameter in root.parameters()):
+                self._watch_untrained(root)
+            else:
                 self._known.add(id(root))
                 root.register_forward_pre_hook(Hook(self._note), with_kwargs=True)
                 inner: Any = getattr(root, "module", None)  # of a wrapper, which an evaluation may leave out
                 if hasattr(inner, "register_forward_pre_hook"):
                     inner.register_forward_pre_hook(Hook(self._use))
                 self.cannot_tell |= hasattr(root, "_orig_mod") or hasattr(inner, "_orig_mod")
+
+    def _watch_untrained(self, root: Any) -> None:
+        """It may be an average of the weights; or a model that another optimizer will hold, which is asked then."""
+        if id(root) not in self._beside and next(root.parameters(), None) is not None:
+            self._beside.add(id(root))
+            root.register_forward_pre_hook(Hook(self._use_untrained))
+
+    def _use_untrained(self, model: Any, args: Any) -> None:
+        import torch
+
+        del args
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._untrained(model)
 
     def _use(self, model: Any, args: Any) -> None:
         import torch

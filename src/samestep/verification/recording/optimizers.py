@@ -120,6 +120,15 @@ class Optimizers:
             found |= {f"model {self._models[model]}: {name}": one for name, one in parameters.items()}
         return found
 
+    def averaged(self, model: Any) -> dict[str, Any]:
+        """Returns the parameters of a model none of which an optimizer holds: an average, or a teacher."""
+        from samestep.verification.recording.naming import bare
+
+        stepped = {id(parameter) for parameter in self._every_parameter()}
+        found = {bare(name): parameter for name, parameter in model.named_parameters()}
+        is_known = any(id(one) in stepped or hasattr(one, "_local_tensor") for one in found.values())
+        return {} if is_known else found
+
     def _changed(self) -> dict[str, Any]:
         """Those of them that are not what they were at the first call; all that are cut, a part may be unchanged."""
         parameters = self.untrained()

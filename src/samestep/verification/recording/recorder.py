@@ -31,10 +31,11 @@ from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
 
-SAMPLED = (0, 1, 4, 16, 64)  # windows whose values are kept
+SAMPLED = (0, 1, 2, 16, 64)  # windows whose values are kept; what follows the parameters needs 1 and 2
 MOST_ENDS = 2  # and so many that end a pass over the data, which may be shorter
 LOCAL_NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}  # whose statistics are of a rank's samples
 MOST_EVALUATED = 4  # and so many in which an evaluation runs
+MOST_AVERAGED = 8  # and so many uses of models that no optimizer steps, whose parameters are told
 FEWEST = 20  # steps, before anybody may say that it is enough
 
 
@@ -63,6 +64,8 @@ class Recorder(Witness):
         self._dropped_in = -1
         self._loaded: str | None = None
         self._loaded_buffers: dict[str, str] = {}
+        self._averaged: set[tuple[int, int]] = set()  # a model and a window, of which the parameters were told
+        self._loaded_averaged: dict[str, str] = {}
         self._is_fed = False  # a DataLoader has yielded what is trained on
         self._is_over = False  # the pass at hand has yielded all it has, and its last batch may still be trained on
         self.begin_watching()
@@ -170,6 +173,15 @@ class Recorder(Witness):
                 self._sampled = True
                 self._note_window()
 
+    def uses_untrained(self, model: Any) -> None:
+        """Writes down its parameters, in a few windows: of an average of the weights, or a teacher."""
+        place = (id(model), self.window)
+        if not self.window or place in self._averaged or len(self._averaged) >= MOST_AVERAGED:
+            return
+        if parameters := self.optimizers.averaged(model):
+            self._averaged.add(place)
+            self.journal.write("averaged", window=self.window, digests=digests(parameters), where=call_site(_frame()))
+
     def open_window(self, *, evaluating: bool = False, ends: bool = False) -> None:
         """Keeps the values that it begins with, if it is one of those that are looked at."""
         if self.is_open or not self.optimizers.all:
@@ -181,6 +193,7 @@ class Recorder(Witness):
         self._sampled = self.window in SAMPLED or late
         if self._loaded is not None:
             self._loaded_buffers = self.optimizers.digests()["buffers"]  # the forward will change them
+            self._loaded_averaged = digests(self.optimizers.untrained())
         if self.window == 0:
             self.journal.write("start", **self.optimizers.digests())
         self._note_window()
@@ -253,7 +266,12 @@ class Recorder(Witness):
         if self._loaded is not None:
             states = [one for one in self.optimizers.states() if one["number"] == optimizer.samestep_number]
             self.journal.write(
-                "resumed", path=self._loaded, event=self._events, optimizers=states, buffers=self._loaded_buffers
+                "resumed",
+                path=self._loaded,
+                event=self._events,
+                optimizers=states,
+                buffers=self._loaded_buffers,
+                averaged=self._loaded_averaged,
             )
             self._loaded = None
         kept = self._keep(lambda: held(gradients)) if self._sampled else None
@@ -359,7 +377,9 @@ class Recorder(Witness):
                 return  # a storage, which torch saves and loads by these functions when an object is sent
             if kind == "save":
                 with contextlib.suppress(Exception):  # a state that is not there yet is none of the script's business
-                    fields["state"] = self.optimizers.digests() | {"optimizers": self.optimizers.states()}
+                    averaged = digests(self.optimizers.untrained())
+                    told = {"optimizers": self.optimizers.states(), "averaged": averaged}
+                    fields["state"] = self.optimizers.digests() | told
             else:
                 self._loaded = fields["path"]
         self.journal.write(kind, window=self.window, event=self._events, **fields)

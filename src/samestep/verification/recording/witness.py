@@ -37,7 +37,7 @@ class Witness(Observer, Callbacks):
         self.journal = TraceWriter(folder, seat.rank)
         self.journal.write("begin", rank=seat.rank, size=seat.size, pid=os.getpid(), spawned=seat.spawned)
         self.optimizers = Optimizers(self.journal)
-        self.inputs = Inputs(self.journal, unseen, self.forwarding)
+        self.inputs = Inputs(self.journal, unseen, self.forwarding, self.uses_untrained)
         buffers = self.optimizers.buffers_in_use
         self.evaluations = Evaluations(self.journal, buffers, self.inputs, lambda: self.is_placed, lambda: self.window)
         self.draws = Draws()
@@ -78,6 +78,9 @@ class Witness(Observer, Callbacks):
         trained = None if self._trained is None else self._trained()  # what is measured on that is the training's
         begins = self.window > 0 and not self.micro and (first is None or first is not trained)
         self.evaluations.ran(begins=begins, by_batch=lambda: mixes_samples(model))
+
+    def uses_untrained(self, model: Any) -> None:
+        """A model is about to be called, without gradients, of which no optimizer holds a parameter."""
 
     def optimizer_made(self, optimizer: Any, where: str) -> None:
         """Numbers it."""

@@ -241,7 +241,8 @@ class Alone(Witness):
             self.journal.write("own_start", kept=kept)
         if (state := self.record.state(self.window)) is not None:
             if self._put == self.window - 1:  # what became of the buffers in that step, before they are put back
-                kept = self.journal.keep(lambda path: save_unseen(self.optimizers.buffers(), path))
+                moved = {"buffers": self.optimizers.buffers(), "averaged": self._locals(self.optimizers.untrained())}
+                kept = self.journal.keep(lambda path: save_unseen(moved, path))
                 self.journal.write("moved", window=self.window, kept=kept)
             self._put_back(state)
             self._put = self.window
