@@ -65,3 +65,18 @@ def test_a_model_is_saved_whole(tmp_path: Path) -> None:
     back = torch.load(file, weights_only=False)
     assert torch.equal(back(torch.ones(1, 2)), model(torch.ones(1, 2)))
     assert told.count == 1
+
+
+def test_an_evaluation_may_call_a_part_of_the_model(tmp_path: Path) -> None:
+    """`model.module.encoder(x)` of a retrieval; a part that is called with gradients is of the training."""
+    model = nn.ModuleDict({"encoder": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
+    forwarded: list[nn.Module] = []
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.samestep_number = 0
+    inputs = Inputs(TraceWriter(tmp_path, 0), lambda: None, lambda part, _: forwarded.append(part))
+    inputs.watch(optimizer)
+    model["encoder"](torch.ones(1, 2))
+    assert (inputs.used, forwarded) == (True, [])
+    with torch.no_grad():
+        model["encoder"](torch.ones(1, 2))
+    assert forwarded == [model["encoder"]]

@@ -67,7 +67,8 @@ def _averaged(record: Record, whole: Run) -> Iterator[Finding]:
         added: list[tuple[str, Tensor, Tensor]] = []
         for name, ours in after["untrained"].items():
             start, right = before["untrained"].get(name), theirs.get(name)
-            if start is not None and right is not None and ours.shape == right.shape == start.shape:
+            is_value = ours.is_floating_point() and not name.endswith(STATISTICS)
+            if is_value and start is not None and right is not None and ours.shape == right.shape == start.shape:
                 added.append((name, _added(start, ours), _added(start, right)))
         if not added:
             continue
@@ -81,8 +82,8 @@ def _averaged(record: Record, whole: Run) -> Iterator[Finding]:
 
 def _added(start: Tensor, end: Tensor) -> Tensor:
     """What a step has added, and what is no rounding of the values that it was added to."""
-    change = end.double() - start.double()
-    least = _ROUNDINGS * torch.finfo(end.dtype).eps * start.double().abs().clamp_min(1e-30)
+    change = end.detach().double() - start.detach().double()
+    least = _ROUNDINGS * torch.finfo(end.dtype).eps * start.detach().double().abs().clamp_min(1e-30)
     return torch.where(change.abs() > least, change, 0.0).flatten()
 
 

@@ -59,8 +59,9 @@ class Inputs:
                 self._known.add(id(root))
                 root.register_forward_pre_hook(Hook(self._note), with_kwargs=True)
                 inner: Any = getattr(root, "module", None)  # of a wrapper, which an evaluation may leave out
-                if hasattr(inner, "register_forward_pre_hook"):
-                    inner.register_forward_pre_hook(Hook(self._use))
+                is_wrapper = hasattr(inner, "register_forward_pre_hook")
+                for part in [inner, *inner.children()] if is_wrapper else root.children():
+                    part.register_forward_pre_hook(Hook(self._use))  # an evaluation may call an encoder alone
                 self.cannot_tell |= hasattr(root, "_orig_mod") or hasattr(inner, "_orig_mod")
 
     def _watch_untrained(self, root: Any) -> None:

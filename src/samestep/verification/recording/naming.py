@@ -67,7 +67,7 @@ def others_of(parameters: Iterable[Tensor], known: Iterable[Tensor]) -> dict[str
 
 
 def untrained_of(known: Iterable[Tensor]) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
-    """Yields the models that hold parameters which are not `known`, and these by name.
+    """Yields the models that hold parameters which are not `known`, and these by name; with the buffers of an average.
 
     Between forward and backward a model under fully_shard holds whole parameters in place of its own; to read those
     makes their storage one that it cannot free any more.
@@ -80,6 +80,8 @@ def untrained_of(known: Iterable[Tensor]) -> Iterator[tuple[nn.Module, dict[str,
             for name, one in root.named_parameters()
             if id(one) not in held and (not is_sharded or hasattr(one, "_local_tensor"))
         }
+        if found and len(found) == len(list(root.parameters())):
+            found |= dict(_persistent(root))
         if found:
             yield root, found
 
