@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
+from samestep.verification.recording.losses import terms_of
 from samestep.verification.recording.passes import described, scale_of
 
 
@@ -36,3 +38,15 @@ def test_a_loss_that_is_divided_by_no_items_is_written_down() -> None:
     nothing = torch.ones(3, requires_grad=True).sum() / torch.tensor(0.0)
     assert (scale_of(nothing)["loss"], scale_of(nothing)["factor"]) == ("DivBackward0", 1.0)
     assert scale_of(torch.ones(3, requires_grad=True).mean() / 4)["factor"] == 0.25
+
+
+def test_a_loss_is_told_by_its_terms() -> None:
+    logits = torch.randn(4, 3, requires_grad=True)
+    labels = torch.tensor([1, 2, -100, 0])
+    loss = nn.functional.cross_entropy(logits, labels) / 4 + 0.0 * logits.mean() - 2 * logits.sum()
+    terms = {one["factor"]: (one["mean"], one["count"], one["shape"]) for one in terms_of(loss)}
+    assert terms == {0.25: (True, 3.0, [4, 3]), 0.0: (True, 12.0, [4, 3]), -2.0: (False, None, [4, 3])}
+    tokens = torch.tensor(3.0)
+    (term,) = terms_of(nn.functional.cross_entropy(logits, labels, reduction="sum") / tokens)
+    assert (term["mean"], round(term["factor"], 6)) == (False, 0.333333)
+    assert terms_of(logits) == terms_of(torch.ones(())) == []

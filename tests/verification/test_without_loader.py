@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import samestep
 from samestep import Report
 from samestep.verification.findings import Finding
 from samestep.verification.journal import value_path
-from samestep.verification.judging import chance, repeated
+from samestep.verification.judging import chance, in_turn, repeated
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.reference import Comparison
@@ -131,6 +132,65 @@ def test_gradients_of_one_process_tell_that_its_samples_are_those_of_the_ranks(
     Comparison(ours, whole, Others(lambda: whole, list, list)).judge(report)
     assert [one.code for one in report.errors] == codes
     assert report.coverage["gradients"] == ("differs" if codes else "agrees")
+
+
+def mean(count: float = 8.0, **more: Any) -> Event:
+    term = {"factor": 1.0, "mean": True, "count": count, "shape": [8, 3], **more}
+    return {"kind": "backward", "window": 0, "where": "train.py:25", "terms": [term]}
+
+
+def one_step(folder: Path, gradient: torch.Tensor, losses: Sequence[Event]) -> Record:
+    """Of ranks with these backward passes."""
+    first = trained(folder, [gradient]).record.ranks[0].events
+    events = [event for event in first if event["kind"] != "backward"]
+    return Record(
+        folder,
+        [
+            Rank(i, [loss, *({**one, **({"kept": None} if i and "kept" in one else {})} for one in events)])
+            for i, loss in enumerate(losses)
+        ],
+    )
+
+
+def in_turns(folder: Path, *gradients: torch.Tensor) -> Run:
+    """One process that takes these steps for one of the ranks'."""
+    run = trained(folder, gradients)
+    events = [{**one, "event": 0} for one in run.record.ranks[0].of("step")]
+    return replace(run, record=Record(folder, [Rank(0, events)]))
+
+
+@pytest.mark.parametrize(
+    ("weights", "losses", "said"),
+    [
+        ((0.5, 0.5), [mean(), mean()], "agrees as declared"),
+        ((0.7, 0.3), [mean(7.0), mean(3.0)], "agrees as declared"),  # the script weighs its ranks
+        ((0.5, 0.5), [mean(7.0), mean(3.0)], "not checked"),  # and here it does not
+        ((0.5, 0.5), [mean(mean=False, count=None)] * 2, "not checked"),  # of a sum, nobody can say
+        ((0.5, 0.5), [mean(shape=[8, 16])] * 2, "not checked"),  # similarities of all pairs in a batch
+        ((1.0, 1.0), [mean(), mean()], "differs"),
+        ((0.25, 0.25), [mean(), mean()], "differs"),
+        ((0.7, 0.6), [mean(7.0), mean(3.0)], "not checked"),
+    ],
+    ids=["means", "weighed", "other counts", "sums", "pairs", "not divided", "divided twice", "neither"],
+)
+def test_one_process_that_takes_a_step_for_each_rank_s_decides(
+    tmp_path: Path, weights: tuple[float, float], losses: list[Event], said: str
+) -> None:
+    ours = one_step(tmp_path / "ranks", weights[0] * ONE + weights[1] * OTHER, losses)
+    run = in_turns(tmp_path / "single", ONE, OTHER)
+    report = Report(ranks=2)
+    is_told = in_turn.judge(ours, run, ours.ranks[0].steps, report)
+    assert report.coverage.get("gradients", "not checked") == said
+    assert is_told == (said != "not checked")
+    assert [(one.code, one.factor, one.where) for one in report.errors] == (
+        [("gradient-scale", sum(weights), "train.py:25")] if said == "differs" else []
+    )
+
+
+def test_one_process_with_other_samples_decides_nothing(tmp_path: Path) -> None:
+    ours = one_step(tmp_path / "ranks", MEAN, [mean(), mean()])
+    run = in_turns(tmp_path / "single", ONE, torch.tensor([5.0, -1.0, 2.0, 2.0]))
+    assert not in_turn.judge(ours, run, ours.ranks[0].steps, Report(ranks=2))
 
 
 # --- samples that ranks have in common ---

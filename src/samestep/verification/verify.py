@@ -308,6 +308,9 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
     def with_draws() -> list[Run]:
         return runner.side_by_side(lambda rank: alone(f"draws of rank {rank}", ranks=[rank], brought=True), everybody)
 
+    def in_turn() -> Run:
+        return alone("a step for each of the ranks'", turns=len(everybody), brought=True)
+
     def merged(steps: list[Event]) -> Run:
         return alone("whole steps at once", merged=[step["window"] for step in steps])
 
@@ -353,6 +356,7 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
             exact,
             again=again,
             with_draws=with_draws,
+            in_turn=in_turn,
         )
         Comparison(record, whole, others).judge(report)
         Updates(record, whole, others).judge(report)

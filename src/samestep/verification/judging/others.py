@@ -22,6 +22,8 @@ class Others:
         virtual_ranks: as each rank would run it, in a process group of its own; with its gradients before clipping.
         again: the same once more.
         with_draws: with what each rank has drawn, for itself; with its gradients before clipping.
+        in_turn: with samples of its own, a step for each of the ranks', from what a step of the ranks begins with; with
+            its gradients before clipping.
         merged: with all samples of a step in place of each of its micro-batches, at these steps.
         apart: as it is, keeping what adds up in these steps.
         at_step: with what each rank used at this step, and with all samples before it.
@@ -43,3 +45,4 @@ class Others:
     in_float64: Callable[[], tuple[Record, Run, Run]] | None = None
     again: Callable[[], list[Run]] | None = None
     with_draws: Callable[[], list[Run]] | None = None
+    in_turn: Callable[[], Run] | None = None

@@ -11,8 +11,8 @@ from typing import Any
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, Finding, unchecked
 from samestep.verification.journal import Event
+from samestep.verification.judging import in_turn, repeated
 from samestep.verification.judging import local_steps as local
-from samestep.verification.judging import repeated
 from samestep.verification.judging.explanations import Explanations
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.rates import Rates
@@ -101,7 +101,8 @@ class Comparison:
             return
         others = self._has_other_samples(common) or self._draws_others()
         if others and not self._are_those_of_one_process(common):
-            self._compare_parts(common, report)
+            if not self._compare_in_turn(common, report):
+                self._compare_parts(common, report)
             return
         self._compare(common, report, are_multiples=others)
         self._judge_repeated(common, report)
@@ -134,6 +135,16 @@ class Comparison:
             report.cover("gradients", unchecked("alone, the script trains on other samples than they do"))
         else:
             group._compare(common, report)
+
+    def _compare_in_turn(self, common: list[Event], report: Report) -> bool:
+        """Compares them with one process that takes a step for each rank's; returns whether that tells anything."""
+        stepping = {event["optimizer"] for event in self.record.ranks[0].steps}
+        if self.others.in_turn is None or are_loaded(self.record) or len(stepping) > 1:
+            return False
+        is_told = in_turn.judge(self.record, self.others.in_turn(), common, report)
+        if is_told:
+            self._judge_repeated(common, report)
+        return is_told
 
     def _compare_parts(self, common: list[Event], report: Report) -> None:
         drawing = all(rank.of("draw") for rank in self.record.ranks)

@@ -29,6 +29,11 @@ class Run:
         """Returns the gradients at a step."""
         return self.record.value(0, self.steps[event]["kept"])
 
+    def turns(self, event: int) -> list[Any]:
+        """Returns the gradients of all its steps that stand for one of the ranks'."""
+        told = [one for rank in self.record.ranks for one in rank.of("step") if one["event"] == event]
+        return [self.record.value(0, one["kept"]) for one in told]
+
     def used(self, event: int) -> Any:
         """Returns those that the optimizer used, where `gradients` are those before clipping; else None."""
         kept = self.steps[event].get("used")

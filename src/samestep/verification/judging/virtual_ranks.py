@@ -110,7 +110,7 @@ class VirtualRanks:
                 report.cover("gradients", unchecked(why))
                 return
             worst = max(worst, found.left)
-            clipped = self._clipped(event)
+            clipped = clipping(self._record, event)
             is_right = clipped is None or any(_is_near(found.factors[0], clipped * one) for one in factors)
             if found.left <= numerics.limit(0.0, recorded) and is_right:
                 continue
@@ -139,13 +139,6 @@ class VirtualRanks:
         if all(_is_near(factor, found.factors[0]) for factor in found.factors):
             return None
         return listed([f"{factor:.3g}" for factor in found.factors])
-
-    def _clipped(self, event: Event) -> float | None:
-        """By what the ranks' gradient was multiplied when its norm was clipped; None where that is not known."""
-        window = self._record.ranks[0].by_window.get(event["window"], [])
-        told = [min(1.0, one["most"] / (one["norm"] + 1e-6)) for one in window if one["kind"] == "clip"]
-        calls = sum(one["kind"] == "clipping" for one in window)  # of cut gradients, nobody knows the norm
-        return 1.0 if not calls and not told else told[0] if len(told) == 1 == max(calls, 1) else None
 
     def _why_not(self, runs: list[Run], common: list[Event], event: Event, *, virtual: bool) -> str | None:
         """Why a difference accuses nobody."""
@@ -191,6 +184,14 @@ class VirtualRanks:
             cause=f"at step {event['event']} the gradient is {times:.4g} times the average of what each rank computes",
             fix="divide the sum of all ranks by their number, once",
         )
+
+
+def clipping(record: Record, event: Event) -> float | None:
+    """Returns by what the ranks' gradient was multiplied when its norm was clipped; None where that is not known."""
+    window = record.ranks[0].by_window.get(event["window"], [])
+    told = [min(1.0, one["most"] / (one["norm"] + 1e-6)) for one in window if one["kind"] == "clip"]
+    calls = sum(one["kind"] == "clipping" for one in window)  # of cut gradients, nobody knows the norm
+    return 1.0 if not calls and not told else told[0] if len(told) == 1 == max(calls, 1) else None
 
 
 def calls_in(rank: Rank, window: int) -> list[tuple[str, ...]]:

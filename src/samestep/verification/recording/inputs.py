@@ -57,7 +57,7 @@ class Inputs:
                 self._watch_untrained(root)
             else:
                 self._known.add(id(root))
-                root.register_forward_pre_hook(Hook(self._note), with_kwargs=True)
+                root.register_forward_pre_hook(Hook(self._note), with_kwargs=True, prepend=True)  # before FSDP gathers
                 inner: Any = getattr(root, "module", None)  # of a wrapper, which an evaluation may leave out
                 is_wrapper = hasattr(inner, "register_forward_pre_hook")
                 for part in [inner, *inner.children()] if is_wrapper else root.children():

@@ -241,12 +241,13 @@ class Recorder(Witness):
 
     def backward(self, root: Any, where: str) -> None:
         """Counts the backward passes of a window."""
+        from samestep.verification.recording.losses import terms_of
         from samestep.verification.recording.passes import scale_of
 
         self.evaluations.end()
         self.open_window()
         self.micro += 1
-        self.journal.write("backward", window=self.window, where=where, **scale_of(root))
+        self.journal.write("backward", window=self.window, where=where, terms=terms_of(root), **scale_of(root))
 
     def after_backward(self) -> None:
         """Writes down how large one gradient is by now: whether somebody divides it before the step."""

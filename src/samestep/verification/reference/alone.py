@@ -50,6 +50,7 @@ class Alone(Witness):
         self._merged: set[int] = set(order.get("merged", []))  # windows whose micro-batches are all given at once
         self._only: list[int] | None = order.get("only")  # at this window, the samples of this rank
         self._apart: dict[int, int] = dict(order.get("apart", []))  # window -> the optimizer whose gradients add up
+        self._turns: int = order.get("turns", 1)  # steps of this process for one of the ranks'
         self._drawing = self._ranks if self._pretends is None else [self._pretends]  # the ranks whose draws it has
         self._event = 0
         self._put: int | None = None  # the window that began with recorded values last
@@ -76,6 +77,8 @@ class Alone(Witness):
         """Key and number of a pass -> the chosen ranks' batches."""
         if self._pretends is not None:
             return {}  # it loads its own part
+        if self._turns > 1:
+            return {}
         chosen = [rank for rank in self.record.ranks if rank.number in self._ranks]
         mine = [{(one.about["key"], one.about["number"]): one for one in passes(rank)} for rank in chosen]
         names = {name for theirs in mine for name, one in theirs.items() if one.is_training}
@@ -239,8 +242,10 @@ class Alone(Witness):
             own = {name: one for each in self.optimizers.all for name, one in self.optimizers.parameters(each).items()}
             kept = self.journal.keep(lambda path: save_unseen(self._locals(own), path))
             self.journal.write("own_start", kept=kept)
-        if (state := self.record.state(self.window)) is not None:
-            if self._put == self.window - 1:  # what became of the buffers in that step, before they are put back
+        if (state := self.record.state(self.window // self._turns)) is not None:
+            if (
+                self._put == self.window - 1 and self._turns == 1
+            ):  # what became of the buffers in that step, before they are put back
                 moved = {"buffers": self.optimizers.buffers(), "averaged": self._locals(self.optimizers.untrained())}
                 kept = self.journal.keep(lambda path: save_unseen(moved, path))
                 self.journal.write("moved", window=self.window, kept=kept)
@@ -320,18 +325,20 @@ class Alone(Witness):
         number = getattr(optimizer, "samestep_number", 0)
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.journal.write("rates", event=self._event, optimizer=number, rates=rates)
-        if self._event < len(self._steps) and self._steps[self._event]["kept"] is not None:
+        event, turn = divmod(self._event, self._turns)
+        if event < len(self._steps) and self._steps[event]["kept"] is not None:
             kept, used = self._keep_gradients(optimizer), None
             if (brought := self._brought.of(self.optimizers.parameters(optimizer))) is not None:
                 kept, used = self.journal.keep(lambda path: save_unseen(brought, path)), kept
-            self.journal.write("step", event=self._event, optimizer=number, kept=kept, used=used)
-        if self._event < len(self._steps):
+            self.journal.write("step", event=event, turn=turn, optimizer=number, kept=kept, used=used)
+        if self._event < len(self._steps) and self._turns == 1:
             self._updates.before(optimizer, self.optimizers.parameters(optimizer), self._steps[self._event])
 
     def after_step(self, optimizer: Any) -> None:
         """Keeps the update where the ranks' is kept, counts, and ends where the recording has ended."""
         self._updates.after()
-        if self._event < len(self._steps) and self._steps[self._event]["kept"] is not None:
+        is_kept = self._event < len(self._steps) and self._steps[self._event]["kept"] is not None
+        if is_kept and self._turns == 1:
             states = {name: self._locals(state) for name, state in state_of(self.optimizers).items()}
             made = {"parameters": self._locals(self.optimizers.parameters(optimizer)), "states": states}
             kept = self.journal.keep(lambda path: save_unseen(made, path))
@@ -340,10 +347,8 @@ class Alone(Witness):
         self.window += 1
         self.is_open, self.micro = False, 0
         self._brought.forget()
-        if self._last is not None and self._event >= self._last:
+        if self._last is not None and self._event >= self._last * self._turns:
             raise StopRecording(0)
-        if not self._replayed:
-            self.open_window()
 
     def told(self, kind: str, **fields: Any) -> None:
         """Writes down what is compared: the norms that clipping has seen, say."""
@@ -380,6 +385,8 @@ class Alone(Witness):
         if self.window and self._replayed and not self._is_over:
             self.open_window()
         place = self.draws.place(self.window, where)
+        if self._turns > 1:
+            return self._drawn_in_turn(name, place, value)
         shape = getattr(as_tensor(value), "shape", None)
         self.journal.write("own_draw", place=place, shape=None if shape is None else list(shape))
         if self._replayed and not self.is_open:
@@ -389,6 +396,17 @@ class Alone(Witness):
         whole = joined(name, value, parts) if len(parts) == len(self._drawing) else None
         if whole is None and self.optimizers.all:  # what is drawn before may begin the parameters, which are put back
             self.journal.write("chance", place=place, name=name)
+        return value if whole is None else whole
+
+    def _drawn_in_turn(self, name: str, place: str, value: Any) -> Any:
+        """What one rank has drawn in a step, in that of this process which stands for the rank's."""
+        from samestep.verification.recording.chance import joined
+
+        step, turn = divmod(self.window, self._turns)
+        rank = self._drawing[turn]
+        held = self._drawn.get(f"{step}|{place.partition('|')[2]}", [])
+        parts = [self.record.value(rank, number) for one, number in held if one == rank and number is not None]
+        whole = joined(name, value, parts) if parts else None
         return value if whole is None else whole
 
     # --- normalisation -----------------------------------------------------------------------
