@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from samestep.verification.findings import PROPERTIES, Finding, Verdict, unchecked
+from samestep.verification.findings import NOT_REACHED, PROPERTIES, Finding, Verdict, unchecked
 
 __all__: list[str] = []
 
@@ -157,10 +157,12 @@ def finding_lines(finding: Finding) -> list[str]:
 
 
 def _checked(report: Told) -> list[str]:
-    """What was checked, and what was not, in a paragraph each."""
-    checked, allowed, unchecked_ = [], [], []
+    """What was checked, what was not, and what was not reached, in a paragraph each."""
+    checked, allowed, unchecked_, unreached = [], [], [], []
     for name, state in _states(report):
-        if state.startswith("not checked"):
+        if state == NOT_REACHED:
+            unreached.append(_label(name))
+        elif state.startswith("not checked"):
             unchecked_.append(f"{_label(name)} ({state.partition(': ')[2]})")
         elif state == "agrees as declared":
             allowed.append(f"{_label(name)} ({report.margins.get(name, 'as the script declares')})")
@@ -169,6 +171,7 @@ def _checked(report: Told) -> list[str]:
     lines = [_wrapped(f"checked: {', '.join(checked)}", "  ", "    ")] if checked else []
     lines += [_wrapped(f"agrees as declared: {'; '.join(allowed)}", "  ", "    ")] if allowed else []
     lines += [_wrapped(f"not checked: {'; '.join(unchecked_)}", "  ", "    ")] if unchecked_ else []
+    lines += [_wrapped(f"not reached: {', '.join(unreached)}; see --steps", "  ", "    ")] if unreached else []
     return lines
 
 
