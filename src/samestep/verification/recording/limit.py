@@ -39,7 +39,7 @@ class Limit:
         self.reached = 0
         self._yielded: Counter[Pass] = Counter()
         self._window: Counter[Pass] = Counter()  # those since the last step
-        self._each: dict[str, int] = {}  # key -> the batches of a step
+        self._each: Counter[tuple[str, bool]] = Counter()  # key, and whether a pass's first -> most batches of a step
         self._ending: set[Pass] = set()
 
     def yielded(self, name: Pass) -> None:
@@ -49,13 +49,14 @@ class Limit:
 
     def ends(self, name: Pass) -> bool:
         """Whether a pass is over where its next batch is asked for: not within the batches of one step."""
-        return name in self._ending and self._yielded[name] % self._each[name[0]] == 0
+        each = self._each[name[0], False] or self._each[name[0], True]
+        return name in self._ending and self._yielded[name] % each == 0
 
     def stepped(self, taken: int) -> bool:
         """Whether the rank ends here, where an optimizer has taken so many steps."""
         for name, count in self._window.items():
-            if self._yielded[name] > count or name[0] not in self._each:  # what is loaded ahead is in the first ones
-                self._each[name[0]] = count
+            is_first = self._yielded[name] == count  # what is loaded ahead is among its batches
+            self._each[name[0], is_first] = max(self._each[name[0], is_first], count)
         self.fed = list(self._window)
         self._window.clear()
         if self._steps is None or taken < self._steps:

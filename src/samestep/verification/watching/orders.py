@@ -1,4 +1,4 @@
-"""What a DataLoader's sampler would still order in a pass, read without loading the data."""
+"""What a DataLoader's sampler would still order in a pass, read without loading the data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
 from typing import Any
-
-from samestep.data.iterable import dataset_length
 
 __all__: list[str] = []
 
@@ -47,6 +45,8 @@ def rest(loader: Any, noted: list[Any], order: Iterator[Any] | None, yielded: in
         order: the sampler's iterator behind that; it is read to its end.
         yielded: batches that the pass has yielded.
     """
+    from samestep.data.iterable import dataset_length
+
     length = dataset_length(loader)
     if order is None or length is None or (length - yielded) * (loader.batch_size or 1) > _MOST:
         return None
