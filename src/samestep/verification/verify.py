@@ -110,27 +110,31 @@ def examine(
     return report
 
 
-def _recorded(runner: Runner, steps: int) -> tuple[Run, Run | None]:
-    """Runs the ranks and the script alone, which a pipeline does not need; once more where no pass may end early.
+def _recorded(runner: Runner, steps: int) -> tuple[Run, Run | None, list[str]]:
+    """Runs the ranks, and the script alone, which a pipeline does not need; returns both and what is to be said of it.
 
-    A script may count on every batch, or rank 0 may have all of them: then an early end is what it fails of.
+    A script may count on every batch, or one rank may have all of them: then it fails where a pass ends early, and is
+    run once more without that.
     """
-    for name, passes in (("all samples", PASSES), ("all samples, and whole passes", 0)):
-        recorded = runner.first(steps, passes)
-        record = recorded.record
-        is_pipeline = states.staged(record) or states.several(record) or states.scheduled(record)
-        whole = None if is_pipeline and not recorded.has_failed else runner.alone(name, record)
-        fails_alone = whole is not None and whole.has_failed
-        apart = recorded.has_failed and not reached.are_alike(record)
-        if not reached.is_cut(record) or not (fails_alone or apart):
-            break
-    return recorded, whole
+    recorded, whole = _both(runner, steps, PASSES, "all samples")
+    apart = recorded.has_failed and not reached.are_alike(recorded.record)
+    if reached.is_cut(recorded.record) and (apart or (whole is not None and whole.has_failed)):
+        recorded, whole = _both(runner, steps, 0, "all samples of whole passes")
+        return recorded, whole, ["no pass was ended early: the script fails where one is"]
+    return recorded, whole, reached.remarks(recorded.record)
+
+
+def _both(runner: Runner, steps: int, passes: int, name: str) -> tuple[Run, Run | None]:
+    recorded = runner.first(steps, passes)
+    record = recorded.record
+    is_pipeline = states.staged(record) or states.several(record) or states.scheduled(record)
+    return recorded, None if is_pipeline and not recorded.has_failed else runner.alone(name, record)
 
 
 def _verified(runner: Runner, steps: int) -> Report:
-    recorded, whole = _recorded(runner, steps)
+    recorded, whole, remarks = _recorded(runner, steps)
     ended, record = recorded.ended, recorded.record
-    report = Report(ranks=record.size or runner.ranks, steps=record.asked, remarks=reached.remarks(record))
+    report = Report(ranks=record.size or runner.ranks, steps=record.asked, remarks=remarks)
     foreign = states.foreign_to(record) or (None if whole is None else states.by_hand(record, whole))
     if foreign is not None:
         for name in DECISIVE:
