@@ -117,7 +117,7 @@ def test_what_was_not_reached_is_named_and_not_called_the_same() -> None:
     whole = [[*passed(own, samples=4), ended()] for own in ([0, 2], [1, 3])]
     told = judged(*whole).coverage
     assert (told["evaluation"], told["checkpoint"]) == (
-        "not checked: the script has none",
+        "not checked: none was seen",
         "not checked: nothing was saved",
     )
 

@@ -46,7 +46,7 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
             why = "the script did not run alone" if alone is None else "no number of it could be compared"
             report.cover("evaluation", AGREES if compared else unchecked(why))
             return
-        report.cover("evaluation", unchecked("the script has none") if record.is_whole else NOT_REACHED)
+        report.cover("evaluation", NOT_REACHED if record.is_cut_short else unchecked("none was seen"))
         return
     theirs = {} if alone is None else outcomes(alone.ranks[0])
     by_batch = {phase for mine in told for phase, one in mine.items() if one.by_batch}

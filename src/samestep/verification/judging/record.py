@@ -79,10 +79,10 @@ class Record:
         return taken if self.uneven is None else min(taken, self.uneven["event"])
 
     @cached_property
-    def is_whole(self) -> bool:
-        """Whether every script came to its own end, and no pass over its data was ended early."""
+    def is_cut_short(self) -> bool:
+        """Whether the recording has ended a rank, or a pass over its data, before the script did."""
         cut = any(event.get("cut") is not None for rank in self.ranks for event in rank.of("passed"))
-        return not cut and all(rank.is_complete for rank in self.ranks)
+        return cut or any(rank.ended is not None and rank.ended["enough"] for rank in self.ranks)
 
     @cached_property
     def asked(self) -> int:

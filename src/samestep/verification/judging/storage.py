@@ -32,7 +32,7 @@ def judge(record: Record, report: Report) -> None:
     elif saves:
         report.cover("checkpoint", unchecked("nothing that was saved was loaded again"))
     else:
-        report.cover("checkpoint", unchecked("nothing was saved") if record.is_whole else NOT_REACHED)
+        report.cover("checkpoint", NOT_REACHED if record.is_cut_short else unchecked("nothing was saved"))
 
 
 def _without_buffers(record: Record) -> Iterator[Finding]:
