@@ -95,7 +95,7 @@ def test_ranks_are_forked_with_one_seed_unless_the_script_must_find_no_torch(
             say=lambda _: None,
             nursery=nursery,
         )
-        runs = [runner.first(None, lambda _: None), runner.recorded("again", 2), runner.recorded("alone", 1)]
+        runs = [runner.first(64, 0), runner.recorded("again", 2), runner.recorded("alone", 1)]
     said = [sorted(re.findall(r"told (\w+) (-?\d+)", run.ended.tail())) for run in runs]
     first_of_all, again, alone = ([there for there, _ in ranks] for ranks in said)
     assert (first_of_all, again, alone) == (["False"] * 2, [str(forked)] * 2, [str(forked)])

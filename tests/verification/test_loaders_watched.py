@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import random
 from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
@@ -11,11 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, _utils, dataloader
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    _utils,
+    dataloader,
+)
 
 from samestep.verification.checking import loaders as checking
 from samestep.verification.checking import values
-from samestep.verification.watching.listener import Batch, Callbacks
+from samestep.verification.watching import orders
+from samestep.verification.watching.listener import Batch, Callbacks, Own
 from samestep.verification.watching.loaders import Loaders
 
 
@@ -24,9 +35,11 @@ class Told(Callbacks):
 
     def __init__(self) -> None:
         self.passes: list[list[Batch]] = []
+        self.owns: list[Own] = []
 
-    def batches(self, epoch: Any, own: Any) -> Any:
+    def batches(self, epoch: Any, own: Own) -> Any:
         self.passes.append([])
+        self.owns.append(own)
         for batch in own:
             self.passes[-1].append(batch)
             yield batch.value
@@ -126,3 +139,79 @@ def test_a_check_tells_samples_apart_by_what_has_rows() -> None:
     x = torch.arange(6.0).view(3, 2)
     assert values.rows((torch.eye(3).to_sparse(), x), 3, [0, 2]) == values.rows((x,), 3, [0, 2])
     assert values.rows(torch.eye(3).to_sparse(), 3, [0]) is None
+
+
+# --- orders that are read without the data ---
+
+
+class Unreadable(Dataset[int]):
+    """A dataset of which only so many samples may be loaded."""
+
+    def __init__(self, size: int, loaded: int) -> None:
+        self.size, self.left = size, loaded
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.left -= 1
+        assert self.left >= 0
+        return index
+
+
+def whole(told: Told, loader: DataLoader[Any], taken: int) -> tuple[list[int], list[int]]:
+    """Returns what a pass yields in its first batches, and what is read of its rest."""
+    batches = iter(loader)
+    first = [index for _ in range(taken) for index in next(batches).tolist()]
+    rest = told.owns[-1].rest()
+    return first, [index for batch in rest or [] for index in batch]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_rest_of_a_pass_is_read_without_its_data(told: Told, workers: int) -> None:
+    size = 1000
+    data = Unreadable(size, size if workers else 6)  # workers load ahead
+    sampler = DistributedSampler(data, num_replicas=2, rank=0, shuffle=True)
+    expected = list(sampler)
+    first, rest = whole(told, DataLoader(data, 3, sampler=sampler, num_workers=workers), 2)
+    assert first + rest == expected
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_random_numbers_are_drawn_afterwards_as_if_nothing_had_been_read(told: Told, replacement: bool) -> None:
+    drawn = []
+    for reads in (False, True):
+        torch.manual_seed(0), random.seed(0)
+        generator = torch.Generator().manual_seed(1)
+        sampler = RandomSampler(range(100), replacement=replacement, generator=generator)
+        batches = iter(DataLoader(range(100), 3, sampler=sampler))
+        next(batches)
+        if reads:
+            assert len([index for batch in told.owns[-1].rest() or [] for index in batch]) == 97
+        drawn.append((torch.rand(2).tolist(), random.random(), torch.rand(2, generator=generator).tolist()))
+    assert drawn[0] == drawn[1]
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield 0
+
+    def __len__(self) -> int:
+        return 8
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100))
+
+
+def test_what_has_no_end_or_no_numbers_is_not_read(told: Told) -> None:
+    for loader in (DataLoader(range(8), 2, sampler=Endless()), DataLoader(Stream(), 2)):
+        next(iter(loader))
+        assert told.owns[-1].rest() is None
+
+
+def test_a_pass_too_long_to_be_read_is_left() -> None:
+    loader = DataLoader(range(orders._MOST + 2), 2)
+    assert orders.rest(loader, [], iter([[0]]), 0) is None

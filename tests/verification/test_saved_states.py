@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from journals import Event, findings, passed, record, step, stepped
+from journals import Event, ended, findings, passed, record, step, stepped
 
+from samestep.verification.findings import NOT_REACHED
 from samestep.verification.judging import storage
 from samestep.verification.report import Report
 
@@ -116,7 +117,8 @@ def test_an_average_of_the_weights_must_not_begin_again(before: str, after: str,
 
 
 def test_where_nothing_is_saved_or_loaded_nothing_is_said() -> None:
-    assert judged().coverage["checkpoint"] == "not checked: nothing was saved"
+    assert judged(ended()).coverage["checkpoint"] == "not checked: nothing was saved"
+    assert judged({**ended(), "enough": True}).coverage["checkpoint"] == NOT_REACHED
     assert judged(save(WHOLE)).coverage["checkpoint"] == "not checked: nothing that was saved was loaded again"
 
 

@@ -19,6 +19,7 @@ import samestep
 from samestep import Report, UsageError
 from samestep.cli import main
 from samestep.verification.pages import PAGES
+from samestep.verification.text import shown
 
 ROOT = Path(__file__).parents[2]
 ZOO = ROOT / "zoo"
@@ -78,7 +79,52 @@ FLAT = SHARDED | {
     "wrap": "model = FullyShardedDataParallel(model, device_id=torch.device('cpu'))",
     "clip": "",
 }
+LONG = """
+        import torch, torch.distributed as dist
+        from torch import nn
+        from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        data, test = (TensorDataset(torch.randn(n, 8), torch.randint(3, (n,))) for n in (8000, 101))
+        sampler = DistributedSampler(data)
+        loader, held = DataLoader(data, 4, sampler=sampler), DataLoader(test, 10, sampler=DistributedSampler(test))
+        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        def train(x, y):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        {loop}
+        dist.destroy_process_group()
+"""
+EPOCHS = """
+        for epoch in range(1000):
+            sampler.set_epoch(epoch)
+            for x, y in loader:
+                train(x, y)
+            model.eval()
+            right = torch.zeros(1)
+            with torch.no_grad():
+                for x, y in held:
+                    right += (model(x).argmax(1) == y).sum()
+            dist.all_reduce(right)
+            model.train()
+"""
+FOR_EVER = """
+        drawn, rank = torch.Generator().manual_seed(1), dist.get_rank()
+        while True:
+            x, y = torch.randn(8, 8, generator=drawn), torch.randint(3, (8,), generator=drawn)
+            train(*(one.chunk(dist.get_world_size())[rank] for one in (x, y)))
+"""
+EVERY_BATCH = """
+        batches = iter(loader)
+        for _ in range(len(loader)):
+            train(*next(batches))
+"""
 SCRIPTS = {
+    "evaluates behind a long pass": LONG.format(loop=EPOCHS),
+    "trains for ever": LONG.format(loop=FOR_EVER),
+    "counts on every batch": LONG.format(loop=EVERY_BATCH),
     "cut by fully_shard": CUT.format(**SHARDED),
     "cut by fully_shard, summed": CUT.format(**SUMMED),
     "cut by tensor parallelism": CUT.format(**TENSOR_PARALLEL),
@@ -182,7 +228,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Lazily[Report]:
         scripts[name].write_text("\n".join(line[indent:] for line in lines), encoding="utf-8")
     waits = {"waits for ever": 5.0}
     steps = {"cut by FSDP1": 3}  # of its four
-    return Lazily(lambda name: samestep.verify(scripts[name], timeout=waits.get(name, 60.0), steps=steps.get(name)))
+    return Lazily(lambda name: samestep.verify(scripts[name], timeout=waits.get(name, 60.0), steps=steps.get(name, 64)))
 
 
 @pytest.mark.parametrize(
@@ -281,6 +327,29 @@ def test_an_evaluation_is_compared_though_gradients_are_off_around_the_model_onl
 
 def test_as_many_steps_are_recorded_as_were_asked_for(reports: Lazily[Report]) -> None:
     assert [reports[name].steps for name in ("cut by FSDP1", "cut by fully_shard")] == [3, 4]
+
+
+def test_a_bug_of_an_evaluation_is_found_behind_a_pass_of_any_length(reports: Lazily[Report]) -> None:
+    report = reports["evaluates behind a long pass"]
+    (found,) = report.errors  # padded: 101 samples on two ranks
+    assert (found.code, report.steps) == ("evaluation-inexact", 64)
+    assert "dist.all_reduce(right)" in Path((found.where or "").rpartition(":")[0]).read_text(encoding="utf-8")
+    assert "the pass was ended after 64 of 1,000 batches to reach the evaluation" in " ".join(report.remarks)
+    assert (report.coverage["data"], report.margins["data"]) == ("identical", "2 epochs of 2 ranks")
+
+
+def test_a_training_without_end_is_compared_and_what_it_has_not_reached_is_named(reports: Lazily[Report]) -> None:
+    report = reports["trains for ever"]
+    report.require_same()
+    assert (report.steps, report.coverage["gradients"]) == (64, "agrees")
+    assert "not reached: evaluation, checkpoint; see --steps" in shown(report)
+
+
+def test_a_script_that_counts_on_every_batch_is_recorded_without_an_early_end(reports: Lazily[Report]) -> None:
+    report = reports["counts on every batch"]
+    report.require_same()
+    assert (report.steps, report.margins["data"]) == (64, "1 epoch of 2 ranks")
+    assert any("no pass was ended early" in remark for remark in report.remarks)
 
 
 def test_a_report_is_json_with_every_property(reports: Lazily[Report]) -> None:

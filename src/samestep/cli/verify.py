@@ -23,6 +23,7 @@ from samestep.launch.memory import check_room
 from samestep.verification.findings import EXIT_CODES
 from samestep.verification.pages import PAGES
 from samestep.verification.raised import KINDS
+from samestep.verification.recording.limit import STEPS
 from samestep.verification.runs import HANG_TIMEOUT_S, Script
 
 __all__ = ["main"]
@@ -160,7 +161,8 @@ def _parser() -> Parser:
         "--steps",
         metavar="K",
         type=whole("number of steps", 1),
-        help="optimizer steps to record (default: to the end of the script, or what 10 s allow, at least 20)",
+        default=STEPS,
+        help="optimizer steps to compare, if the script takes as many (default: %(default)s)",
     )
     add("-v", "--verbose", action="store_true", help="show every property with its margin, and all remarks")
     add("--json", metavar="FILE", type=Path, help="write verdict, findings and coverage to this file")

@@ -33,7 +33,7 @@ def judge(runner: Runner, record: Record, report: Report) -> None:
     used, saves = {event["name"] for event in called}, any(event["saves"] for event in called)
     if report.errors or not {"shards", "replicate"} <= used or not record.steps:
         return
-    steps = min(record.steps, MOST_STEPS)
+    steps = min(record.asked, MOST_STEPS)
     if any(rank.of("compresses") for rank in record.ranks):
         report.remarks.append("in float64, and as virtual ranks, gradients are not compressed")
     if any(rank.of("local_steps") for rank in record.ranks):
@@ -130,18 +130,19 @@ def differences(these: list[Event], others: list[Event]) -> Iterator[tuple[int, 
 
 def resumed(runner: Runner, record: Record, report: Report) -> None:
     """Kills a rank once something is saved, and lets the same ranks go on from there."""
-    size, killed_at = record.size, max(2, record.steps // 2)
-    order: dict[str, Any] = {"every": max(1, record.steps // 4), "saves": str(runner.folder / "resumed")}
+    size, asked = record.size, record.asked
+    killed_at = max(2, asked // 2)
+    order: dict[str, Any] = {"every": max(1, asked // 4), "saves": str(runner.folder / "resumed")}
     if size > 2:  # two numbers have one sum; the order of three shows in its bits
         order["ordered"] = True
-        record = runner.recorded("not killed, added in rank order", size, steps=record.steps, ordered=True).record
-    whole = record.ranks[0].steps if record.ranks else []
+        record = runner.recorded("not killed, added in rank order", size, steps=asked, ordered=True).record
+    whole = record.ranks[0].steps[:asked] if record.ranks else []
     killed = runner.recorded("rank 0 killed after a save", size, killed_at=killed_at, **order)
     if not any(rank.of("killed") for rank in killed.record.ranks):  # it has ended, or something else has ended it
         why = failed(killed) or "the training ended before a checkpoint was complete"
         report.cover("checkpoint", unchecked(why))
         return
-    run = runner.recorded("resuming", size, steps=record.steps, **order)
+    run = runner.recorded("resuming", size, steps=asked, **order)
     if not run.record.ranks or not run.record.ranks[0].steps:
         report.cover("checkpoint", unchecked(f"nothing was trained after the resume: {failed(run)}"))
         return

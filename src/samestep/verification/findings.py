@@ -47,6 +47,9 @@ def unchecked(why: str) -> str:
     return f"not checked: {why}"
 
 
+NOT_REACHED = unchecked("not reached in the steps that were recorded; see --steps")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """One thing that is not as in one process.

@@ -18,7 +18,6 @@ from typing import Any
 
 __all__: list[str] = []
 
-STOP = "stop"  # a file with the number of the step after which ranks may end; the same for all
 SPAWNED = "spawned"  # the folder of ranks that the script itself has started
 MOST_KEPT = 2 << 30  # bytes of values that one process keeps
 

@@ -104,11 +104,16 @@ class Runner:
         self._begin(name)
         return self._run(name, ranks, _RECORDER, {"steps": None, **order}, self.nursery)
 
-    def first(self, steps: int | None, progress: Callable[[Path], None]) -> Run:
-        """Records the ranks in fresh interpreters, each with string hashes of its own: no order may depend on them."""
-        name = f"recording {self.ranks} ranks"
+    def first(self, steps: int, passes: int) -> Run:
+        """Records the ranks in fresh interpreters, each with string hashes of its own: no order may depend on them.
+
+        Args:
+            steps: of an optimizer that are recorded.
+            passes: over the data that may be ended early behind them.
+        """
+        name = f"recording {self.ranks} ranks" if passes else f"recording {self.ranks} ranks, and whole passes"
         self._begin(name)
-        return self._run(name, self.ranks, _RECORDER, {"steps": steps}, None, progress)
+        return self._run(name, self.ranks, _RECORDER, {"steps": steps, "passes": passes}, None)
 
     def alone(self, name: str, record: Record, ranks: list[int] | None = None, **order: Any) -> Run:
         """Runs it in one process on what `ranks` have used, by default all; `order` is for :class:`Alone`."""
@@ -137,7 +142,6 @@ class Runner:
         observer: str,
         order: dict[str, Any],
         nursery: PreforkServer | None,
-        progress: Callable[[Path], None] = lambda _: None,
     ) -> Run:
         pretended = order.get("pretends")
         folder = self.folder / name.replace(" ", "-").replace(",", "")
@@ -152,18 +156,14 @@ class Runner:
                 threads=threads_per_rank(self.ranks),
                 variables=variables,
                 nursery=None if nursery is None or nursery.objection() or nursery.has_ended() else nursery,
-                progress=self._unless_over(progress),
+                progress=self._check_over,
                 stillness=_Told(name, self.still_s, self.say).look,
             )
         return Run(ended, read(folder / "journals"))
 
-    def _unless_over(self, progress: Callable[[Path], None]) -> Callable[[Path], None]:
-        def look(folder: Path) -> None:
-            if self._is_over.is_set():
-                raise KeyboardInterrupt
-            progress(folder)
-
-        return look
+    def _check_over(self, _: Path) -> None:
+        if self._is_over.is_set():
+            raise KeyboardInterrupt
 
 
 class _Told:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from samestep.verification.findings import PROPERTIES, Finding, Verdict, unchecked
+from samestep.verification.findings import NOT_REACHED, PROPERTIES, Finding, Verdict, unchecked
 
 __all__: list[str] = []
 
@@ -164,7 +164,7 @@ def finding_lines(finding: Finding) -> list[str]:
 
 
 def _checked(report: Told) -> list[str]:
-    """What was checked, and what was not, in a paragraph each."""
+    """What was checked, what was not, and what was not reached, in a paragraph each."""
     checked, allowed = [], []
     for name, state in _states(report):
         if state == "agrees as declared":
@@ -173,8 +173,12 @@ def _checked(report: Told) -> list[str]:
             checked.append(_label(name))
     lines = [_wrapped(f"checked: {', '.join(checked)}", "  ", "    ")] if checked else []
     lines += [_wrapped(f"agrees as declared: {'; '.join(allowed)}", "  ", "    ")] if allowed else []
-    unchecked = _by_reason(one for one in _states(report) if one[1].startswith("not checked"))
-    return [*lines, _wrapped(f"not checked: {unchecked}", "  ", "    ")] if unchecked else lines
+    open_ = [(name, state) for name, state in _states(report) if state.startswith("not checked")]
+    unchecked = _by_reason(one for one in open_ if one[1] != NOT_REACHED)
+    unreached = ", ".join(_label(name) for name, state in open_ if state == NOT_REACHED)
+    lines += [_wrapped(f"not checked: {unchecked}", "  ", "    ")] if unchecked else []
+    lines += [_wrapped(f"not reached: {unreached}; see --steps", "  ", "    ")] if unreached else []
+    return lines
 
 
 def _coverage(report: Told) -> list[str]:

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.launch.verdict import DIFFERENT_COLLECTIVES
-from samestep.verification import equality, journal, machine, numerics, runs, stages
+from samestep.verification import equality, machine, numerics, runs, stages
 from samestep.verification.files import Files, written_folders
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
@@ -27,6 +26,7 @@ from samestep.verification.judging import (
     declared,
     evaluation,
     moved,
+    reached,
     samples,
     states,
     storage,
@@ -36,16 +36,12 @@ from samestep.verification.judging.record import Record
 from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.updates import Updates
-from samestep.verification.recording.recorder import FEWEST
+from samestep.verification.recording.limit import PASSES, STEPS
 from samestep.verification.report import Report
 from samestep.verification.runner import Runner, Say, nursery_for
 
 __all__ = ["verify"]
 
-LONG_ENOUGH_S = 10.0  # of steps, if a script does not end before
-_LEAD = 16  # steps
-_LOOKS = 8  # between which ranks may step on unseen: this process may wait for a core, or for the disk
-_TAIL = 1 << 18  # bytes of a journal in which its last step is looked for first
 AS_MANY = "let every rank come by every collective, as often as the others: samestep.shards gives all as many batches"
 
 
@@ -53,7 +49,7 @@ def verify(
     script: str | os.PathLike[str],
     *arguments: str,
     ranks: int = 2,
-    steps: int | None = None,
+    steps: int = STEPS,
     timeout: float = runs.HANG_TIMEOUT_S,
 ) -> Report:
     """Runs a script on several ranks and alone, and returns whether it is the same training.
@@ -64,7 +60,8 @@ def verify(
         script: path of a Python file that trains.
         arguments: its command line.
         ranks: how many processes are compared with one.
-        steps: how many optimizer steps are recorded; by default all, or what about 10 s allow, but at least 20.
+        steps: how many optimizer steps are compared at most. Behind them passes over the data are ended early, to reach
+            an evaluation, a save and a resume.
         timeout: seconds without a sign of life until a run counts as hung.
 
     Returns:
@@ -92,7 +89,7 @@ def examine(
     script: runs.Script,
     ranks: int,
     *,
-    steps: int | None = None,
+    steps: int = STEPS,
     still_s: float = runs.HANG_TIMEOUT_S,
     say: Say = lambda _: None,
 ) -> Report:
@@ -113,13 +110,31 @@ def examine(
     return report
 
 
-def _verified(runner: Runner, steps: int | None) -> Report:
-    ranks = runner.ranks
-    recorded = runner.first(steps, Patience().look)
-    ended, record = recorded.ended, recorded.record
-    report = Report(ranks=record.size or ranks, steps=record.steps)
+def _recorded(runner: Runner, steps: int) -> tuple[Run, Run | None, list[str]]:
+    """Runs the ranks, and the script alone, which a pipeline does not need; returns both and what is to be said of it.
+
+    A script may count on every batch, or one rank may have all of them: then it fails where a pass ends early, and is
+    run once more without that.
+    """
+    recorded, whole = _both(runner, steps, PASSES, "all samples")
+    apart = recorded.has_failed and not reached.are_alike(recorded.record)
+    if reached.is_cut(recorded.record) and (apart or (whole is not None and whole.has_failed)):
+        recorded, whole = _both(runner, steps, 0, "all samples of whole passes")
+        return recorded, whole, ["no pass was ended early: the script fails where one is"]
+    return recorded, whole, reached.remarks(recorded.record)
+
+
+def _both(runner: Runner, steps: int, passes: int, name: str) -> tuple[Run, Run | None]:
+    recorded = runner.first(steps, passes)
+    record = recorded.record
     is_pipeline = states.staged(record) or states.several(record) or states.scheduled(record)
-    whole = None if is_pipeline and ended.code == 0 and not ended.hung else runner.alone("all samples", record)
+    return recorded, None if is_pipeline and not recorded.has_failed else runner.alone(name, record)
+
+
+def _verified(runner: Runner, steps: int) -> Report:
+    recorded, whole, remarks = _recorded(runner, steps)
+    ended, record = recorded.ended, recorded.record
+    report = Report(ranks=record.size or runner.ranks, steps=record.asked, remarks=remarks)
     foreign = states.foreign_to(record) or (None if whole is None else states.by_hand(record, whole))
     if foreign is not None:
         for name in DECISIVE:
@@ -254,40 +269,6 @@ def _remarks(ended: runs.Ended, report: Report) -> list[str]:
     if report.steps == 0 and report.inconclusive is None and not ended.hung and ended.code == 0:
         report.inconclusive = "no optimizer of torch.optim has stepped: there is no training to compare"
     return remarks
-
-
-class Patience:
-    """Lets a script that is not asked for a number of steps come to its end, for a while."""
-
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._before = 0
-
-    def look(self, folder: Path) -> None:
-        """Names the step to end at, of all optimizers together, once the ranks have taken steps for long enough."""
-        stop = folder / "journals" / journal.STOP
-        steps = max((_steps(path) for path in (folder / "journals").rglob("rank*.jsonl")), default=0)
-        now = time.monotonic()
-        if steps and self._began is None:
-            self._began = now
-        if self._began is not None and now - self._began > LONG_ENOUGH_S and steps >= FEWEST and not stop.exists():
-            lead = max(_LEAD, _LOOKS * (steps - self._before))  # ahead of every rank, also while this is being written
-            draft = stop.with_suffix(".tmp")
-            draft.write_text(str(steps + lead), encoding="ascii")
-            draft.rename(stop)
-        self._before = steps
-
-
-def _steps(path: Path) -> int:
-    """How many steps a rank's journal tells of; the last one names its number."""
-    size, looked = path.stat().st_size, _TAIL
-    with path.open("rb") as file:
-        while True:
-            file.seek(max(0, size - looked))
-            found = re.findall(rb'"kind":"stepped","event":(\d+)', file.read())
-            if found or looked >= size:
-                return int(found[-1]) + 1 if found else 0
-            looked *= 4  # of a model with thousands of parameters one line is as long
 
 
 def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None:

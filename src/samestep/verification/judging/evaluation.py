@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from samestep.verification.findings import AGREES, PROVED, REFUTED, Finding, unchecked
+from samestep.verification.findings import AGREES, NOT_REACHED, PROVED, REFUTED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.outcomes import Outcome, Place, outcomes
 from samestep.verification.judging.printed import Alike, Difference, metrics_alike
@@ -47,7 +47,7 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
             why = "the script did not run alone" if alone is None else "no number of it could be compared"
             report.cover("evaluation", AGREES if compared else unchecked(why))
             return
-        report.cover("evaluation", unchecked("none was reached in the steps that were recorded; see --steps"))
+        report.cover("evaluation", NOT_REACHED if record.is_cut_short else unchecked("none was seen"))
         return
     theirs = {} if alone is None else outcomes(alone.ranks[0])
     by_batch = {phase for mine in told for phase, one in mine.items() if one.by_batch}

@@ -79,6 +79,17 @@ class Record:
         return taken if self.uneven is None else min(taken, self.uneven["event"])
 
     @cached_property
+    def is_cut_short(self) -> bool:
+        """Whether the recording has ended a rank, or a pass over its data, before the script did."""
+        cut = any(event.get("cut") is not None for rank in self.ranks for event in rank.of("passed"))
+        return cut or any(rank.ended is not None and rank.ended["enough"] for rank in self.ranks)
+
+    @cached_property
+    def asked(self) -> int:
+        """How many of the steps were asked for: those behind them only reach what stands behind a pass."""
+        return min([self.steps, *(int(event["event"]) for rank in self.ranks for event in rank.of("enough")[:1])])
+
+    @cached_property
     def uneven(self) -> Event | None:
         """The first end of a Join context that ranks reached after different numbers of steps, by the earliest rank."""
         for ends in zip(*(rank.of("joined") for rank in self.ranks), strict=False):

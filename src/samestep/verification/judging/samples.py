@@ -34,13 +34,24 @@ class Pass:
     batches: list[Event]
     complete: bool
     backwards: int
+    rest: list[list[int]] | None = None  # of the batches that it would have yielded, had it not been ended early
+
+    @cached_property
+    def parts(self) -> list[list[int]] | None:
+        """The samples' indices, batch by batch, those of the rest too; None where there are none."""
+        if not self.batches or any(batch["indices"] is None for batch in self.batches):
+            return None
+        return [*(batch["indices"] for batch in self.batches), *(self.rest or [])]
 
     @cached_property
     def indices(self) -> list[int] | None:
         """The samples' indices, in order; None where there are none."""
-        if not self.batches or any(batch["indices"] is None for batch in self.batches):
-            return None
-        return [index for batch in self.batches for index in batch["indices"]]
+        return None if self.parts is None else [index for part in self.parts for index in part]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all its samples are known by their indices, though not all of them may have been loaded."""
+        return self.complete or self.rest is not None
 
     @cached_property
     def rows(self) -> list[str]:
@@ -58,10 +69,11 @@ def passes(rank: Rank) -> list[Pass]:
     batches: dict[tuple[str, int], list[Event]] = {}
     for event in rank.of("batch"):
         batches.setdefault((event["key"], event["number"]), []).append(event)
-    done = {(event["key"], event["number"]) for event in rank.of("passed")}
+    done = {(event["key"], event["number"]) for event in rank.of("passed") if event.get("cut") is None}
+    rest = {(event["key"], event["number"]): event["indices"] for event in rank.of("rest")}
     trained = _trained(rank)
     return [
-        Pass(rank.number, event, batches.get(name, []), name in done, trained[name])
+        Pass(rank.number, event, batches.get(name, []), name in done, trained[name], rest.get(name))
         for event in rank.of("pass")
         for name in [(event["key"], event["number"])]
     ]
@@ -117,10 +129,16 @@ def judge(record: Record, report: Report) -> None:
         report.add(_first_of_its_kind([*_lengths(group), *_same_data(group, record), *_once(group, record)], report))
     report.add(_orders(training))
     report.add(_dropped(record, training))
-    whole = [group for group in training if all(one.complete for one in group)]
+    whole = [group for group in training if _is_whole(group, record)]
     notes = [finding for finding in report.findings if finding.property == "data"]
     margin = f"{plural(len(whole), 'epoch')} of {plural(len(training[0]), 'rank')}" if whole else None
     report.cover("data", DECLARED if notes else PROVED if whole else AGREES, margin)
+
+
+def _is_whole(group: Sequence[Pass], record: Record) -> bool:
+    """Whether all samples of a pass are known: they were loaded, or their indices were read and mean the same."""
+    whole = all(one.complete for one in group)
+    return whole or (all(one.is_known for one in group) and mean_the_same(group, record))
 
 
 def _shared(record: Record) -> Iterator[Finding]:
@@ -187,7 +205,7 @@ def _have_hardly_met(group: Sequence[Pass]) -> bool:
     """Whether ranks that each shuffle a dataset of their own would not have come by the same index yet, either."""
     drawn = [one.indices or [] for one in group]
     pairs = sum(len(first) * len(other) for first, other in combinations(drawn, 2))
-    shuffled = all(indices != sorted(indices) for indices in drawn) and not all(one.complete for one in group)
+    shuffled = all(indices != sorted(indices) for indices in drawn) and not all(one.is_known for one in group)
     return shuffled and pairs < _MET * max(one.about["samples"] or 0 for one in group)
 
 
@@ -220,7 +238,7 @@ def _once(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
     """Whether each sample is used once: over all ranks, as far as the pass went on all of them."""
     by_index = mean_the_same(group, record)
     identities = _identities(group, by_index=by_index)
-    padded = by_index and any(len(one.batches) > 1 for one in group) and fills_up(group)
+    padded = by_index and any(len(one.parts or ()) > 1 for one in group) and fills_up(group)
     drawn = by_index and not padded and all(len(set(one.indices or ())) < len(one.indices or ()) for one in group)
     if identities is None or drawn or any(one.about["replacement"] for one in group):
         yield from _alike(group)
@@ -242,7 +260,7 @@ def _once(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
         )
     elif extra > (0 if by_index else _BY_CHANCE * sum(counts.values())):
         yield _repeated(group, identities, extra, len(repeated), _drawn_apart(record) or where)
-    elif by_index and size is not None and all(one.complete for one in group) and not group[0].about["drop_last"]:
+    elif by_index and size is not None and all(one.is_known for one in group) and not group[0].about["drop_last"]:
         missing = size - len({*counts, *_begun_before(group, record)})
         if missing > 0 and _is_split(group):
             yield _missing(group, missing, size, where)
@@ -285,8 +303,8 @@ def _is_padding(group: Sequence[Pass], extra: int) -> bool:
 def fills_up(group: Sequence[Pass]) -> bool:
     """Returns whether every sample is used, and only the ranks' last batches repeat any: they are filled up."""
     used = {index for one in group for index in one.indices or ()}
-    before = [index for one in group for batch in one.batches[:-1] for index in batch["indices"]]
-    whole = all(one.complete for one in group) and len(used) == group[0].about["samples"]
+    before = [index for one in group for part in (one.parts or [])[:-1] for index in part]
+    whole = all(one.is_known for one in group) and len(used) == group[0].about["samples"]
     return whole and len(before) == len(set(before))
 
 

@@ -20,6 +20,11 @@ class Run:
     record: Record
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it did not end well."""
+        return self.ended.hung or self.ended.code != 0
+
+    @property
     def steps(self) -> dict[int, Event]:
         """Event -> the step, where gradients are kept."""
         ranks = self.record.ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from samestep.verification.findings import PROVED, Finding, unchecked
+from samestep.verification.findings import NOT_REACHED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.states import differing
@@ -29,9 +29,10 @@ def judge(record: Record, report: Report) -> None:
             report.add(_compared(rank, event, before[-1]))
     if compared:
         report.cover("checkpoint", PROVED)
+    elif saves:
+        report.cover("checkpoint", unchecked("nothing that was saved was loaded again"))
     else:
-        why = "nothing that was saved was loaded again" if saves else "nothing was saved"
-        report.cover("checkpoint", unchecked(why))
+        report.cover("checkpoint", NOT_REACHED if record.is_cut_short else unchecked("nothing was saved"))
 
 
 def _without_buffers(record: Record) -> Iterator[Finding]:

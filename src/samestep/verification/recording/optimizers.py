@@ -27,6 +27,7 @@ class Optimizers:
         self._made: list[weakref.ref[Any]] = []  # a script that lets one go shall have its memory back
         self._models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._numbered = itertools.count(1)
+        self._taken: Any = None  # the first parameter of an optimizer -> steps that were taken with it
         self._untrained: dict[str, Any] | None = None  # name -> digest, when they were first looked at
 
     @property
@@ -42,6 +43,18 @@ class Optimizers:
             self._made.append(weakref.ref(optimizer))
             name = type(optimizer).__name__
             self._journal.write("optimizer", number=optimizer.samestep_number, name=name, where=where)
+
+    def taken(self, optimizer: Any, begun: int = 0) -> int:
+        """Counts a step, from `begun`; an optimizer that is made anew for the same parameters goes on counting."""
+        from torch.utils.weak import WeakIdKeyDictionary
+
+        from samestep.verification.recording.naming import of_optimizer
+
+        if self._taken is None:
+            self._taken = WeakIdKeyDictionary()
+        first = next(iter(of_optimizer(optimizer)), optimizer)
+        self._taken[first] = self._taken.get(first, begun) + 1
+        return int(self._taken[first])
 
     def parameters(self, optimizer: Any) -> dict[str, Any]:
         """Returns name -> parameter, in the optimizer's order; named when they are first asked for."""

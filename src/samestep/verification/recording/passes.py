@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler
 from samestep.data.iterable import dataset_length
 from samestep.verification.recording.naming import bare
 from samestep.verification.watching.datasets import made_at
+from samestep.verification.watching.orders import samplers_of
 
 __all__: list[str] = []
 
@@ -20,7 +21,7 @@ _POWERS = {"MulBackward0": 1, "DivBackward0": -1}
 
 def described(loader: Any) -> dict[str, Any]:
     """Returns what a journal says of a DataLoader when a pass begins."""
-    sampler, *cutting = _samplers_of(loader)
+    sampler, *cutting = samplers_of(loader)
     return {
         "length": dataset_length(loader),
         "samples": dataset_length(loader.dataset),
@@ -37,16 +38,6 @@ def described(loader: Any) -> dict[str, Any]:
         "batch_size": loader.batch_size,
         "workers": loader.num_workers,
     }
-
-
-def _samplers_of(loader: Any) -> list[Any]:
-    """Who draws the order, and the samplers of batches that cut it, one in the other: the loader's own may be idle."""
-    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    cutting = []
-    while batches is not None:
-        cutting.append(batches)
-        sampler, batches = getattr(batches, "sampler", sampler), getattr(batches, "batch_sampler", None)
-    return [sampler, *cutting]
 
 
 def _number(value: Any) -> int | None:

@@ -4,13 +4,15 @@
     digests     of all gradients before, and all parameters after, every step
     values      of the first rank, at few windows: all parameters when the window begins, all gradients when it ends
 
-It ends the rank with code 0 after so many steps: all ranks at the same, so nobody waits for anybody.
+It ends the rank with code 0 after so many steps: all ranks at the same, so nobody waits for anybody. Before that,
+passes over the data are ended early, for what stands behind them: :mod:`samestep.verification.recording.limit`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pickle import PicklingError
@@ -19,14 +21,15 @@ from typing import Any
 from samestep.launch.noting import call_site
 from samestep.launch.observers import RankContext
 from samestep.rankenv import variable
-from samestep.verification.journal import SPAWNED, STOP
+from samestep.verification.journal import SPAWNED
 from samestep.verification.recording.adjusting import kill_once_saved
 from samestep.verification.recording.chance import MOST_BEFORE, ORDERING, keep, note_order
 from samestep.verification.recording.compressing import Compressing
 from samestep.verification.recording.evaluations import STATISTICS
+from samestep.verification.recording.limit import Limit, Pass
 from samestep.verification.recording.optimizers import digests, held, settings_of
 from samestep.verification.recording.witness import StopRecording, Witness
-from samestep.verification.watching.listener import Batch, Epoch
+from samestep.verification.watching.listener import Batch, Epoch, Own
 from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
@@ -36,11 +39,11 @@ MOST_ENDS = 2  # and so many that end a pass over the data, which may be shorter
 LOCAL_NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}  # whose statistics are of a rank's samples
 MOST_EVALUATED = 4  # and so many in which an evaluation runs
 MOST_AVERAGED = 8  # and so many uses of models that no optimizer steps, whose parameters are told
-FEWEST = 20  # steps, before anybody may say that it is enough
+WHOLE = 2  # passes over each loader whose samples are all told
 
 
 class Recorder(Witness):
-    """Records one rank into the folder that SAMESTEP_VERIFY names, as a JSON object with "folder" and "steps"."""
+    """Records one rank as SAMESTEP_VERIFY says, a JSON object: "folder", "steps", and "passes" to end early."""
 
     def begin(self, seat: RankContext) -> None:
         """Watches everything from now on."""
@@ -48,8 +51,9 @@ class Recorder(Witness):
         self.rank = seat.rank
         folder = Path(order["folder"])
         self.attend(order, folder / SPAWNED if seat.spawned else folder, seat, self._unseen_window)
-        self._most: int | None = order["steps"]
-        self._named: int | None = None
+        self._limit = Limit(order["steps"], order.get("passes", 0))
+        self._open: dict[Pass, Own] = {}  # passes that are not over
+        self._whole: Counter[str] = Counter()  # loader -> passes whose samples are all told
         self._events = 0
         self._sampled = False
         self._ends = 0
@@ -57,7 +61,6 @@ class Recorder(Witness):
         self._last_micro = 1
         self._has_trained = False  # a model was called with gradients in this window
         self._looks = 0  # windows that were kept since a model was called without
-        self._stop = Path(order["folder"]) / STOP
         self._scaled: Any = None
         self.compressing = Compressing(self.journal, first=seat.rank == 0, wanted=lambda: self._sampled)
         self._datasets: dict[str, Any] = {}
@@ -93,21 +96,52 @@ class Recorder(Witness):
 
     # --- data --------------------------------------------------------------------------------
 
-    def batches(self, epoch: Epoch, own: Iterator[Batch]) -> Iterator[Any]:
-        """Writes down what a pass yields."""
+    def batches(self, epoch: Epoch, own: Own) -> Iterator[Any]:
+        """Writes down what a pass yields; one that is to end early yields nothing more."""
         from samestep.verification.recording.passes import described
 
+        name = epoch.key, epoch.number
+        self._begin_pass(name, own)
         self.evaluations.begin_pass(epoch.key, epoch.number)
         about = described(epoch.loader)
         self.journal.write("pass", key=epoch.key, number=epoch.number, where=epoch.where, **about)
         epoch.loader.samestep_length = about["length"]
         self._note_dataset(epoch)
-        while (batch := self.next_of(own)) is not None:
+        yielded = 0
+        while not (is_cut := self._limit.ends(name)) and (batch := self.next_of(own)) is not None:
             self._note_batch(batch)
+            yielded += 1
             yield self.given(batch.value)
         self._is_over = True
         self.evaluations.passed(epoch.key, epoch.number)
-        self.journal.write("passed", key=epoch.key, number=epoch.number)
+        if is_cut:
+            self._tell_rest(name)
+        elif self._open.pop(name, None) is not None:
+            self._whole[epoch.key] += 1
+        self.journal.write("passed", key=epoch.key, number=epoch.number, cut=yielded if is_cut else None)
+
+    def _begin_pass(self, name: Pass, own: Own) -> None:
+        """Of a loader whose passes the script leaves before their end, the samples that it leaves out tell nothing."""
+        for other in [other for other in self._open if other[0] == name[0]]:
+            del self._open[other]
+            self._whole[name[0]] = WHOLE
+        self._open[name] = own
+
+    def _tell_rest(self, name: Pass) -> None:
+        """Writes down which samples would follow in a pass that goes no further."""
+        own = self._open.pop(name, None)
+        if own is None or self._whole[name[0]] >= WHOLE:
+            return
+        self.is_loading = True
+        try:
+            rest = own.rest()
+        except Exception:  # noqa: BLE001  (a sampler's own, which the script would have met later)
+            return
+        finally:
+            self.is_loading = False
+        if rest is not None:
+            self._whole[name[0]] += 1
+            self.journal.write("rest", key=name[0], number=name[1], indices=rest)
 
     def _note_batch(self, batch: Batch) -> None:
         import torch
@@ -118,7 +152,9 @@ class Recorder(Witness):
         self.evaluations.batch(batch.epoch.key, batch.epoch.number, batch.index, gradients=training)
         self._is_over = False
         evaluating = self.evaluations.lasts  # gradients may be off only around the model
-        self._is_fed |= training and not evaluating
+        if training and not evaluating:
+            self._is_fed = True
+            self._limit.yielded((batch.epoch.key, batch.epoch.number))
         self.open_window(evaluating=evaluating, ends=not evaluating and self._ends_pass(batch))
         asked = len(batch.indices or ())
         room, number = not self.journal.is_full, self._keep_batch(batch.value) if training else None
@@ -323,21 +359,16 @@ class Recorder(Witness):
         self.is_open, self._sampled, self.micro, self._scaled = False, False, 0, None
         self._has_trained = False
         self.compressing.forget()
-        if self._is_enough(optimizer.samestep_steps):
+        begun = self._limit.reached
+        is_over = self._limit.stepped(self.optimizers.taken(optimizer, begun))
+        if self._limit.reached and not begun:
+            self.journal.write("enough", event=self._events)
+        if is_over:
+            for name in self._limit.fed:
+                self._tell_rest(name)
             raise StopRecording(0)
         if self.rank == 0 and self.order.get("killed_at") == optimizer.samestep_steps:
             kill_once_saved(Path(self.order["saves"]), self.journal)
-
-    def _is_enough(self, steps: int) -> bool:
-        """Whether to end here: at an optimizer's step that was asked for, or at one that somebody has named meanwhile.
-
-        The latter counts the steps of all optimizers: of a script with many, each takes few in the same time.
-        """
-        if self._most is not None:
-            return steps >= self._most
-        if self._named is None and self._stop.exists():
-            self._named = int(self._stop.read_text(encoding="ascii"))
-        return self._named is not None and steps >= FEWEST and self._events >= self._named
 
     def spawning(self, start: Any, arguments: Any, processes: int) -> bool:
         """Of several processes that each start all ranks, the first is enough."""

@@ -13,6 +13,7 @@ import functools
 import json
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NoReturn
@@ -28,7 +29,7 @@ from samestep.verification.recording.witness import StopRecording, Witness
 from samestep.verification.reference.brought import Brought
 from samestep.verification.reference.pretending import pretend
 from samestep.verification.reference.updates import UpdateReplay
-from samestep.verification.watching.listener import Batch, Epoch
+from samestep.verification.watching.listener import Epoch, Own
 from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
@@ -58,6 +59,8 @@ class Alone(Witness):
         first = self.record.ranks[0] if self.record.ranks else Rank(0, [])
         self._steps, self._last = first.steps, _last(self.record)
         self.optimizers.known = {event["optimizer"]: event["names"] for event in first.of("names")}
+        pretended = next((rank for rank in self.record.ranks if rank.number == self._pretends), first)
+        self._cut = {(event["key"], event["number"]): event.get("cut") for event in pretended.of("passed")}
         self._lengths = {event["key"]: event["length"] for event in first.of("pass")}
         self._drawn = self._recorded_draws()
         self._brought = Brought(first, always=order.get("brought", False))
@@ -112,7 +115,7 @@ class Alone(Witness):
         recorded = self._lengths.get(key)
         return own if recorded is None else int(recorded)
 
-    def batches(self, epoch: Epoch, own: Iterator[Batch]) -> Iterator[Any]:
+    def batches(self, epoch: Epoch, own: Own) -> Iterator[Any]:
         """Yields what the ranks have used together, where they have trained on it."""
         from samestep.data.iterable import dataset_length
 
@@ -168,11 +171,12 @@ class Alone(Witness):
             self._event = next((step["event"] for step in self._steps if step["window"] >= window), len(self._steps))
             self.is_open = False
 
-    def _natively(self, epoch: Epoch, own: Iterator[Batch]) -> Iterator[Any]:
-        """What no step is taken in, the script loads as it has it."""
+    def _natively(self, epoch: Epoch, own: Own) -> Iterator[Any]:
+        """What no step is taken in, the script loads as it has it; a virtual rank as far as its rank did."""
         import torch
 
-        while (batch := self.next_of(own)) is not None:
+        batches = islice(own, self._cut.get((epoch.key, epoch.number)))
+        while (batch := self.next_of(batches)) is not None:
             gradients = torch.is_grad_enabled()
             self.evaluations.batch(epoch.key, epoch.number, batch.index, gradients=gradients)
             over = self._last is not None and self._event >= len(self._steps) and bool(self._replayed)

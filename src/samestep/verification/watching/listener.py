@@ -48,10 +48,21 @@ class Batch:
     value: Any
 
 
+class Own(Iterator[Batch]):
+    """What a DataLoader would yield in a pass."""
+
+    def rest(self) -> list[list[Any]] | None:
+        """Returns the samples of the batches still to come, without loading them; None where nobody can tell.
+
+        It reads the sampler to its end: the pass cannot be gone on with.
+        """
+        return None
+
+
 class Callbacks:
     """Is told what a script does."""
 
-    def batches(self, epoch: Epoch, own: Iterator[Batch]) -> Iterator[Any]:
+    def batches(self, epoch: Epoch, own: Own) -> Iterator[Any]:
         """Yields what the script gets in this pass; `own` is what its DataLoader would yield."""
         del epoch
         for batch in own:

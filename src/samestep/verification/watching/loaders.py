@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from samestep.launch.noting import call_site
-from samestep.verification.watching.listener import Batch, Callbacks, Epoch
+from samestep.verification.watching.listener import Batch, Callbacks, Epoch, Own
+from samestep.verification.watching.orders import numbered, rest
 
 __all__: list[str] = []
 
@@ -61,7 +62,7 @@ class Loaders:
                 return original(loader)  # type: ignore[no-any-return]
             epoch = Epoch(loader, key, self._passes[key], call_site(sys._getframe(1)))  # noqa: SLF001
             self._passes[key] += 1
-            return self._listener.batches(epoch, _own_batches(original, epoch))
+            return self._listener.batches(epoch, _OwnBatches(original, epoch))
 
         return __iter__
 
@@ -121,13 +122,30 @@ def generator_states() -> dict[str, str]:
     }
 
 
-def _own_batches(original: Any, epoch: Epoch) -> Iterator[Batch]:
-    if (kept := epoch.loader.__dict__.get("_iterator")) is not None:  # of workers that stay: nothing of the last pass
-        kept.samestep_indices = deque()
-    iterator = original(epoch.loader)
-    noted: deque[Any] = iterator.__dict__.setdefault("samestep_indices", deque())  # workers are given work at once
-    for index, value in enumerate(iterator):
-        yield Batch(epoch, index, _listed(noted.popleft()) if noted else None, value)
+class _OwnBatches(Own):
+    """What a DataLoader yields in a pass; nothing of it is begun before the first batch is asked for."""
+
+    def __init__(self, original: Any, epoch: Epoch) -> None:
+        self._original = original
+        self._epoch = epoch
+        self._iterator: Any = None
+        self._noted: deque[Any] = deque()
+        self._yielded = 0
+
+    def __next__(self) -> Batch:
+        if self._iterator is None:
+            if (kept := self._epoch.loader.__dict__.get("_iterator")) is not None:  # of workers that stay: nothing of
+                kept.samestep_indices = deque()  # the last pass
+            self._iterator = self._original(self._epoch.loader)
+            self._noted = self._iterator.__dict__.setdefault("samestep_indices", self._noted)  # workers load at once
+        value = next(self._iterator)
+        indices = numbered(self._noted.popleft()) if self._noted else None
+        self._yielded += 1
+        return Batch(self._epoch, self._yielded - 1, indices, value)
+
+    def rest(self) -> list[list[Any]] | None:
+        order = getattr(self._iterator, "_sampler_iter", None)
+        return rest(self._epoch.loader, list(self._noted), order, self._yielded)
 
 
 def _noting_indices(original: Any) -> Any:
@@ -138,16 +156,6 @@ def _noting_indices(original: Any) -> Any:
         return index
 
     return _next_index
-
-
-def _listed(index: Any) -> list[Any] | None:
-    """The samples of a batch, or None where they have no number: an iterable dataset's, or (index, size) of crops."""
-    plain = index.tolist() if hasattr(index, "tolist") else index
-    listed = list(plain) if isinstance(plain, list | tuple) else [plain]
-    try:
-        return [one if isinstance(one, str) else int(one) for one in listed]
-    except (TypeError, ValueError, RuntimeError):
-        return None
 
 
 def _is_ours(frame: Any) -> bool:

@@ -1,0 +1,64 @@
+"""Which passes over the data were ended early, and what a script has come to behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from samestep.verification.journal import Event
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.words import plural
+
+__all__: list[str] = []
+
+_KINDS = {  # event -> what it is a sign of
+    **dict.fromkeys(("evaluated", "ran", "metrics"), "evaluation"),
+    "save": "save",
+    "resumed": "resume",
+}
+
+
+def remarks(record: Record) -> list[str]:
+    """Says which passes were ended early, and for what."""
+    told = [list(_cuts(rank)) for rank in record.ranks]
+    if not told or not told[0]:
+        return []
+    event, _ = told[0][0]
+    length = next((one["length"] for one in record.ranks[0].of("pass") if _name(one) == _name(event)), None)
+    of = "" if length is None else f" of {length:,}"
+    batches = f"{event['cut']:,}{of} {'batch' if event['cut'] == 1 and not of else 'batches'}"
+    found = {kind for cuts in told for _, kinds in cuts for kind in kinds}
+    kinds = [kind for kind in dict.fromkeys(_KINDS.values()) if kind in found]
+    purpose = f"to reach the {' and the '.join(kinds)}" if kinds else "and no evaluation, save or resume came behind it"
+    more = len(told[0]) - 1
+    later = f"; so {'was' if more == 1 else 'were'} {plural(more, 'later pass')}, after a step" if more else ""
+    return [f"the pass was ended after {batches} {purpose}{later}"]
+
+
+def _cuts(rank: Rank) -> Iterator[tuple[Event, set[str]]]:
+    """Yields the ends of passes that were ended early, and what came between each and the next step."""
+    end: Event | None = None
+    kinds: set[str] = set()
+    for event in rank.events:
+        if event["kind"] == "passed" and event.get("cut") is not None:
+            if end is not None:
+                yield end, kinds
+            end, kinds = event, set()
+        elif event["kind"] in _KINDS:
+            kinds.add(_KINDS[event["kind"]])
+    if end is not None:
+        yield end, kinds
+
+
+def _name(event: Event) -> tuple[str, int]:
+    return event["key"], event["number"]
+
+
+def are_alike(record: Record) -> bool:
+    """Returns whether all ranks have ended the same passes, so that each takes them for over, as one process does."""
+    told = [[_name(event) for event, _ in _cuts(rank)] for rank in record.ranks]
+    return all(names == told[0] for names in told)
+
+
+def is_cut(record: Record) -> bool:
+    """Returns whether a rank has ended a pass early."""
+    return any(True for rank in record.ranks for _ in _cuts(rank))

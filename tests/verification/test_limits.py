@@ -1,0 +1,156 @@
+"""A recording ends by counts of steps and batches, never by the clock, and says what it has not reached."""
+
+from __future__ import annotations
+
+import pytest
+from journals import Event, ended, passed, record, step, stepped
+
+from samestep.verification.findings import NOT_REACHED
+from samestep.verification.judging import evaluation, reached, samples, storage
+from samestep.verification.judging.record import Record
+from samestep.verification.recording.limit import Limit
+from samestep.verification.report import Report
+
+KEY = "train.py:10#1"
+
+
+class Loop:
+    """What a loop over a loader does to a limit: yields, steps, begins the next pass."""
+
+    def __init__(self, limit: Limit, *, length: int, ahead: int = 0, micro: int = 1) -> None:
+        self.passes: list[int] = []
+        number, taken, is_over, waiting = 0, 0, False, 0
+        while not is_over and number < 100:
+            name, batches = (KEY, number), 0
+            while not is_over and batches < length and not limit.ends(name):
+                limit.yielded(name)
+                batches, waiting = batches + 1, waiting + 1
+                if waiting == micro + ahead:
+                    taken, waiting = taken + 1, waiting - micro
+                    is_over = limit.stepped(taken)
+            while not is_over and waiting >= micro:
+                taken, waiting = taken + 1, waiting - micro
+                is_over = limit.stepped(taken)
+            number, waiting = number + 1, 0
+            self.passes.append(batches)
+        self.taken = taken
+
+
+def test_behind_the_last_step_three_passes_end_and_then_the_rank() -> None:
+    loop = Loop(Limit(64, 3), length=1000)
+    assert (loop.passes, loop.taken) == ([64, 1, 1, 1], 67)
+
+
+def test_short_passes_end_by_themselves_until_then() -> None:
+    loop = Loop(Limit(64, 3), length=30)
+    assert (loop.passes, loop.taken) == ([30, 30, 4, 1, 1, 1], 67)
+
+
+def test_no_pass_ends_early_where_none_may() -> None:
+    loop = Loop(Limit(20, 0), length=1000)
+    assert (loop.passes, loop.taken) == ([20], 20)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+def test_a_pass_ends_where_a_step_has_all_its_batches(ahead: int) -> None:
+    """Also where a library loads the next batch, or the next step's, ahead of the training."""
+    loop = Loop(Limit(8, 3), length=1000, ahead=ahead, micro=4)
+    assert loop.taken == 11
+    assert all(batches % 4 == 0 for batches in loop.passes[:-1])
+
+
+def test_a_loop_that_reads_no_pass_ends_at_the_same_step() -> None:
+    """A rank that is sent its batches by another one has no DataLoader, and must end with it."""
+    limit = Limit(64, 3)
+    assert next(taken for taken in range(1, 1000) if limit.stepped(taken)) == 67
+
+
+def test_an_optimizer_that_begins_behind_the_last_step_goes_on_counting_there() -> None:
+    limit = Limit(64, 3)
+    assert (limit.reached, limit.stepped(64), limit.reached) == (0, False, 64)
+
+
+# --- what is judged of passes that were ended ---
+
+
+def cut(indices: list[int], rest: list[int] | None, *, samples: int, number: int = 0) -> list[Event]:
+    """A pass that was ended after its first batch, and what its sampler would have ordered behind it."""
+    *events, over = passed(indices, samples=samples, number=number, window=number, length=2, epoch=0)
+    told = [] if rest is None else [{"kind": "rest", "key": KEY, "number": number, "indices": [rest]}]
+    return [*events, *told, {**over, "cut": 1}]
+
+
+def judged(*ranks: list[Event]) -> Report:
+    report = Report(ranks=len(ranks))
+    for judge in (samples, storage):
+        judge.judge(record(*ranks), report)
+    evaluation.judge(record(*ranks), None, report)
+    return report
+
+
+def test_samples_that_are_left_out_are_found_behind_the_last_step() -> None:
+    report = judged(cut([0, 2], [4], samples=7), cut([1, 3], [5], samples=7))
+    assert [one.code for one in report.errors] == ["samples-missing"]
+    report = judged(cut([0, 2], [4], samples=6), cut([1, 3], [5], samples=6))
+    assert (report.errors, report.coverage["data"], report.margins["data"]) == ([], "identical", "1 epoch of 2 ranks")
+
+
+def test_samples_that_come_twice_are_found_behind_the_last_step() -> None:
+    report = judged(cut([0, 2], [4, 6, 8], samples=10), cut([1, 3], [5, 4, 6], samples=10))
+    assert [one.code for one in report.errors] == ["samples-repeated"]
+
+
+def test_an_order_that_is_read_may_be_the_last_pass_s() -> None:
+    first, second = [[2, 0], [4, 6]], [[3, 1], [7, 5]]
+    again = [[*cut(*one, samples=8), *cut(*one, samples=8, number=1)] for one in (first, second)]
+    assert [one.code for one in judged(*again).errors] == ["same-order-every-epoch"]
+
+
+def test_a_pass_whose_rest_nobody_can_read_is_no_whole_one() -> None:
+    report = judged(cut([0, 2], None, samples=7), cut([1, 3], None, samples=7))
+    assert (report.errors, report.coverage["data"]) == ([], "agrees")
+
+
+def test_what_was_not_reached_is_named_and_not_called_the_same() -> None:
+    report = judged(cut([0, 2], [4], samples=6), cut([1, 3], [5], samples=6))
+    assert report.coverage["evaluation"] == report.coverage["checkpoint"] == NOT_REACHED
+    whole = [[*passed(own, samples=4), ended()] for own in ([0, 2], [1, 3])]
+    told = judged(*whole).coverage
+    assert (told["evaluation"], told["checkpoint"]) == (
+        "not checked: none was seen",
+        "not checked: nothing was saved",
+    )
+
+
+EVALUATED = {"kind": "evaluated", "phase": "1.1", "key": "train.py:11#1", "number": 0, "index": 0}
+SAVED = {"kind": "save", "path": "/x", "digests": {}, "where": "train.py:40", "event": 1, "window": 1}
+
+
+def test_the_report_says_which_pass_was_ended_and_for_what() -> None:
+    first, second = cut([0], None, samples=6), cut([0], None, samples=6, number=1)
+    assert reached.remarks(record([*first, EVALUATED], first)) == [
+        "the pass was ended after 1 of 2 batches to reach the evaluation"
+    ]
+    (told,) = reached.remarks(record([*first, EVALUATED, SAVED, *second], [*first, *second]))
+    assert told == (
+        "the pass was ended after 1 of 2 batches to reach the evaluation and the save; so was 1 later pass, "
+        "after a step"
+    )
+    assert reached.remarks(record(first, first)) == [
+        "the pass was ended after 1 of 2 batches and no evaluation, save or resume came behind it"
+    ]
+    assert reached.remarks(record(passed([0], samples=1))) == []
+
+
+def test_ranks_that_do_not_end_the_same_pass_are_told_apart() -> None:
+    """Rank 0 alone may have the batches: it takes the pass for over, and the others wait for the next one."""
+    one, other = cut([0], None, samples=6), passed([1], samples=6)
+    assert reached.is_cut(record(one, other))
+    assert not reached.are_alike(record(one, other))
+    assert reached.are_alike(record(one, one))
+
+
+def test_only_the_steps_that_were_asked_for_count() -> None:
+    told: list[Event] = [one for number in range(5) for one in (step(number, "g"), stepped(number))]
+    ranks: Record = record([*told, {"kind": "enough", "event": 3}], [*told, {"kind": "enough", "event": 3}])
+    assert (ranks.steps, ranks.asked) == (5, 3)
