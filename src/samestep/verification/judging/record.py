@@ -105,6 +105,16 @@ class Record:
         """Returns the gradients with which the optimizer steps; what is cut is put together from all ranks."""
         return self._whole([rank.steps[step["event"]] for rank in self.ranks])
 
+    def is_seen_by_all(self, step: Event) -> bool:
+        """Whether every rank that keeps gradients, or tells its samples, did so at this step.
+
+        Where one rank evaluates by itself, it alone looks at the step behind its evaluation.
+        """
+        keeping = [rank for rank in self.ranks if any(one["kept"] is not None for one in rank.steps)]
+        kept = [rank.steps[step["event"]]["kept"] is not None for rank in keeping]
+        told = {any(one["kind"] == "input" for one in rank.by_window.get(step["window"], [])) for rank in self.ranks}
+        return all(kept) and len(told) <= 1
+
     def updated(self, step: Event) -> Event | None:
         """Returns what the first rank told of a step's update; None where it was not kept."""
         told = self._updates(step)

@@ -78,6 +78,7 @@ class Comparison:
         until = min(self._astray, default=None)
         report.add(Rates(self.record, self.whole, self.others.own_lengths, until).findings())
         mine = [event for event in self.record.ranks[0].steps[: self.record.steps] if event["kept"] is not None]
+        mine = [event for event in mine if self.record.is_seen_by_all(event)]
         common = [event for event in mine if event["event"] in self.whole.steps]
         common = [event for event in common if not apart or event["window"] < (apart[0].step or 0)]
         common = [event for event in common if event["window"] not in self._astray]
