@@ -118,6 +118,19 @@ def fit(target: Tensor, parts: Sequence[Tensor]) -> Fit:
     return Fit(tuple((solved / scale).tolist()), left)
 
 
+def mean(parts: Sequence[Gradients], scale: float = 1.0) -> dict[str, Tensor | None]:
+    """Returns the mean of some gradients, times `scale`; one that a part lacks counts as zeros there.
+
+    >>> mean([{"w": torch.ones(1)}, {"w": None}], scale=2.0)
+    {'w': tensor([1.])}
+    """
+    found: dict[str, Tensor | None] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        told = [one for part in parts if (one := part.get(name)) is not None]
+        found[name] = sum(told[1:], told[0]) * (scale / len(parts)) if told else None
+    return found
+
+
 def are_finite(gradients: Gradients) -> bool:
     """Returns whether no gradient has a NaN or an infinity."""
     return all(one is None or bool(torch.isfinite(vector(one)).all()) for one in gradients.values())

@@ -46,6 +46,7 @@ LONG_ENOUGH_S = 10.0  # of steps, if a script does not end before
 _LEAD = 16  # steps
 _LOOKS = 8  # between which ranks may step on unseen: this process may wait for a core, or for the disk
 _TAIL = 1 << 18  # bytes of a journal in which its last step is looked for first
+NO_STEP = "no optimizer of torch.optim has stepped, and no parameter was changed in place behind a backward pass"
 AS_MANY = "let every rank come by every collective, as often as the others: samestep.shards gives all as many batches"
 
 
@@ -252,7 +253,7 @@ def _remarks(ended: runs.Ended, report: Report) -> list[str]:
     if ended.hung:
         remarks += [f"rank {rank} stands at {place}" for rank, place in sorted(runs.standing(ended.folder).items())]
     if report.steps == 0 and report.inconclusive is None and not ended.hung and ended.code == 0:
-        report.inconclusive = "no optimizer of torch.optim has stepped: there is no training to compare"
+        report.inconclusive = f"{NO_STEP}: there is no training to compare"
     return remarks
 
 
@@ -328,7 +329,7 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
         return run, Others(again, lambda: [run] if len(ranks) == 1 else of_ranks(ranks), list)
 
     def in_float64() -> tuple[Record, Run, Run]:
-        steps = min(record.steps, numerics.STEPS_IN_FLOAT64)
+        steps = record.steps if record.is_by_hand else min(record.steps, numerics.STEPS_IN_FLOAT64)
         ranks = runner.recorded(f"{record.size} ranks in float64", record.size, steps=steps, double=True).record
         once = functools.partial(runner.alone, record=ranks, double=True)
         return ranks, once("the same in float64"), once("the same in float64, another order", permuted=True)
@@ -350,8 +351,11 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
             again=again,
             with_draws=with_draws,
         )
+        if record.is_by_hand:  # by its update it is known how such a step uses gradients
+            Updates(record, whole, others).judge(report)
         Comparison(record, whole, others).judge(report)
-        Updates(record, whole, others).judge(report)
+        if not record.is_by_hand:
+            Updates(record, whole, others).judge(report)
         declared.judge(record, whole, report)
         if states.local_steps(record) is None:  # else the buffers are each rank's own
             moved.judge(record, whole, report)

@@ -1,4 +1,6 @@
-"""Whether a step does to buffers what it does to them in one process: a queue of keys, a running centre, a codebook.
+"""Whether a step does to buffers, and to models that no optimizer holds, what it does to them in one process.
+
+Buffers are a queue of keys, a running centre, a codebook; such a model is a teacher, or an average of the weights.
 
 The script alone begins a step with the recorded parameters and buffers, so what its buffers are at the next one is what
 all samples make of them. On ranks each may use its own part only, and DistributedDataParallel hides that: it sends
@@ -15,6 +17,7 @@ import torch
 from samestep.verification.findings import AGREES, DECLARED, Finding
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
+from samestep.verification.judging.updates import is_another_change
 from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.report import Report
 
@@ -27,6 +30,7 @@ def judge(record: Record, whole: Run, report: Report) -> None:
     """Adds what the buffers tell, where the gradients are known to be those of one process."""
     if report.coverage.get("gradients") in {AGREES, DECLARED} and whole.record.ranks:
         report.add(_moved(record, whole))
+        report.add(_followed(record, whole))
 
 
 def _moved(record: Record, whole: Run) -> Iterator[Finding]:
@@ -35,7 +39,7 @@ def _moved(record: Record, whole: Run) -> Iterator[Finding]:
         after, before = _buffers(record, event["window"]), _buffers(record, event["window"] - 1)
         if not after or not _are_equal(before) or event["kept"] is None:
             continue
-        theirs = whole.record.value(0, event["kept"])
+        theirs = whole.record.value(0, event["kept"])["buffers"]
         are_apart = not _are_equal(after)
         for name, buffer in after[0].items():
             if not name.endswith(STATISTICS) and name in theirs and _is_apart(buffer, theirs[name]):
@@ -43,6 +47,22 @@ def _moved(record: Record, whole: Run) -> Iterator[Finding]:
                 if not (are_apart and _are_parts(before[0][name], ends, theirs[name])):
                     yield _finding(record, event["window"] - 1, name)
                     return
+
+
+def _followed(record: Record, whole: Run) -> Iterator[Finding]:
+    """Of each such model, what one step has made of it from the ranks' values: it follows all that they have made."""
+    for event in whole.record.ranks[0].of("moved"):
+        after = record.state(event["window"])
+        if event["kept"] is None or after is None:
+            continue
+        alone = whole.record.value(0, event["kept"])
+        for name, before in alone["before"].items():
+            mine, theirs = after["untrained"].get(name), alone["teachers"].get(name)
+            if mine is None or theirs is None or not mine.shape == theirs.shape == before.shape:
+                continue
+            if is_another_change(mine, theirs, before):
+                yield _behind(record, event["window"] - 1, name)
+                return
 
 
 def _buffers(record: Record, window: int) -> list[dict[str, Any]]:
@@ -77,6 +97,22 @@ def _is_apart(mine: Any, theirs: Any) -> bool:
         return False
     error = (mine.double() - theirs.double()).norm()
     return bool(error > _APART * theirs.double().norm().clamp_min(1e-12))
+
+
+def _behind(record: Record, window: int, name: str) -> Finding:
+    told = record.ranks[0].by_window.get(window, [])
+    step = next((one for one in told if one["kind"] == "step"), None)
+    event = window if step is None else step["event"]
+    return Finding(
+        code="parameters-diverged",
+        property="parameters",
+        step=event,
+        tensor=name,
+        where=None if step is None else step["where"],
+        cause=f"step {event} leaves other values in {name}, which no optimizer holds, than in one process: it follows "
+        "parameters that are not yet, or on this rank never, what all ranks together have made of them",
+        fix="update a copy, or an average, of the weights when every rank has all new parameters",
+    )
 
 
 def _finding(record: Record, window: int, name: str) -> Finding:

@@ -37,7 +37,7 @@ class Rank:
     def steps(self) -> list[Event]:
         """The optimizer steps; each with "after", the parameters' digests behind it, where it came to that."""
         after = {event["event"]: event["parameters"] for event in self.of("stepped")}
-        return [{**event, "after": after.get(event["event"])} for event in self.of("step")]
+        return [_stepped(event, after.get(event["event"])) for event in self.of("step")]
 
     @cached_property
     def by_window(self) -> dict[int, list[Event]]:
@@ -62,10 +62,17 @@ class Rank:
 
 @dataclass(frozen=True)
 class Record:
-    """The ranks of a run that trained, in order."""
+    """The ranks of a run that trained, in order.
+
+    Attributes:
+        folder: of their values.
+        ranks: in order.
+        scale: by which the script's own code multiplies the ranks' mean gradient when it steps.
+    """
 
     folder: Path
     ranks: list[Rank]
+    scale: float = 1.0
 
     @property
     def size(self) -> int:
@@ -102,8 +109,26 @@ class Record:
         return Averaged(told, self.value)
 
     def used(self, step: Event) -> Any:
-        """Returns the gradients with which the optimizer steps; what is cut is put together from all ranks."""
+        """Returns the gradients with which the optimizer steps; what is cut is put together from all ranks.
+
+        The script's own code may average them when it steps: then those that lie there before are each rank's own.
+        """
+        if step.get("by_hand"):
+            from samestep.verification.numerics import mean
+
+            return mean(self.parts(step), self.scale)
         return self._whole([rank.steps[step["event"]] for rank in self.ranks])
+
+    @cached_property
+    def is_by_hand(self) -> bool:
+        """Whether the script steps by its own code."""
+        return any(step.get("by_hand") for rank in self.ranks for step in rank.steps)
+
+    def parts(self, step: Event) -> list[Any]:
+        """Returns what each rank had for a gradient before the script's own code stepped, if that was kept."""
+        events = [(rank.number, rank.steps[step["event"]]) for rank in self.ranks]
+        told = [self.value(number, event["kept"]) for number, event in events if event["kept"] is not None]
+        return [{name: one[name] for name in step["gradients"] if name in one} for one in told]
 
     def is_seen_by_all(self, step: Event) -> bool:
         """Whether every rank that keeps gradients, or tells its samples, did so at this step.
@@ -178,9 +203,18 @@ class Record:
 
     def value(self, rank: int, number: int) -> Any:
         """Returns a big value. It was written by a process of ours, in a folder of ours."""
-        import torch
+        from samestep.verification.watching.storage import load_unseen
 
-        return torch.load(journal.value_path(self.folder, rank, number), weights_only=False)
+        return load_unseen(journal.value_path(self.folder, rank, number), weights_only=False)
+
+
+def _stepped(event: Event, after: dict[str, Any] | None) -> Event:
+    """A step and what is behind it; one of the script's own code is of the parameters that it changes."""
+    step = {**event, "after": after}
+    if event.get("by_hand") and after is not None:
+        changed = {name: one for name, one in event["gradients"].items() if event["parameters"][name] != after[name]}
+        step["gradients"] = changed or event["gradients"]
+    return step
 
 
 def part_at(tensor: Any, place: str) -> Any:

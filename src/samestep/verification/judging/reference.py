@@ -11,8 +11,8 @@ from typing import Any
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, Finding, unchecked
 from samestep.verification.journal import Event
+from samestep.verification.judging import by_hand, repeated
 from samestep.verification.judging import local_steps as local
-from samestep.verification.judging import repeated
 from samestep.verification.judging.explanations import Explanations
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.rates import Rates
@@ -92,6 +92,11 @@ class Comparison:
         if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameter_order", "parameters")}:
             report.cover("gradients", unchecked("the ranks train different models"))
             return
+        if self.record.is_by_hand and common:
+            used = by_hand.as_used(self.record, self.whole, common, report)
+            if used is not None:
+                replace(self, record=used).judge_known(common, report)
+            return
         if (own := averaged_behind(self.record)) is not None:
             why = f"at step {own} each rank steps with a gradient of its own, and the parameters are averaged behind it"
             report.cover("gradients", unchecked(why))
@@ -99,6 +104,10 @@ class Comparison:
         if (declared := local_steps(self.record)) is not None and self.others.of_group is not None:
             local.judge(self.record, declared, common, self._compare_group, report)
             return
+        self.judge_known(common, report)
+
+    def judge_known(self, common: list[Event], report: Report) -> None:
+        """Compares steps for which the ranks' gradients are known."""
         if (self._has_other_samples(common) or self._draws_others()) and not self._are_those_of_one_process(common):
             self._compare_parts(common, report)
             return

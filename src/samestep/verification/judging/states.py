@@ -331,6 +331,9 @@ def differing_ranks(events: list[Event], key: str) -> tuple[int, list[str]] | No
 
 def _healed(record: Record, index: int) -> bool:
     """Whether the parameters agree again before the next step: local steps, whose parameters are averaged."""
+    events = record.events_of_step(index)
+    if all(event.get("by_hand") and event["after"] is not None for event in events):
+        return differing_ranks(events, "after") is None  # averaged within the step
     return index + 1 < record.steps and differing_ranks(record.events_of_step(index + 1), "parameters") is None
 
 

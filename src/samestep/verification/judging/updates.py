@@ -181,6 +181,12 @@ def _of_parameter(name: str, mine: Any, right: Any, before: Any) -> _Difference:
     return _Difference(name, None, error, limit, fitted.factors[0] if is_multiple else None)
 
 
+def is_another_change(mine: Any, right: Any, before: Any) -> bool:
+    """Returns whether `mine` differs from what a step makes of `before` by more than a thousandth of the change."""
+    found = _of_parameter("", mine, right, before)
+    return not math.isnan(found.error) and found.error > max(found.limit, _SAME)
+
+
 def _of_state(name: str, key: str, mine: Any, right: Any) -> _Difference:
     if not hasattr(mine, "layout") or not hasattr(right, "layout"):
         same = mine == right or (isinstance(mine, float) and math.isclose(mine, float(right), rel_tol=1e-4))

@@ -53,6 +53,8 @@ class Alone(Witness):
         self._drawing = self._ranks if self._pretends is None else [self._pretends]  # the ranks whose draws it has
         self._event = 0
         self._put: int | None = None  # the window that began with recorded values last
+        self._teachers: dict[str, Any] = {}  # what the next window has of parameters that no optimizer holds, as it was
+        self._compares = True  # the step at hand is taken from the ranks' parameters
         self._replayed = self._training_passes()
         first = self.record.ranks[0] if self.record.ranks else Rank(0, [])
         self._steps, self._last = first.steps, _last(self.record)
@@ -122,6 +124,7 @@ class Alone(Witness):
         if self.order.get("own_lengths"):
             self.journal.write("own_length", key=epoch.key, own=dataset_length(epoch.loader))
         for index in range(max(map(len, parts))):
+            self.settle()
             events = {
                 rank: theirs[index] for rank, theirs in zip(self._ranks, parts, strict=True) if index < len(theirs)
             }
@@ -134,6 +137,7 @@ class Alone(Witness):
                 chosen = [(rank, event) for rank, event in chosen if rank == self._only[1]]
             self._note_sizes([event["size"] for _, event in chosen], anew=not index or "loaded" not in first)
             yield self.given(self._joined(chosen, epoch.loader))
+        self.settle()
         self._is_over = True
         self.evaluations.passed(epoch.key, epoch.number)
         self._use_sizes()
@@ -240,11 +244,23 @@ class Alone(Witness):
             kept = self.journal.keep(lambda path: save_unseen(self._locals(own), path))
             self.journal.write("own_start", kept=kept)
         if (state := self.record.state(self.window)) is not None:
-            if self._put == self.window - 1:  # what became of the buffers in that step, before they are put back
-                kept = self.journal.keep(lambda path: save_unseen(self.optimizers.buffers(), path))
+            if self._put == self.window - 1:  # what became of it in that step, before it is put back
+                moved = {"buffers": self.optimizers.buffers(), "before": self._teachers, "teachers": self._moving()}
+                kept = self.journal.keep(lambda path: save_unseen(moved, path))
                 self.journal.write("moved", window=self.window, kept=kept)
             self._put_back(state)
-            self._put = self.window
+            self._put_teachers()
+
+    def _put_teachers(self) -> None:
+        """The window begins with the ranks' values: so do the parameters that no optimizer holds, and steps change."""
+        self._put = self.window
+        self._teachers = {name: one.detach().clone() for name, one in self._moving(self.window + 1).items()}
+
+    def _moving(self, window: int | None = None) -> dict[str, Any]:
+        """Those that are not what they were at first when a window of the ranks begins, here the one at hand."""
+        state = self.record.state(self.window if window is None else window)
+        changed = {} if state is None else state["untrained"]
+        return {name: one for name, one in self._locals(self.optimizers.untrained()).items() if name in changed}
 
     def forwarding(self, model: Any, data: tuple[Any, ...]) -> None:
         """A window begins here, at the latest, whose batch was loaded before the last step, or that is evaluated in."""
@@ -290,7 +306,9 @@ class Alone(Witness):
 
     def backward(self, root: Any, where: str) -> None:
         """A window without a DataLoader begins here at the latest."""
-        del root, where
+        del where
+        if root is not None:
+            self.begin_backward(root)
         self.evaluations.end()
         self.open_window()
         self.micro += 1
@@ -304,6 +322,7 @@ class Alone(Witness):
         for optimizer in self.optimizers.all:
             if optimizer.samestep_number == wanted:
                 self.journal.write("micro", window=self.window, kept=self._keep_gradients(optimizer))
+        self.end_backward()
 
     @staticmethod
     def _locals(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -311,26 +330,49 @@ class Alone(Witness):
         return {name: getattr(one, "_local_tensor", one) for name, one in tensors.items()}
 
     def _keep_gradients(self, optimizer: Any) -> int | None:
-        gradients = self._locals({name: one.grad for name, one in self.optimizers.parameters(optimizer).items()})
+        gradients = self._locals(self.optimizers.gradients(optimizer))
         return self.journal.keep(lambda path: save_unseen(gradients, path))
 
     def before_step(self, optimizer: Any) -> None:
         """Keeps the gradients where the ranks' are kept."""
         number = getattr(optimizer, "samestep_number", 0)
+        self._compares = self._begins_as_theirs(optimizer)
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.journal.write("rates", event=self._event, optimizer=number, rates=rates)
-        if self._event < len(self._steps) and self._steps[self._event]["kept"] is not None:
+        if self._is_compared():
             kept, used = self._keep_gradients(optimizer), None
             if (brought := self._brought.of(self.optimizers.parameters(optimizer))) is not None:
                 kept, used = self.journal.keep(lambda path: save_unseen(brought, path)), kept
             self.journal.write("step", event=self._event, optimizer=number, kept=kept, used=used)
-        if self._event < len(self._steps):
+        if self._event < len(self._steps) and self._compares:
             self._updates.before(optimizer, self.optimizers.parameters(optimizer), self._steps[self._event])
+
+    def _is_compared(self) -> bool:
+        """Whether the ranks' values of the step at hand are kept, and it is taken from the same parameters."""
+        is_kept = self._event < len(self._steps) and self._steps[self._event]["kept"] is not None
+        return is_kept and self._compares
+
+    def _begins_as_theirs(self, optimizer: Any) -> bool:
+        """Whether a step is taken from the ranks' parameters; they were put back if they were known before it.
+
+        Which ones the script's own code changes is known only when it does so for the first time.
+        """
+        state = self.record.state(self.window)
+        if self.is_open or state is None or not self.optimizers.is_by_hand(optimizer):
+            return True
+        theirs = state["parameters"].get(optimizer.samestep_number, {})
+        is_theirs = all(
+            name in theirs and theirs[name].equal(getattr(one, "_local_tensor", one))
+            for name, one in self.optimizers.parameters(optimizer).items()
+        )
+        if is_theirs:
+            self._put_teachers()
+        return is_theirs
 
     def after_step(self, optimizer: Any) -> None:
         """Keeps the update where the ranks' is kept, counts, and ends where the recording has ended."""
         self._updates.after()
-        if self._event < len(self._steps) and self._steps[self._event]["kept"] is not None:
+        if self._is_compared():
             states = {name: self._locals(state) for name, state in state_of(self.optimizers).items()}
             made = {"parameters": self._locals(self.optimizers.parameters(optimizer)), "states": states}
             kept = self.journal.keep(lambda path: save_unseen(made, path))
@@ -346,6 +388,7 @@ class Alone(Witness):
 
     def told(self, kind: str, **fields: Any) -> None:
         """Writes down what is compared: the norms that clipping has seen, say."""
+        self.settle()
         if kind == "evaluates":
             self.note_evaluation()
         elif kind == "metrics":

@@ -3,6 +3,9 @@
     ranks    p, s, g, rate ──► optimizer ──► p', s'      alone    the same p, s, g, rate ──► optimizer ──► p'', s''
 
 So p' and p'' differ only by what the optimizer does, not by rounding in gradients, which Adam's first steps enlarge.
+What the script's own code steps with is not known where it averages, or divides, only then: there g is the mean of what
+the ranks had, or its N-fold or N-th part, where that is the gradient of one process but for rounding.
+
 The rates of all steps are the ranks', since a rate that is scaled by their number is judged by itself.
 """
 
@@ -47,10 +50,11 @@ class UpdateReplay:
             return
         import torch
 
-        gradients = self._record.used(step)
+        mine = self._optimizers.gradients(optimizer)
+        gradients = nearest(self._record, step, mine) if step["by_hand"] else self._record.used(step)
         with torch.no_grad():
-            for name, parameter in parameters.items():
-                own, value = getattr(parameter.grad, "_local_tensor", parameter.grad), gradients.get(name)
+            for name in parameters:
+                own, value = getattr(mine[name], "_local_tensor", mine[name]), gradients.get(name)
                 if own is not None and value is not None and own.shape == value.shape and own.layout == value.layout:
                     own.copy_(value)
 
@@ -60,3 +64,15 @@ class UpdateReplay:
             if group["lr"] == theirs:
                 group["lr"] = own
         self._rates.clear()
+
+
+def nearest(record: Record, step: Event, own: dict[str, Any]) -> dict[str, Any]:
+    """Returns the ranks' gradients as one process has them before its own code steps; nothing where they are others."""
+    from samestep.verification.numerics import distance, limit, mean
+
+    parts, size = record.parts(step), record.size
+    for scale in (1.0, 1.0 / size, float(size)):
+        found = mean(parts, scale)
+        if distance(found, {name: own.get(name) for name in found}).whole <= limit(0.0, found):
+            return found
+    return {}
