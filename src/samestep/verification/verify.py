@@ -21,6 +21,7 @@ from samestep.verification.files import Files, written_folders
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import (
+    by_hand,
     chance,
     communication,
     control,
@@ -352,7 +353,9 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
             with_draws=with_draws,
         )
         if record.is_by_hand:  # by its update it is known how such a step uses gradients
-            Updates(record, whole, others).judge(report)
+            compared = Updates(record, whole, others).judge(report)
+            storage.judge_with(record, whole.record.ranks[0], compared, report)
+            report.remarks.append(by_hand.REMARK)
         Comparison(record, whole, others).judge(report)
         if not record.is_by_hand:
             Updates(record, whole, others).judge(report)

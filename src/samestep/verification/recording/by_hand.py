@@ -13,9 +13,10 @@ code as an optimizer does. Tensors that belong to no model count where the scrip
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from samestep.launch.noting import call_site
+from samestep.launch.noting import call_site, is_own
 from samestep.verification.recording.naming import roots
 
 __all__: list[str] = []
@@ -66,6 +67,7 @@ class ByHand:
         self._due: list[tuple[weakref.ref[Tensor], ...]] = []  # models with new gradients
         self._returned: dict[int, Tensor] = {}
         self._stepping: HandWritten | None = None
+        self._owner: Callable[[], Any] = _nobody
         self._held: list[Tensor] = []  # its parameters: a script may let a model go before the step is known to be over
         self._storages: set[int] = set()
         self._writes = _Writes(self)
@@ -113,6 +115,7 @@ class ByHand:
             self._stepping = optimizer = self._optimizer()
             optimizer.returned = self._returned
             self._held = optimizer.param_groups[0]["params"]
+            self._own(sys._getframe(1))  # noqa: SLF001
             self._hook = register_module_forward_pre_hook(self._called)
             self._listener.optimizer_made(optimizer, call_site(sys._getframe(1)))  # noqa: SLF001
             self._listener.before_step(optimizer)
@@ -123,6 +126,26 @@ class ByHand:
             self._models.get(one) and one.requires_grad for one in tensors if isinstance(one, Tensor)
         ):
             self.settle()
+
+    def _own(self, frame: Any) -> None:
+        """Finds the object whose method steps: what it holds beside parameters is the state of an optimizer."""
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if owner is not None and is_own(frame.f_code.co_filename) and not isinstance(owner, nn.Module):
+                with contextlib.suppress(TypeError):  # of a class that takes no weak references
+                    self._owner = weakref.ref(owner)
+                return
+            frame = frame.f_back
+
+    def state(self) -> list[Tensor]:
+        """Returns the tensors that the object whose method steps holds; parameters are none of its state."""
+        owner = self._owner()
+        held = (
+            []
+            if owner is None
+            else [one for value in getattr(owner, "__dict__", {}).values() for one in _tensors(value)]
+        )
+        return [one for one in held if one not in self._models]
 
     def _optimizer(self) -> HandWritten:
         parameters = [one for model in self._due for known in model if (one := known()) is not None]
@@ -207,14 +230,18 @@ def _stack() -> list[Any]:
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
+    elif isinstance(value, list | tuple | dict):
+        for one in value.values() if isinstance(value, dict) else value:
             yield from _tensors(one)
 
 
 def _storage(tensor: Tensor) -> int:
     own = getattr(tensor, "_local_tensor", tensor)
     return int(own.untyped_storage().data_ptr()) if own.layout == torch.strided else id(own)
+
+
+def _nobody() -> None:
+    pass
 
 
 def _is(one: Any, other: Any) -> bool:

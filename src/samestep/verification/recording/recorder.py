@@ -251,6 +251,9 @@ class Recorder(Witness):
         self.optimizer_made(optimizer, "")
         by_hand, is_late = self.optimizers.is_by_hand(optimizer), not self.is_open
         self.open_window()
+        if by_hand and self._loaded is not None:  # what came back of the state of such code, only its step tells
+            self._sampled = True
+            self._note_window()
         parameters, gradients = self.optimizers.parameters(optimizer), self.optimizers.gradients(optimizer)
         if self._loaded is not None:
             if by_hand and is_late:
@@ -360,6 +363,8 @@ class Recorder(Witness):
             self.journal.write(kind, window=self.window, where=fields["where"])
             return
         if kind in {"save", "load"}:
+            if kind == "save":
+                fields |= self.sizes_of_saved(fields["value"])
             fields["digests"] = _digests_in(fields.pop("value"))
             if not fields["digests"]:
                 return  # a storage, which torch saves and loads by these functions when an object is sent

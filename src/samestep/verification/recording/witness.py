@@ -113,6 +113,15 @@ class Witness(Observer, Callbacks):
             self._by_hand.returned(inputs, gradients)
             self.after_backward()
 
+    def sizes_of_saved(self, value: Any) -> dict[str, Any]:
+        """Returns how many numbers are saved, and of tensors that are state of the script's own code how many each."""
+        from samestep.verification.recording.passes import tensors_in
+
+        own = [] if self._by_hand is None else [one.untyped_storage().data_ptr() for one in self._by_hand.state()]
+        told = list(tensors_in(value))
+        mine = {name: one.numel() for name, one in told if own and one.untyped_storage().data_ptr() in own}
+        return {"own_state": mine, "numbers": sum(one.numel() for _, one in told)}
+
     def settle(self) -> None:
         """Whatever comes now, a step that the script takes by its own code has ended before it."""
         if self._by_hand is not None:

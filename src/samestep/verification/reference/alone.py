@@ -54,6 +54,8 @@ class Alone(Witness):
         self._event = 0
         self._put: int | None = None  # the window that began with recorded values last
         self._teachers: dict[str, Any] = {}  # what the next window has of parameters that no optimizer holds, as it was
+        self._known: set[int] = set()  # the optimizers whose parameters were put back when the window began
+        self._placed = -1  # the window in which a new model was looked for
         self._compares = True  # the step at hand is taken from the ranks' parameters
         self._replayed = self._training_passes()
         first = self.record.ranks[0] if self.record.ranks else Rank(0, [])
@@ -70,6 +72,8 @@ class Alone(Witness):
         self._spawned = False
         when_imported("torch.distributed", self._watch_joining)
         self.begin_watching()
+        if self.record.is_by_hand:
+            when_imported("torch.nn.modules.module", self._watch_models)
         self._slice_norms()
         if self._pretends is not None:
             pretend(self._pretends, self.record.size)
@@ -239,6 +243,7 @@ class Alone(Witness):
         if self.is_open or not self.optimizers.all:
             return
         self.is_open = True
+        self._known = {one.samestep_number for one in self.optimizers.all}
         if not self.window and self.record.is_cut:
             own = {name: one for each in self.optimizers.all for name, one in self.optimizers.parameters(each).items()}
             kept = self.journal.keep(lambda path: save_unseen(self._locals(own), path))
@@ -249,6 +254,34 @@ class Alone(Witness):
                 kept = self.journal.keep(lambda path: save_unseen(moved, path))
                 self.journal.write("moved", window=self.window, kept=kept)
             self._put_back(state)
+            self._put_teachers()
+
+    def _watch_models(self, module: Any) -> None:
+        def before(called: Any, _: Any) -> None:
+            import torch
+
+            if torch.is_grad_enabled():
+                self._place(called)
+
+        module.register_module_forward_pre_hook(before)
+
+    def _place(self, module: Any) -> None:
+        """Puts the ranks' values into a model that the script's own code is going to step for the first time."""
+        step = self._steps[self._event] if self._event < len(self._steps) else None
+        if step is None or not step["by_hand"] or self._placed == self.window:
+            return
+        if any(one.samestep_number == step["optimizer"] for one in self.optimizers.all):
+            return
+        self._placed = self.window
+        state = self.record.state(self.window)
+        theirs = {} if state is None else state["parameters"].get(step["optimizer"], {})
+        from samestep.verification.recording.naming import trained_of
+
+        own = trained_of(module)
+        if own.keys() == theirs.keys() and all(own[name].shape == theirs[name].shape for name in own):
+            for name, one in own.items():
+                one.data.copy_(theirs[name])
+            self._known.add(step["optimizer"])
             self._put_teachers()
 
     def _put_teachers(self) -> None:
@@ -358,9 +391,10 @@ class Alone(Witness):
         Which ones the script's own code changes is known only when it does so for the first time.
         """
         state = self.record.state(self.window)
-        if self.is_open or state is None or not self.optimizers.is_by_hand(optimizer):
+        number = optimizer.samestep_number
+        if number in self._known or state is None or not self.optimizers.is_by_hand(optimizer):
             return True
-        theirs = state["parameters"].get(optimizer.samestep_number, {})
+        theirs = state["parameters"].get(number, {})
         is_theirs = all(
             name in theirs and theirs[name].equal(getattr(one, "_local_tensor", one))
             for name, one in self.optimizers.parameters(optimizer).items()
@@ -393,6 +427,8 @@ class Alone(Witness):
             self.note_evaluation()
         elif kind == "metrics":
             self.journal.write(kind, window=self.window, placed=self.is_placed, **fields)
+        elif kind == "save":
+            self.journal.write(kind, where=fields["where"], **self.sizes_of_saved(fields["value"]))
         elif kind in {"clip", "scheduler"}:
             self.journal.write(kind, window=self.window, **fields)
         elif kind == "mode":
