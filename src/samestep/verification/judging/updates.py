@@ -76,7 +76,8 @@ class Updates:
                 return right
             right.add(step["event"])
             kept = [one.error for one in differences if one.error <= one.limit]
-            worst, known = max([worst, *kept]), max(known, len(wrong))
+            seen = [one.error for one in differences if one.error <= one.limit < 1]  # else rounding hides the update
+            worst, known = max([worst, *seen]), max(known, len(wrong))
             are_equal &= not wrong and not any(kept)
         if not compared:
             report.cover("updates", unchecked(self._why(steps)))
@@ -156,7 +157,8 @@ class Updates:
             cause = f"not one process's: an error of {found.error:.1e} of its norm"
             if self.record.is_cut:
                 cause += "; each rank updates its shard by itself"
-        alike = " and gradients" if step.get("by_hand") else ", gradients and rate"
+        alike = "parameters and gradients" if step.get("by_hand") else "parameters, gradients and rate"
+        when = f"at step {step['event']}{self._behind_load(step)}"
         what = f"the update of {found.name}" if found.key is None else f"the state {found.key!r} of {found.name}"
         return Finding(
             code="update-differs",
@@ -165,7 +167,7 @@ class Updates:
             tensor=found.name,
             factor=None if found.factor is None else round(found.factor, 6),
             where=step["where"],
-            cause=f"at step {step['event']}{self._behind_load(step)}, from the same parameters{alike}, {what} is {cause}",
+            cause=f"{when}, from the same {alike}, {what} is {cause}",
             fix=_FOR_ONE,
         )
 

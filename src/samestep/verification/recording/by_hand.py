@@ -64,6 +64,7 @@ class ByHand:
         self._listener = listener
         self._models: Any = WeakIdKeyDictionary()  # parameter -> the trained parameters of its model, weakly
         self._made: Any = WeakIdKeyDictionary()  # a first parameter -> all that begin with it
+        self._has_models = False
         self._due: list[tuple[weakref.ref[Tensor], ...]] = []  # models with new gradients
         self._returned: dict[int, Tensor] = {}
         self._stepping: HandWritten | None = None
@@ -80,7 +81,7 @@ class ByHand:
             if leaf not in self._models:
                 self._find(leaves)
             model = self._models.get(leaf, ())
-            if model and model not in self._due:
+            if model and not any(one is model for one in self._due):
                 self._due.append(model)
 
     def returned(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -93,7 +94,8 @@ class ByHand:
         trained = [[one for one in root.parameters() if one.requires_grad] for root in roots()]
         for parameters in trained:
             self._know(parameters)
-        if not any(trained):
+        self._has_models |= any(trained)
+        if not self._has_models:
             self._know(leaves)
         for leaf in leaves:
             self._models.setdefault(leaf, ())
@@ -120,12 +122,14 @@ class ByHand:
             self._listener.optimizer_made(optimizer, call_site(sys._getframe(1)))  # noqa: SLF001
             self._listener.before_step(optimizer)
 
-    def reads(self, tensors: Iterable[Any]) -> None:
-        """Something is about to use tensors with gradients on: where there is no model, a forward begins with that."""
-        if self._stepping is not None and any(
-            self._models.get(one) and one.requires_grad for one in tensors if isinstance(one, Tensor)
-        ):
+    def ends_with(self, result: Any) -> bool:
+        """Whether a call that has brought `result` ends a step: where there is no model, a forward begins with it."""
+        if self._stepping is None or self._has_models or not isinstance(result, Tensor):
+            return False
+        is_used = result.requires_grad and not result.is_leaf
+        if is_used:
             self.settle()
+        return is_used
 
     def _own(self, frame: Any) -> None:
         """Finds the object whose method steps: what it holds beside parameters is the state of an optimizer."""
@@ -159,6 +163,12 @@ class ByHand:
 
     def _called(self, _: nn.Module, __: Any) -> None:
         self.settle()
+
+    def stop(self) -> None:
+        """From now on an optimizer of torch.optim steps."""
+        self.settle()
+        self._writes.end()
+        self._due, self._storages = [], set()
 
     def settle(self) -> None:
         """A step that has begun has ended by now."""
@@ -209,8 +219,10 @@ class _Writes(TorchFunctionMode):
                 self._by_hand.wrote(_tensors(kwargs["out"]))
             elif _is_write(func, name):
                 self._by_hand.wrote(_tensors(args[0] if args else list(kwargs.values())))
-            elif torch.is_grad_enabled() and not name.startswith("__"):
-                self._by_hand.reads(args)
+            else:
+                result = func(*args, **kwargs)
+                # what a step has brought may have been replaced by the ranks' values when it ended
+                return func(*args, **kwargs) if self._by_hand.ends_with(result) else result
         return func(*args, **kwargs)
 
 

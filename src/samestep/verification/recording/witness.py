@@ -87,6 +87,8 @@ class Witness(Observer, Callbacks):
 
     def optimizer_made(self, optimizer: Any, where: str) -> None:
         """Numbers it."""
+        if self._by_hand is not None and not self.optimizers.is_by_hand(optimizer):
+            self._by_hand.stop()
         self.optimizers.add(optimizer, where)
         self.inputs.watch(optimizer)
 
