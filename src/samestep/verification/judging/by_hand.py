@@ -21,10 +21,10 @@ from samestep.verification.report import Report
 
 __all__: list[str] = []
 
-_NEAR = 1e-3  # of a factor
-_ANY = 0.0  # of gradients that are zero on both sides
 REMARK = "no optimizer of torch.optim steps: a step is a change of parameters in place behind a backward pass"
-_SCALED = "before a step gradients are {:.4g} times one process's, and whether the step makes up for that is not known"
+_SCALED = (
+    "one process's gradients are {:.4g} times those before a step, and whether the step makes up for that is not known"
+)
 _WEIGHED = "one process's is a sum of the ranks', with weights that the step gives them"
 _OTHER = "each rank's own code steps from a gradient of its own, and one process's is no average of them"
 
@@ -39,17 +39,23 @@ def as_used(record: Record, whole: Run, steps: list[Event], report: Report) -> R
         report: knows whether the updates agree.
     """
     agree = report.coverage.get("updates") in {AGREES, PROVED}
-    told = {_factor(record, whole, step) for step in steps} - {_ANY}
-    factor = told.pop() if len(told) == 1 else None if told else 1.0
-    if factor is not None and factor != 1.0:
+    stepped, factors, is_far = {}, set(), False
+    for step in steps:
+        mean, alone = numerics.mean(record.parts(step)), whole.gradients(step["event"])
+        stepped[step["event"]], told = numerics.nearest(mean, alone, record.size)
+        factors |= told
+        far = numerics.distance(stepped[step["event"]], alone).whole > numerics.limit(0.0, mean)
+        is_far |= far and _are_apart(record, step)
+    if not is_far:
+        if factors <= {1.0}:
+            return record
         if agree:
-            return replace(record, scale=1 / factor)
-        if report.coverage.get("updates") != REFUTED:
-            report.cover("gradients", unchecked(_SCALED.format(factor)))
-            return None
-    if factor is not None or not any(_are_apart(record, step) for step in steps):
-        return record
-    if agree and (weights := [_weights(record, whole, step) for step in steps]) and None not in weights:
+            return replace(record, stepped=stepped)
+        if report.coverage.get("updates") == REFUTED and len(factors) == 1:
+            return record
+        report.cover("gradients", unchecked(_SCALED.format(max(factors, key=lambda one: abs(one - 1)))))
+        return None
+    if agree and None not in [_weights(record, whole, step) for step in steps]:
         report.cover("gradients", AGREES, f"{_WEIGHED}, {plural(len(steps), 'step')}")
     else:
         report.cover("gradients", unchecked(_OTHER))
@@ -59,17 +65,6 @@ def as_used(record: Record, whole: Run, steps: list[Event], report: Report) -> R
 def _are_apart(record: Record, step: Event) -> bool:
     told = [rank.steps[step["event"]]["gradients"] for rank in record.ranks]
     return any(len({one.get(name) for one in told}) > 1 for name in step["gradients"])
-
-
-def _factor(record: Record, whole: Run, step: Event) -> float | None:
-    """Returns how many times one process's the ranks' mean is: 1, their number, or one by it; None where it is not."""
-    mean, alone = numerics.mean(record.parts(step)), whole.gradients(step["event"])
-    ours, theirs = numerics.flat(mean, alone), numerics.flat(alone, mean)
-    if not ours.any() and not theirs.any():
-        return _ANY
-    found = numerics.fit(ours, [theirs])
-    size = float(record.size)
-    return next((one for one in (1.0, size, 1 / size) if abs(found.factors[0] / one - 1) < _NEAR), None)
 
 
 def _weights(record: Record, whole: Run, step: Event) -> tuple[float, ...] | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,12 @@ class Record:
     Attributes:
         folder: of their values.
         ranks: in order.
-        scale: by which the script's own code multiplies the ranks' mean gradient when it steps.
+        stepped: event -> the gradients with which the script's own code steps, where others lay there before.
     """
 
     folder: Path
     ranks: list[Rank]
-    scale: float = 1.0
+    stepped: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -116,7 +117,8 @@ class Record:
         if step.get("by_hand"):
             from samestep.verification.numerics import mean
 
-            return mean(self.parts(step), self.scale)
+            known = self.stepped.get(step["event"])
+            return mean(self.parts(step)) if known is None else known
         return self._whole([rank.steps[step["event"]] for rank in self.ranks])
 
     @cached_property

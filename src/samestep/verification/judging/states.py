@@ -97,7 +97,8 @@ def by_hand(record: Record, whole: Run) -> str | None:
     if not alone:
         apart = any(mine != shapes[0] for mine in shapes) or next(_initial(record), None) is not None
         return "the ranks hold different parameters, and the script does not run alone" if apart else None
-    whole_models = all(alone.keys() <= rank.steps[0]["parameters"].keys() for rank in record.ranks)
+    held = [rank.steps[0]["parameters"].keys() | mine.keys() for rank, mine in zip(record.ranks, shapes, strict=True)]
+    whole_models = all(alone.keys() <= names for names in held)
     if any(mine.items() - alone.items() for mine in shapes) or not whole_models:
         return "each rank holds a part of the model, cut by the script itself"
     if all(mine == alone for mine in shapes) and (own := _own(record)):

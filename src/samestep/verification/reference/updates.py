@@ -51,7 +51,7 @@ class UpdateReplay:
         import torch
 
         mine = self._optimizers.gradients(optimizer)
-        gradients = nearest(self._record, step, mine) if step["by_hand"] else self._record.used(step)
+        gradients = _as_one_process_has(self._record, step, mine) if step["by_hand"] else self._record.used(step)
         with torch.no_grad():
             for name in parameters:
                 own, value = getattr(mine[name], "_local_tensor", mine[name]), gradients.get(name)
@@ -66,13 +66,10 @@ class UpdateReplay:
         self._rates.clear()
 
 
-def nearest(record: Record, step: Event, own: dict[str, Any]) -> dict[str, Any]:
+def _as_one_process_has(record: Record, step: Event, own: dict[str, Any]) -> dict[str, Any]:
     """Returns the ranks' gradients as one process has them before its own code steps; nothing where they are others."""
-    from samestep.verification.numerics import distance, limit, mean
+    from samestep.verification.numerics import distance, limit, mean, nearest
 
-    parts, size = record.parts(step), record.size
-    for scale in (1.0, 1.0 / size, float(size)):
-        found = mean(parts, scale)
-        if distance(found, {name: own.get(name) for name in found}).whole <= limit(0.0, found):
-            return found
-    return {}
+    there = {name: own[name] for name in step["gradients"] if name in own}
+    found, _ = nearest(mean(record.parts(step)), there, record.size)
+    return found if distance(found, there).whole <= limit(0.0, found) else {}
