@@ -212,9 +212,9 @@ def test_buffers_that_each_rank_keeps_a_part_of_are_no_difference(
 
     kept(0, 0, {"buffers": {"total": torch.zeros(2)}})
     kept(1, 0, {"total": torch.zeros(2)})
-    kept(0, 1, {"buffers": {"total": torch.tensor([1.0, 2.0])}})
+    kept(0, 1, {"buffers": {"total": torch.tensor([1.0, 2.0])}, "untrained": {}})
     kept(1, 1, {"total": torch.tensor([2.0, 3.0])})
-    kept(0, 2, {"total": torch.tensor(theirs)})
+    kept(0, 2, {"buffers": {"total": torch.tensor(theirs)}, "before": {}, "teachers": {}})
     windows = [{"kind": "window", "number": number, "kept": number} for number in (0, 1)]
     others = [{**window, "kept": None, "buffers": window["number"]} for window in windows]
     record = Record(tmp_path, [Rank(0, [*windows, step(0, "g")]), Rank(1, [*others, step(0, "g")])])
@@ -245,8 +245,8 @@ def test_a_buffer_that_a_step_leaves_otherwise_than_in_one_process_is_found(
         torch.save(value, path)
         return tmp_path / folder
 
-    mine = kept("ranks", 1, {"buffers": {name: torch.tensor([1.0, 2.0])}})
-    alone = kept("alone", 1, {name: torch.tensor(theirs)})
+    mine = kept("ranks", 1, {"buffers": {name: torch.tensor([1.0, 2.0])}, "untrained": {}})
+    alone = kept("alone", 1, {"buffers": {name: torch.tensor(theirs)}, "before": {}, "teachers": {}})
     kept("ranks", 0, {"buffers": {name: torch.zeros(2)}})
     window = {"kind": "window", "number": 1, "kept": 1}
     first = {"kind": "window", "number": 0, "kept": 0}
@@ -258,4 +258,31 @@ def test_a_buffer_that_a_step_leaves_otherwise_than_in_one_process_is_found(
     moved.judge(record, whole, report)
     assert [(one.code, one.step, one.tensor, one.where) for one in report.errors] == (
         [("buffers-diverged", 0, name, "train.py:25")] if is_found else []
+    )
+
+
+@pytest.mark.parametrize(("theirs", "is_found"), [([1.0, 1.2], False), ([1.0, 1.1], True), ([1.0], False)])
+def test_an_average_of_the_weights_that_follows_too_early_is_found(
+    tmp_path: Path, theirs: list[float], *, is_found: bool
+) -> None:
+    """As one of a hand-written ZeRO that is updated before the other ranks' parameters are there."""
+
+    def kept(folder: str, value: Any) -> Path:
+        path = value_path(tmp_path / folder, 0, 1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(value, path)
+        return tmp_path / folder
+
+    name = "model 1: weight"
+    mine = kept("ranks", {"buffers": {}, "untrained": {name: torch.tensor([1.0, 1.2])}})
+    alone = kept(
+        "alone", {"buffers": {}, "before": {name: torch.tensor([1.0, 1.0])}, "teachers": {name: torch.tensor(theirs)}}
+    )
+    record = Record(mine, [Rank(0, [step(0, "g"), {"kind": "window", "number": 1, "kept": 1}])])
+    ended = Ended(code=0, hung=False, failure=None, folder=alone)
+    whole = Run(ended, Record(alone, [Rank(0, [{"kind": "moved", "window": 1, "kept": 1}])]))
+    report = Report(ranks=2, coverage={"gradients": "agrees"})
+    moved.judge(record, whole, report)
+    assert [(one.code, one.step, one.tensor) for one in report.errors] == (
+        [("parameters-diverged", 0, name)] if is_found else []
     )
