@@ -214,7 +214,7 @@ def test_buffers_that_each_rank_keeps_a_part_of_are_no_difference(
     kept(1, 0, {"total": torch.zeros(2)})
     kept(0, 1, {"buffers": {"total": torch.tensor([1.0, 2.0])}, "untrained": {}})
     kept(1, 1, {"total": torch.tensor([2.0, 3.0])})
-    kept(0, 2, {"buffers": {"total": torch.tensor(theirs)}, "averaged": {}})
+    kept(0, 2, {"buffers": {"total": torch.tensor(theirs)}, "before": {}, "teachers": {}})
     windows = [{"kind": "window", "number": number, "kept": number} for number in (0, 1)]
     others = [{**window, "kept": None, "buffers": window["number"]} for window in windows]
     record = Record(tmp_path, [Rank(0, [*windows, step(0, "g")]), Rank(1, [*others, step(0, "g")])])
@@ -246,7 +246,7 @@ def test_a_buffer_that_a_step_leaves_otherwise_than_in_one_process_is_found(
         return tmp_path / folder
 
     mine = kept("ranks", 1, {"buffers": {name: torch.tensor([1.0, 2.0])}, "untrained": {}})
-    alone = kept("alone", 1, {"buffers": {name: torch.tensor(theirs)}, "averaged": {}})
+    alone = kept("alone", 1, {"buffers": {name: torch.tensor(theirs)}, "before": {}, "teachers": {}})
     kept("ranks", 0, {"buffers": {name: torch.zeros(2)}, "untrained": {}})
     window = {"kind": "window", "number": 1, "kept": 1}
     first = {"kind": "window", "number": 0, "kept": 0}

@@ -90,11 +90,9 @@ def test_an_average_that_takes_other_weights_than_in_one_process_is_found(
 
     begun, whole = torch.arange(8.0), torch.arange(8.0) + 0.1 * torch.arange(1.0, 9.0)
     ours = begun + torch.tensor(added) * (whole - begun)
-    mine = kept("ranks", 1, {"buffers": {}, "untrained": {"model 1: w": begun}})
-    kept("ranks", 2, {"buffers": {}, "untrained": {"model 1: w": ours}})
-    alone = kept("alone", 0, {"buffers": {}, "averaged": {"model 1: w": whole}})
-    windows = [{"kind": "window", "number": number, "kept": number} for number in (1, 2)]
-    events = [step(0, "g"), windows[0], step(1, "g"), windows[1]]
+    mine = kept("ranks", 2, {"buffers": {}, "untrained": {"model 1: w": ours}})
+    alone = kept("alone", 0, {"buffers": {}, "before": {"model 1: w": begun}, "teachers": {"model 1: w": whole}})
+    events = [step(0, "g"), step(1, "g"), {"kind": "window", "number": 2, "kept": 2}]
     record = Record(mine, [Rank(0, events), Rank(1, [{**one, "kept": None} for one in events])])
     moved_: Event = {"kind": "moved", "window": 2, "kept": 0}
     ended = Ended(code=0, hung=False, failure=None, folder=alone)

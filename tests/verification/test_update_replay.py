@@ -27,7 +27,7 @@ def test_parameters_that_one_process_has_not_stepped_yet_get_state_and_gradients
     value_path(tmp_path, 0, 5).parent.mkdir(exist_ok=True)
     torch.save({name: torch.tensor([1.0, 2.0])}, value_path(tmp_path, 0, 5))
     torch.save({"parameters": {}, "states": {}}, value_path(tmp_path, 0, 6))
-    taken = step(0, "g", kept=5, rates=[0.2], settings=[{"weight_decay": 0.0, "betas": [0.5, 0.9]}])
+    taken = step(0, "g", kept=5, rates=[0.2], by_hand=False, settings=[{"weight_decay": 0.0, "betas": [0.5, 0.9]}])
     updated = {"kind": "updated", "event": 0, "kept": 6, "evaluations": 0}
     replay = UpdateReplay(Record(tmp_path, [Rank(0, [taken, updated])]), optimizers)
     theirs = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}

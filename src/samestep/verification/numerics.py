@@ -22,6 +22,7 @@ Gradients = Mapping[str, Tensor | None]  # by the parameters' names
 ABOVE_FLOOR = 20.0  # an error so many times the measured floor is no rounding any more
 ROUNDINGS = 1e3  # nor is one of so many units in the last place, where the floor happens to be lower
 _SMALL = 1e-2  # of the whole gradient's size a number; a tensor with less is held against this
+_NEAR = 0.1  # of a tensor's norm: so far from a multiple of another it may be, and rounding is measured afterwards
 COARSEST = 1e-3  # a floor above it hides real mistakes
 STEPS_IN_FLOAT64 = 20  # in which an accusation is looked at again
 MOST_ROUNDING = 1e-2  # of a tensor's norm; a larger error may be a mistake that another run does not repeat
@@ -116,6 +117,43 @@ def fit(target: Tensor, parts: Sequence[Tensor]) -> Fit:
     solved = torch.linalg.lstsq(scaled, target.unsqueeze(1), driver="gelsd").solution.squeeze(1)
     left = float((scaled @ solved - target).norm() / target.norm().clamp_min(1e-300))
     return Fit(tuple((solved / scale).tolist()), left)
+
+
+def mean(parts: Sequence[Gradients]) -> dict[str, Tensor | None]:
+    """Returns the mean of some gradients; one that a part lacks counts as zeros there.
+
+    >>> mean([{"w": torch.ones(1)}, {"w": None}])
+    {'w': tensor([0.5000])}
+    """
+    found: dict[str, Tensor | None] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        told = [one for part in parts if (one := part.get(name)) is not None]
+        found[name] = sum(told[1:], told[0]) / len(parts) if told else None
+    return found
+
+
+def nearest(these: Gradients, reference: Gradients, size: int) -> tuple[dict[str, Tensor | None], set[float]]:
+    """Returns of each tensor itself, its `size`-fold or its part by `size`, and which of these factors there are.
+
+    It is the multiple that is near the reference; where none is, the tensor itself.
+
+    >>> nearest({"w": torch.full((2,), 6.0)}, {"w": torch.full((2,), 3.0)}, size=2)
+    ({'w': tensor([3., 3.])}, {0.5})
+    """
+    found: dict[str, Tensor | None] = {}
+    factors = set()
+    for name, one in these.items():
+        other = reference.get(name)
+        found[name] = one
+        if one is None or other is None or one.shape != other.shape:
+            continue
+        mine, theirs = vector(one), vector(other)
+        errors = {factor: float((mine * factor - theirs).norm()) for factor in (1.0, 1 / size, float(size))}
+        factor = min(errors, key=errors.__getitem__)
+        if errors[factor] < _NEAR * float(theirs.norm()):
+            found[name] = one if factor == 1.0 else one * factor
+            factors.add(factor)
+    return found, factors
 
 
 def are_finite(gradients: Gradients) -> bool:

@@ -20,6 +20,7 @@ from samestep.verification.files import Files, written_folders
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import (
+    by_hand,
     chance,
     communication,
     control,
@@ -42,6 +43,7 @@ from samestep.verification.runner import Runner, Say, nursery_for
 
 __all__ = ["verify"]
 
+NO_STEP = "no optimizer of torch.optim has stepped, and no parameter was changed in place behind a backward pass"
 AS_MANY = "let every rank come by every collective, as often as the others: samestep.shards gives all as many batches"
 
 
@@ -267,7 +269,7 @@ def _remarks(ended: runs.Ended, report: Report) -> list[str]:
     if ended.hung:
         remarks += [f"rank {rank} stands at {place}" for rank, place in sorted(runs.standing(ended.folder).items())]
     if report.steps == 0 and report.inconclusive is None and not ended.hung and ended.code == 0:
-        report.inconclusive = "no optimizer of torch.optim has stepped: there is no training to compare"
+        report.inconclusive = f"{NO_STEP}: there is no training to compare"
     return remarks
 
 
@@ -315,7 +317,7 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
         return run, Others(again, lambda: [run] if len(ranks) == 1 else of_ranks(ranks), list)
 
     def in_float64() -> tuple[Record, Run, Run]:
-        steps = min(record.steps, numerics.STEPS_IN_FLOAT64)
+        steps = record.steps if record.is_by_hand else min(record.steps, numerics.STEPS_IN_FLOAT64)
         ranks = runner.recorded(f"{record.size} ranks in float64", record.size, steps=steps, double=True).record
         once = functools.partial(runner.alone, record=ranks, double=True)
         return ranks, once("the same in float64"), once("the same in float64, another order", permuted=True)
@@ -339,8 +341,13 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
             with_draws=with_draws,
             in_turn=in_turn,
         )
+        if record.is_by_hand:  # by its update it is known how such a step uses gradients
+            compared = Updates(record, whole, others).judge(report)
+            storage.judge_with(record, whole.record.ranks[0], compared, report)
+            report.remarks.append(by_hand.REMARK)
         Comparison(record, whole, others).judge(report)
-        Updates(record, whole, others).judge(report)
+        if not record.is_by_hand:
+            Updates(record, whole, others).judge(report)
         declared.judge(record, whole, report)
         if states.local_steps(record) is None:  # else the buffers are each rank's own
             moved.judge(record, whole, report)

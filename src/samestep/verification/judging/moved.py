@@ -1,6 +1,6 @@
-"""Whether a step does to buffers what it does to them in one process: a queue of keys, a running centre, a codebook.
+"""Whether a step does to buffers, and to models that no optimizer holds, what it does to them in one process.
 
-And to parameters that follow the trained ones, such as an exponential average of them.
+Buffers are a queue of keys, a running centre, a codebook; such a model is a teacher, or an average of the weights.
 
 The script alone begins a step with the recorded parameters and buffers, so what its buffers are at the next one is what
 all samples make of them. On ranks each may use its own part only, and DistributedDataParallel hides that: it sends
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding
-from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
 from samestep.verification.recording.evaluations import STATISTICS
@@ -35,7 +34,7 @@ def judge(record: Record, whole: Run, report: Report) -> None:
     """Adds what the buffers tell, where the gradients are known to be those of one process."""
     if report.coverage.get("gradients") in {AGREES, DECLARED} and whole.record.ranks:
         report.add(_moved(record, whole))
-        report.add(_averaged(record, whole))
+        report.add(_followed(record, whole))
 
 
 def _moved(record: Record, whole: Run) -> Iterator[Finding]:
@@ -54,19 +53,19 @@ def _moved(record: Record, whole: Run) -> Iterator[Finding]:
                     return
 
 
-def _averaged(record: Record, whole: Run) -> Iterator[Finding]:
-    """An average that is brought up to date before all ranks have the parameters, say.
+def _followed(record: Record, whole: Run) -> Iterator[Finding]:
+    """Of each such model, what one step has made of it from the ranks' values: it follows all that they have made.
 
     One process may be at another place of a schedule, and take other shares: what a step adds is then a multiple.
     """
     for event in whole.record.ranks[0].of("moved"):
-        before, after = (record.state(window) for window in (event["window"] - 1, event["window"]))
-        if before is None or after is None or event["kept"] is None:
+        after = record.state(event["window"])
+        if event["kept"] is None or after is None:
             continue
-        theirs = whole.record.value(0, event["kept"])["averaged"]
+        alone = whole.record.value(0, event["kept"])
         added: list[tuple[str, Tensor, Tensor]] = []
         for name, ours in after["untrained"].items():
-            start, right = before["untrained"].get(name), theirs.get(name)
+            start, right = alone["before"].get(name), alone["teachers"].get(name)
             is_value = ours.is_floating_point() and not name.endswith(STATISTICS)
             if is_value and start is not None and right is not None and ours.shape == right.shape == start.shape:
                 added.append((name, _added(start, ours), _added(start, right)))
@@ -76,7 +75,7 @@ def _averaged(record: Record, whole: Run) -> Iterator[Finding]:
         if all_ours.numel() >= _FEWEST and numerics.fit(all_ours, [all_right]).left > _OF_A_STEP:
             name, mine, other = max(added, key=lambda one: float((one[1] - one[2]).norm()))
             if float((mine - other).norm()) > _OF_A_STEP * float(other.norm()):
-                yield _average(record, event["window"] - 1, name)
+                yield _behind(record, event["window"] - 1, name)
                 return
 
 
@@ -121,22 +120,19 @@ def _is_apart(mine: Any, theirs: Any) -> bool:
     return bool(error > _APART * theirs.double().norm().clamp_min(1e-12))
 
 
-def _step(record: Record, window: int) -> Event:
-    """The step that ends a window."""
-    return next(one for one in record.ranks[0].by_window[window] if one["kind"] == "step")
-
-
-def _average(record: Record, window: int, name: str) -> Finding:
-    step = _step(record, window)
+def _behind(record: Record, window: int, name: str) -> Finding:
+    told = record.ranks[0].by_window.get(window, [])
+    step = next((one for one in told if one["kind"] == "step"), None)
+    event = window if step is None else step["event"]
     return Finding(
         code="parameters-diverged",
         property="parameters",
-        step=step["event"],
+        step=event,
         tensor=name,
-        where=step["where"],
-        cause=f"step {step['event']} leaves other values than in one process in {name}, which no optimizer holds: it "
-        "follows the trained parameters, and takes other values of them",
-        fix="update an average of the weights behind the step, once this rank has the parameters of all ranks",
+        where=None if step is None else step["where"],
+        cause=f"step {event} leaves other values in {name}, which no optimizer holds, than in one process: it follows "
+        "parameters that are not yet, or on this rank never, what all ranks together have made of them",
+        fix="update a copy, or an average, of the weights when every rank has all new parameters",
     )
 
 

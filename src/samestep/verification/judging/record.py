@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class Rank:
     def steps(self) -> list[Event]:
         """The optimizer steps; each with "after", the parameters' digests behind it, where it came to that."""
         after = {event["event"]: event["parameters"] for event in self.of("stepped")}
-        return [{**event, "after": after.get(event["event"])} for event in self.of("step")]
+        return [_stepped(event, after.get(event["event"])) for event in self.of("step")]
 
     @cached_property
     def by_window(self) -> dict[int, list[Event]]:
@@ -62,10 +63,17 @@ class Rank:
 
 @dataclass(frozen=True)
 class Record:
-    """The ranks of a run that trained, in order."""
+    """The ranks of a run that trained, in order.
+
+    Attributes:
+        folder: of their values.
+        ranks: in order.
+        stepped: event -> the gradients with which the script's own code steps, where others lay there before.
+    """
 
     folder: Path
     ranks: list[Rank]
+    stepped: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -113,8 +121,37 @@ class Record:
         return Averaged(told, self.value)
 
     def used(self, step: Event) -> Any:
-        """Returns the gradients with which the optimizer steps; what is cut is put together from all ranks."""
+        """Returns the gradients with which the optimizer steps; what is cut is put together from all ranks.
+
+        The script's own code may average them when it steps: then those that lie there before are each rank's own.
+        """
+        if step.get("by_hand"):
+            from samestep.verification.numerics import mean
+
+            known = self.stepped.get(step["event"])
+            return mean(self.parts(step)) if known is None else known
         return self._whole([rank.steps[step["event"]] for rank in self.ranks])
+
+    @cached_property
+    def is_by_hand(self) -> bool:
+        """Whether the script steps by its own code."""
+        return any(step.get("by_hand") for rank in self.ranks for step in rank.steps)
+
+    def parts(self, step: Event) -> list[Any]:
+        """Returns what each rank had for a gradient before the script's own code stepped, if that was kept."""
+        events = [(rank.number, rank.steps[step["event"]]) for rank in self.ranks]
+        told = [self.value(number, event["kept"]) for number, event in events if event["kept"] is not None]
+        return [{name: one[name] for name in step["gradients"] if name in one} for one in told]
+
+    def is_seen_by_all(self, step: Event) -> bool:
+        """Whether every rank that keeps gradients, or tells its samples, did so at this step.
+
+        Where one rank evaluates by itself, it alone looks at the step behind its evaluation.
+        """
+        keeping = [rank for rank in self.ranks if any(one["kept"] is not None for one in rank.steps)]
+        kept = [rank.steps[step["event"]]["kept"] is not None for rank in keeping]
+        told = {any(one["kind"] == "input" for one in rank.by_window.get(step["window"], [])) for rank in self.ranks}
+        return all(kept) and len(told) <= 1
 
     def updated(self, step: Event) -> Event | None:
         """Returns what the first rank told of a step's update; None where it was not kept."""
@@ -179,9 +216,18 @@ class Record:
 
     def value(self, rank: int, number: int) -> Any:
         """Returns a big value. It was written by a process of ours, in a folder of ours."""
-        import torch
+        from samestep.verification.watching.storage import load_unseen
 
-        return torch.load(journal.value_path(self.folder, rank, number), weights_only=False)
+        return load_unseen(journal.value_path(self.folder, rank, number), weights_only=False)
+
+
+def _stepped(event: Event, after: dict[str, Any] | None) -> Event:
+    """A step and what is behind it; one of the script's own code is of the parameters that it changes."""
+    step = {**event, "after": after}
+    if event.get("by_hand") and after is not None:
+        changed = {name: one for name, one in event["gradients"].items() if event["parameters"][name] != after[name]}
+        step["gradients"] = changed or event["gradients"]
+    return step
 
 
 def part_at(tensor: Any, place: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, Finding, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging import in_turn, repeated
+from samestep.verification.judging import by_hand, in_turn, repeated
 from samestep.verification.judging import local_steps as local
 from samestep.verification.judging.explanations import Explanations
 from samestep.verification.judging.others import Others
@@ -79,6 +79,7 @@ class Comparison:
         rates = Rates(self.record, self.whole, self.others.own_lengths, self.others.own_pace, until)
         report.add(rates.findings())
         mine = [event for event in self.record.ranks[0].steps[: self.record.steps] if event["kept"] is not None]
+        mine = [event for event in mine if self.record.is_seen_by_all(event)]
         common = [event for event in mine if event["event"] in self.whole.steps]
         common = [event for event in common if not apart or event["window"] < (apart[0].step or 0)]
         common = [event for event in common if event["window"] not in self._astray]
@@ -92,6 +93,11 @@ class Comparison:
         if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameter_order", "parameters")}:
             report.cover("gradients", unchecked("the ranks train different models"))
             return
+        if self.record.is_by_hand and common:
+            used = by_hand.as_used(self.record, self.whole, common, report)
+            if used is not None:
+                replace(self, record=used).judge_known(common, report)
+            return
         if (own := averaged_behind(self.record)) is not None:
             why = f"at step {own} each rank steps with a gradient of its own, and the parameters are averaged behind it"
             report.cover("gradients", unchecked(why))
@@ -99,6 +105,10 @@ class Comparison:
         if (declared := local_steps(self.record)) is not None and self.others.of_group is not None:
             local.judge(self.record, declared, common, self._compare_group, report)
             return
+        self.judge_known(common, report)
+
+    def judge_known(self, common: list[Event], report: Report) -> None:
+        """Compares steps for which the ranks' gradients are known."""
         others = self._has_other_samples(common) or self._draws_others()
         if others and not self._are_those_of_one_process(common):
             if not self._compare_in_turn(common, report):
@@ -139,7 +149,8 @@ class Comparison:
     def _compare_in_turn(self, common: list[Event], report: Report) -> bool:
         """Compares them with one process that takes a step for each rank's; returns whether that tells anything."""
         stepping = {event["optimizer"] for event in self.record.ranks[0].steps}
-        if self.others.in_turn is None or are_loaded(self.record) or len(stepping) > 1:
+        is_told_of = self.record.is_by_hand or are_loaded(self.record)
+        if self.others.in_turn is None or is_told_of or len(stepping) > 1:
             return False
         is_told = in_turn.judge(self.record, self.others.in_turn(), common, report)
         if is_told:

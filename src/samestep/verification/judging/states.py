@@ -101,8 +101,8 @@ def by_hand(record: Record, whole: Run) -> str | None:
         apart = any(mine != shapes[0] for mine in shapes) or next(_initial(record), None) is not None
         told = "the ranks hold different parameters, and the script does not run alone"
         return told if apart and not record.wrappers else None
-    known = [{name for step in rank.steps for name in step["parameters"]} for rank in record.ranks]
-    if not all(alone.keys() <= names for names in known):
+    held = [{name for step in rank.steps for name in step["parameters"]} for rank in record.ranks]
+    if not all(alone.keys() <= names | mine.keys() for names, mine in zip(held, shapes, strict=True)):
         return _PART
     if not record.wrappers and any(mine.items() - alone.items() for mine in shapes):
         return _PART
@@ -339,6 +339,9 @@ def differing_ranks(events: list[Event], key: str) -> tuple[int, list[str]] | No
 
 def _healed(record: Record, index: int) -> bool:
     """Whether the parameters agree again before the next step: local steps, whose parameters are averaged."""
+    events = record.events_of_step(index)
+    if all(event.get("by_hand") and event["after"] is not None for event in events):
+        return differing_ranks(events, "after") is None  # averaged within the step
     return index + 1 < record.steps and differing_ranks(record.events_of_step(index + 1), "parameters") is None
 
 

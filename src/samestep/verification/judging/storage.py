@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from samestep.verification.findings import NOT_REACHED, PROVED, Finding, unchecked
+from samestep.verification.findings import AGREES, NOT_REACHED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.states import differing
@@ -12,6 +12,8 @@ from samestep.verification.judging.words import listed
 from samestep.verification.report import Report
 
 __all__: list[str] = []
+
+OWN_STATE = "the state of the script's own code is seen in its first step behind the load, which was not compared"
 
 
 def judge(record: Record, report: Report) -> None:
@@ -27,7 +29,9 @@ def judge(record: Record, report: Report) -> None:
         if before:
             compared = True
             report.add(_compared(rank, event, before[-1]))
-    if compared:
+    if compared and record.is_by_hand:
+        report.cover("checkpoint", unchecked(OWN_STATE))
+    elif compared:
         report.cover("checkpoint", PROVED)
     elif saves:
         report.cover("checkpoint", unchecked("nothing that was saved was loaded again"))
@@ -64,6 +68,49 @@ def _is_of(save: Event, rank: Rank, resumed: Event) -> bool:
 def same(first: dict[str, str], other: dict[str, str]) -> bool:
     """Returns whether two states hold the same tensors, whatever they are called."""
     return sorted(first.values()) == sorted(other.values())
+
+
+def judge_with(record: Record, alone: Rank, compared: set[int], report: Report) -> None:
+    """Adds what saves and loads of the state of a script's own code tell.
+
+    Args:
+        record: of the ranks.
+        alone: the script by itself, which saves and loads as well.
+        compared: the steps whose updates are as in one process.
+        report: to add to.
+    """
+    report.add(_partly_saved(record, alone))
+    resumed = {event["event"] for rank in record.ranks for event in rank.of("resumed")}
+    if report.coverage.get("checkpoint") == unchecked(OWN_STATE) and resumed <= compared:
+        report.cover(
+            "checkpoint", AGREES, "the first step behind the load is that of one process that has loaded its own"
+        )
+
+
+def _partly_saved(record: Record, alone: Rank) -> Iterator[Finding]:
+    """Whether of a state that is cut over the ranks only some of them save their part."""
+    saves: dict[str, list[Event]] = {}
+    for rank in record.ranks:
+        for number, event in enumerate(rank.of("save")):
+            saves.setdefault(f"{event['where']}|{number}", []).append(event)
+    saves_alone = {f"{event['where']}|{number}": event for number, event in enumerate(alone.of("save"))}
+    for place, events in saves.items():
+        whole = saves_alone.get(place)
+        if whole is None or sum(event["numbers"] for event in events) >= whole["numbers"]:
+            continue
+        for name, size in whole["own_state"].items():
+            told = [event["own_state"][name] for event in events if name in event["own_state"]]
+            if told and sum(told) < size:
+                yield Finding(
+                    code="checkpoint-inexact",
+                    property="checkpoint",
+                    tensor=name,
+                    where=events[0]["where"],
+                    cause=f"the file holds {sum(told)} of the {size} numbers that one process saves in {name}: each "
+                    "rank has a part of the optimizer's state, and not all parts are saved",
+                    fix="gather the parts of all ranks before rank 0 saves, or let every rank save its own",
+                )
+                return
 
 
 def _begun_again(record: Record) -> Iterator[Finding]:

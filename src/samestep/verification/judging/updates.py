@@ -57,13 +57,14 @@ class Updates:
     whole: Run
     others: Others
 
-    def judge(self, report: Report) -> None:
-        """Adds what the comparison tells."""
+    def judge(self, report: Report) -> set[int]:
+        """Adds what the comparison tells; returns the steps that are as in one process."""
         if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameter_order", "parameters")}:
             report.cover("updates", unchecked("the ranks train different models"))
-            return
+            return set()
         steps = [step for step in self.record.ranks[0].steps[: self.record.steps] if self._is_kept(step)]
         compared = 0
+        right: set[int] = set()
         are_equal = True
         worst, known = 0.0, 0.0
         for step in steps:
@@ -72,9 +73,11 @@ class Updates:
             wrong = [one for one in differences if one.error > one.limit]
             if wrong and (lasting := self._beyond_rounding(step, wrong)):
                 report.add([self._finding(step, max(lasting, key=lambda one: one.error))])
-                return
+                return right
+            right.add(step["event"])
             kept = [one.error for one in differences if one.error <= one.limit]
-            worst, known = max([worst, *kept]), max(known, len(wrong))
+            seen = [one.error for one in differences if one.error <= one.limit < 1]  # else rounding hides the update
+            worst, known = max([worst, *seen]), max(known, len(wrong))
             are_equal &= not wrong and not any(kept)
         if not compared:
             report.cover("updates", unchecked(self._why(steps)))
@@ -82,6 +85,7 @@ class Updates:
             report.cover("updates", PROVED, f"{plural(compared, 'step')} from the ranks' state and gradients")
         else:
             report.cover("updates", AGREES, f"worst error {worst:.1e} of an update, {plural(compared, 'step')}")
+        return right
 
     def _is_kept(self, step: Event) -> bool:
         return (
@@ -153,6 +157,8 @@ class Updates:
             cause = f"not one process's: an error of {found.error:.1e} of its norm"
             if self.record.is_cut:
                 cause += "; each rank updates its shard by itself"
+        alike = "parameters and gradients" if step.get("by_hand") else "parameters, gradients and rate"
+        when = f"at step {step['event']}{self._behind_load(step)}"
         what = f"the update of {found.name}" if found.key is None else f"the state {found.key!r} of {found.name}"
         return Finding(
             code="update-differs",
@@ -161,9 +167,13 @@ class Updates:
             tensor=found.name,
             factor=None if found.factor is None else round(found.factor, 6),
             where=step["where"],
-            cause=f"at step {step['event']}, from the same parameters, gradients and rate, {what} is {cause}",
+            cause=f"{when}, from the same {alike}, {what} is {cause}",
             fix=_FOR_ONE,
         )
+
+    def _behind_load(self, step: Event) -> str:
+        resumed = {event["event"] for rank in self.record.ranks for event in rank.of("resumed")}
+        return ", the first behind a load" if step["event"] in resumed else ""
 
 
 def _of_parameter(name: str, mine: Any, right: Any, before: Any) -> _Difference:

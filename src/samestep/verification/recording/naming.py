@@ -33,6 +33,14 @@ def names_of(parameters: Iterable[Tensor]) -> dict[int, str]:
     return names
 
 
+def trained_of(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the trained parameters, by name, of the model that a module is, or is a part of."""
+    for root in roots():
+        if any(one is module for one in root.modules()):
+            return {bare(name): one for name, one in root.named_parameters() if one.requires_grad}
+    return {}
+
+
 def bare(name: str) -> str:
     """Returns a name without what wrappers put into it."""
     for wrapper in _WRAPPERS:

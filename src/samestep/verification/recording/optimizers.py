@@ -56,6 +56,17 @@ class Optimizers:
         self._taken[first] = self._taken.get(first, begun) + 1
         return int(self._taken[first])
 
+    @staticmethod
+    def is_by_hand(optimizer: Any) -> bool:
+        """Whether it stands for the script's own code."""
+        return hasattr(optimizer, "returned")
+
+    def gradients(self, optimizer: Any) -> dict[str, Any]:
+        """Returns name -> gradient, None where there is none."""
+        returned = getattr(optimizer, "returned", {})
+        parameters = self.parameters(optimizer).items()
+        return {name: returned.get(id(one)) if one.grad is None else one.grad for name, one in parameters}
+
     def parameters(self, optimizer: Any) -> dict[str, Any]:
         """Returns name -> parameter, in the optimizer's order; named when they are first asked for."""
         from samestep.verification.recording.naming import names_of, of_optimizer

@@ -277,6 +277,8 @@ class Recorder(Witness):
 
     def backward(self, root: Any, where: str) -> None:
         """Counts the backward passes of a window."""
+        if root is not None:
+            self.begin_backward(root)
         from samestep.verification.recording.losses import terms_of
         from samestep.verification.recording.passes import scale_of
 
@@ -289,6 +291,7 @@ class Recorder(Witness):
         """Writes down how large one gradient is by now: whether somebody divides it before the step."""
         self.journal.write("accumulated", window=self.window, norm=self.optimizers.probe())
         self.compressing.settle(self._events)
+        self.end_backward()
 
     def before_step(self, optimizer: Any) -> None:
         """Writes down the gradients that it will use."""
@@ -297,10 +300,15 @@ class Recorder(Witness):
         if torch.compiler.is_compiling():
             return
         self.optimizer_made(optimizer, "")
+        by_hand, is_late = self.optimizers.is_by_hand(optimizer), not self.is_open
         self.open_window()
-        parameters = self.optimizers.parameters(optimizer)
-        gradients = {name: parameter.grad for name, parameter in parameters.items()}
+        if by_hand and self._loaded is not None:  # what came back of the state of such code, only its step tells
+            self._sampled = True
+            self._note_window()
+        parameters, gradients = self.optimizers.parameters(optimizer), self.optimizers.gradients(optimizer)
         if self._loaded is not None:
+            if by_hand and is_late:
+                self._loaded_buffers = {}  # a forward has changed them
             states = [one for one in self.optimizers.states() if one["number"] == optimizer.samestep_number]
             self.journal.write(
                 "resumed",
@@ -311,9 +319,10 @@ class Recorder(Witness):
                 averaged=self._loaded_averaged,
             )
             self._loaded = None
-        kept = self._keep(lambda: held(gradients)) if self._sampled else None
+        kept = self._keep(lambda: held(gradients), by_all=by_hand) if self._sampled else None
         self.journal.write(
             "step",
+            by_hand=by_hand,
             event=self._events,
             optimizer=optimizer.samestep_number,
             window=self.window,
@@ -335,9 +344,9 @@ class Recorder(Witness):
         """By what a scaler has multiplied the loss of this window."""
         return float(self._scaled.get_scale()) if self._scaled is not None and self._scaled.is_enabled() else 1.0
 
-    def _keep(self, value: Callable[[], Any]) -> int | None:
+    def _keep(self, value: Callable[[], Any], *, by_all: bool = False) -> int | None:
         """Of replicas the first rank's values are enough; of what is cut, or if so ordered, all keep theirs."""
-        if self.rank and self.optimizers.are_replicas and not self.order.get("everywhere"):
+        if self.rank and self.optimizers.are_replicas and not by_all and not self.order.get("everywhere"):
             return None
         return self.journal.keep(lambda path: save_unseen(value(), path))
 
@@ -385,6 +394,7 @@ class Recorder(Witness):
 
     def told(self, kind: str, **fields: Any) -> None:
         """Writes down everything else."""
+        self.settle()
         if kind == "mode":
             self.note_mode(training=fields["training"])
             return
@@ -404,6 +414,8 @@ class Recorder(Witness):
             self.journal.write(kind, window=self.window, where=fields["where"])
             return
         if kind in {"save", "load"}:
+            if kind == "save":
+                fields |= self.sizes_of_saved(fields["value"])
             fields["digests"] = _digests_in(fields.pop("value"))
             if not fields["digests"]:
                 return  # a storage, which torch saves and loads by these functions when an object is sent

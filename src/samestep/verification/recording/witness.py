@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -45,10 +46,13 @@ class Witness(Observer, Callbacks):
         self.micro = 0  # backward passes of this window, so far
         self.is_open = False  # something of this window has been seen
         self.is_loading = False
+        self._by_hand: Any = None  # a ByHand, once a backward has begun in a script that has no optimizer of torch's
         self._trained: weakref.ref[Any] | None = None  # what a model was given with gradients last
 
     def end(self, error: BaseException | None) -> None:
         """Notes how the script has ended."""
+        with contextlib.suppress(StopRecording):
+            self.settle()
         self.evaluations.settle()
         name = None if error is None or isinstance(error, SystemExit) else type(error).__name__
         self.journal.write("end", error=name, message=str(error)[:500], enough=isinstance(error, StopRecording))
@@ -60,6 +64,7 @@ class Witness(Observer, Callbacks):
 
     def next_of(self, own: Iterator[Batch]) -> Batch | None:
         """What a dataset draws while it loads is in the batch; it is no draw of the training."""
+        self.settle()
         self.is_loading = True
         try:
             return next(own, None)
@@ -70,6 +75,7 @@ class Witness(Observer, Callbacks):
         """A model is about to be called: with gradients it trains, without them it may be evaluated."""
         import torch
 
+        self.settle()
         first = next((one for one in data if isinstance(one, torch.Tensor)), None)
         if torch.is_grad_enabled():
             self._trained = None if first is None else weakref.ref(first)
@@ -84,8 +90,47 @@ class Witness(Observer, Callbacks):
 
     def optimizer_made(self, optimizer: Any, where: str) -> None:
         """Numbers it."""
+        if self._by_hand is not None and not self.optimizers.is_by_hand(optimizer):
+            self._by_hand.stop()
         self.optimizers.add(optimizer, where)
         self.inputs.watch(optimizer)
+
+    def begin_backward(self, outputs: Any, inputs: list[Any] | None = None) -> None:
+        """A backward begins, or gradients of `inputs` have come: the script may be one that steps by its own code."""
+        self.settle()
+        if any(not self.optimizers.is_by_hand(one) for one in self.optimizers.all):
+            return
+        from samestep.verification.recording.by_hand import ByHand
+
+        self._by_hand = self._by_hand or ByHand(self)
+        self._by_hand.backward(outputs, inputs)
+
+    def end_backward(self) -> None:
+        """It has ended, and parameters may be changed."""
+        if self._by_hand is not None:
+            self._by_hand.arm()
+
+    def differentiated(self, inputs: list[Any], gradients: list[Any], where: str) -> None:
+        """Counts as a backward where the script may step by its own code."""
+        if all(self.optimizers.is_by_hand(one) for one in self.optimizers.all):
+            self.backward(None, where)
+            self.begin_backward(None, inputs)
+            self._by_hand.returned(inputs, gradients)
+            self.after_backward()
+
+    def sizes_of_saved(self, value: Any) -> dict[str, Any]:
+        """Returns how many numbers are saved, and of tensors that are state of the script's own code how many each."""
+        from samestep.verification.recording.passes import tensors_in
+
+        own = [] if self._by_hand is None else [one.untyped_storage().data_ptr() for one in self._by_hand.state()]
+        told = list(tensors_in(value))
+        mine = {name: one.numel() for name, one in told if own and one.untyped_storage().data_ptr() in own}
+        return {"own_state": mine, "numbers": sum(one.numel() for _, one in told)}
+
+    def settle(self) -> None:
+        """Whatever comes now, a step that the script takes by its own code has ended before it."""
+        if self._by_hand is not None:
+            self._by_hand.settle()
 
     def called(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -116,6 +161,7 @@ class Witness(Observer, Callbacks):
 
     def note_evaluation(self) -> None:
         """All that an evaluation needs is in place, and its first batch is about to be loaded."""
+        self.settle()
         self.evaluations.begin()
         self.open_window(evaluating=True)
 

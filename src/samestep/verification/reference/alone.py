@@ -55,6 +55,10 @@ class Alone(Witness):
         self._drawing = self._ranks if self._pretends is None else [self._pretends]  # the ranks whose draws it has
         self._event = 0
         self._put: int | None = None  # the window that began with recorded values last
+        self._teachers: dict[str, Any] = {}  # what the next window has of parameters that no optimizer holds, as it was
+        self._known: set[int] = set()  # the optimizers whose parameters were put back when the window began
+        self._placed = -1  # the window in which a new model was looked for
+        self._compares = True  # the step at hand is taken from the ranks' parameters
         self._replayed = self._training_passes()
         first = self.record.ranks[0] if self.record.ranks else Rank(0, [])
         self._steps, self._last = first.steps, _last(self.record)
@@ -72,6 +76,8 @@ class Alone(Witness):
         self._spawned = False
         when_imported("torch.distributed", self._watch_joining)
         self.begin_watching()
+        if self.record.is_by_hand:
+            when_imported("torch.nn.modules.module", self._watch_models)
         self._slice_norms()
         if self._pretends is not None:
             pretend(self._pretends, self.record.size)
@@ -128,6 +134,7 @@ class Alone(Witness):
         if self.order.get("own_lengths"):
             self.journal.write("own_length", key=epoch.key, own=dataset_length(epoch.loader))
         for index in range(max(map(len, parts))):
+            self.settle()
             events = {
                 rank: theirs[index] for rank, theirs in zip(self._ranks, parts, strict=True) if index < len(theirs)
             }
@@ -140,6 +147,7 @@ class Alone(Witness):
                 chosen = [(rank, event) for rank, event in chosen if rank == self._only[1]]
             self._note_sizes([event["size"] for _, event in chosen], anew=not index or "loaded" not in first)
             yield self.given(self._joined(chosen, epoch.loader))
+        self.settle()
         self._is_over = True
         self.evaluations.passed(epoch.key, epoch.number)
         self._use_sizes()
@@ -242,19 +250,57 @@ class Alone(Witness):
         if self.is_open or not self.optimizers.all:
             return
         self.is_open = True
+        self._known = {one.samestep_number for one in self.optimizers.all}
         if not self.window and self.record.is_cut:
             own = {name: one for each in self.optimizers.all for name, one in self.optimizers.parameters(each).items()}
             kept = self.journal.keep(lambda path: save_unseen(self._locals(own), path))
             self.journal.write("own_start", kept=kept)
         if (state := self.record.state(self.window // self._turns)) is not None:
-            if (
-                self._put == self.window - 1 and self._turns == 1
-            ):  # what became of the buffers in that step, before they are put back
-                moved = {"buffers": self.optimizers.buffers(), "averaged": self._locals(self.optimizers.untrained())}
+            if self._put == self.window - 1 and self._turns == 1:  # what that step has made, before it is put back
+                moved = {"buffers": self.optimizers.buffers(), "before": self._teachers, "teachers": self._moving()}
                 kept = self.journal.keep(lambda path: save_unseen(moved, path))
                 self.journal.write("moved", window=self.window, kept=kept)
             self._put_back(state)
-            self._put = self.window
+            self._put_teachers()
+
+    def _watch_models(self, module: Any) -> None:
+        def before(called: Any, _: Any) -> None:
+            import torch
+
+            if torch.is_grad_enabled():
+                self._place(called)
+
+        module.register_module_forward_pre_hook(before)
+
+    def _place(self, module: Any) -> None:
+        """Puts the ranks' values into a model that the script's own code is going to step for the first time."""
+        step = self._steps[self._event] if self._event < len(self._steps) else None
+        if step is None or not step["by_hand"] or self._placed == self.window:
+            return
+        if any(one.samestep_number == step["optimizer"] for one in self.optimizers.all):
+            return
+        self._placed = self.window
+        state = self.record.state(self.window)
+        theirs = {} if state is None else state["parameters"].get(step["optimizer"], {})
+        from samestep.verification.recording.naming import trained_of
+
+        own = trained_of(module)
+        if own.keys() == theirs.keys() and all(own[name].shape == theirs[name].shape for name in own):
+            for name, one in own.items():
+                one.data.copy_(theirs[name])
+            self._known.add(step["optimizer"])
+            self._put_teachers()
+
+    def _put_teachers(self) -> None:
+        """The window begins with the ranks' values: so do the parameters that no optimizer holds, and steps change."""
+        self._put = self.window
+        self._teachers = {name: one.detach().clone() for name, one in self._moving(self.window + 1).items()}
+
+    def _moving(self, window: int | None = None) -> dict[str, Any]:
+        """Those that are not what they were at first when a window of the ranks begins, here the one at hand."""
+        state = self.record.state(self.window if window is None else window)
+        changed = {} if state is None else state["untrained"]
+        return {name: one for name, one in self._locals(self.optimizers.untrained()).items() if name in changed}
 
     def forwarding(self, model: Any, data: tuple[Any, ...]) -> None:
         """A window begins here, at the latest, whose batch was loaded before the last step, or that is evaluated in."""
@@ -300,7 +346,9 @@ class Alone(Witness):
 
     def backward(self, root: Any, where: str) -> None:
         """A window without a DataLoader begins here at the latest."""
-        del root, where
+        del where
+        if root is not None:
+            self.begin_backward(root)
         self.evaluations.end()
         self.open_window()
         self.micro += 1
@@ -314,6 +362,7 @@ class Alone(Witness):
         for optimizer in self.optimizers.all:
             if optimizer.samestep_number == wanted:
                 self.journal.write("micro", window=self.window, kept=self._keep_gradients(optimizer))
+        self.end_backward()
 
     @staticmethod
     def _locals(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -321,28 +370,51 @@ class Alone(Witness):
         return {name: getattr(one, "_local_tensor", one) for name, one in tensors.items()}
 
     def _keep_gradients(self, optimizer: Any) -> int | None:
-        gradients = self._locals({name: one.grad for name, one in self.optimizers.parameters(optimizer).items()})
+        gradients = self._locals(self.optimizers.gradients(optimizer))
         return self.journal.keep(lambda path: save_unseen(gradients, path))
 
     def before_step(self, optimizer: Any) -> None:
         """Keeps the gradients where the ranks' are kept."""
         number = getattr(optimizer, "samestep_number", 0)
+        self._compares = self._begins_as_theirs(optimizer)
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.journal.write("rates", event=self._event, optimizer=number, rates=rates)
-        event, turn = divmod(self._event, self._turns)
-        if event < len(self._steps) and self._steps[event]["kept"] is not None:
+        if self._is_compared():
+            event, turn = divmod(self._event, self._turns)
             kept, used = self._keep_gradients(optimizer), None
             if (brought := self._brought.of(self.optimizers.parameters(optimizer))) is not None:
                 kept, used = self.journal.keep(lambda path: save_unseen(brought, path)), kept
             self.journal.write("step", event=event, turn=turn, optimizer=number, kept=kept, used=used)
-        if self._event < len(self._steps) and self._turns == 1:
+        if self._event < len(self._steps) and self._compares and self._turns == 1:
             self._updates.before(optimizer, self.optimizers.parameters(optimizer), self._steps[self._event])
+
+    def _is_compared(self) -> bool:
+        """Whether the ranks' values of the step at hand are kept, and it is taken from the same parameters."""
+        event = self._event // self._turns
+        return event < len(self._steps) and self._steps[event]["kept"] is not None and self._compares
+
+    def _begins_as_theirs(self, optimizer: Any) -> bool:
+        """Whether a step is taken from the ranks' parameters; they were put back if they were known before it.
+
+        Which ones the script's own code changes is known only when it does so for the first time.
+        """
+        state = self.record.state(self.window // self._turns)
+        number = optimizer.samestep_number
+        if number in self._known or state is None or not self.optimizers.is_by_hand(optimizer):
+            return True
+        theirs = state["parameters"].get(number, {})
+        is_theirs = all(
+            name in theirs and theirs[name].equal(getattr(one, "_local_tensor", one))
+            for name, one in self.optimizers.parameters(optimizer).items()
+        )
+        if is_theirs:
+            self._put_teachers()
+        return is_theirs
 
     def after_step(self, optimizer: Any) -> None:
         """Keeps the update where the ranks' is kept, counts, and ends where the recording has ended."""
         self._updates.after()
-        is_kept = self._event < len(self._steps) and self._steps[self._event]["kept"] is not None
-        if is_kept and self._turns == 1:
+        if self._is_compared() and self._turns == 1:
             states = {name: self._locals(state) for name, state in state_of(self.optimizers).items()}
             made = {"parameters": self._locals(self.optimizers.parameters(optimizer)), "states": states}
             kept = self.journal.keep(lambda path: save_unseen(made, path))
@@ -356,10 +428,13 @@ class Alone(Witness):
 
     def told(self, kind: str, **fields: Any) -> None:
         """Writes down what is compared: the norms that clipping has seen, say."""
+        self.settle()
         if kind == "evaluates":
             self.note_evaluation()
         elif kind == "metrics":
             self.journal.write(kind, window=self.window, placed=self.is_placed, **fields)
+        elif kind == "save":
+            self.journal.write(kind, where=fields["where"], **self.sizes_of_saved(fields["value"]))
         elif kind in {"clip", "scheduler"}:
             self.journal.write(kind, window=self.window, **fields)
         elif kind == "mode":

@@ -3,6 +3,9 @@
     ranks    p, s, g, rate ──► optimizer ──► p', s'      alone    the same p, s, g, rate ──► optimizer ──► p'', s''
 
 So p' and p'' differ only by what the optimizer does, not by rounding in gradients, which Adam's first steps enlarge.
+What the script's own code steps with is not known where it averages, or divides, only then: there g is the mean of what
+the ranks had, or its N-fold or N-th part, where that is the gradient of one process but for rounding.
+
 The rates of all steps are the ranks', since a rate that is scaled by their number is judged by itself, and so are the
 numbers that a schedule may change too: weight decay, momentum.
 """
@@ -52,12 +55,13 @@ class UpdateReplay:
             return
         import torch
 
-        gradients = self._record.used(step)
+        mine = self._optimizers.gradients(optimizer)
+        gradients = _as_one_process_has(self._record, step, mine) if step["by_hand"] else self._record.used(step)
         with torch.no_grad():
             for name, parameter in parameters.items():
-                own, value = getattr(parameter.grad, "_local_tensor", parameter.grad), gradients.get(name)
+                own, value = getattr(mine[name], "_local_tensor", mine[name]), gradients.get(name)
                 if value is None:
-                    parameter.grad = None
+                    parameter.grad = parameter.grad if step["by_hand"] else None
                 elif own is None and parameter.shape == value.shape and not hasattr(parameter, "_local_tensor"):
                     parameter.grad = value.to(parameter.dtype)
                 elif own is not None and own.shape == value.shape and own.layout == value.layout:
@@ -83,3 +87,12 @@ def _overwrite(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
             mine[key] = value
         elif hasattr(own, "copy_") and own.shape == value.shape:
             own.copy_(value)
+
+
+def _as_one_process_has(record: Record, step: Event, own: dict[str, Any]) -> dict[str, Any]:
+    """Returns the ranks' gradients as one process has them before its own code steps; nothing where they are others."""
+    from samestep.verification.numerics import distance, limit, mean, nearest
+
+    there = {name: own[name] for name in step["gradients"] if name in own}
+    found, _ = nearest(mean(record.parts(step)), there, record.size)
+    return found if distance(found, there).whole <= limit(0.0, found) else {}

@@ -96,6 +96,9 @@ class Callbacks:
     def after_backward(self) -> None:
         """It has ended."""
 
+    def differentiated(self, inputs: list[Any], gradients: list[Any], where: str) -> None:
+        """Gradients of leaves have been returned to the script, which may step with them."""
+
     def collective(self, call: dict[str, Any]) -> None:
         """The rank is about to enter a collective; `call` says op, where, shapes, dtype, and the like."""
 

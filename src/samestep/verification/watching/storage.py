@@ -21,11 +21,11 @@ def save_unseen(value: Any, path: Any) -> None:
     getattr(torch.save, "__wrapped__", torch.save)(value, path)
 
 
-def load_unseen(file: Any) -> Any:
-    """Does what torch.load does with tensors and plain values, and tells nobody."""
+def load_unseen(file: Any, *, weights_only: bool = True) -> Any:
+    """Does what torch.load does, by default with tensors and plain values alone, and tells nobody."""
     import torch
 
-    return getattr(torch.load, "__wrapped__", torch.load)(file, weights_only=True)
+    return getattr(torch.load, "__wrapped__", torch.load)(file, weights_only=weights_only)
 
 
 def watch(listener: Callbacks) -> None:

@@ -302,3 +302,14 @@ def _watch_backward(listener: Callbacks, module: Any) -> None:
         return result
 
     module.backward = backward  # Tensor.backward calls it by this name
+    differentiating = module.grad
+
+    @functools.wraps(differentiating)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        gradients = differentiating(outputs, inputs, *args, **kwargs)
+        leaves = [inputs] if hasattr(inputs, "is_leaf") else list(inputs)
+        if all(getattr(one, "is_leaf", False) and one.requires_grad for one in leaves):
+            listener.differentiated(leaves, list(gradients), call_site(sys._getframe(1)))  # noqa: SLF001
+        return gradients
+
+    module.grad = grad

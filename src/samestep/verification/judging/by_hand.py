@@ -1,0 +1,75 @@
+"""The gradients of steps that a script takes by its own code, which may average, or divide, only while it steps.
+
+    .grad of each rank        after the script's all_reduce and division     its mean
+                              after the all_reduce alone: p -= lr * p.grad / N     N times its mean
+                              the rank's own: averaged in a flat buffer     itself
+
+So what lay there before a step is judged by its direction, and its scale by the update that the step makes of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from samestep.verification import numerics
+from samestep.verification.findings import AGREES, PROVED, REFUTED, unchecked
+from samestep.verification.journal import Event
+from samestep.verification.judging.record import Record
+from samestep.verification.judging.single import Run
+from samestep.verification.judging.words import plural
+from samestep.verification.report import Report
+
+__all__: list[str] = []
+
+REMARK = "no optimizer of torch.optim steps: a step is a change of parameters in place behind a backward pass"
+_SCALED = (
+    "one process's gradients are {:.4g} times those before a step, and whether the step makes up for that is not known"
+)
+_WEIGHED = "one process's is a sum of the ranks', with weights that the step gives them"
+_OTHER = "each rank's own code steps from a gradient of its own, and one process's is no average of them"
+
+
+def as_used(record: Record, whole: Run, steps: list[Event], report: Report) -> Record | None:
+    """Returns the record with gradients that may be held against one process's; None where the report has it all.
+
+    Args:
+        record: of the ranks.
+        whole: the script alone.
+        steps: whose gradients both have kept.
+        report: knows whether the updates agree.
+    """
+    agree = report.coverage.get("updates") in {AGREES, PROVED}
+    stepped, factors, is_far = {}, set(), False
+    for step in steps:
+        mean, alone = numerics.mean(record.parts(step)), whole.gradients(step["event"])
+        stepped[step["event"]], told = numerics.nearest(mean, alone, record.size)
+        factors |= told
+        far = numerics.distance(stepped[step["event"]], alone).whole > numerics.limit(0.0, mean)
+        is_far |= far and _are_apart(record, step)
+    if not is_far:
+        if factors <= {1.0}:
+            return record
+        if agree:
+            return replace(record, stepped=stepped)
+        if report.coverage.get("updates") == REFUTED and len(factors) == 1:
+            return record
+        report.cover("gradients", unchecked(_SCALED.format(max(factors, key=lambda one: abs(one - 1)))))
+        return None
+    if agree and None not in [_weights(record, whole, step) for step in steps]:
+        report.cover("gradients", AGREES, f"{_WEIGHED}, {plural(len(steps), 'step')}")
+    else:
+        report.cover("gradients", unchecked(_OTHER))
+    return None
+
+
+def _are_apart(record: Record, step: Event) -> bool:
+    told = [rank.steps[step["event"]]["gradients"] for rank in record.ranks]
+    return any(len({one.get(name) for one in told}) > 1 for name in step["gradients"])
+
+
+def _weights(record: Record, whole: Run, step: Event) -> tuple[float, ...] | None:
+    """Returns the ranks' weights in one process's gradient; None where it is no sum of theirs."""
+    parts, alone = record.parts(step), whole.gradients(step["event"])
+    found = numerics.fit(numerics.flat(alone, *parts), [numerics.flat(one, alone, *parts) for one in parts])
+    is_sum = found.left <= numerics.limit(0.0, alone) and all(one > 0 for one in found.factors)
+    return found.factors if is_sum else None

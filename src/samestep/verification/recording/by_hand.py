@@ -1,0 +1,274 @@
+"""Steps that a script takes without an optimizer of torch.optim: in its loop, or in a class of its own.
+
+    backward ──► gradients ──► first write to a parameter ──► … ──► next forward, backward, batch, evaluation, save
+                               └ the step begins                   └ it has ended
+
+Writes are seen by a TorchFunctionMode, from a backward pass to the end of the step that follows: `p -= lr * p.grad`,
+`p.data.add_(…)`, `p.data = …`, `torch._foreach_add_`, also through a view or a flat buffer that shares the storage.
+What a collective receives into a parameter is none: it brings what another rank has made of it.
+
+All parameters of the models that a backward reaches are one :class:`HandWritten`, which stands for the script's own
+code as an optimizer does. Tensors that belong to no model count where the script has no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from samestep.launch.noting import call_site, is_own
+from samestep.verification.recording.naming import roots
+
+__all__: list[str] = []
+
+_NO_WRITES = {"requires_grad_", "detach_", "retain_grad", "share_memory_", "rename_"}
+_OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor")}
+
+
+class HandWritten:
+    """Parameters that a script updates by itself, with what the recorder asks of an optimizer; owns none of them."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = [weakref.ref(one) for one in parameters]
+        self.state: dict[Any, Any] = {}
+        self.samestep_evaluations = 0
+        self.returned: dict[int, Tensor] = {}  # gradients by torch.autograd.grad, by the id of their parameter
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """One group, of those that are alive."""
+        return [{"params": [one for known in self._parameters if (one := known()) is not None]}]
+
+
+class Listener(Protocol):
+    """Whom such steps are told, as those of torch's optimizers are."""
+
+    def optimizer_made(self, optimizer: Any, where: str) -> None: ...
+    def before_step(self, optimizer: Any) -> None: ...
+    def after_step(self, optimizer: Any) -> None: ...
+
+
+class ByHand:
+    """Finds such steps in one process, and tells of them."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._models: Any = WeakIdKeyDictionary()  # parameter -> the trained parameters of its model, weakly
+        self._made: Any = WeakIdKeyDictionary()  # a first parameter -> all that begin with it
+        self._has_models = False
+        self._due: list[tuple[weakref.ref[Tensor], ...]] = []  # models with new gradients
+        self._returned: dict[int, Tensor] = {}
+        self._stepping: HandWritten | None = None
+        self._owner: Callable[[], Any] = _nobody
+        self._held: list[Tensor] = []  # its parameters: a script may let a model go before the step is known to be over
+        self._storages: set[int] = set()
+        self._writes = _Writes(self)
+        self._hook: Any = None
+
+    def backward(self, outputs: Any, inputs: Iterable[Tensor] | None = None) -> None:
+        """A backward pass begins, or has brought gradients of `inputs`; what it reaches may be updated behind it."""
+        leaves = list(inputs) if inputs is not None else list(_leaves(outputs))
+        for leaf in leaves:
+            if leaf not in self._models:
+                self._find(leaves)
+            model = self._models.get(leaf, ())
+            if model and not any(one is model for one in self._due):
+                self._due.append(model)
+
+    def returned(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Gradients have come by torch.autograd.grad, which leaves them nowhere."""
+        pairs = zip(inputs, gradients, strict=True)
+        self._returned |= {id(one): gradient for one, gradient in pairs if gradient is not None}
+
+    def _find(self, leaves: list[Tensor]) -> None:
+        """Looks for the models of leaves; one of which nothing is known belongs to none."""
+        trained = [[one for one in root.parameters() if one.requires_grad] for root in roots()]
+        for parameters in trained:
+            self._know(parameters)
+        self._has_models |= any(trained)
+        if not self._has_models:
+            self._know(leaves)
+        for leaf in leaves:
+            self._models.setdefault(leaf, ())
+
+    def _know(self, parameters: Sequence[Tensor]) -> None:
+        model = tuple(weakref.ref(one) for one in parameters)
+        for one in parameters:
+            self._models[one] = model
+
+    def arm(self) -> None:
+        """Looks for writes from now on, until a step has ended."""
+        self._storages = {_storage(one) for model in self._due for known in model if (one := known()) is not None}
+        if self._storages:
+            self._writes.begin()
+
+    def wrote(self, tensors: Iterable[Tensor]) -> None:
+        """Something is about to write to tensors."""
+        if self._stepping is None and any(_storage(one) in self._storages for one in tensors):
+            self._stepping = optimizer = self._optimizer()
+            optimizer.returned = self._returned
+            self._held = optimizer.param_groups[0]["params"]
+            self._own(sys._getframe(1))  # noqa: SLF001
+            self._hook = register_module_forward_pre_hook(self._called)
+            self._listener.optimizer_made(optimizer, call_site(sys._getframe(1)))  # noqa: SLF001
+            self._listener.before_step(optimizer)
+
+    def ends_with(self, result: Any) -> bool:
+        """Whether a call that has brought `result` ends a step: where there is no model, a forward begins with it."""
+        if self._stepping is None or self._has_models or not isinstance(result, Tensor):
+            return False
+        is_used = result.requires_grad and not result.is_leaf
+        if is_used:
+            self.settle()
+        return is_used
+
+    def _own(self, frame: Any) -> None:
+        """Finds the object whose method steps: what it holds beside parameters is the state of an optimizer."""
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if owner is not None and is_own(frame.f_code.co_filename) and not isinstance(owner, nn.Module):
+                with contextlib.suppress(TypeError):  # of a class that takes no weak references
+                    self._owner = weakref.ref(owner)
+                return
+            frame = frame.f_back
+
+    def state(self) -> list[Tensor]:
+        """Returns the tensors that the object whose method steps holds; parameters are none of its state."""
+        owner = self._owner()
+        held = (
+            []
+            if owner is None
+            else [one for value in getattr(owner, "__dict__", {}).values() for one in _tensors(value)]
+        )
+        return [one for one in held if one not in self._models]
+
+    def _optimizer(self) -> HandWritten:
+        parameters = [one for model in self._due for known in model if (one := known()) is not None]
+        made: list[HandWritten] = self._made.setdefault(parameters[0], [])
+        for known in made:
+            held = known.param_groups[0]["params"]
+            if len(held) == len(parameters) and all(map(_is, held, parameters)):
+                return known
+        made.append(HandWritten(parameters))
+        return made[-1]
+
+    def _called(self, _: nn.Module, __: Any) -> None:
+        self.settle()
+
+    def stop(self) -> None:
+        """From now on an optimizer of torch.optim steps."""
+        self.settle()
+        self._writes.end()
+        self._due, self._storages = [], set()
+
+    def settle(self) -> None:
+        """A step that has begun has ended by now."""
+        optimizer, self._stepping = self._stepping, None
+        if optimizer is None:
+            return
+        self._hook.remove()
+        self._writes.end()
+        self._due, self._returned, self._storages = [], {}, set()
+        self._listener.after_step(optimizer)
+        optimizer.returned, self._held = {}, []
+
+
+class _Writes(TorchFunctionMode):
+    """Tells of writes to tensors, and of uses of others, while it is active.
+
+    Modes end in the order in which they have begun, so it begins only where no other one has, and ends where it is the
+    last.
+    """
+
+    def __init__(self, by_hand: ByHand) -> None:
+        super().__init__()
+        self._by_hand = by_hand
+        self._is_there = False
+        self._is_active = False
+
+    def begin(self) -> None:
+        """From now on."""
+        device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # noqa: SLF001  (set_default_device)
+        if not self._is_there and _stack() in ([], [device]):
+            self.__enter__()  # type: ignore[no-untyped-call]
+            self._is_there = True
+        self._is_active = True
+
+    def end(self) -> None:
+        """Not any more."""
+        self._is_active = False
+        if self._is_there and _stack()[-1:] == [self]:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._is_there = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Looks at what a call writes to, before it is made."""
+        kwargs = kwargs or {}
+        if self._is_active and not torch.compiler.is_compiling():
+            name = getattr(func, "__name__", "")
+            if "out" in kwargs:
+                self._by_hand.wrote(_tensors(kwargs["out"]))
+            elif _is_write(func, name):
+                self._by_hand.wrote(_tensors(args[0] if args else list(kwargs.values())))
+            else:
+                result = func(*args, **kwargs)
+                # what a step has brought may have been replaced by the ranks' values when it ended
+                return func(*args, **kwargs) if self._by_hand.ends_with(result) else result
+        return func(*args, **kwargs)
+
+
+def _is_write(func: Any, name: str) -> bool:
+    if name == "__set__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
+    return in_place or name == "__setitem__" or name in _OPERATORS
+
+
+def _stack() -> list[Any]:
+    from torch.overrides import _get_current_function_mode_stack
+
+    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(one)
+
+
+def _storage(tensor: Tensor) -> int:
+    own = getattr(tensor, "_local_tensor", tensor)
+    return int(own.untyped_storage().data_ptr()) if own.layout == torch.strided else id(own)
+
+
+def _nobody() -> None:
+    pass
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _leaves(outputs: Any) -> Iterator[Tensor]:
+    """Yields the tensors whose gradients add up when a backward begins at some."""
+    nodes = [one.grad_fn for one in _tensors(outputs) if one.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node: Any = nodes.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
