@@ -77,8 +77,9 @@ def _undone(record: Record) -> Iterator[Finding]:
 
 def foreign_to(record: Record) -> str | None:
     """Names the way in which parameters are cut, where it is one that no judge understands."""
-    if "FullyShardedDataParallel" in record.wrappers:
-        return "FullyShardedDataParallel keeps flat pieces of the parameters; with fully_shard (FSDP2) it is compared"
+    unknown = [event["unknown"] for rank in record.ranks for event in rank.of("wrap") if event.get("unknown")]
+    if unknown:
+        return str(unknown[0])
     if staged(record) is not None or scheduled(record):
         return "the ranks hold stages of one model"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from samestep.verification.findings import PROVED, Finding, unchecked
-from samestep.verification.journal import Event
+from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.states import differing
 from samestep.verification.judging.words import listed
@@ -16,18 +16,26 @@ __all__: list[str] = []
 
 def judge(record: Record, report: Report) -> None:
     """Adds what saves and loads tell."""
-    saves = [event for rank in record.ranks for event in rank.of("save")]
+    saves = [(rank, event) for rank in record.ranks for event in rank.of("save")]
     resumed = [(rank, event) for rank in record.ranks for event in rank.of("resumed")]
-    compared = False
+    compared, unknown = False, []
     report.add(_without_buffers(record))
     report.add(_begun_again(record))
     report.add(_nothing_loaded(record))
     for rank, event in resumed:
-        before = [save for save in saves if "state" in save and _is_of(save, rank, event)]
-        if before:
+        before = [(saver, save) for saver, save in saves if "state" in save and _is_of(save, rank, event)]
+        if not before:
+            continue
+        state = _state_of(rank, *before[-1])
+        if state is None:
+            unknown.append(rank.number)
+        else:
             compared = True
-            report.add(_compared(rank, event, before[-1]))
-    if compared:
+            report.add(_compared(rank, event, state))
+    if unknown:
+        why = f"which parts rank {unknown[0]} held when rank 0 saved the whole is not known"
+        report.cover("checkpoint", unchecked(why))
+    elif compared:
         report.cover("checkpoint", PROVED)
     else:
         why = "nothing that was saved was loaded again" if saves else "nothing was saved"
@@ -52,6 +60,26 @@ def _without_buffers(record: Record) -> Iterator[Finding]:
                     fix="torch.save(model.state_dict(), …), which has both",
                 )
                 return
+
+
+def _state_of(rank: Rank, saver: Rank, save: Event) -> Event | None:
+    """What a rank had when another, or it itself, saved; None where that is not known.
+
+    Where each rank holds parts, the others' are those of their last steps, if the saver's are, too: no optimizer state.
+    """
+    state: Event = save["state"]
+    if rank.number == saver.number or not any(map(place_of, state["parameters"].values())):
+        return state
+    own, savers = _stepped(rank, save["event"]), _stepped(saver, save["event"])
+    if not savers or not _holds(state["parameters"], savers):
+        return None
+    return {**state, "parameters": own, "optimizers": [{**one, "state": None} for one in state["optimizers"]]}
+
+
+def _stepped(rank: Rank, event: int) -> dict[str, str]:
+    """The parameters behind the steps before an event."""
+    steps = [step for step in rank.steps if step["event"] < event]
+    return {name: digest for step in steps for name, digest in (step["after"] or {}).items()}
 
 
 def _is_of(save: Event, rank: Rank, resumed: Event) -> bool:
@@ -120,25 +148,24 @@ def _again(rank: Rank, batches: list[Event], event: Event) -> Finding:
     )
 
 
-def _compared(rank: Rank, event: Event, save: Event) -> Iterator[Finding]:
+def _compared(rank: Rank, event: Event, state: Event) -> Iterator[Finding]:
     step = rank.steps[event["event"]] if event["event"] < len(rank.steps) else None
     if step is None:
         return
     where = next((load["where"] for load in rank.of("load") if load["path"] == event["path"]), None)
-    saved = {"state": save["state"], "where": save["where"]}
-    if not saved["state"]["parameters"]:
+    if not state["parameters"]:
         return  # saved before there was an optimizer
-    if not _holds(saved["state"]["parameters"], step["parameters"]):
+    if not _holds(state["parameters"], step["parameters"]):
         yield _lost(rank, event, where, "the parameters", "load the model's state before the first step")
         return
-    if lost := differing(saved["state"]["buffers"], event["buffers"]):
+    if lost := differing(state["buffers"], event["buffers"]):
         yield _lost(
             rank, event, where, f"{listed(lost, 'buffer')}", "save model.state_dict(), which has the buffers too"
         )
         return
     for new in event["optimizers"]:
-        if _goes_on(rank, save["state"]["optimizers"], new):
-            yield from _optimizer(rank, event, where, save["state"]["optimizers"], new)
+        if _goes_on(rank, state["optimizers"], new):
+            yield from _optimizer(rank, event, where, state["optimizers"], new)
 
 
 def _goes_on(rank: Rank, saved: list[Event], new: Event) -> bool:

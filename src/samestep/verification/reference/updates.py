@@ -12,7 +12,7 @@ from typing import Any
 
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
-from samestep.verification.recording.optimizers import Optimizers, state_of
+from samestep.verification.recording.optimizers import Optimizers, own_states, uncut
 
 __all__: list[str] = []
 
@@ -27,9 +27,9 @@ class UpdateReplay:
 
     def put_back(self, states: dict[str, dict[str, Any]]) -> None:
         """Gives the optimizers the state that the ranks' had, by the names of their parameters."""
-        for name, mine in state_of(self._optimizers).items():
+        for name, parameter, mine in own_states(self._optimizers):
             for key, value in states.get(name, {}).items():
-                own: Any = getattr(mine.get(key), "_local_tensor", mine.get(key))
+                own: Any = parameter.of(mine.get(key)) if hasattr(parameter, "owner") else uncut(mine.get(key))
                 if not hasattr(value, "shape"):
                     mine[key] = value
                 elif hasattr(own, "copy_") and own.shape == value.shape:
@@ -50,7 +50,7 @@ class UpdateReplay:
         gradients = self._record.used(step)
         with torch.no_grad():
             for name, parameter in parameters.items():
-                own, value = getattr(parameter.grad, "_local_tensor", parameter.grad), gradients.get(name)
+                own, value = uncut(parameter.grad), gradients.get(name)
                 if own is not None and value is not None and own.shape == value.shape and own.layout == value.layout:
                     own.copy_(value)
 
