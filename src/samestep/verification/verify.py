@@ -28,6 +28,7 @@ from samestep.verification.judging import (
     evaluation,
     moved,
     samples,
+    shards,
     states,
     storage,
 )
@@ -131,7 +132,7 @@ def _verified(runner: Runner, steps: int | None) -> Report:
     if record.ranks and whole is not None and foreign is None:
         with _leaving_open(report):
             chance.judge(record, whole, report)
-            report.add(states.copied_shards(record, whole) if record.is_cut else [])
+            shards.judge(record, whole, report)
     if whole is None:
         with _leaving_open(report):
             _judge_pipeline(runner, record, report)

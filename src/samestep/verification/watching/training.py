@@ -108,8 +108,21 @@ def _watch_wrapper(listener: Callbacks, kind: str, module: ModuleType) -> None:
         listener.wrapped(kind, model, call_site(sys._getframe(1)), _ranks(model))  # noqa: SLF001
 
     wrapper.__init__ = __init__
+    if kind != "DataParallel":
+        _watch_no_sync(listener, wrapper)
     if kind == "DistributedDataParallel":
         _watch_forward(listener, wrapper)
+
+
+def _watch_no_sync(listener: Callbacks, wrapper: Any) -> None:
+    original = wrapper.no_sync
+
+    @functools.wraps(original)
+    def no_sync(model: Any) -> Any:
+        listener.told("no_sync", where=call_site(sys._getframe(1)))  # noqa: SLF001
+        return original(model)
+
+    wrapper.no_sync = no_sync
 
 
 def _ranks(model: Any) -> list[int] | None:
@@ -183,14 +196,6 @@ def _watch_forward(listener: Callbacks, wrapper: Any) -> None:
             registering(model, state, hook)
 
     wrapper.register_comm_hook = register_comm_hook
-    leaving_out = wrapper.no_sync
-
-    @functools.wraps(leaving_out)
-    def no_sync(model: Any) -> Any:
-        listener.told("no_sync", where=call_site(sys._getframe(1)))  # noqa: SLF001
-        return leaving_out(model)
-
-    wrapper.no_sync = no_sync
 
 
 def watch_bare_forward(listener: Callbacks, wrapped: Any) -> None:
