@@ -165,7 +165,9 @@ class Optimizers:
 
         told = []
         for optimizer in self.all:
-            kept = sorted(digest(tensor) for _, tensor in tensors_in(list(optimizer.state.values())))
+            # a parameter without numbers here (FSDP1: another rank has them) has no state, or the counters of one
+            states = [state for key, state in optimizer.state.items() if not hasattr(key, "numel") or key.numel()]
+            kept = sorted(digest(tensor) for _, tensor in tensors_in(states))
             rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
             told.append({"number": optimizer.samestep_number, "state": kept, "rates": rates})
         return told
