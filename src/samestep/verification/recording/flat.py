@@ -114,10 +114,10 @@ class FlatSlice:
 
 
 def slices(root: nn.Module) -> Iterator[FlatSlice]:
-    """Yields the parameters that FSDP modules in a model hold, the root's among them; none where torch has no FSDP1."""
+    """Yields the parameters that FSDP modules in a model hold, the root's among them, where it is known how."""
     for path, handle in _handles(root):
         flat = handle.flat_param
-        if any(not hasattr(flat, name) for name in _NEEDED):
+        if _why_unknown(flat) is not None:
             continue
         owners = flat._params or [flat] * len(flat._fqns)  # noqa: SLF001
         for index, (name, owner) in enumerate(zip(flat._fqns, owners, strict=True)):  # noqa: SLF001
@@ -137,12 +137,14 @@ def dtype(module: nn.Module) -> torch.dtype | None:
 
 def why_unknown(model: nn.Module) -> str | None:
     """Says why nobody can tell where the parameters of a model in FSDP lie; None where that is known."""
-    for _, handle in _handles(model):
-        flat = handle.flat_param
-        if any(not hasattr(flat, name) for name in _NEEDED):
-            return "this version of torch does not tell where FullyShardedDataParallel keeps a parameter"
-        if any(one is not None for one in getattr(flat, "_param_extensions", ())):
-            return "FullyShardedDataParallel cuts parameters that tensor parallelism has cut before"
+    return next(filter(None, (_why_unknown(handle.flat_param) for _, handle in _handles(model))), None)
+
+
+def _why_unknown(flat: Any) -> str | None:
+    if any(not hasattr(flat, name) for name in _NEEDED):
+        return "this version of torch does not tell where FullyShardedDataParallel keeps a parameter"
+    if any(one is not None for one in getattr(flat, "_param_extensions", ())):
+        return "FullyShardedDataParallel cuts parameters that tensor parallelism has cut before"
     return None
 
 
