@@ -88,6 +88,13 @@ RESUMED = {
     "loaded": 'model.load_state_dict(state["model"])',
     "restored": 'optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optimizer"]))',
 }
+SCALING = """class Scaling(torch.optim.SGD):
+        def step(self):
+            for one in self.param_groups[0]["params"]:
+                if one.grad is not None:
+                    one.grad = one.grad * one.norm() / (one.grad.norm() + 1e-6)
+            super().step()
+"""
 MOMENTUM = {"optimizer": "torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)"}
 SCRIPTS = {
     "flat": RIGHT,
@@ -122,6 +129,7 @@ SCRIPTS = {
     },
     "normalised in shards": ORIGINAL
     | {"clip": "[one.grad.div_(one.grad.norm() + 1e-6) for one in model.parameters() if one.grad is not None]"},
+    "steps scaled in shards": ORIGINAL | {"made": SCALING, "optimizer": "Scaling(model.parameters(), lr=1e-2)"},
     "never synchronised": REPLICAS | {"no_sync": "True"},
     "resumed without state": RIGHT | {"behind": RESUME.format(**RESUMED | {"restored": ""})},
     "resumed without weights": RIGHT
@@ -367,6 +375,7 @@ def test_what_is_saved_whole_and_loaded_goes_on(reports: Lazily[Report], name: s
         pytest.param("replica changed on one rank", "initial-state-differs", marks=pytest.mark.prove),
         ("second model not wrapped", "gradients-not-synchronised"),
         pytest.param("normalised in shards", "gradient-differs", marks=pytest.mark.prove),
+        pytest.param("steps scaled in shards", "update-differs", marks=pytest.mark.prove),
         pytest.param("never synchronised", "gradients-not-synchronised", marks=pytest.mark.prove),
         pytest.param("resumed without state", "checkpoint-inexact", marks=pytest.mark.prove),
         pytest.param("resumed without weights", "checkpoint-inexact", marks=pytest.mark.prove),
