@@ -309,10 +309,10 @@ def test_parameters_that_fully_shard_cuts_are_put_together_and_compared(reports:
     assert (summed.code, summed.factor) == ("gradient-scale", pytest.approx(0.5, rel=1e-3))
 
 
-def test_parameters_cut_in_another_way_are_said_not_to_be_checked(reports: Lazily[Report]) -> None:
-    report = reports["cut by FSDP1"]
-    assert (report.verdict, report.findings) == ("inconclusive", [])
-    assert "flat pieces" in report.coverage["gradients"]
+def test_parameters_that_fsdp1_puts_into_flat_ones_are_taken_out_and_compared(reports: Lazily[Report]) -> None:
+    reports["cut by FSDP1"].require_same()
+    assert reports["cut by FSDP1"].coverage["updates"] == "identical"
+    assert "there is one copy" in reports["cut by FSDP1"].margins["parameters"]
 
 
 def test_ranks_of_tensor_parallelism_that_get_different_batches_are_found(reports: Lazily[Report]) -> None:

@@ -29,6 +29,7 @@ from samestep.verification.judging import (
     moved,
     reached,
     samples,
+    shards,
     states,
     storage,
 )
@@ -148,7 +149,7 @@ def _verified(runner: Runner, steps: int) -> Report:
     if record.ranks and whole is not None and foreign is None:
         with leaving_open(report):
             chance.judge(record, whole, report)
-            report.add(states.copied_shards(record, whole) if record.is_cut else [])
+            shards.judge(record, whole, report)
     if whole is None:
         with leaving_open(report):
             _judge_pipeline(runner, record, report)

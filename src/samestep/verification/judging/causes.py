@@ -66,6 +66,9 @@ def _by_hand(rank: Rank, window: list[Event], step: Event, bad: list[str]) -> tu
     calls = [event for event in window if event["kind"] == "collective" and not event["between_two"]]
     reductions = [event for event in calls if event["op"] in _REDUCING]
     average = "for p in model.parameters(): dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
+    if not reductions and (where := _where(window, "no_sync")) is not None:
+        cause = "every micro-batch of the step ran under no_sync(), so none was reduced"
+        return cause, "leave the last micro-batch of a step outside no_sync(), its forward too", where
     if not reductions:
         return "nothing averages them before the step", average, step["where"]
     if len(bad) < len(step["gradients"]):

@@ -159,8 +159,10 @@ def _clipped_apart(record: Record) -> Iterator[Finding]:
                     factor=other["norm"] / first["norm"] if first["norm"] else None,
                     where=other["where"],
                     cause=f"rank {record.ranks[rank].number} clips a norm of {other['norm']:.4g}, rank 0 one of "
-                    f"{first['norm']:.4g}: each clips its own gradient before it is averaged",
-                    fix="average the gradients first, then clip",
+                    f"{first['norm']:.4g}: each clips {_CUT if record.is_cut else _LOCAL}",
+                    fix="clip by the norm of all parts: model.clip_grad_norm_(…) in FullyShardedDataParallel"
+                    if record.is_cut
+                    else "average the gradients first, then clip",
                 )
                 return
 
@@ -234,6 +236,8 @@ def _effective(rank: Rank, step: Event, backwards: list[Event]) -> float | None:
 
 
 _NEAR = 0.01
+_LOCAL = "its own gradient before it is averaged"
+_CUT = "its own parts of the gradients by their norm, which is not that of the whole"
 _SAME_NORM = 1e-5  # of a norm; averaged gradients have one norm on all ranks
 _MEANS = {"MeanBackward0", "NllLossBackward0", "MseLossBackward0", "SmoothL1LossBackward0", "NllLoss2DBackward0"}
 

@@ -232,8 +232,9 @@ def _stepped(event: Event, after: dict[str, Any] | None) -> Event:
 
 def part_at(tensor: Any, place: str) -> Any:
     """Returns the part of a tensor that a digest's place names: "[0, 0]+[2, 3]"."""
-    offsets, sizes = (json.loads(one) for one in place.split("+"))
-    return tensor[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+    from samestep.verification.recording.parts import region
+
+    return region(tensor, *(json.loads(one) for one in place.split("+")))
 
 
 def read(folder: Path) -> Record:

@@ -17,7 +17,7 @@ from typing import Any
 from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.causes import of_gradients, of_parameters
-from samestep.verification.judging.record import Rank, Record, part_at
+from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.words import listed, plural
 from samestep.verification.report import Report
@@ -78,8 +78,9 @@ def _undone(record: Record) -> Iterator[Finding]:
 
 def foreign_to(record: Record) -> str | None:
     """Names the way in which parameters are cut, where it is one that no judge understands."""
-    if "FullyShardedDataParallel" in record.wrappers:
-        return "FullyShardedDataParallel keeps flat pieces of the parameters; with fully_shard (FSDP2) it is compared"
+    unknown = [event["unknown"] for rank in record.ranks for event in rank.of("wrap") if event.get("unknown")]
+    if unknown:
+        return str(unknown[0])
     if staged(record) is not None or scheduled(record):
         return "the ranks hold stages of one model"
     return None
@@ -190,58 +191,25 @@ def _initial(record: Record) -> Iterator[Finding]:
         rank=rank.number,
         step=0,
         tensor=names[0],
-        where=_made(rank.events),
+        where=made(rank.events),
         cause=f"before the first step rank {rank.number} has other values than rank 0 in {listed(names)}",
         fix=_initial_fix(record),
     )
 
 
-def copied_shards(record: Record, whole: Run) -> Iterator[Finding]:
-    """Whether ranks begin with the same numbers in different parts of a parameter, where one process draws others."""
-    told = [one["kept"] for rank in whole.record.ranks for one in rank.of("own_start")]
-    state = record.state(0)
-    if not told or told[0] is None or state is None:
-        return
-    own = whole.record.value(0, told[0])
-    ours = {name: value for theirs in state["parameters"].values() for name, value in theirs.items()}
-    starts = [rank.of("start")[0]["parameters"] for rank in record.ranks if rank.of("start")]
-    for rank, other in enumerate(starts[1:], 1):
-        for name, digest in other.items():
-            first = starts[0].get(name)
-            if first is None or digest is None or name not in own or name not in ours:
-                continue
-            places = place_of(first), place_of(digest)
-            if (
-                "nowhere" in places
-                or places[0] == places[1]
-                or first.removeprefix(places[0]) != digest.removeprefix(places[1])
-            ):
-                continue
-            mine, theirs = (part_at(own[name], place) for place in places)
-            if part_at(ours[name], places[0]).unique().numel() > 1 and not mine.equal(theirs):
-                yield Finding(
-                    code="initial-state-differs",
-                    property="initial_state",
-                    rank=record.ranks[rank].number,
-                    step=0,
-                    tensor=name,
-                    where=_made(record.ranks[0].events),
-                    cause=f"ranks {record.ranks[rank].number} and 0 begin with the same numbers in their parts of "
-                    f"{name}; one process draws different ones: each rank has drawn its part, all seeded alike",
-                    fix="draw whole tensors on every rank and shard them, or seed with the rank what fills the shards",
-                )
-                return
-
-
 def _initial_fix(record: Record) -> str:
+    if "FullyShardedDataParallel" in record.wrappers:
+        return (
+            "FullyShardedDataParallel(model, sync_module_states=True), which sends rank 0's to all, and no change later"
+        )
     if record.ranks[0].of("wrap"):
         return "load or change weights before DistributedDataParallel(model), which sends rank 0's to all; not after it"
     return "for p in model.parameters(): dist.broadcast(p.data, src=0)    # once, before the first step"
 
 
-def _made(events: Sequence[Event]) -> str | None:
-    made = [event for event in events if event["kind"] in {"wrap", "optimizer"}]
-    return made[0]["where"] if made else None
+def made(events: Sequence[Event]) -> str | None:
+    """Returns where a rank wraps its first model, or makes its first optimizer."""
+    return next((event["where"] for event in events if event["kind"] in {"wrap", "optimizer"}), None)
 
 
 def local_steps(record: Record) -> Event | None:

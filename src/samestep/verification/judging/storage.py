@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from samestep.verification.findings import AGREES, NOT_REACHED, PROVED, Finding, unchecked
-from samestep.verification.journal import Event
+from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.states import differing
 from samestep.verification.judging.words import listed
@@ -18,18 +18,26 @@ OWN_STATE = "the state of the script's own code is seen in its first step behind
 
 def judge(record: Record, report: Report) -> None:
     """Adds what saves and loads tell."""
-    saves = [event for rank in record.ranks for event in rank.of("save")]
+    saves = [(rank, event) for rank in record.ranks for event in rank.of("save")]
     resumed = [(rank, event) for rank in record.ranks for event in rank.of("resumed")]
-    compared = False
+    compared, unknown = False, []
     report.add(_without_buffers(record))
     report.add(_begun_again(record))
     report.add(_nothing_loaded(record))
     for rank, event in resumed:
-        before = [save for save in saves if "state" in save and _is_of(save, rank, event)]
-        if before:
+        before = [(saver, save) for saver, save in saves if "state" in save and _is_of(save, rank, event)]
+        if not before:
+            continue
+        state = _state_of(rank, *before[-1])
+        if state is None:
+            unknown.append(rank.number)
+        else:
             compared = True
-            report.add(_compared(rank, event, before[-1]))
-    if compared and record.is_by_hand:
+            report.add(_compared(rank, event, state))
+    if unknown:
+        why = f"which parts rank {unknown[0]} held when rank 0 saved the whole is not known"
+        report.cover("checkpoint", unchecked(why))
+    elif compared and record.is_by_hand:
         report.cover("checkpoint", unchecked(OWN_STATE))
     elif compared:
         report.cover("checkpoint", PROVED)
@@ -57,6 +65,26 @@ def _without_buffers(record: Record) -> Iterator[Finding]:
                     fix="torch.save(model.state_dict(), …), which has both",
                 )
                 return
+
+
+def _state_of(rank: Rank, saver: Rank, save: Event) -> Event | None:
+    """What a rank had when another, or it itself, saved; None where that is not known.
+
+    Where each rank holds parts, the others' are those of their last steps, if the saver's are, too: no optimizer state.
+    """
+    state: Event = save["state"]
+    if rank.number == saver.number or not any(map(place_of, state["parameters"].values())):
+        return state
+    own, savers = _stepped(rank, save["event"]), _stepped(saver, save["event"])
+    if not savers or not _holds(state["parameters"], savers):
+        return None
+    return {**state, "parameters": own, "optimizers": [{**one, "state": None} for one in state["optimizers"]]}
+
+
+def _stepped(rank: Rank, event: int) -> dict[str, str]:
+    """The parameters behind the steps before an event."""
+    steps = [step for step in rank.steps if step["event"] < event]
+    return {name: digest for step in steps for name, digest in (step["after"] or {}).items()}
 
 
 def _is_of(save: Event, rank: Rank, resumed: Event) -> bool:
@@ -168,29 +196,28 @@ def _again(rank: Rank, batches: list[Event], event: Event) -> Finding:
     )
 
 
-def _compared(rank: Rank, event: Event, save: Event) -> Iterator[Finding]:
+def _compared(rank: Rank, event: Event, state: Event) -> Iterator[Finding]:
     step = rank.steps[event["event"]] if event["event"] < len(rank.steps) else None
     if step is None:
         return
     where = next((load["where"] for load in rank.of("load") if load["path"] == event["path"]), None)
-    saved = {"state": save["state"], "where": save["where"]}
-    if not saved["state"]["parameters"]:
+    if not state["parameters"]:
         return  # saved before there was an optimizer
-    if not _holds(saved["state"]["parameters"], step["parameters"]):
+    if not _holds(state["parameters"], step["parameters"]):
         yield _lost(rank, event, where, "the parameters", "load the model's state before the first step")
         return
-    if lost := differing(saved["state"]["buffers"], event["buffers"]):
+    if lost := differing(state["buffers"], event["buffers"]):
         yield _lost(
             rank, event, where, f"{listed(lost, 'buffer')}", "save model.state_dict(), which has the buffers too"
         )
         return
-    if (names := _averaged_anew(saved["state"], event, step["parameters"])) is not None:
+    if (names := _averaged_anew(state, event, step["parameters"])) is not None:
         what = f"the average of the parameters ({listed(names)}), which begins again with their present values,"
         yield _lost(rank, event, where, what, 'save {"ema": ema.state_dict()} as well, and load it')
         return
     for new in event["optimizers"]:
-        if _goes_on(rank, save["state"]["optimizers"], new):
-            yield from _optimizer(rank, event, where, save["state"]["optimizers"], new)
+        if _goes_on(rank, state["optimizers"], new):
+            yield from _optimizer(rank, event, where, state["optimizers"], new)
 
 
 def _averaged_anew(saved: Event, event: Event, parameters: dict[str, str]) -> list[str] | None:
@@ -198,8 +225,8 @@ def _averaged_anew(saved: Event, event: Event, parameters: dict[str, str]) -> li
 
     A copy of the trained parameters is no average yet; one that is loaded has other values.
     """
-    before = _by_model(saved["averaged"])
-    made = [one for model, one in _by_model(event["averaged"]).items() if model not in before]
+    before = _by_model(saved.get("averaged", {}))
+    made = [one for model, one in _by_model(event.get("averaged", {})).items() if model not in before]
     for copy in made:
         averages = [
             one for one in before.values() if one.keys() == copy.keys() and _are_apart(one, saved["parameters"])

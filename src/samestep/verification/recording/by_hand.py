@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samestep.launch.noting import call_site, is_own
-from samestep.verification.recording.naming import roots
+from samestep.verification.recording.naming import parameters_of, roots
 
 __all__: list[str] = []
 
@@ -91,7 +91,7 @@ class ByHand:
 
     def _find(self, leaves: list[Tensor]) -> None:
         """Looks for the models of leaves; one of which nothing is known belongs to none."""
-        trained = [[one for one in root.parameters() if one.requires_grad] for root in roots()]
+        trained = [[one for one in parameters_of(root) if one.requires_grad] for root in roots()]
         for parameters in trained:
             self._know(parameters)
         self._has_models |= any(trained)

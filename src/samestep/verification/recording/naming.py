@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 __all__: list[str] = []
 
-_WRAPPERS = ("module.", "_orig_mod.", "_forward_module.")
+_WRAPPERS = ("module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def roots() -> list[nn.Module]:
@@ -19,6 +20,14 @@ def roots() -> list[nn.Module]:
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]
+
+
+def parameters_of(root: nn.Module) -> list[Tensor]:
+    """Returns a model's parameters; none of one that is still being made, and whose own code cannot tell them yet."""
+    try:
+        return list(root.parameters())
+    except AttributeError:
+        return []
 
 
 def names_of(parameters: Iterable[Tensor]) -> dict[int, str]:
@@ -41,6 +50,42 @@ def trained_of(module: nn.Module) -> dict[str, Tensor]:
     return {}
 
 
+def held_by(parameters: Iterable[Tensor]) -> dict[int, dict[str, Any]]:
+    """Returns id -> name -> parameter: itself, or the slices of models in FullyShardedDataParallel that it holds."""
+    wanted = {id(parameter) for parameter in parameters}
+    held: dict[int, dict[str, Any]] = {}
+    for number, root in enumerate(found := [one for one in roots() if _holds(one, wanted)]):
+        prefix = f"model {number + 1}: " if len(found) > 1 else ""
+        of_root: dict[int, dict[str, Any]] = {}
+        for name, one in named(root):
+            of_root.setdefault(owner_of(one), {})[prefix + name] = one
+        held = {key: theirs for key, theirs in of_root.items() if key in wanted} | held
+    return held
+
+
+def owner_of(parameter: Any) -> int:
+    """Returns the id of what an optimizer holds of a parameter."""
+    return id(getattr(parameter, "owner", parameter))
+
+
+def named(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the parameters of a model, by its bare names; those in FullyShardedDataParallel as slices.
+
+    While such a model runs, or has gathered its parameters, others stand in their place, which are left out.
+    """
+    if "torch.distributed.fsdp.fully_sharded_data_parallel" not in sys.modules:
+        yield from ((bare(name), parameter) for name, parameter in root.named_parameters())
+        return
+    from samestep.verification.recording.flat import slices
+
+    cut = {bare(one.name): one for one in slices(root)}
+    owners = {id(one.owner) for one in cut.values()}
+    yield from cut.items()
+    for name, parameter in root.named_parameters():
+        if id(parameter) not in owners and bare(name) not in cut:
+            yield bare(name), parameter
+
+
 def bare(name: str) -> str:
     """Returns a name without what wrappers put into it."""
     for wrapper in _WRAPPERS:
@@ -49,7 +94,7 @@ def bare(name: str) -> str:
 
 
 def _holds(module: nn.Module, wanted: set[int]) -> bool:
-    return any(id(parameter) in wanted for parameter in module.parameters())
+    return any(owner_of(parameter) in wanted for _, parameter in named(module))
 
 
 def buffers_of(parameters: Iterable[Tensor], *, evaluating: bool = False) -> dict[str, Tensor]:
@@ -62,19 +107,19 @@ def buffers_of(parameters: Iterable[Tensor], *, evaluating: bool = False) -> dic
     return found
 
 
-def others_of(parameters: Iterable[Tensor], known: Iterable[Tensor]) -> dict[str, Tensor]:
+def others_of(parameters: Iterable[Tensor], known: Iterable[Tensor]) -> dict[str, Any]:
     """Returns the trained parameters, by name, of the models that hold any of `parameters`, which are not `known`."""
     wanted, held = {id(parameter) for parameter in parameters}, {id(parameter) for parameter in known}
     found = [one for one in roots() if _holds(one, wanted)]
     return {
-        (f"model {number + 1}: " if len(found) > 1 else "") + bare(name): parameter
+        (f"model {number + 1}: " if len(found) > 1 else "") + name: parameter
         for number, root in enumerate(found)
-        for name, parameter in root.named_parameters()
-        if parameter.requires_grad and id(parameter) not in held
+        for name, parameter in named(root)
+        if parameter.requires_grad and owner_of(parameter) not in held
     }
 
 
-def untrained_of(known: Iterable[Tensor]) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+def untrained_of(known: Iterable[Tensor]) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
     """Yields the models that hold parameters which are not `known`, and these by name; with the buffers of an average.
 
     Between forward and backward a model under fully_shard holds whole parameters in place of its own; to read those
@@ -83,12 +128,12 @@ def untrained_of(known: Iterable[Tensor]) -> Iterator[tuple[nn.Module, dict[str,
     held = {id(parameter) for parameter in known}
     for root in roots():
         is_sharded = any(one.__name__ == "FSDPModule" for module in root.modules() for one in type(module).__mro__)
-        found: dict[str, Tensor] = {
-            bare(name): one
-            for name, one in root.named_parameters()
-            if id(one) not in held and (not is_sharded or hasattr(one, "_local_tensor"))
+        found: dict[str, Any] = {
+            name: one
+            for name, one in named(root)
+            if owner_of(one) not in held and (not is_sharded or hasattr(one, "_local_tensor"))
         }
-        if found and len(found) == len(list(root.parameters())):
+        if found and len(found) == len(dict(named(root))):
             found |= dict(_persistent(root))
         if found:
             yield root, found

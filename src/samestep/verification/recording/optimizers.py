@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from samestep.verification.journal import TraceWriter
@@ -23,6 +23,7 @@ class Optimizers:
         self._journal = journal
         self.known: dict[int, list[str]] = {}
         self._named: dict[int, list[str]] = {}
+        self._held: weakref.WeakKeyDictionary[Any, dict[int, list[Any]]] = weakref.WeakKeyDictionary()
         self._beside: dict[int, dict[str, Any]] = {}
         self._made: list[weakref.ref[Any]] = []  # a script that lets one go shall have its memory back
         self._models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -68,30 +69,47 @@ class Optimizers:
         return {name: returned.get(id(one)) if one.grad is None else one.grad for name, one in parameters}
 
     def parameters(self, optimizer: Any) -> dict[str, Any]:
-        """Returns name -> parameter, in the optimizer's order; named when they are first asked for."""
-        from samestep.verification.recording.naming import names_of, of_optimizer
+        """Returns name -> parameter, in the optimizer's order; named when they are first asked for.
 
-        parameters = of_optimizer(optimizer)
+        Of a flat parameter (FSDP1) it is the parameters that lie in it.
+        """
+        from samestep.verification.recording.naming import of_optimizer
+
         number = optimizer.samestep_number
+        parameters = self._slices(optimizer, of_optimizer(optimizer))
         names = self._named.get(number)
         if names is None or len(names) != len(parameters):
-            names = self.known.get(number, [])
-            if len(names) != len(parameters):
-                found = names_of(parameters)
-                names = [found.get(id(parameter), f"parameter {i}") for i, parameter in enumerate(parameters)]
+            names, parameters = self._name(optimizer)
             self._named[number] = names
             self._beside.pop(number, None)
             shapes = [list(parameter.shape) for parameter in parameters]
             self._journal.write("names", optimizer=number, names=names, shapes=shapes)
         return dict(zip(names, parameters, strict=True))
 
+    def _name(self, optimizer: Any) -> tuple[list[str], list[Any]]:
+        """Looks for an optimizer's parameters in the models that are alive."""
+        from samestep.verification.recording.naming import held_by, of_optimizer
+
+        owners = of_optimizer(optimizer)
+        found = held_by(owners)
+        cut = {key: list(held.values()) for key, held in found.items() if hasattr(next(iter(held.values())), "owner")}
+        self._held[optimizer] = cut
+        names = [name for i, owner in enumerate(owners) for name in found.get(id(owner), {f"parameter {i}": owner})]
+        known = self.known.get(optimizer.samestep_number, [])
+        is_known = len(known) == len(names) and sorted(known) != sorted(names)  # else in an order of its own
+        return known if is_known else names, self._slices(optimizer, owners)
+
+    def _slices(self, optimizer: Any, owners: list[Any]) -> list[Any]:
+        cut = self._held.get(optimizer) or {}
+        return [one for owner in owners for one in cut.get(id(owner), [owner])] if cut else owners
+
     def beside(self, optimizer: Any) -> dict[str, Any]:
         """Returns the trained parameters of its models that no optimizer here holds: another rank's may."""
-        from samestep.verification.recording.naming import others_of
+        from samestep.verification.recording.naming import of_optimizer, others_of
 
         number = optimizer.samestep_number
         if number not in self._beside:
-            self._beside[number] = others_of(self.parameters(optimizer).values(), self._every_parameter())
+            self._beside[number] = others_of(of_optimizer(optimizer), self._every_parameter())
         return self._beside[number]
 
     def buffers(self) -> dict[str, Any]:
@@ -160,9 +178,7 @@ class Optimizers:
         if self._untrained is None:
             self._untrained = told
         changed = {
-            name: one
-            for name, one in parameters.items()
-            if self._untrained.get(name) != told[name] or hasattr(one, "_local_tensor")
+            name: one for name, one in parameters.items() if self._untrained.get(name) != told[name] or _is_cut(one)
         }
         return held(changed)
 
@@ -182,7 +198,9 @@ class Optimizers:
 
         told = []
         for optimizer in self.all:
-            kept = sorted(digest(tensor) for _, tensor in tensors_in(list(optimizer.state.values())))
+            # a parameter without numbers here (FSDP1: another rank has them) has no state, or the counters of one
+            states = [state for key, state in optimizer.state.items() if not hasattr(key, "numel") or key.numel()]
+            kept = sorted(digest(tensor) for _, tensor in tensors_in(states))
             rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
             told.append({"number": optimizer.samestep_number, "state": kept, "rates": rates})
         return told
@@ -196,25 +214,26 @@ class Optimizers:
         return [name for name, trained in self._unheld() if trained]
 
     def _unheld(self) -> list[tuple[str, bool]]:
-        from samestep.verification.recording.naming import bare, roots
+        from samestep.verification.recording.naming import named, owner_of, roots
 
         held = {id(parameter) for parameter in self._every_parameter()}
         found = []
         for root in roots():
-            trained = any(id(parameter) in held for parameter in root.parameters())
-            pairs = [(name, one) for name, one in root.named_parameters() if one.grad is not None]
-            found += [(bare(name), trained) for name, one in pairs if id(one) not in held]
+            pairs = [(name, one, owner_of(one) in held) for name, one in named(root)]
+            trained = any(is_held for _, _, is_held in pairs)
+            found += [(name, trained) for name, one, is_held in pairs if not is_held and one.grad is not None]
         return found
 
     def probe(self) -> float | None:
         """Returns the norm of one gradient, always of the same parameter; of a cut one only all ranks know it."""
-        gradient = next((one.grad for one in self._every_parameter() if one.grad is not None), None)
-        return None if gradient is None or hasattr(gradient, "_local_tensor") else float(gradient.norm())
+        first = next((one for one in self._every_parameter() if one.grad is not None), None)
+        in_fsdp = hasattr(first, "_local_tensor") or getattr(first, "_fsdp_flattened", False)
+        return None if first is None or in_fsdp else float(first.grad.norm())
 
     @property
     def are_replicas(self) -> bool:
         """Whether this rank has all that others have: no parameter is cut, no optimizer holds a part of a model."""
-        if any(hasattr(parameter, "_local_tensor") for parameter in self._every_parameter()):
+        if any(_is_cut(parameter) for optimizer in self.all for parameter in self.parameters(optimizer).values()):
             return False
         held = {id(parameter) for parameter in self._every_parameter()}
         states = [id(parameter) for optimizer in self.all for parameter in optimizer.state]
@@ -236,31 +255,48 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def state_of(optimizers: Optimizers) -> dict[str, dict[str, Any]]:
     """Returns the state of all optimizers by the names of their parameters, as they hold it."""
-    found: dict[str, dict[str, Any]] = {}
+    return {
+        name: {key: parameter.of(value) for key, value in state.items()} if hasattr(parameter, "owner") else state
+        for name, parameter, state in own_states(optimizers)
+    }
+
+
+def own_states(optimizers: Optimizers) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yields name, parameter, and the state of what an optimizer holds of it, where there is one."""
     for optimizer in optimizers.all:
-        names = {id(parameter): name for name, parameter in optimizers.parameters(optimizer).items()}
-        for parameter, state in optimizer.state.items():
-            if isinstance(state, dict) and id(parameter) in names:
-                found[names[id(parameter)]] = state
-    return found
+        for name, parameter in optimizers.parameters(optimizer).items():
+            state = optimizer.state.get(getattr(parameter, "owner", parameter))
+            if isinstance(state, dict):
+                yield name, parameter, state
 
 
 def held_states(states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns the tensors and numbers of states, and of tensors that are cut over the ranks this rank's parts."""
     return {
         name: {key: value for key, value in state.items() if isinstance(value, int | float)}
-        | held({key: value for key, value in state.items() if hasattr(value, "layout")})
+        | held({key: value for key, value in state.items() if hasattr(value, "layout") or hasattr(value, "place")})
         for name, state in states.items()
     }
 
 
 def held(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tensors, by name, and of those that are cut over the ranks this rank's parts."""
+    tensors = {name: one.data if hasattr(one, "owner") else one for name, one in tensors.items()}
     if not any(hasattr(tensor, "_local_tensor") for tensor in tensors.values()):
-        return dict(tensors)
+        return tensors
     from samestep.verification.recording import parts
 
     return dict(zip(tensors, parts.held(list(tensors.values())), strict=True))
+
+
+def uncut(value: Any) -> Any:
+    """Returns all numbers of what may be cut, in one process, which holds them: a tensor to read and to write."""
+    data = value.data if hasattr(value, "layout") or hasattr(value, "owner") else value
+    return getattr(value, "_local_tensor", data)
+
+
+def _is_cut(parameter: Any) -> bool:
+    return hasattr(parameter, "_local_tensor") or getattr(parameter, "is_cut", False)
 
 
 def digests(tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
     rank 0   Part [0:2, 0:3] of [4, 3]   ┐
     rank 1   Part [2:4, 0:3] of [4, 3]   ┴──►  the tensor, as one process has it
 
+A part that FullyShardedDataParallel (FSDP1) has cut is no box: it is a stretch of the tensor's memory.
+
 Of each part there is one copy, or with replicated groups (HSDP) one in each group: a digest carries the place of its
 part, and only digests of one place are comparable. Nothing here is collective: each rank looks at what it holds.
 """
@@ -24,11 +26,15 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of a tensor; `offsets` is None where that is nothing."""
+    """What one rank holds of a tensor; `offsets` is None where that is nothing.
+
+    With `strides` it is a stretch of the tensor's memory, which has these strides, from its one offset on.
+    """
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...] | None
     values: Tensor
+    strides: tuple[int, ...] | None = None
 
     @property
     def place(self) -> str:
@@ -54,7 +60,10 @@ def local(tensor: Any) -> Any:
 
 
 def held(tensors: Sequence[Any]) -> list[Any]:
-    """Returns the tensors, a :class:`Part` in place of those that are cut, and a :class:`Due` of sums that are due."""
+    """Returns the tensors, a :class:`Part` in place of those that are cut, and a :class:`Due` of sums that are due.
+
+    What is a part already stays one.
+    """
     cut = {str(i): one for i, one in enumerate(tensors) if is_cut(one) and not _is_due(one)}
     found = local_boxes(cut)
     told: list[Any] = []
@@ -96,14 +105,24 @@ def joined(values: Sequence[Any]) -> Any:
     if isinstance(first, Due):
         total: Tensor = torch.stack([one.values for one in values]).sum(0)
         return total
-    if not isinstance(first, Part):
-        return first
+    parts = [value for value in values if isinstance(value, Part)]
+    if not parts or (len(parts) < len(values) and all(part.offsets is None for part in parts)):
+        return next((value for value in values if not isinstance(value, Part)), None)
+    first = next((part for part in parts if part.offsets is not None), parts[0])
     whole = torch.zeros(first.shape, dtype=first.values.dtype)
-    for part in values:
+    if first.strides is not None:
+        whole = torch.empty_strided(first.shape, first.strides, dtype=first.values.dtype).zero_()
+    for part in parts:
         if part.offsets is not None:
-            at = tuple(slice(start, start + size) for start, size in zip(part.offsets, part.values.shape, strict=True))
-            whole[at] = part.values.cpu()
+            region(whole, part.offsets, tuple(part.values.shape)).copy_(part.values)
     return whole
+
+
+def region(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Returns a view of a box of a tensor; one offset in a tensor of other dims begins a stretch of its memory."""
+    if len(offsets) != tensor.dim():
+        tensor = tensor.as_strided((tensor.numel(),), (1,))
+    return tensor[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
 
 
 def has_parts(value: Any) -> bool:

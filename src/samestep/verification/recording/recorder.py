@@ -252,7 +252,8 @@ class Recorder(Witness):
 
     def wrapped(self, kind: str, model: Any, where: str, ranks: list[int] | None = None) -> None:
         """Writes down the order in which a model's parameters are registered, which DistributedDataParallel trusts."""
-        from samestep.verification.recording.naming import bare
+        from samestep.verification.recording.flat import why_unknown
+        from samestep.verification.recording.naming import bare, named
         from samestep.verification.watching.training import watch_bare_forward
 
         if kind == "DistributedDataParallel":
@@ -262,9 +263,10 @@ class Recorder(Witness):
             wrapper=kind,
             where=where,
             ranks=ranks,
-            names=[bare(name) for name, _ in model.named_parameters()],
-            trained=[bare(name) for name, parameter in model.named_parameters() if parameter.requires_grad],
+            names=[name for name, _ in named(model)],
+            trained=[name for name, parameter in named(model) if parameter.requires_grad],
             ignored=sorted(map(bare, getattr(model, "parameters_to_ignore", ()))),
+            unknown=why_unknown(model),
             model=type(getattr(model, "module", model)).__name__,
             norms=sum("BatchNorm" in type(part).__name__ for part in model.modules()),
             local_norms=sum(type(part).__name__ in LOCAL_NORMS for part in model.modules()),

@@ -194,5 +194,7 @@ def _double(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """A forward pre-hook of all modules; only those that compute in float64 need their inputs so."""
     import torch
 
+    from samestep.verification.recording.flat import dtype
+
     first = next(module.parameters(recurse=False), None)
-    return doubled(args) if first is not None and first.dtype == torch.float64 else None
+    return doubled(args) if (dtype(module) if first is None else first.dtype) == torch.float64 else None

@@ -24,7 +24,7 @@ from samestep.rankenv import variable
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import passes
-from samestep.verification.recording.optimizers import state_of
+from samestep.verification.recording.optimizers import state_of, uncut
 from samestep.verification.recording.witness import StopRecording, Witness
 from samestep.verification.reference.brought import Brought
 from samestep.verification.reference.pretending import pretend
@@ -320,7 +320,7 @@ class Alone(Witness):
             for optimizer in self.optimizers.all:
                 theirs = values["parameters"].get(optimizer.samestep_number, {})
                 for name, parameter in self.optimizers.parameters(optimizer).items():
-                    own = getattr(parameter, "_local_tensor", parameter.data)  # one process holds all of a cut one
+                    own = uncut(parameter)
                     if name in theirs and own.shape == theirs[name].shape:
                         own.copy_(theirs[name])
             self._updates.put_back(values["states"])
@@ -329,8 +329,7 @@ class Alone(Witness):
                 if value is not None and value.shape == buffer.shape:
                     buffer.data.copy_(value)
             for name, parameter in self.optimizers.untrained().items():
-                value = values["untrained"].get(name)
-                own = getattr(parameter, "_local_tensor", parameter.data)
+                value, own = values["untrained"].get(name), uncut(parameter)
                 if value is not None and value.shape == own.shape:
                     own.copy_(value)
 
@@ -366,8 +365,7 @@ class Alone(Witness):
 
     @staticmethod
     def _locals(tensors: dict[str, Any]) -> dict[str, Any]:
-        """One process holds all of a tensor that is cut."""
-        return {name: getattr(one, "_local_tensor", one) for name, one in tensors.items()}
+        return {name: uncut(one) for name, one in tensors.items()}
 
     def _keep_gradients(self, optimizer: Any) -> int | None:
         gradients = self._locals(self.optimizers.gradients(optimizer))
@@ -404,7 +402,7 @@ class Alone(Witness):
             return True
         theirs = state["parameters"].get(number, {})
         is_theirs = all(
-            name in theirs and theirs[name].equal(getattr(one, "_local_tensor", one))
+            name in theirs and theirs[name].equal(uncut(one))
             for name, one in self.optimizers.parameters(optimizer).items()
         )
         if is_theirs:

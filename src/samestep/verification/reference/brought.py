@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from samestep.verification.judging.record import Rank
+from samestep.verification.recording.optimizers import uncut
 
 __all__: list[str] = []
 
@@ -38,11 +39,16 @@ class Brought:
         if self._always or event in self._events:
             gradients = {id(one): one.grad for each in optimizers for one in _parameters(each)}
             scale = self._scale()
-            self._copies = {key: _own(one).detach() / scale for key, one in gradients.items() if one is not None}
+            self._copies = {key: uncut(one).detach() / scale for key, one in gradients.items() if one is not None}
 
     def of(self, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
         """Returns those of some parameters; None where they are not asked for, or no backward has been."""
-        return {name: self._copies.get(id(one)) for name, one in parameters.items()} if self._copies else None
+        from samestep.verification.recording.naming import owner_of
+
+        if not self._copies:
+            return None
+        kept = {name: self._copies.get(owner_of(one)) for name, one in parameters.items()}
+        return {name: one.of(kept[name]) if hasattr(one, "owner") else kept[name] for name, one in parameters.items()}
 
     def forget(self) -> None:
         """A step has been taken."""
@@ -56,7 +62,3 @@ def _parameters(optimizer: Any) -> list[Any]:
     from samestep.verification.recording.naming import of_optimizer
 
     return of_optimizer(optimizer)
-
-
-def _own(gradient: Any) -> Any:
-    return getattr(gradient, "_local_tensor", gradient)  # one process holds all of a cut one

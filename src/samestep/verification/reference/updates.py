@@ -16,7 +16,7 @@ from typing import Any
 
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
-from samestep.verification.recording.optimizers import Optimizers, state_of
+from samestep.verification.recording.optimizers import Optimizers, own_states, uncut
 
 __all__: list[str] = []
 
@@ -31,12 +31,18 @@ class UpdateReplay:
 
     def put_back(self, states: dict[str, dict[str, Any]]) -> None:
         """Gives the optimizers the state that the ranks' had, by the names of their parameters."""
-        mine = state_of(self._optimizers)
+        known = set()
+        for name, parameter, mine in own_states(self._optimizers):
+            known.add(name)
+            for key, value in states.get(name, {}).items():
+                own: Any = parameter.of(mine.get(key)) if hasattr(parameter, "owner") else uncut(mine.get(key))
+                if not hasattr(value, "shape"):
+                    mine[key] = value
+                elif hasattr(own, "copy_") and own.shape == value.shape:
+                    own.copy_(value)
         for optimizer in self._optimizers.all:
             for name, parameter in self._optimizers.parameters(optimizer).items():
-                if name in mine:
-                    _overwrite(mine[name], states.get(name, {}))
-                elif name in states and not hasattr(parameter, "_local_tensor"):  # one process has not stepped it yet
+                if name in states and name not in known and _is_plain(parameter):  # one process has not stepped it yet
                     optimizer.state[parameter] = dict(states[name])
 
     def before(self, optimizer: Any, parameters: dict[str, Any], step: Event) -> None:
@@ -59,10 +65,12 @@ class UpdateReplay:
         gradients = _as_one_process_has(self._record, step, mine) if step["by_hand"] else self._record.used(step)
         with torch.no_grad():
             for name, parameter in parameters.items():
-                own, value = getattr(mine[name], "_local_tensor", mine[name]), gradients.get(name)
-                if value is None:
-                    parameter.grad = parameter.grad if step["by_hand"] else None
-                elif own is None and parameter.shape == value.shape and not hasattr(parameter, "_local_tensor"):
+                own, value = uncut(mine[name]), gradients.get(name)
+                if value is None and _is_plain(parameter) and not step["by_hand"]:
+                    parameter.grad = None
+                elif value is None:
+                    continue
+                elif own is None and parameter.shape == value.shape and _is_plain(parameter):
                     parameter.grad = value.to(parameter.dtype)
                 elif own is not None and own.shape == value.shape and own.layout == value.layout:
                     own.copy_(value)
@@ -80,13 +88,8 @@ class UpdateReplay:
         self._lent.clear()
 
 
-def _overwrite(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    for key, value in theirs.items():
-        own: Any = getattr(mine.get(key), "_local_tensor", mine.get(key))
-        if not hasattr(value, "shape"):
-            mine[key] = value
-        elif hasattr(own, "copy_") and own.shape == value.shape:
-            own.copy_(value)
+def _is_plain(parameter: Any) -> bool:
+    return not hasattr(parameter, "_local_tensor") and not hasattr(parameter, "owner")
 
 
 def _as_one_process_has(record: Record, step: Event, own: dict[str, Any]) -> dict[str, Any]:

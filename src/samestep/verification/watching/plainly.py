@@ -6,7 +6,9 @@ bfloat16 lies below its rounding error). Recorded ranks and the script alone go 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +25,7 @@ def without_chance(listener: Callbacks) -> None:
     when_imported("torch.nn.functional", functools.partial(_without_dropout, listener))
     when_imported("torch.nn.modules.rnn", _without_recurrent_dropout)
     when_imported("torch.amp.autocast_mode", _without_autocast)
+    when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", _without_mixed_precision)
 
 
 def _without_dropout(listener: Callbacks, functional: ModuleType) -> None:
@@ -75,3 +78,26 @@ def _without_autocast(module: ModuleType) -> None:
         original(self, *args, **kwargs)
 
     module.autocast.__init__ = __init__
+
+
+def _without_mixed_precision(module: ModuleType) -> None:
+    """FullyShardedDataParallel's own autocast; it goes on casting what goes into a model, to the parameters' type."""
+    original = module.FullyShardedDataParallel.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        given = signature.bind(self, *args, **kwargs).arguments
+        if (policy := given.get("mixed_precision")) is not None:
+            given["mixed_precision"] = _in_full(policy)
+        original(**given)
+
+    module.FullyShardedDataParallel.__init__ = __init__
+
+
+def _in_full(policy: Any) -> Any:
+    import torch
+
+    kinds = ("param_dtype", "reduce_dtype", "buffer_dtype")
+    full = {kind: torch.get_default_dtype() for kind in kinds if getattr(policy, kind) is not None}
+    return dataclasses.replace(policy, **full, keep_low_precision_grads=False)

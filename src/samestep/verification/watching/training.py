@@ -39,6 +39,9 @@ def watch(listener: Callbacks, *, sparing: bool = False) -> None:
     when_imported("torch.nn.modules.module", functools.partial(_watch_modes, listener))
     if not sparing:
         when_imported("torch.nn.utils.clip_grad", functools.partial(_watch_clipping, listener))
+        when_imported(
+            "torch.distributed.fsdp.fully_sharded_data_parallel", functools.partial(_watch_own_clipping, listener)
+        )
         when_imported("torch.autograd", functools.partial(_watch_backward, listener))
         when_imported("torch.nn.modules.module", functools.partial(_watch_loading, listener))
 
@@ -102,13 +105,35 @@ def _watch_wrapper(listener: Callbacks, kind: str, module: ModuleType) -> None:
     @functools.wraps(original)
     def __init__(model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(model, *args, **kwargs)
-        group = getattr(model, "process_group", None)
-        ranks = None if group is None else sys.modules["torch.distributed"].get_process_group_ranks(group)
-        listener.wrapped(kind, model, call_site(sys._getframe(1)), ranks)  # noqa: SLF001
+        listener.wrapped(kind, model, call_site(sys._getframe(1)), _ranks(model))  # noqa: SLF001
 
     wrapper.__init__ = __init__
+    if kind != "DataParallel":
+        _watch_no_sync(listener, wrapper)
     if kind == "DistributedDataParallel":
         _watch_forward(listener, wrapper)
+
+
+def _watch_no_sync(listener: Callbacks, wrapper: Any) -> None:
+    original = wrapper.no_sync
+
+    @functools.wraps(original)
+    def no_sync(model: Any) -> Any:
+        listener.told("no_sync", where=call_site(sys._getframe(1)))  # noqa: SLF001
+        return original(model)
+
+    wrapper.no_sync = no_sync
+
+
+def _ranks(model: Any) -> list[int] | None:
+    """The ranks that bring samples to a model; None where these are all, or nobody knows."""
+    mesh, group = getattr(model, "_device_mesh", None), getattr(model, "process_group", None)
+    if mesh is not None:
+        return sorted(mesh.mesh.flatten().tolist())
+    if group is None or getattr(model, "_inter_node_pg", None) is not None:  # copies of the model are in other groups
+        return None
+    ranks: list[int] = sys.modules["torch.distributed"].get_process_group_ranks(group)
+    return ranks
 
 
 def _watch_sharding(listener: Callbacks, module: Any) -> None:
@@ -171,14 +196,6 @@ def _watch_forward(listener: Callbacks, wrapper: Any) -> None:
             registering(model, state, hook)
 
     wrapper.register_comm_hook = register_comm_hook
-    leaving_out = wrapper.no_sync
-
-    @functools.wraps(leaving_out)
-    def no_sync(model: Any) -> Any:
-        listener.told("no_sync", where=call_site(sys._getframe(1)))  # noqa: SLF001
-        return leaving_out(model)
-
-    wrapper.no_sync = no_sync
 
 
 def watch_bare_forward(listener: Callbacks, wrapped: Any) -> None:
@@ -289,6 +306,25 @@ def _watch_clipping(listener: Callbacks, module: Any) -> None:
     module.clip_grad_norm_ = clip_grad_norm_
     package: Any = sys.modules["torch.nn.utils"]  # is there, if only in part, for it holds the module
     package.clip_grad_norm_ = clip_grad_norm_
+
+
+def _watch_own_clipping(listener: Callbacks, module: Any) -> None:
+    """FullyShardedDataParallel's, which knows the norm of all parts; where nothing is cut it calls torch's."""
+    original = module.FullyShardedDataParallel.clip_grad_norm_
+
+    @functools.wraps(original)
+    def clip_grad_norm_(model: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+        from samestep.verification.recording.flat import is_sharded
+
+        if not is_sharded(model):
+            return original(model, max_norm, *args, **kwargs)
+        where = call_site(sys._getframe(1))  # noqa: SLF001
+        listener.told("clipping", parameters=list(model.parameters()), where=where)
+        norm = original(model, max_norm, *args, **kwargs)
+        listener.told("clip", norm=float(norm), most=float(max_norm), where=where)
+        return norm
+
+    module.FullyShardedDataParallel.clip_grad_norm_ = clip_grad_norm_
 
 
 def _watch_backward(listener: Callbacks, module: Any) -> None:
