@@ -43,7 +43,7 @@ class Inputs:
 
     def watch(self, optimizer: Any) -> None:
         """Looks at the models whose parameters an optimizer holds."""
-        from samestep.verification.recording.naming import of_optimizer, roots
+        from samestep.verification.recording.naming import of_optimizer, parameters_of, roots
 
         held = {id(parameter) for parameter in of_optimizer(optimizer)}
         look = (optimizer.samestep_number, len(held))
@@ -53,7 +53,7 @@ class Inputs:
         for root in roots():
             if id(root) in self._known:
                 continue
-            if not any(id(parameter) in held for parameter in root.parameters()):
+            if not any(id(parameter) in held for parameter in parameters_of(root)):
                 self._watch_untrained(root)
             else:
                 self._known.add(id(root))
@@ -66,7 +66,9 @@ class Inputs:
 
     def _watch_untrained(self, root: Any) -> None:
         """It may be an average of the weights; or a model that another optimizer will hold, which is asked then."""
-        if id(root) not in self._beside and next(root.parameters(), None) is not None:
+        from samestep.verification.recording.naming import parameters_of
+
+        if id(root) not in self._beside and parameters_of(root):
             self._beside.add(id(root))
             root.register_forward_pre_hook(Hook(self._use_untrained))
 
