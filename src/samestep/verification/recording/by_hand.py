@@ -113,7 +113,8 @@ class ByHand:
 
     def wrote(self, tensors: Iterable[Tensor]) -> None:
         """Something is about to write to tensors."""
-        if self._stepping is None and any(_storage(one) in self._storages for one in tensors):
+        is_step = self._stepping is None and any(_storage(one) in self._storages for one in tensors)
+        if is_step and not _is_of_samestep(sys._getframe(1)):  # noqa: SLF001
             self._stepping = optimizer = self._optimizer()
             optimizer.returned = self._returned
             self._held = optimizer.param_groups[0]["params"]
@@ -224,6 +225,16 @@ class _Writes(TorchFunctionMode):
                 # what a step has brought may have been replaced by the ranks' values when it ended
                 return func(*args, **kwargs) if self._by_hand.ends_with(result) else result
         return func(*args, **kwargs)
+
+
+def _is_of_samestep(frame: Any) -> bool:
+    """Whether samestep writes, not the script: a pipeline that is built after its model was measured, say."""
+    while frame is not None and not is_own(frame.f_code.co_filename):
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.startswith("samestep.") and not name.startswith("samestep.verification."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_write(func: Any, name: str) -> bool:
