@@ -54,9 +54,13 @@ def _name(event: Event) -> tuple[str, int]:
 
 
 def are_alike(record: Record) -> bool:
-    """Returns whether all ranks have ended the same passes, so that each takes them for over, as one process does."""
+    """Returns whether all ranks have ended the same passes, so that each takes them for over, as one process does.
+
+    One that fails or waits behind an end comes to fewer.
+    """
     told = [[_name(event) for event, _ in _cuts(rank)] for rank in record.ranks]
-    return all(names == told[0] for names in told)
+    most = max(told, key=len, default=[])
+    return all(names == most[: len(names)] and (names or not most) for names in told)
 
 
 def is_cut(record: Record) -> bool:

@@ -230,7 +230,7 @@ def _fingerprint(rank: Rank, key: str) -> list[tuple[str, str]] | None:
 
 
 def _unlike(first: list[tuple[str, str]], other: list[tuple[str, str]]) -> str | None:
-    """The first sample that is another one, of those that both ranks have shown: one that loads slowly shows fewer."""
+    """The first sample that is another one, of those that both ranks have shown."""
     return next((mine[0] for mine, theirs in zip(first, other, strict=False) if mine != theirs), None)
 
 

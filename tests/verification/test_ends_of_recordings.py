@@ -148,6 +148,7 @@ def test_ranks_that_do_not_end_the_same_pass_are_told_apart() -> None:
     assert reached.is_cut(record(one, other))
     assert not reached.are_alike(record(one, other))
     assert reached.are_alike(record(one, one))
+    assert reached.are_alike(record(one, [*one, *cut([1], None, samples=6, number=1)]))  # the first fails behind it
 
 
 def test_only_the_steps_that_were_asked_for_count() -> None:
