@@ -57,6 +57,9 @@ class Listener(Protocol):
     def after_step(self, optimizer: Any) -> None: ...
 
 
+_WATCHING = "samestep.verification.watching."  # stands between the script and what it calls
+
+
 class ByHand:
     """Finds such steps in one process, and tells of them."""
 
@@ -231,7 +234,7 @@ def _is_of_samestep(frame: Any) -> bool:
     """Whether samestep writes, not the script: a pipeline that is built after its model was measured, say."""
     while frame is not None and not is_own(frame.f_code.co_filename):
         name = str(frame.f_globals.get("__name__", ""))
-        if name.startswith("samestep.") and not name.startswith("samestep.verification."):
+        if name.startswith("samestep.") and name != __name__ and not name.startswith(_WATCHING):
             return True
         frame = frame.f_back
     return False
