@@ -139,7 +139,7 @@ def test_steps_that_a_scaler_leaves_out_on_one_side_only_are_not_compared() -> N
     """One process has gradients of another size, so its scaler finds another scale, and its schedule lags behind."""
     skipped = {"kind": "scaler", "window": 1, "scale": 65536.0, "skipped": True, "where": "train.py:29"}
     ranks = [step(0, "g"), skipped, MOVED, step(1, "g", rates=[0.05], kept=1), step(2, "g", rates=[0.05])]
-    astray = {"kind": "out_of_step", "window": 1, "own": 2}
+    astray = {"kind": "out_of_step", "window": 1, "own": 2, "placed": True}
     single = [*alone(0, 0.1), *alone(1, 0.1), astray, *alone(2, 0.1)]
     report = Report(ranks=2, steps=3)
     Comparison(record(ranks, ranks), Run(ENDED, record(single)), NOBODY).judge(report)

@@ -102,6 +102,18 @@ def test_virtual_ranks_accuse_nobody(tmp_path: Path, rows: list[list[Event]]) ->
     assert [one.code for one in report.errors] == ([] if rows[0] == rows[1] else ["gradient-differs"])
 
 
+def test_what_virtual_ranks_carry_on_by_themselves_accuses_nobody(tmp_path: Path) -> None:
+    """An average of predictions in a plain tensor: it follows weights that each of them has for itself."""
+    ours, report = ranks(tmp_path / "ranks", MEAN, [], [], steps=2), Report(ranks=2)
+    virtual = [
+        trained(tmp_path / "0", [ONE, ONE]),
+        trained(tmp_path / "1", [OTHER, OTHER + torch.tensor([0.0, 0.1, 0.0, 0.0])]),
+    ]
+    VirtualRanks(ours, lambda: virtual, lambda: virtual).judge(ours.ranks[0].steps, report)
+    assert report.errors == []
+    assert "virtual ranks have other gradients behind the first step" in report.coverage["gradients"]
+
+
 def test_ranks_that_are_weighed_by_their_tokens_are_not_accused(tmp_path: Path) -> None:
     ours, report = ranks(tmp_path / "ranks", 0.7 * ONE + 0.3 * OTHER, A, B), Report(ranks=2)
     virtual = parts(tmp_path / "virtual", ONE, OTHER, rows=[A, B])

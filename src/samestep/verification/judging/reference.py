@@ -73,15 +73,14 @@ class Comparison:
             )
             report.cover("gradients", unchecked(why))
             return
-        apart = list(self._out_of_step())
-        report.add(apart)
+        report.add(self._out_of_step())
         until = min(self._astray, default=None)
         rates = Rates(self.record, self.whole, self.others.own_lengths, self.others.own_pace, until)
         report.add(rates.findings())
         mine = [event for event in self.record.ranks[0].steps[: self.record.steps] if event["kept"] is not None]
         mine = [event for event in mine if self.record.is_seen_by_all(event)]
         common = [event for event in mine if event["event"] in self.whole.steps]
-        common = [event for event in common if not apart or event["window"] < (apart[0].step or 0)]
+        common = [event for event in common if event["window"] < self._in_step_until]
         common = [event for event in common if event["window"] not in self._astray]
         unknown = {event["event"]: self.record.compressed(event).why_not(event) for event in common}
         common = [event for event in common if unknown[event["event"]] is None]
@@ -285,11 +284,21 @@ class Comparison:
     def _told_out_of_step(self) -> list[Event]:
         return self.whole.record.ranks[0].of("out_of_step") if self.whole.record.ranks else []
 
+    @property
+    def _in_step_until(self) -> float:
+        """The first window that the script alone ends at other batches, but for a scaler's."""
+        events = [] if self._skips else self._told_out_of_step()
+        return min(events[0]["window"], events[0]["own"]) if events else math.inf
+
     def _out_of_step(self) -> Iterator[Finding]:
-        """Whether the script alone takes its steps at the same batches."""
+        """Whether the script alone takes its steps at the same batches, from the same parameters.
+
+        From others it may decide otherwise: a discriminator steps only while it is not too good, say.
+        """
         events = self._told_out_of_step()
         window = min(events[0]["window"], events[0]["own"]) if events else 0
-        if events and not self._skips and (self.record.uneven is None or window < self.record.steps):
+        is_compared = bool(events) and (events[0]["placed"] or skipper(self.record) is not None)
+        if is_compared and not self._skips and (self.record.uneven is None or window < self.record.steps):
             steps = [step for step in self.record.ranks[0].steps if step["window"] >= window]
             does = (
                 "takes a step that the ranks do not take" if events[0]["own"] > window else "skips a step of the ranks"

@@ -88,8 +88,10 @@ class Updates:
         return right
 
     def _is_kept(self, step: Event) -> bool:
+        apart = self.whole.record.ranks[0].of("out_of_step")[:1] if self.whole.record.ranks else []
         return (
             step["event"] in self.whole.steps
+            and all(step["window"] < min(one["window"], one["own"]) for one in apart)
             and self.record.updated(step) is not None
             and self.whole.update(step["event"]) is not None
         )

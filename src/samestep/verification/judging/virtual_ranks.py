@@ -50,6 +50,7 @@ _WEIGHED = (
 _NONE_RAN = "the samples come from no DataLoader, one process cuts them otherwise, and no virtual rank ran"
 _CHANGED = "the script changes gradients between backward and step, and by no factor, before or behind the average"
 _OTHER_SAMPLES = "virtual ranks draw, or train on, something else than the ranks"
+_CARRIED = "virtual ranks have other gradients behind the first step, and may carry something on by themselves"
 _OTHER_DRAWS = "a process that is given what a rank has drawn draws something else besides"
 _AGAIN = "virtual ranks have other gradients when they run again: the script draws what could not be recorded"
 
@@ -146,6 +147,8 @@ class VirtualRanks:
             return _OTHER_SAMPLES if virtual else _OTHER_DRAWS
         if virtual and not have_their_samples(self._record, runs, common):
             return _OTHER_SAMPLES
+        if virtual and event is not common[0]:
+            return _CARRIED
         recorded = self._record.gradients(event)
         for run in runs:
             used, own = run.used(event["event"]), run.gradients(event["event"])

@@ -174,7 +174,8 @@ class Alone(Witness):
     def _keep_pace(self, window: int) -> None:
         """Counts on from the recorded window, where the script alone has taken a step more or less than the ranks."""
         if window != self.window:
-            self.journal.write("out_of_step", window=window, own=self.window)
+            is_placed = not self._event or self._put == min(window, self.window)
+            self.journal.write("out_of_step", window=window, own=self.window, placed=is_placed)
             self.window = window
             self._event = next((step["event"] for step in self._steps if step["window"] >= window), len(self._steps))
             self.is_open = False
