@@ -8,8 +8,11 @@ from journals import Event, ended, passed, record, step, stepped
 from samestep.verification.findings import NOT_REACHED
 from samestep.verification.judging import evaluation, reached, samples, storage
 from samestep.verification.judging.record import Record
+from samestep.verification.judging.single import Run
 from samestep.verification.recording.limit import Limit
 from samestep.verification.report import Report
+from samestep.verification.runs import Ended
+from samestep.verification.verify import ended_apart
 
 KEY = "train.py:10#1"
 
@@ -155,3 +158,15 @@ def test_only_the_steps_that_were_asked_for_count() -> None:
     told: list[Event] = [one for number in range(5) for one in (step(number, "g"), stepped(number))]
     ranks: Record = record([*told, {"kind": "enough", "event": 3}], [*told, {"kind": "enough", "event": 3}])
     assert (ranks.steps, ranks.asked) == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("enough", "code", "rank"), [((True, False), 1, 0), ((True, True), 1, None), ((True, False), 0, None)]
+)
+def test_a_rank_that_takes_all_steps_by_itself_is_ended_while_others_wait(
+    enough: tuple[bool, bool], code: int, rank: int | None
+) -> None:
+    """It trains a teacher, say, which the others wait for."""
+    ranks = record(*([{**ended(), "enough": one}] for one in enough))
+    run = Run(Ended(code=code, hung=False, failure=None, folder=ranks.folder), ranks)
+    assert ended_apart(run) == rank

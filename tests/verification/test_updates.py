@@ -82,3 +82,18 @@ def test_another_state_behind_the_step_is_found(tmp_path: Path, ours: Any, right
 
 def test_a_parameter_that_no_step_moves_proves_nothing(tmp_path: Path) -> None:
     assert judged(tmp_path, BEFORE, BEFORE).coverage["updates"] == "not checked: no step changes a parameter"
+
+
+def test_an_optimizer_that_averages_in_its_step_is_left_open(tmp_path: Path) -> None:
+    """One of a ZeRO by hand: before the step each rank has a gradient of its own, and one process that of all."""
+    ours = stepping(tmp_path / "ranks", BEFORE + UPDATE).record
+    first = [*ours.ranks[0].events, step(1, "h")]
+    second = [
+        {**event, "kept": None, **({"gradients": {"w": "other"}} if event.get("event") == 0 else {})} for event in first
+    ]
+    whole, report = stepping(tmp_path / "alone", BEFORE + 2 * UPDATE), Report(ranks=2)
+    Updates(Record(ours.folder, [Rank(0, first), Rank(1, second)]), whole, Others(lambda: whole, list, list)).judge(
+        report
+    )
+    assert report.errors == []
+    assert report.coverage["updates"].startswith("not checked: at step 0 each rank steps with a gradient of its own")

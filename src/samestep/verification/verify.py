@@ -45,6 +45,7 @@ from samestep.verification.runner import Runner, Say, nursery_for
 __all__ = ["verify"]
 
 NO_STEP = "no optimizer of torch.optim has stepped, and no parameter was changed in place behind a backward pass"
+_MORE = 16  # times as many steps, where one rank takes all of them by itself
 AS_MANY = "let every rank come by every collective, as often as the others: samestep.shards gives all as many batches"
 
 
@@ -120,11 +121,21 @@ def _recorded(runner: Runner, steps: int) -> tuple[Run, Run | None, list[str]]:
     run once more without that.
     """
     recorded, whole = _both(runner, steps, PASSES, "all samples")
+    if (rank := ended_apart(recorded)) is not None:
+        recorded, whole = _both(runner, _MORE * steps, 0, "all samples of more steps")
+        return recorded, whole, [f"rank {rank} takes more than {steps} steps by itself, so more were recorded"]
     apart = recorded.has_failed and not reached.are_alike(recorded.record)
     if reached.is_cut(recorded.record) and (apart or (whole is not None and whole.has_failed)):
         recorded, whole = _both(runner, steps, 0, "all samples of whole passes")
         return recorded, whole, ["no pass was ended early: the script fails where one is"]
     return recorded, whole, reached.remarks(recorded.record)
+
+
+def ended_apart(recorded: Run) -> int | None:
+    """Returns a rank whose recording has ended while others waited for it: it trains a model by itself, say."""
+    told = [(rank.number, rank.ended is not None and rank.ended["enough"]) for rank in recorded.record.ranks]
+    first = next((number for number, is_over in told if is_over), None)
+    return first if recorded.has_failed and not all(is_over for _, is_over in told) else None
 
 
 def _both(runner: Runner, steps: int, passes: int, name: str) -> tuple[Run, Run | None]:
@@ -159,7 +170,7 @@ def _verified(runner: Runner, steps: int) -> Report:
         with leaving_open(report):
             _compare(runner, record, whole, report)
     if ended.hung or ended.code != 0:
-        _blame(ended, whole, record, report)
+        _blame(recorded, whole, report)
     elif whole.ended.hung or whole.ended.code != 0:
         report.inconclusive = f"alone, with the samples of all ranks, the script fails: {_reason(whole.ended)}"
     with leaving_open(report):
@@ -202,9 +213,12 @@ def _conclude_on_data(record: Record, report: Report) -> None:
         report.cover("data", DECLARED if noted else AGREES, why)
 
 
-def _blame(ended: runs.Ended, whole: Run, record: Record, report: Report) -> None:
+def _blame(recorded: Run, whole: Run, report: Report) -> None:
     """Says what a run that ended badly was: a difference, unless it ends so alone too, or the machine did it."""
-    alone = whole.ended
+    ended, record, alone = recorded.ended, recorded.record, whole.ended
+    if (rank := ended_apart(recorded)) is not None:
+        report.inconclusive = f"rank {rank} takes steps by itself, while others wait for it; ask for more with --steps"
+        return
     if alone.hung or alone.code != 0:
         where = f", at {alone.failure['where']}" if alone.failure and alone.failure.get("where") else ""
         report.inconclusive = f"the script fails alone too{where}: {_reason(alone)}"

@@ -18,6 +18,7 @@ from samestep.verification.journal import Event
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
+from samestep.verification.judging.states import averaged_behind
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 
@@ -61,6 +62,11 @@ class Updates:
         """Adds what the comparison tells; returns the steps that are as in one process."""
         if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameter_order", "parameters")}:
             report.cover("updates", unchecked("the ranks train different models"))
+            return set()
+        own = None if self.record.is_by_hand else averaged_behind(self.record)
+        if own is not None:
+            why = f"at step {own} each rank steps with a gradient of its own, and one process with that of all"
+            report.cover("updates", unchecked(why))
             return set()
         steps = [step for step in self.record.ranks[0].steps[: self.record.steps] if self._is_kept(step)]
         compared = 0
