@@ -194,6 +194,14 @@ def test_what_may_differ_is_not_accused(*, drew: str | None, by_batch: bool, sai
         assert found([evaluates("0.500", drew), [ran()]], evaluates("0.600", drew)) == ["train.py:30"]
 
 
+def test_rollouts_of_which_one_process_has_one_rank_s_may_differ() -> None:
+    def evaluates(reward: float, drew: str) -> list[Event]:
+        return [ran(), sums(reward, drew=drew)]
+
+    assert found([evaluates(5.0, "a"), evaluates(5.0, "b")], evaluates(3.0, "a")) == []
+    assert found([evaluates(5.0, "a"), evaluates(5.0, "a")], evaluates(3.0, "a")) == ["train.py:30"]
+
+
 def test_sums_of_samestep_are_its_own_and_its_metrics_are_compared() -> None:
     def evaluates(accuracy: float) -> list[Event]:
         returned = {"kind": "metrics", "window": 4, "where": "train.py:30", "metrics": {"accuracy": accuracy}}

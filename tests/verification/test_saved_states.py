@@ -116,6 +116,17 @@ def test_an_average_of_the_weights_must_not_begin_again(before: str, after: str,
     assert ["the average of the parameters (w)" in one.cause for one in report.errors] == ([True] if is_lost else [])
 
 
+@pytest.mark.parametrize(("names", "is_lost"), [(["v"], False), (["w"], True), ([], True)])
+def test_a_rank_whose_optimizer_holds_another_part_is_not_held_against_the_saver_s(
+    names: list[str], *, is_lost: bool
+) -> None:
+    """ZeroRedundancyOptimizer consolidates on rank 0, and every rank loads its own part."""
+    before = {"optimizers": [{"number": 0, "state": "momentum 1", "rates": [0.1], "names": ["w"]}]}
+    after = [{"number": 1, "state": "another" if names else None, "rates": [0.1], "names": names}]
+    report = judged(save(WHOLE, state=STATE | before), load(WHOLE), resumed(optimizers=after))
+    assert ["and the optimizer's state did not" in one.cause for one in report.errors] == ([True] if is_lost else [])
+
+
 def test_where_nothing_is_saved_or_loaded_nothing_is_said() -> None:
     assert judged(ended()).coverage["checkpoint"] == "not checked: nothing was saved"
     assert judged({**ended(), "enough": True}).coverage["checkpoint"] == NOT_REACHED

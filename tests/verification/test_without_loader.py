@@ -102,6 +102,20 @@ def test_virtual_ranks_accuse_nobody(tmp_path: Path, rows: list[list[Event]]) ->
     assert [one.code for one in report.errors] == ([] if rows[0] == rows[1] else ["gradient-differs"])
 
 
+@pytest.mark.parametrize("is_before", [True, False])
+def test_what_ranks_bring_together_before_the_loss_a_virtual_rank_lacks(tmp_path: Path, *, is_before: bool) -> None:
+    """Advantages are standardised over all ranks; an average of gradients comes behind the backward pass."""
+    brought: Event = {"kind": "collective", "window": 0, "op": "all_reduce", "where": "train.py:20"}
+    ours, report = ranks(tmp_path / "ranks", MEAN, [], []), Report(ranks=2)
+    first = ours.ranks[0].events
+    at = next(place for place, one in enumerate(first) if one["kind"] == "backward") + (not is_before)
+    ours = Record(ours.folder, [Rank(0, [*first[:at], brought, *first[at:]]), *ours.ranks[1:]])
+    virtual = parts(tmp_path / "virtual", ONE, ONE, rows=[[], []])
+    VirtualRanks(ours, lambda: virtual, lambda: virtual).judge(ours.ranks[0].steps, report)
+    assert [one.code for one in report.errors] == ([] if is_before else ["gradient-differs"])
+    assert not is_before or "what the ranks bring together at train.py:20" in report.coverage["gradients"]
+
+
 def test_what_virtual_ranks_carry_on_by_themselves_accuses_nobody(tmp_path: Path) -> None:
     """An average of predictions in a plain tensor: it follows weights that each of them has for itself."""
     ours, report = ranks(tmp_path / "ranks", MEAN, [], [], steps=2), Report(ranks=2)

@@ -51,8 +51,9 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
         return
     theirs = {} if alone is None else outcomes(alone.ranks[0])
     by_batch = {phase for mine in told for phase, one in mine.items() if one.by_batch}
-    sums = _sums(record, told[0], theirs, by_batch)
-    printed = metrics_alike([_lines(one) for one in told], _lines(theirs), by_batch, known=None in sums)
+    may_differ = by_batch | _drawn_apart(told)
+    sums = _sums(record, told[0], theirs, may_differ)
+    printed = metrics_alike([_lines(one) for one in told], _lines(theirs), may_differ, known=None in sums)
     sampled = list(_samples(record))
     found = [] if printed.whole and not printed.different and not sampled else [one for one in sums if one is not None]
     if not found and printed.different is not None:
@@ -69,6 +70,18 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
         report.cover("evaluation", unchecked(unseen))
     else:
         report.cover("evaluation", AGREES, "each sample once; neither a sum nor a metric was seen")
+
+
+def _drawn_apart(ranks: list[dict[str, Outcome]]) -> set[str]:
+    """The phases in which ranks draw other numbers: rollouts of a policy, of which one process has one rank's."""
+    found = set()
+    for phase in ranks[0]:
+        told = [mine[phase] for mine in ranks if phase in mine]
+        drew = [{event["drew"] for event in [*one.sums.values(), *one.lines.values()]} for one in told]
+        drew = [one for one in drew if one]
+        if any(one != drew[0] for one in drew):
+            found.add(phase)
+    return found
 
 
 def _lines(evaluations: dict[str, Outcome]) -> dict[Place, Event]:

@@ -262,9 +262,15 @@ def _goes_on(rank: Rank, saved: list[Event], new: Event) -> bool:
     return new["number"] not in numbers and new["rates"] in known
 
 
+def _hold_the_same(saved: Event, new: Event) -> bool:
+    """Whether an optimizer has state of the same parameters, or none: of a sharded one each rank has another part."""
+    names = new.get("names") or saved.get("names")
+    return bool(names == saved.get("names"))
+
+
 def _optimizer(rank: Rank, event: Event, where: str | None, saved: list[Event], new: Event) -> Iterator[Finding]:
     """Whether an optimizer goes on as one of those that were there at the save."""
-    trained = [old for old in saved if old["state"]]
+    trained = [old for old in saved if old["state"] and _hold_the_same(old, new)]
     if trained and not any(old["state"] == new["state"] for old in trained):
         fix = 'save {"optimizer": optimizer.state_dict()} as well, and load it'
         yield _lost(rank, event, where, "the optimizer's state", fix)

@@ -30,6 +30,7 @@ __all__: list[str] = []
 EVERY_ZERO = "every gradient is zero, on the ranks and in one process"
 
 _NEAR = 1e-3  # of a factor
+_BRINGING = {"all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "all_to_all"}
 _OPEN = "leaves open whether ranks with different numbers of samples are weighed by them"
 _WITH_DRAWS = (
     "the samples come from no DataLoader: gradients were compared with the average of those of one process that draws "
@@ -51,6 +52,7 @@ _NONE_RAN = "the samples come from no DataLoader, one process cuts them otherwis
 _CHANGED = "the script changes gradients between backward and step, and by no factor, before or behind the average"
 _OTHER_SAMPLES = "virtual ranks draw, or train on, something else than the ranks"
 _CARRIED = "virtual ranks have other gradients behind the first step, and may carry something on by themselves"
+_BROUGHT = "the loss depends on what the ranks bring together at {}, and a virtual rank has only its own part of that"
 _OTHER_DRAWS = "a process that is given what a rank has drawn draws something else besides"
 _AGAIN = "virtual ranks have other gradients when they run again: the script draws what could not be recorded"
 
@@ -149,6 +151,8 @@ class VirtualRanks:
             return _OTHER_SAMPLES
         if virtual and event is not common[0]:
             return _CARRIED
+        if virtual and (where := _brings_together(self._record.ranks[0], event)) is not None:
+            return _BROUGHT.format(where)
         recorded = self._record.gradients(event)
         for run in runs:
             used, own = run.used(event["event"]), run.gradients(event["event"])
@@ -195,6 +199,14 @@ def clipping(record: Record, event: Event) -> float | None:
     told = [min(1.0, one["most"] / (one["norm"] + 1e-6)) for one in window if one["kind"] == "clip"]
     calls = sum(one["kind"] == "clipping" for one in window)  # of cut gradients, nobody knows the norm
     return 1.0 if not calls and not told else told[0] if len(told) == 1 == max(calls, 1) else None
+
+
+def _brings_together(rank: Rank, step: Event) -> str | None:
+    """The line at which something of all ranks is brought together before the last backward pass of a step."""
+    window = rank.by_window.get(step["window"], [])
+    backwards = [place for place, one in enumerate(window) if one["kind"] == "backward"]
+    before = window[: backwards[-1]] if backwards else []
+    return next((one["where"] for one in before if one["kind"] == "collective" and one["op"] in _BRINGING), None)
 
 
 def calls_in(rank: Rank, window: int) -> list[tuple[str, ...]]:

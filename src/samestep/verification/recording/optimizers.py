@@ -202,7 +202,12 @@ class Optimizers:
             states = [state for key, state in optimizer.state.items() if not hasattr(key, "numel") or key.numel()]
             kept = sorted(digest(tensor) for _, tensor in tensors_in(states))
             rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-            told.append({"number": optimizer.samestep_number, "state": kept, "rates": rates})
+            names = [
+                name
+                for name, one in self.parameters(optimizer).items()
+                if getattr(one, "owner", one) in optimizer.state
+            ]
+            told.append({"number": optimizer.samestep_number, "state": kept, "rates": rates, "names": names})
         return told
 
     def orphans(self) -> list[str]:

@@ -16,14 +16,15 @@ from samestep.verification.watching.listener import Callbacks
 
 __all__: list[str] = []
 
-_TORCH = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "rand_like", "randn_like", "randint_like")
+_TORCH = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial")
+_TORCH_LIKE = ("rand_like", "randn_like", "randint_like")
 _NUMPY = ("rand", "randn", "randint", "random", "uniform", "normal", "beta", "permutation", "choice", "standard_normal")
 _PYTHON = ("random", "uniform", "randint", "choice", "betavariate", "gauss", "sample", "randrange")
 
 
 def watch(listener: Callbacks) -> None:
     """Changes the functions as soon as they are imported."""
-    when_imported("torch", functools.partial(_watch, listener, _TORCH, "torch"))
+    when_imported("torch", functools.partial(_watch, listener, (*_TORCH, *_TORCH_LIKE), "torch"))
     when_imported("numpy.random", functools.partial(_watch, listener, _NUMPY, "numpy.random"))
     when_imported("random", functools.partial(_watch, listener, _PYTHON, "random"))
 
