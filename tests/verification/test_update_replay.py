@@ -9,7 +9,7 @@ from journals import step
 
 from samestep.verification.journal import TraceWriter, value_path
 from samestep.verification.judging.record import Rank, Record
-from samestep.verification.recording.optimizers import Optimizers
+from samestep.verification.recording.optimizers import Optimizers, state_of
 from samestep.verification.reference.updates import UpdateReplay
 
 
@@ -40,3 +40,23 @@ def test_parameters_that_one_process_has_not_stepped_yet_get_state_and_gradients
     assert (group["lr"], group["weight_decay"], group["betas"]) == (0.2, 0.0, (0.5, 0.9))
     replay.after()
     assert (group["lr"], group["weight_decay"], group["betas"]) == (0.1, 0.5, (0.9, 0.999))
+
+
+def test_states_of_two_optimizers_are_told_apart_by_number(tmp_path: Path) -> None:
+    """A generator and a discriminator: each has a parameter of the same name."""
+    optimizers = Optimizers(TraceWriter(tmp_path, 0))
+    made = []
+    for size in (2, 3):
+        model = torch.nn.Linear(size, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(size)).sum().backward()
+        optimizer.step()
+        optimizers.add(optimizer, "train.py:10")
+        made.append((model, optimizer))
+    states = state_of(optimizers)
+    assert {name: len(state["momentum_buffer"].flatten()) for name, state in states.items()} == {
+        "weight": 2,
+        "bias": 1,
+        "optimizer 1: weight": 3,
+        "optimizer 1: bias": 1,
+    }

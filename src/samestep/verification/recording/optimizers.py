@@ -268,11 +268,20 @@ def state_of(optimizers: Optimizers) -> dict[str, dict[str, Any]]:
 
 def own_states(optimizers: Optimizers) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yields name, parameter, and the state of what an optimizer holds of it, where there is one."""
+    for name, optimizer, parameter in named_parameters(optimizers):
+        state = optimizer.state.get(getattr(parameter, "owner", parameter))
+        if isinstance(state, dict):
+            yield name, parameter, state
+
+
+def named_parameters(optimizers: Optimizers) -> Iterator[tuple[str, Any, Any]]:
+    """Yields name, optimizer and parameter; a name that another one's parameter has gets the optimizer's number."""
+    taken: dict[str, int] = {}
     for optimizer in optimizers.all:
         for name, parameter in optimizers.parameters(optimizer).items():
-            state = optimizer.state.get(getattr(parameter, "owner", parameter))
-            if isinstance(state, dict):
-                yield name, parameter, state
+            owner = id(getattr(parameter, "owner", parameter))
+            is_free = taken.setdefault(name, owner) == owner
+            yield name if is_free else f"optimizer {optimizer.samestep_number}: {name}", optimizer, parameter
 
 
 def held_states(states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
-from samestep.verification.recording.optimizers import Optimizers, own_states, uncut
+from samestep.verification.recording.optimizers import Optimizers, named_parameters, own_states, uncut
 
 __all__: list[str] = []
 
@@ -40,10 +40,9 @@ class UpdateReplay:
                     mine[key] = value
                 elif hasattr(own, "copy_") and own.shape == value.shape:
                     own.copy_(value)
-        for optimizer in self._optimizers.all:
-            for name, parameter in self._optimizers.parameters(optimizer).items():
-                if name in states and name not in known and _is_plain(parameter):  # one process has not stepped it yet
-                    optimizer.state[parameter] = dict(states[name])
+        for name, optimizer, parameter in named_parameters(self._optimizers):
+            if name in states and name not in known and _is_plain(parameter):  # one process has not stepped it yet
+                optimizer.state[parameter] = dict(states[name])
 
     def before(self, optimizer: Any, parameters: dict[str, Any], step: Event) -> None:
         """Sets the rates of a step, and its gradients where the ranks' are kept and one evaluation makes them."""
