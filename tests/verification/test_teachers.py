@@ -61,6 +61,21 @@ def test_only_what_has_changed_is_kept_of_models_that_no_optimizer_holds(tmp_pat
     assert {id(one) for one in frozen.parameters()} <= {id(one) for one in optimizers.untrained().values()}
 
 
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_an_average_has_one_number_where_each_rank_s_optimizer_holds_a_part(
+    tmp_path: Path, *, is_sharded: bool
+) -> None:
+    """On ranks of a ZeRO by hand the trained model has parameters that no optimizer here holds, alone it has none."""
+    student = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    average = copy.deepcopy(student)
+    optimizers = Optimizers(TraceWriter(tmp_path, 0))
+    optimizer = torch.optim.SGD(student[0].parameters() if is_sharded else student.parameters(), lr=0.1)
+    optimizers.add(optimizer, "train.py:1")
+    named = {id(one): name for name, one in optimizers.untrained().items()}
+    assert named[id(average[0].weight)] == "model 1: 0.weight"
+    assert named.get(id(student[1].weight)) == ("trained model 1: 1.weight" if is_sharded else None)
+
+
 def test_a_teacher_is_put_back_where_steps_are_compared(tmp_path: Path) -> None:
     """The ranks' rate is scaled, so one process by itself comes to another teacher."""
     path = tmp_path / "train.py"

@@ -26,8 +26,9 @@ class Optimizers:
         self._held: weakref.WeakKeyDictionary[Any, dict[int, list[Any]]] = weakref.WeakKeyDictionary()
         self._beside: dict[int, dict[str, Any]] = {}
         self._made: list[weakref.ref[Any]] = []  # a script that lets one go shall have its memory back
-        self._models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._numbered = itertools.count(1)
+        self._numbered_trained = itertools.count(1)
         self._taken: Any = None  # the first parameter of an optimizer -> steps that were taken with it
         self._untrained: dict[str, Any] | None = None  # name -> digest, when they were first looked at
 
@@ -151,15 +152,20 @@ class Optimizers:
     def untrained(self) -> dict[str, Any]:
         """Returns the parameters that no optimizer holds: of a teacher that follows its student, or frozen ones.
 
-        Models are numbered as they are first seen here: one that is gone takes no other's number with it.
+        Models are numbered as they are first seen here: one that is gone takes no other's number with it. Those of
+        which an optimizer holds a part are numbered by themselves, since in one process it may hold all.
         """
-        from samestep.verification.recording.naming import untrained_of
+        from samestep.verification.recording.naming import named, owner_of, untrained_of
 
         found: dict[str, Any] = {}
-        for model, parameters in untrained_of(self._every_parameter()):
+        stepped = self._every_parameter()
+        held_ids = {id(parameter) for parameter in stepped}
+        for model, parameters in untrained_of(stepped):
             if model not in self._models:
-                self._models[model] = next(self._numbered)
-            found |= {f"model {self._models[model]}: {name}": one for name, one in parameters.items()}
+                is_trained = any(owner_of(one) in held_ids for _, one in named(model))
+                number = next(self._numbered_trained if is_trained else self._numbered)
+                self._models[model] = f"trained model {number}" if is_trained else f"model {number}"
+            found |= {f"{self._models[model]}: {name}": one for name, one in parameters.items()}
         return found
 
     def averaged(self, model: Any) -> dict[str, Any]:
