@@ -230,7 +230,7 @@ DDP: dict[str, Any] = {"ignored": []}
         (
             [held_by("w", ignored=["w"]), held_by("w", digests="q", gradient="h", ignored=["w"])],
             held_by("w"),
-            None,  # nothing agrees: whether the ranks train anything together nobody can say
+            None,  # nothing agrees: whether the ranks train anything together is not known
         ),
     ],
     ids=["experts beside DDP", "stages", "replicas that differ", "nothing in common"],

@@ -191,7 +191,7 @@ def in_turns(folder: Path, *gradients: torch.Tensor) -> Run:
         ((0.5, 0.5), [mean(), mean()], "agrees as declared"),
         ((0.7, 0.3), [mean(7.0), mean(3.0)], "agrees as declared"),  # the script weighs its ranks
         ((0.5, 0.5), [mean(7.0), mean(3.0)], "not checked"),  # and here it does not
-        ((0.5, 0.5), [mean(mean=False, count=None)] * 2, "not checked"),  # of a sum, nobody can say
+        ((0.5, 0.5), [mean(mean=False, count=None)] * 2, "not checked"),  # a sum leaves it open
         ((0.5, 0.5), [mean(shape=[8, 16])] * 2, "not checked"),  # similarities of all pairs in a batch
         ((1.0, 1.0), [mean(), mean()], "differs"),
         ((0.25, 0.25), [mean(), mean()], "differs"),
@@ -264,7 +264,7 @@ def test_one_fixed_batch_is_a_note(tmp_path: Path) -> None:
         (inputs(["a"], ["b"]), inputs(["c"], ["d"]), (ONE, OTHER)),
         (inputs(["a"], ["b"]), inputs(["a"], ["c"]), (ONE, ONE)),  # once by chance
         (inputs(["a"], ["b"]), inputs(["a"], ["b"]), (ONE, OTHER)),  # each takes its part of the batch in the model
-        (inputs([], []), inputs([], []), (ONE, ONE)),  # nobody knows
+        (inputs([], []), inputs([], []), (ONE, ONE)),  # not known
         (inputs(["a"], ["b"]), inputs(["a"], ["b"]), (0 * ONE, 0 * ONE)),
     ],
 )

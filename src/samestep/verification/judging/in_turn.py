@@ -60,7 +60,7 @@ class _Sum:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the weights are those of a mean; behind a clipping that nobody knows they may be smaller."""
+        """Whether the weights are those of a mean; after clipping by an unknown norm they may be smaller."""
         return abs(self.total - 1) < _NEAR or (self.clipped is None and self.total < 1)
 
 

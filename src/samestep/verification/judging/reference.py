@@ -342,7 +342,7 @@ class Comparison:
         return numerics.distance(self._recorded(event), self.whole.gradients(event["event"]))
 
     def _floors(self, again: Run, event: Event) -> Callable[[str], float]:
-        """How far rounding alone takes each gradient of a step apart; as far as it may, where nobody has measured."""
+        """How far rounding alone takes each gradient of a step apart; as far as it may, where that was not measured."""
         number = event["event"]
         if number not in again.steps:
             return lambda _: numerics.COARSEST

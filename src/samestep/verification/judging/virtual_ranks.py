@@ -42,11 +42,11 @@ VIRTUAL = (
 )
 NO_REFERENCE = (
     "one process takes other samples; the ranks' gradients are the average of what each computes for itself; whether "
-    "that is the gradient of all their samples nobody can say"
+    "that is the gradient of all their samples is not known"
 )
 _WEIGHED = (
     "the gradient is the sum of those that each rank computes, with weights {}: whether the ranks have so many samples "
-    "or tokens nobody can say"
+    "or tokens is not known"
 )
 _NONE_RAN = "the samples come from no DataLoader, one process cuts them otherwise, and no virtual rank ran"
 _CHANGED = "the script changes gradients between backward and step, and by no factor, before or behind the average"
@@ -144,7 +144,7 @@ class VirtualRanks:
         return listed([f"{factor:.3g}" for factor in found.factors])
 
     def _why_not(self, runs: list[Run], common: list[Event], event: Event, *, virtual: bool) -> str | None:
-        """Why a difference accuses nobody."""
+        """Why a difference is no error."""
         if any(run.ended.code or rank.of("chance") for run in runs for rank in run.record.ranks):
             return _OTHER_SAMPLES if virtual else _OTHER_DRAWS
         if virtual and not have_their_samples(self._record, runs, common):
@@ -197,7 +197,7 @@ def clipping(record: Record, event: Event) -> float | None:
     """Returns by what the ranks' gradient was multiplied when its norm was clipped; None where that is not known."""
     window = record.ranks[0].by_window.get(event["window"], [])
     told = [min(1.0, one["most"] / (one["norm"] + 1e-6)) for one in window if one["kind"] == "clip"]
-    calls = sum(one["kind"] == "clipping" for one in window)  # of cut gradients, nobody knows the norm
+    calls = sum(one["kind"] == "clipping" for one in window)  # the norm of cut gradients is not recorded
     return 1.0 if not calls and not told else told[0] if len(told) == 1 == max(calls, 1) else None
 
 

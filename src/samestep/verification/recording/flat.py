@@ -136,7 +136,7 @@ def dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def why_unknown(model: nn.Module) -> str | None:
-    """Says why nobody can tell where the parameters of a model in FSDP lie; None where that is known."""
+    """Returns why the places of the parameters of a model in FSDP are not known; None where they are."""
     return next(filter(None, (_why_unknown(handle.flat_param) for _, handle in _handles(model))), None)
 
 

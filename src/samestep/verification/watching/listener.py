@@ -52,7 +52,7 @@ class Own(Iterator[Batch]):
     """What a DataLoader would yield in a pass."""
 
     def rest(self) -> list[list[Any]] | None:
-        """Returns the samples of the batches still to come, without loading them; None where nobody can tell.
+        """Returns the samples of the batches still to come, without loading them; None where they are not known.
 
         It reads the sampler to its end: the pass cannot be gone on with.
         """

@@ -126,7 +126,7 @@ def _watch_no_sync(listener: Callbacks, wrapper: Any) -> None:
 
 
 def _ranks(model: Any) -> list[int] | None:
-    """The ranks that bring samples to a model; None where these are all, or nobody knows."""
+    """The ranks that bring samples to a model; None where these are all, or are not known."""
     mesh, group = getattr(model, "_device_mesh", None), getattr(model, "process_group", None)
     if mesh is not None:
         return sorted(mesh.mesh.flatten().tolist())
