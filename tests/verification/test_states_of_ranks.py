@@ -258,3 +258,16 @@ def test_what_ddp_is_told_to_ignore_may_differ() -> None:
     told = states.by_hand(record(rank("a"), rank("b")), whole)
     assert told is not None
     assert told.startswith("each rank has expert for itself from the start")
+
+
+@pytest.mark.parametrize("differs", ["start", "gradients"])
+def test_ranks_that_have_joined_no_process_group_are_told_so(differs: str) -> None:
+    """A script for one process, run on two."""
+
+    def rank(value: str) -> list[Event]:
+        begun = start(w=value if differs == "start" else "p0")
+        return [begun, step(0, value if differs == "gradients" else "g", in_group=False), stepped(0)]
+
+    (finding,) = findings(states, record(rank("a"), rank("b")))
+    assert "joined no process group, so each trains a model of its own" in finding.cause
+    assert 'init_process_group("gloo"); model = torch.nn.parallel.Distributed' in str(finding.fix)

@@ -12,6 +12,12 @@ from samestep.verification.judging.words import listed, numbers, plural
 
 __all__: list[str] = []
 
+NO_GROUP = "the ranks have joined no process group, so each trains a model of its own"
+JOIN = (
+    'torch.distributed.init_process_group("gloo"); '
+    "model = torch.nn.parallel.DistributedDataParallel(model)    # before the optimizer is made"
+)
+
 _REDUCING = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor"}
 
 
@@ -19,6 +25,8 @@ def of_gradients(record: Record, index: int, rank: int, bad: list[str]) -> Findi
     """Returns the finding for gradients that differ at the step `index`, on `rank` in the tensors `bad`."""
     step = record.ranks[0].steps[index]
     cause, fix, where = _of_gradients(record.ranks[0], step, bad)
+    if record.has_no_group:
+        cause, fix, where = NO_GROUP, JOIN, step["where"]
     return Finding(
         code="gradients-not-synchronised",
         property="gradients",

@@ -87,6 +87,12 @@ class Record:
         return taken if self.uneven is None else min(taken, self.uneven["event"])
 
     @cached_property
+    def has_no_group(self) -> bool:
+        """Whether no rank was in a process group at any of its steps."""
+        told = [step.get("in_group", True) for rank in self.ranks for step in rank.steps]
+        return bool(told) and not any(told)
+
+    @cached_property
     def is_cut_short(self) -> bool:
         """Whether the recording has ended a rank, or a pass over its data, before the script did."""
         cut = any(event.get("cut") is not None for rank in self.ranks for event in rank.of("passed"))

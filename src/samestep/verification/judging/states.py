@@ -16,7 +16,7 @@ from typing import Any
 
 from samestep.verification.findings import AGREES, PROVED, Finding, unchecked
 from samestep.verification.journal import Event, place_of
-from samestep.verification.judging.causes import of_gradients, of_parameters
+from samestep.verification.judging.causes import JOIN, NO_GROUP, of_gradients, of_parameters
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.words import listed, plural
@@ -192,12 +192,15 @@ def _initial(record: Record) -> Iterator[Finding]:
         step=0,
         tensor=names[0],
         where=made(rank.events),
-        cause=f"before the first step rank {rank.number} has other values than rank 0 in {listed(names)}",
+        cause=f"before the first step rank {rank.number} has other values than rank 0 in {listed(names)}"
+        + (f"; {NO_GROUP}" if record.has_no_group else ""),
         fix=_initial_fix(record),
     )
 
 
 def _initial_fix(record: Record) -> str:
+    if record.has_no_group:
+        return JOIN
     if "FullyShardedDataParallel" in record.wrappers:
         return (
             "FullyShardedDataParallel(model, sync_module_states=True), which sends rank 0's to all, and no change later"

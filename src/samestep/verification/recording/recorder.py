@@ -325,6 +325,7 @@ class Recorder(Witness):
         self.journal.write(
             "step",
             by_hand=by_hand,
+            in_group=torch.distributed.is_available() and torch.distributed.is_initialized(),
             event=self._events,
             optimizer=optimizer.samestep_number,
             window=self.window,
