@@ -14,6 +14,7 @@ code as an optimizer does. Tensors that belong to no model count where the scrip
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,7 +72,7 @@ class ByHand:
         self._due: list[tuple[weakref.ref[Tensor], ...]] = []  # models with new gradients
         self._returned: dict[int, Tensor] = {}
         self._stepping: HandWritten | None = None
-        self._owner: Callable[[], Any] = _nobody
+        self._owner: Callable[[], Any] = lambda: None
         self._held: list[Tensor] = []  # its parameters: a script may let a model go before the step is known to be over
         self._storages: set[int] = set()
         self._writes = _Writes(self)
@@ -160,7 +161,7 @@ class ByHand:
         made: list[HandWritten] = self._made.setdefault(parameters[0], [])
         for known in made:
             held = known.param_groups[0]["params"]
-            if len(held) == len(parameters) and all(map(_is, held, parameters)):
+            if len(held) == len(parameters) and all(map(operator.is_, held, parameters)):
                 return known
         made.append(HandWritten(parameters))
         return made[-1]
@@ -264,14 +265,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _storage(tensor: Tensor) -> int:
     own = getattr(tensor, "_local_tensor", tensor)
     return int(own.untyped_storage().data_ptr()) if own.layout == torch.strided else id(own)
-
-
-def _nobody() -> None:
-    pass
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def _leaves(outputs: Any) -> Iterator[Tensor]:
