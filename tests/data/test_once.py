@@ -31,10 +31,8 @@ WORKER = """
 
 
 def start(target, log, way="finish", stdin=subprocess.PIPE):
-    script = log.with_name("worker.py")
-    script.write_text(textwrap.dedent(WORKER))
     return subprocess.Popen(
-        [sys.executable, script, str(target), str(log), way],
+        [sys.executable, "-c", textwrap.dedent(WORKER), str(target), str(log), way],
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
