@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from journals import Event, ended, findings, passed, record, step, stepped
+from journals import Event, ended, passed, record, step, stepped
 
 from samestep.verification.findings import NOT_REACHED
 from samestep.verification.judging import storage
+from samestep.verification.judging.resumed import judge as judge_resumed
 from samestep.verification.report import Report
 
 STATE: dict[str, Any] = {
@@ -151,12 +152,38 @@ def test_weights_none_of_whose_names_the_model_knows_are_found(
     assert [(one.code, one.where) for one in errors] == ([("checkpoint-inexact", "a.py:3")] if is_found else [])
 
 
-def test_an_epoch_that_begins_again_when_its_middle_is_loaded_is_found() -> None:
-    about, batch, backward, *_ = passed([0, 1], samples=8)
-    later = {**batch, "index": 1, "indices": [2, 3]}
-    under_way = [about, batch, backward, later, backward, save(WHOLE, state=None), load(WHOLE)]
-    (error,) = findings(storage, record([*under_way, batch, backward]))
-    assert (error.code, error.where) == ("samples-repeated", "train.py:10")
-    assert "a state was saved after 2 batches of an epoch" in error.cause
-    assert findings(storage, record([*under_way, {**batch, "indices": [4, 5]}, backward])) == []
-    assert findings(storage, record([*under_way, batch, later, backward])) == []  # the first ones are skipped
+@pytest.mark.parametrize(
+    ("then", "code"),
+    [
+        ([0, 1], "samples-repeated"),
+        ([2, 3], None),
+        ([0, None, 2, None, 4], "samples-missing"),
+        ([0, None, 1, None, 2], None),
+        ([0, None, 1], "samples-repeated"),
+    ],
+    ids=["begins again", "goes on", "skips three of two", "skips what was used", "skips one of two"],
+)
+def test_a_pass_that_was_under_way_goes_on_behind_a_load_with_what_was_not_used(
+    then: list[int | None], code: str | None
+) -> None:
+    """Batches 0 and 1 were used before the save; None stands behind a batch that no backward pass uses."""
+    about, batch, backward, *_ = passed([0, 1], samples=16)
+
+    def trains(order: list[int | None], number: int) -> list[Event]:
+        events: list[Event] = [{**about, "number": number, "key": f"train.py:10#{number}"}]
+        for place, index in enumerate(order):
+            if index is not None:
+                name = {"number": number, "key": f"train.py:10#{number}"}
+                events.append({**batch, **name, "index": place, "indices": [2 * index, 2 * index + 1]})
+                events += [backward] if order[place + 1 : place + 2] != [None] else []
+        return events
+
+    under_way = [*trains([0, 1], 1), save(WHOLE, state=None), load(WHOLE)]
+    found = [*judge_resumed(record([*under_way, *trains(then, 2)]))]
+    assert [(one.code, one.where) for one in found] == ([(code, "train.py:20")] if code else [])
+
+
+def test_behind_a_save_between_two_epochs_the_whole_next_one_is_used() -> None:
+    first = passed([0, 1], samples=2)
+    again = passed([1, 0], samples=2, number=1, window=1)
+    assert [*judge_resumed(record([*first, save(WHOLE, state=None), load(WHOLE), *again]))] == []

@@ -104,16 +104,18 @@ class Runner:
         self._begin(name)
         return self._run(name, ranks, _RECORDER, {"steps": None, **order}, self.nursery)
 
-    def first(self, steps: int, passes: int) -> Run:
+    def first(self, steps: int, passes: int, *, keep_all: bool = False) -> Run:
         """Records the ranks in fresh interpreters, each with string hashes of its own: no order may depend on them.
 
         Args:
             steps: of an optimizer that are recorded.
             passes: over the data that may be ended early behind them.
+            keep_all: whether the values of every step are kept.
         """
         name = f"recording {self.ranks} ranks" if passes else f"recording {self.ranks} ranks, and whole passes"
+        name += ", with the values of every step" if keep_all else ""
         self._begin(name)
-        return self._run(name, self.ranks, _RECORDER, {"steps": steps, "passes": passes}, None)
+        return self._run(name, self.ranks, _RECORDER, {"steps": steps, "passes": passes, "keep_all": keep_all}, None)
 
     def alone(self, name: str, record: Record, ranks: list[int] | None = None, **order: Any) -> Run:
         """Runs it in one process on what `ranks` have used, by default all; `order` is for :class:`Alone`."""

@@ -33,6 +33,7 @@ from samestep.verification.judging import (
     states,
     storage,
 )
+from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.reference import Comparison
@@ -128,6 +129,9 @@ def _recorded(runner: Runner, steps: int) -> tuple[Run, Run | None, list[str]]:
     if reached.is_cut(recorded.record) and (apart or (whole is not None and whole.has_failed)):
         recorded, whole = _both(runner, steps, 0, "all samples of whole passes")
         return recorded, whole, ["no pass was ended early: the script fails where one is"]
+    ended_well = whole is not None and not (recorded.has_failed or whole.has_failed)
+    if ended_well and whole is not None and InStep(recorded.record, whole).may_become_known:
+        recorded, whole = _both(runner, steps, PASSES, "all samples, the ranks' weights in every step", keep_all=True)
     return recorded, whole, reached.remarks(recorded.record)
 
 
@@ -138,8 +142,8 @@ def ended_apart(recorded: Run) -> int | None:
     return first if recorded.has_failed and not all(is_over for _, is_over in told) else None
 
 
-def _both(runner: Runner, steps: int, passes: int, name: str) -> tuple[Run, Run | None]:
-    recorded = runner.first(steps, passes)
+def _both(runner: Runner, steps: int, passes: int, name: str, *, keep_all: bool = False) -> tuple[Run, Run | None]:
+    recorded = runner.first(steps, passes, keep_all=keep_all)
     record = recorded.record
     is_pipeline = states.staged(record) or states.several(record) or states.scheduled(record)
     return recorded, None if is_pipeline and not recorded.has_failed else runner.alone(name, record)

@@ -18,12 +18,13 @@ from samestep.verification.judging.outcomes import Outcome, Place, outcomes
 from samestep.verification.judging.printed import Alike, Difference, metrics_alike
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.samples import Pass, fills_up, loads_for_all, mean_the_same, passes
-from samestep.verification.judging.states import differing
+from samestep.verification.judging.states import differing, differing_ranks
 from samestep.verification.judging.words import listed, plural
 from samestep.verification.report import Report
 
 __all__: list[str] = []
 
+_CHOSEN = {"MAX", "MIN"}  # reductions that bring one rank's number
 _CLOSE = 1e-4  # of a sum; the parameters are the same, so this is rounding
 
 Values = dict[tuple[int, str, int], Event]  # what samestep.evaluate has returned, by window, line and number
@@ -33,6 +34,7 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
     """Adds what evaluations tell; `alone` is the script run alone, if it ran."""
     _judge_buffers(record, report)
     report.add(_averaged(record))
+    report.add(_loaded_apart(record))
     out_of_step = alone is not None and any(rank.of("out_of_step") for rank in alone.ranks)
     if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameters", "parameter_order")}:
         alone = None  # the ranks evaluate different models
@@ -200,6 +202,27 @@ def _averaged(record: Record) -> Iterator[Finding]:
                 return
 
 
+def _loaded_apart(record: Record) -> Iterator[Finding]:
+    """Whether ranks evaluate with other parameters, since they have loaded others: the best of each rank's own, say."""
+    told = [{event["phase"]: event for event in rank.of("evaluates")} for rank in record.ranks]
+    for rank, theirs in zip(record.ranks[1:], told[1:], strict=True):
+        for phase in [phase for phase in told[0] if phase in theirs]:
+            bad = differing_ranks([told[0][phase], theirs[phase]], "parameters")
+            loads = [where for one in (told[0][phase], theirs[phase]) if (where := one["loaded"]) is not None]
+            if bad is not None and loads:
+                yield Finding(
+                    code="parameters-diverged",
+                    property="evaluation",
+                    rank=rank.number,
+                    tensor=bad[1][0],
+                    where=loads[0],
+                    cause=f"rank {rank.number} evaluates with other values than rank 0 in {listed(bad[1])}: the ranks "
+                    "have loaded different ones",
+                    fix="choose what is loaded by what all ranks know: reduce the metric before it is compared",
+                )
+                return
+
+
 def _buffers(record: Record, rank: int, key: str, bad: list[str]) -> Finding:
     return Finding(
         code="buffers-diverged",
@@ -229,6 +252,8 @@ def _sums(
             sizes = {1, record.size, _size(here["group"], record.size)}
             pairs = list(zip(here["values"], there["values"], strict=False))
             bad = next((pair for pair in pairs if not _agree(*pair, sizes, here["reduce"])), None)
+            if bad is None and here["reduce"] in _CHOSEN:
+                continue  # that they have one maximum, or stop at once, says little of the rest
             if bad is None or (here["drew"] == there["drew"] and phase not in by_batch):
                 told.append(None if bad is None else _inexact(here["where"], *bad, record.size))
     return told

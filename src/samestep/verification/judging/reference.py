@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from samestep.verification import numerics
-from samestep.verification.findings import AGREES, DECLARED, REFUTED, Finding, unchecked
+from samestep.verification.findings import AGREES, DECLARED, REFUTED, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import by_hand, in_turn, repeated
 from samestep.verification.judging import local_steps as local
 from samestep.verification.judging.explanations import Explanations
+from samestep.verification.judging.in_step import InStep, chance_of
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.rates import Rates
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.samples import are_loaded, loads_for_all
 from samestep.verification.judging.single import Run
-from samestep.verification.judging.skipped import skipper
 from samestep.verification.judging.states import averaged_behind, local_steps
 from samestep.verification.judging.virtual_ranks import EVERY_ZERO, NO_REFERENCE, VIRTUAL, VirtualRanks, calls_in
 from samestep.verification.judging.windows import Windows
@@ -73,19 +73,21 @@ class Comparison:
             )
             report.cover("gradients", unchecked(why))
             return
-        report.add(self._out_of_step())
-        until = min(self._astray, default=None)
+        report.add(self._in_step.findings())
+        if (unknown := self._in_step.unknown) is not None:
+            report.cover("control", unchecked(unknown))
+        until = min(self._in_step.astray, default=None)
         rates = Rates(self.record, self.whole, self.others.own_lengths, self.others.own_pace, until)
         report.add(rates.findings())
         mine = [event for event in self.record.ranks[0].steps[: self.record.steps] if event["kept"] is not None]
         mine = [event for event in mine if self.record.is_seen_by_all(event)]
         common = [event for event in mine if event["event"] in self.whole.steps]
-        common = [event for event in common if event["window"] < self._in_step_until]
-        common = [event for event in common if event["window"] not in self._astray]
-        unknown = {event["event"]: self.record.compressed(event).why_not(event) for event in common}
-        common = [event for event in common if unknown[event["event"]] is None]
+        common = [event for event in common if event["window"] < self._in_step.until]
+        common = [event for event in common if event["window"] not in self._in_step.astray]
+        reasons = {event["event"]: self.record.compressed(event).why_not(event) for event in common}
+        common = [event for event in common if reasons[event["event"]] is None]
         if not common:
-            report.cover("gradients", unchecked(next(filter(None, unknown.values()), None) or self._why()))
+            report.cover("gradients", unchecked(next(filter(None, reasons.values()), None) or self._why()))
             return
         if report.coverage.get("gradients") == REFUTED:
             return
@@ -171,7 +173,7 @@ class Comparison:
 
     def _draws_others(self) -> bool:
         """Whether one process cannot draw what the ranks have drawn, where no DataLoader tells its samples."""
-        return self._chance() is not None and not are_loaded(self.record)
+        return chance_of(self.whole) is not None and not are_loaded(self.record)
 
     def _calls_as_often(self, common: list[Event]) -> bool:
         """Whether the models are called as often in a step of one process as in one of a rank's."""
@@ -186,7 +188,7 @@ class Comparison:
             return
         apart = {event["event"]: self._apart(event) for event in common}
         worst = max(one.worst for one in apart.values())
-        chance = None if are_multiples else self._chance()
+        chance = None if are_multiples else chance_of(self.whole)
         if chance is not None and worst > numerics.limit(0.0, self._recorded(common[0])):
             report.cover("gradients", unchecked(chance))
             return
@@ -271,57 +273,8 @@ class Comparison:
         return bool(alone) and alone != _samples(self.record.data.ranks, windows)
 
     @cached_property
-    def _astray(self) -> set[int]:
-        """The windows that the script alone ends at other batches: a scaler finds its scale, one process another."""
-        told = [(event["window"], event["own"]) for event in self._told_out_of_step()] if self._skips else []
-        return {window for ends in told for window in range(min(ends), max(ends) + 1)}
-
-    @property
-    def _skips(self) -> bool:
-        """Whether a scaler leaves out steps of the ranks."""
-        return any(event["skipped"] for event in self.record.ranks[0].of("scaler"))
-
-    def _told_out_of_step(self) -> list[Event]:
-        return self.whole.record.ranks[0].of("out_of_step") if self.whole.record.ranks else []
-
-    @property
-    def _in_step_until(self) -> float:
-        """The first window that the script alone ends at other batches, but for a scaler's."""
-        events = [] if self._skips else self._told_out_of_step()
-        return min(events[0]["window"], events[0]["own"]) if events else math.inf
-
-    def _out_of_step(self) -> Iterator[Finding]:
-        """Whether the script alone takes its steps at the same batches, from the same parameters.
-
-        From others it may decide otherwise: a discriminator steps only while it is not too good, say.
-        """
-        events = self._told_out_of_step()
-        window = min(events[0]["window"], events[0]["own"]) if events else 0
-        is_compared = bool(events) and (events[0]["placed"] or skipper(self.record) is not None)
-        if is_compared and not self._skips and (self.record.uneven is None or window < self.record.steps):
-            steps = [step for step in self.record.ranks[0].steps if step["window"] >= window]
-            does = (
-                "takes a step that the ranks do not take" if events[0]["own"] > window else "skips a step of the ranks"
-            )
-            rank = skipper(self.record)
-            who = "" if rank is None else f"; rank {rank} leaves out a batch that the others train on"
-            yield Finding(
-                code="steps-differ",
-                property="control",
-                rank=rank,
-                step=window,
-                where=steps[0]["where"] if steps else None,
-                cause=f"given all samples of step {window}, one process {does}{who}",
-                fix="let the decision to skip depend on what all ranks know: reduce it",
-            )
-
-    def _chance(self) -> str | None:
-        """Why the ranks' random numbers could not be handed to one process."""
-        events = self.whole.record.ranks[0].of("chance")
-        if not events:
-            return None
-        where = events[0]["place"].partition("|")[2].rpartition("|")[0]  # a path may have one too
-        return f"each rank draws by itself at {where} ({events[0]['name']}), and one process cannot draw the same"
+    def _in_step(self) -> InStep:
+        return InStep(self.record, self.whole)
 
     def _why(self) -> str:
         if self.whole.unjoinable is not None:
@@ -331,7 +284,7 @@ class Comparison:
         failure = self.whole.ended.failure
         if failure is not None:
             return f"the script cannot run alone: {failure['exception']}: {failure['message'][:200]}"
-        if self._astray:
+        if self._in_step.astray:
             return "a scaler leaves out other steps in one process than on the ranks"
         return "the script alone took other steps"
 

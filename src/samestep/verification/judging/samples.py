@@ -15,6 +15,7 @@ from typing import Any
 
 from samestep.verification.findings import AGREES, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
+from samestep.verification.judging import resumed
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
@@ -129,6 +130,7 @@ def judge(record: Record, report: Report) -> None:
         report.add(_first_of_its_kind([*_lengths(group), *_same_data(group, record), *_once(group, record)], report))
     report.add(_orders(training))
     report.add(_dropped(record, training))
+    report.add(resumed.judge(record))
     whole = [group for group in training if _is_whole(group, record)]
     notes = [finding for finding in report.findings if finding.property == "data"]
     margin = f"{plural(len(whole), 'epoch')} of {plural(len(training[0]), 'rank')}" if whole else None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from samestep.verification.findings import AGREES, NOT_REACHED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.resumed import same
 from samestep.verification.judging.states import differing
 from samestep.verification.judging.words import listed
 from samestep.verification.report import Report
@@ -22,7 +23,6 @@ def judge(record: Record, report: Report) -> None:
     resumed = [(rank, event) for rank in record.ranks for event in rank.of("resumed")]
     compared, unknown = False, []
     report.add(_without_buffers(record))
-    report.add(_begun_again(record))
     report.add(_nothing_loaded(record))
     for rank, event in resumed:
         before = [(saver, save) for saver, save in saves if "state" in save and _is_of(save, rank, event)]
@@ -93,11 +93,6 @@ def _is_of(save: Event, rank: Rank, resumed: Event) -> bool:
     return bool(loads) and save["event"] <= resumed["event"] and same(save["digests"], loads[-1]["digests"])
 
 
-def same(first: dict[str, str], other: dict[str, str]) -> bool:
-    """Returns whether two states hold the same tensors, whatever they are called."""
-    return sorted(first.values()) == sorted(other.values())
-
-
 def judge_with(record: Record, alone: Rank, compared: set[int], report: Report) -> None:
     """Adds what saves and loads of the state of a script's own code tell.
 
@@ -141,32 +136,6 @@ def _partly_saved(record: Record, alone: Rank) -> Iterator[Finding]:
                 return
 
 
-def _begun_again(record: Record) -> Iterator[Finding]:
-    """Whether a pass that was under way when a state was saved is trained on anew when that is loaded."""
-    rank = record.ranks[0]
-    open_pass: list[Event] = []
-    saved: list[tuple[Event, list[Event]]] = []
-    resumed: list[Event] = []
-    first: Event | None = None  # the batch with which a resumed pass begins, until it is known whether it is used
-    for event in rank.events:
-        if event["kind"] == "batch" and event["training"]:
-            begins = event["index"] == 0 and bool(resumed) and event["indices"] is not None
-            first = event if begins and event["indices"] == resumed[0]["indices"] else None
-            open_pass = [*open_pass, event] if event["index"] else [event]
-        elif event["kind"] == "backward":
-            if first is not None:
-                yield _again(rank, resumed, first)
-                return
-            resumed = []
-        elif event["kind"] == "passed":
-            open_pass = []
-        elif event["kind"] == "save":
-            saved.append((event, open_pass))
-        elif event["kind"] == "load":
-            found = [batches for save, batches in saved if same(save["digests"], event["digests"])]
-            resumed = found[-1] if found else []
-
-
 def _nothing_loaded(record: Record) -> Iterator[Finding]:
     """Whether a state was given to a model that has none of its names."""
     for rank in record.ranks:
@@ -182,18 +151,6 @@ def _nothing_loaded(record: Record) -> Iterator[Finding]:
                     fix="take `module.` off the names, or load into the wrapped model; leave strict=False out",
                 )
                 return
-
-
-def _again(rank: Rank, batches: list[Event], event: Event) -> Finding:
-    return Finding(
-        code="samples-repeated",
-        property="data",
-        rank=rank.number,
-        where=event["key"].rpartition("#")[0],
-        cause=f"a state was saved after {len(batches)} batches of an epoch, and when it was loaded the epoch began "
-        "again with the first of them",
-        fix="skip what was used, or save the position in the data: samestep.checkpoint(…, data=batches) does",
-    )
 
 
 def _compared(rank: Rank, event: Event, state: Event) -> Iterator[Finding]:

@@ -70,6 +70,11 @@ class Evaluations:
         """Whether data that go through a model without gradients now are evaluated, and not those of a pass at hand."""
         return self.lasts or not self._open
 
+    @property
+    def phase(self) -> str | None:
+        """The evaluation at hand; None where training goes on."""
+        return self._name if self._is_recent else None
+
     def begin(self) -> None:
         """The script announces an evaluation, unless one lasts."""
         if not self.lasts:

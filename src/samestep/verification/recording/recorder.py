@@ -69,6 +69,8 @@ class Recorder(Witness):
         self._loaded_buffers: dict[str, str] = {}
         self._averaged: set[tuple[int, int]] = set()  # a model and a window, of which the parameters were told
         self._loaded_averaged: dict[str, str] = {}
+        self._evaluates: str | None = None  # the evaluation whose parameters were told last
+        self._loaded_at: str | None = None  # where parameters were loaded since the last step
         self._is_fed = False  # a DataLoader has yielded what is trained on
         self._is_over = False  # the pass at hand has yielded all it has, and its last batch may still be trained on
         self.begin_watching()
@@ -208,6 +210,10 @@ class Recorder(Witness):
                 self._looks += 1
                 self._sampled = True
                 self._note_window()
+        if not torch.is_grad_enabled() and (phase := self.evaluations.phase) not in (None, self._evaluates):
+            self._evaluates = phase
+            about = {"parameters": self.optimizers.digests()["parameters"], "loaded": self._loaded_at}
+            self.journal.write("evaluates", phase=phase, **about)
 
     def uses_untrained(self, model: Any) -> None:
         """Writes down its parameters, in a few windows: of an average of the weights, or a teacher."""
@@ -226,7 +232,7 @@ class Recorder(Witness):
         self._ends += ends
         self._evaluated += evaluating
         late = (ends and self._ends <= MOST_ENDS) or (evaluating and self._evaluated <= MOST_EVALUATED)
-        self._sampled = self.window in SAMPLED or late
+        self._sampled = self.window in SAMPLED or late or bool(self.order.get("keep_all"))
         if self._loaded is not None:
             self._loaded_buffers = self.optimizers.digests()["buffers"]  # the forward will change them
             self._loaded_averaged = digests(self.optimizers.untrained())
@@ -369,7 +375,7 @@ class Recorder(Witness):
         self.window += 1
         self._last_micro = self.micro or 1
         self.is_open, self._sampled, self.micro, self._scaled = False, False, 0, None
-        self._has_trained = False
+        self._has_trained, self._loaded_at = False, None
         self.compressing.forget()
         begun = self._limit.reached
         is_over = self._limit.stepped(self.optimizers.taken(optimizer, begun))
@@ -407,6 +413,8 @@ class Recorder(Witness):
         if kind == "compresses":
             self.compressing.add(**fields)
             return
+        if kind == "weights":
+            self._loaded_at = fields["where"]
         if kind == "scaled":
             self._scaled = fields["scaler"]
             if self._scaled.is_enabled():

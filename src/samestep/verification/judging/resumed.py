@@ -1,0 +1,168 @@
+"""Whether a pass that was under way when a state was saved goes on, behind the load, with what it had not used yet.
+
+before the save     0 1 2 3 4 │                 used: 0-4
+behind the load     0 1 2 3 4 │ 5 6 7 …         skipped: 0-4, as many as were used; more are never used, fewer twice
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from samestep.verification.findings import Finding
+from samestep.verification.journal import Event
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.words import plural
+
+__all__: list[str] = []
+
+
+@dataclass
+class _Pass:
+    """A training pass of one rank, as far as it has gone.
+
+    Attributes:
+        batches: that it has yielded.
+        ahead: how many it had yielded when the first backward pass began.
+        backwards: how many backward passes have begun since.
+        is_over: whether it has yielded all.
+    """
+
+    where: str
+    line: str
+    batches: list[Event] = field(default_factory=list)
+    ahead: int = 0
+    backwards: int = 0
+    is_over: bool = False
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A pass that begins behind a load.
+
+    Attributes:
+        where: its line.
+        used: the batches that were used, before the save, of the pass that was under way then.
+        skipped: the batches that it yields before it trains.
+        trained: the first batch that it trains on; None where there is none.
+    """
+
+    where: str
+    used: list[Event]
+    skipped: list[Event]
+    trained: Event | None
+
+
+def resumed(rank: Rank) -> Iterator[Resumed]:
+    """Yields the first training pass behind each load of what the rank has saved."""
+    begun: dict[tuple[str, int], _Pass] = {}
+    going: _Pass | None = None  # the one whose batch was yielded last
+    usual: dict[str, int] = {}  # line of a loader -> how many batches a pass over it yields before it trains
+    saved: list[tuple[Event, list[Event]]] = []
+    due: list[Event] | None = None  # what was used before the save that has just been loaded
+    found: list[tuple[_Pass, list[Event]]] = []
+    for event in rank.of("pass", "batch", "backward", "passed", "save", "load"):
+        kind, name = event["kind"], (event.get("key", ""), event.get("number", 0))
+        if kind == "pass":
+            begun[name] = _Pass(event["where"], event["key"].rpartition("#")[0])
+        elif kind == "batch" and event["training"] and name in begun:
+            going = begun[name]
+            going.batches.append(event)
+        elif kind == "backward" and going is not None:
+            if not going.backwards:
+                going.ahead = len(going.batches)
+                if due is not None:
+                    found.append((going, due))
+                    due = None
+                else:
+                    usual.setdefault(going.line, going.ahead)
+            going.backwards += 1
+        elif kind == "passed" and name in begun:
+            begun[name].is_over = True
+        elif kind == "save":
+            saved.append((event, _used(going, usual)))
+        elif kind == "load":
+            known = [batches for save, batches in saved if same(save["digests"], event["digests"])]
+            due = known[-1] if known else None
+    for one, used in found:
+        yield _of(one, used, usual)
+
+
+def same(first: dict[str, str], other: dict[str, str]) -> bool:
+    """Returns whether two states hold the same tensors, whatever they are called."""
+    return sorted(first.values()) == sorted(other.values())
+
+
+def _used(going: _Pass | None, usual: dict[str, int]) -> list[Event]:
+    """The batches of a pass that it has trained on so far; none of one that is over."""
+    if going is None or not going.backwards:
+        return []
+    skipped = max(going.ahead - usual.get(going.line, going.ahead), 0)
+    if going.is_over and skipped + going.backwards >= len(going.batches):
+        return []
+    return going.batches[skipped : skipped + going.backwards]
+
+
+def _of(going: _Pass, used: list[Event], usual: dict[str, int]) -> Resumed:
+    skipped = max(going.ahead - usual.get(going.line, 1), 0)
+    return Resumed(going.where, used, going.batches[:skipped], going.batches[skipped] if going.backwards else None)
+
+
+def judge(record: Record) -> Iterator[Finding]:
+    """Yields the first pass that begins at another place than where its training was saved."""
+    for rank in record.ranks:
+        for one in resumed(rank):
+            if any(batch["indices"] is None for batch in [*one.used, *one.skipped]):
+                continue
+            used = {index for batch in one.used for index in batch["indices"]}
+            skipped = {index for batch in one.skipped for index in batch["indices"]}
+            if not skipped and used:
+                if one.trained is not None and one.trained["indices"] == one.used[0]["indices"]:
+                    yield _again(rank, one)
+                    return
+            elif skipped - used:
+                yield _left_out(rank, one, len(skipped - used))
+                return
+            elif used - skipped:
+                yield _twice(rank, one, len(used - skipped))
+                return
+
+
+_FIX = "skip what was used, or save the position in the data: samestep.checkpoint(…, data=batches) does"
+
+
+def _again(rank: Rank, one: Resumed) -> Finding:
+    return Finding(
+        code="samples-repeated",
+        property="data",
+        rank=rank.number,
+        where=one.where,
+        cause=f"a state was saved after {plural(len(one.used), 'batch')} of an epoch, and when it was loaded the epoch "
+        "began again with the first of them",
+        fix=_FIX,
+    )
+
+
+def _twice(rank: Rank, one: Resumed, count: int) -> Finding:
+    return Finding(
+        code="samples-repeated",
+        property="data",
+        rank=rank.number,
+        where=one.where,
+        cause=f"a state was saved after {plural(len(one.used), 'batch')} of an epoch, and when it was loaded "
+        f"{len(one.skipped)} were skipped: {plural(count, 'sample')} of rank {rank.number} are trained on twice",
+        fix=_FIX,
+    )
+
+
+def _left_out(rank: Rank, one: Resumed, count: int) -> Finding:
+    return Finding(
+        code="samples-missing",
+        property="data",
+        rank=rank.number,
+        where=one.where,
+        cause=f"a state was saved after {plural(len(one.used), 'batch')} of an epoch, and when it was loaded "
+        f"{len(one.skipped)} were skipped: {plural(count, 'sample')} of rank {rank.number} are trained on in no step "
+        "of it",
+        fix="count what is skipped in the unit in which it was saved: batches of one rank, or samples of all ranks",
+    )
