@@ -13,7 +13,6 @@ from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
-from samestep.verification.judging.virtual_ranks import VirtualRanks
 from samestep.verification.report import Report
 
 NAN = math.nan
@@ -36,7 +35,7 @@ def judged(
     report = Report(ranks=2)
     other = Rank(1, [{**event, "kept": None} for event in first.events])
     record = Record(folder / "ranks", [first, other])
-    Comparison(record, whole, Others(lambda: permuted, lambda: [run(folder / "part", [])], list)).judge(report)
+    Comparison(record, whole, Others(lambda: permuted, lambda: [run(folder / "part", [])])).judge(report)
     return report
 
 
@@ -85,21 +84,3 @@ def test_what_is_too_coarse_to_be_judged_is_no_worst_error(tmp_path: Path) -> No
     report = judged(tmp_path, [2.0003, 2.4], [2.0, 2.0], again=[2.0001, 3.0])
     assert report.coverage["gradients"] == "agrees"
     assert report.margins["gradients"].startswith("worst error 1.3e-04 of a tensor's norm, rounding explains 8.9e-04")
-
-
-def test_virtual_ranks_that_have_no_gradient_either_are_alike(tmp_path: Path) -> None:
-    """Where a margin is kept by every sample there is none, and no factor between nothing and nothing."""
-    ours, theirs = run(tmp_path / "ranks", [0.0], first=0.0), run(tmp_path / "part", [0.0], first=0.0)
-    report = Report(ranks=2)
-    VirtualRanks(ours.record, lambda: [theirs, theirs]).judge(ours.record.ranks[0].steps, report)
-    assert (report.findings, report.coverage["gradients"]) == (
-        [],
-        "not checked: every gradient is zero, on the ranks and in one process",
-    )
-
-
-def test_virtual_ranks_that_are_nan_too_end_the_comparison(tmp_path: Path) -> None:
-    ours, theirs = run(tmp_path / "ranks", [NAN]), run(tmp_path / "part", [NAN])
-    report = Report(ranks=2)
-    VirtualRanks(ours.record, lambda: [theirs, theirs]).judge(ours.record.ranks[0].steps, report)
-    assert (report.findings, report.coverage["gradients"][:32]) == ([], "not checked: from step 0 on grad")

@@ -16,7 +16,7 @@ from samestep.verification.report import Report
 from samestep.verification.runs import Ended
 
 MOVED: Event = {"kind": "scheduler", "where": "train.py:31"}
-NOBODY = Others(lambda: Run(ENDED, record()), list, list)
+NOBODY = Others(lambda: Run(ENDED, record()), list)
 ENDED = Ended(code=0, hung=False, failure=None, folder=Path("/nowhere"))
 
 

@@ -100,5 +100,5 @@ def test_gradients_that_are_all_zero_were_not_compared(tmp_path: Path, gradient:
     gradients = [torch.zeros(2), torch.tensor([gradient, 0.0])]
     ranks, alone = trained(tmp_path / "ranks", gradients), trained(tmp_path / "alone", gradients)
     report = Report(ranks=2)
-    Comparison(ranks.record, alone, Others(lambda: alone, list, list)).judge(report)
+    Comparison(ranks.record, alone, Others(lambda: alone, list)).judge(report)
     assert report.coverage["gradients"].startswith(told)

@@ -135,7 +135,7 @@ PART = "world:0,1"
 )
 def test_why_gradients_differ_is_told_by_what_came_before_the_step(events: list[Event], said: str, where: str) -> None:
     begun = {"kind": "begin", "size": 3}
-    first, other = ([begun, *events, step(0, gradient), stepped(0)] for gradient in "gh")
+    first, other = ([begun, *events, step(0, gradient), stepped(0, gradient)] for gradient in "gh")
     (finding,) = findings(states, record(first, first, other))
     assert (finding.code, finding.rank, finding.step) == ("gradients-not-synchronised", 2, 0)
     assert said in finding.cause
@@ -144,7 +144,7 @@ def test_why_gradients_differ_is_told_by_what_came_before_the_step(events: list[
 
 def test_parameters_that_an_average_leaves_out_are_told() -> None:
     first, other = (
-        [call("train.py:26"), step(0, "g", gradients={"v": "same", "w": value}), stepped(0)] for value in "gh"
+        [call("train.py:26"), step(0, "g", gradients={"v": "same", "w": value}), stepped(0, value)] for value in "gh"
     )
     (finding,) = findings(states, record(first, other))
     assert (finding.tensor, finding.where) == ("w", "train.py:26")
@@ -266,7 +266,7 @@ def test_ranks_that_have_joined_no_process_group_are_told_so(differs: str) -> No
 
     def rank(value: str) -> list[Event]:
         begun = start(w=value if differs == "start" else "p0")
-        return [begun, step(0, value if differs == "gradients" else "g", in_group=False), stepped(0)]
+        return [begun, step(0, value if differs == "gradients" else "g", in_group=False), stepped(0, value)]
 
     (finding,) = findings(states, record(rank("a"), rank("b")))
     assert "joined no process group, so each trains a model of its own" in finding.cause

@@ -72,7 +72,7 @@ torch.manual_seed(0)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
 data = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).chunk(2)[options.local_rank]
-for x in data.split(8):  # one process cuts otherwise, so each rank's part is computed by one that takes itself for it
+for x in data.split(8):
     optimizer.zero_grad()
     model(x).square().mean().backward()
     optimizer.step()
@@ -86,4 +86,4 @@ def test_each_rank_gets_its_local_rank_as_an_option(tmp_path: Path, option: str)
     words = [option, "--json", str(tmp_path / "report.json"), str(tmp_path / "train.py"), "--lr", "0.1"]
     assert main(["verify", *words]) == 3  # each rank takes rows by its number, and one process takes others
     told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    assert "what each computes for itself" in told["coverage"]["gradients"]
+    assert "get 64 different samples, those of one process 32" in told["coverage"]["data"]

@@ -16,13 +16,13 @@ import samestep
 from samestep import Report
 from samestep.verification.findings import Finding
 from samestep.verification.journal import value_path
-from samestep.verification.judging import chance, in_turn, repeated
+from samestep.verification.judging import average, chance, in_turn, repeated
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
-from samestep.verification.judging.virtual_ranks import VirtualRanks
 from samestep.verification.recording.chance import joined
+from samestep.verification.recording.own_gradients import OwnGradients
 from samestep.verification.runs import Ended
 
 ONE, OTHER = torch.tensor([1.0, 2.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 3.0, -1.0])  # of each rank's samples
@@ -49,102 +49,124 @@ def ranks(
     return Record(folder, [Rank(i, [start, *own, *(others if i else first)]) for i, own in enumerate(rows)])
 
 
-def parts(folder: Path, *gradients: torch.Tensor, rows: Sequence[list[Event]], steps: int = 1) -> list[Run]:
-    """One process for each rank."""
-    pairs = zip(gradients, rows, strict=True)
-    return [trained(folder / str(i), [one] * steps, own) for i, (one, own) in enumerate(pairs)]
-
-
 A, B = inputs(["a"]), inputs(["b"])
 
 
+def mean(count: float = 8.0, **more: Any) -> Event:
+    term = {"factor": 1.0, "mean": True, "count": count, "shape": [8, 3], **more}
+    return {"kind": "backward", "window": 0, "where": "train.py:25", "terms": [term]}
+
+
+def with_own(folder: Path, used: torch.Tensor, own: Sequence[torch.Tensor], losses: Sequence[Event]) -> Record:
+    """Ranks whose optimizers get the gradient `used`, and whose backward passes have brought these."""
+    ours = one_step(folder, used, losses)
+    for rank, gradient in zip(ours.ranks, own, strict=True):
+        value_path(folder, rank.number, 9).parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"w": gradient}, value_path(folder, rank.number, 9))
+    return Record(
+        folder,
+        [
+            Rank(rank.number, [{**one, "own": 9} if one["kind"] == "step" else one for one in rank.events])
+            for rank in ours.ranks
+        ],
+    )
+
+
 @pytest.mark.parametrize(
-    ("gradient", "factor"), [(MEAN, None), (ONE + OTHER, 2.0), (MEAN / 2, 0.5)], ids=["mean", "sum", "divided twice"]
+    ("used", "losses", "said"),
+    [
+        (MEAN, [mean(), mean()], "agrees as declared"),
+        (0.7 * ONE + 0.3 * OTHER, [mean(7.0), mean(3.0)], "agrees as declared"),
+        (MEAN, [mean(7.0), mean(3.0)], "gradient-differs"),  # a mean of means
+        (ONE + OTHER, [mean(), mean()], "gradient-scale"),
+        (ONE + OTHER, [mean(factor=0.5)] * 2, "agrees as declared"),  # each loss is divided by the number of ranks
+        (MEAN, [mean(factor=0.5)] * 2, "not checked"),  # that, and averaged: or a weight of the loss
+        (MEAN, [mean(factor=0.1)] * 2, "agrees as declared"),
+        (3 * MEAN, [mean(factor=0.1)] * 2, "not checked"),  # by a number that one process may have, too
+        (MEAN, [mean(mean=False, count=None)] * 2, "not checked"),
+        (MEAN, [mean(shape=[8, 16])] * 2, "not checked"),  # similarities of all pairs in a batch
+        (torch.tensor([5.0, -1.0, 1.0, 7.0]), [mean(), mean()], "not checked"),  # changed behind the backward pass
+        (0 * ONE, [mean(), mean()], "not checked"),
+    ],
+    ids=["mean", "by values", "of means", "sum", "divided", "twice", "weight", "else", "sums", "pairs", "other", "0"],
 )
-def test_with_the_draws_of_each_rank_the_scale_is_judged(
-    tmp_path: Path, gradient: torch.Tensor, factor: float | None
+def test_the_average_of_what_each_rank_computes_is_judged_by_the_losses(
+    tmp_path: Path, used: torch.Tensor, losses: list[Event], said: str
 ) -> None:
-    """As a virtual rank, a script whose loss is divided by the number of ranks has the sum for a mean."""
-    ours, report = ranks(tmp_path / "ranks", gradient, A, B), Report(ranks=2)
-    single = parts(tmp_path / "single", ONE, OTHER, rows=[A, B])
-    VirtualRanks(ours, list, with_draws=lambda: single).judge(ours.ranks[0].steps, report)
-    assert [(one.code, one.factor) for one in report.errors] == ([] if factor is None else [("gradient-scale", factor)])
+    own = [ONE, OTHER] if used.any() else [used, used]
+    ours, report = with_own(tmp_path, used, own, losses), Report(ranks=2)
+    average.judge(ours, ours.ranks[0].steps, report)
+    assert [one.code for one in report.errors] == ([said] if said.startswith("gradient") else [])
+    assert report.errors or report.coverage["gradients"].partition(":")[0] == said
 
 
 def test_a_gradient_that_is_clipped_behind_the_average_is_right(tmp_path: Path) -> None:
-    single = parts(tmp_path / "single", ONE, OTHER, rows=[A, B])
     for name, most in (("right", 1.0), ("wrong", 0.5)):
         report = Report(ranks=2)
-        ours = ranks(tmp_path / name, 0.1 * MEAN, A, B, more=clip(10.0, most))
-        VirtualRanks(ours, list, with_draws=lambda: single).judge(ours.ranks[0].steps, report)
+        ours = with_own(tmp_path / name, 0.1 * MEAN, [ONE, OTHER], [mean(), mean()])
+        ours.ranks[0].events[1:1] = clip(10.0, most)
+        average.judge(ours, ours.ranks[0].steps, report)
         assert [one.code for one in report.errors] == ([] if most == 1.0 else ["gradient-scale"])
 
 
-def test_where_one_process_has_other_samples_virtual_ranks_decide(tmp_path: Path) -> None:
-    ours, report = ranks(tmp_path / "ranks", MEAN, A, B), Report(ranks=2)
-    others = parts(tmp_path / "single", OTHER, OTHER, rows=[B, B])
-    virtual = parts(tmp_path / "virtual", ONE, OTHER, rows=[A, B])
-    VirtualRanks(ours, lambda: virtual, with_draws=lambda: others).judge(ours.ranks[0].steps, report)
-    assert (report.errors, report.coverage["gradients"]) == ([], "agrees as declared")
-
-
-@pytest.mark.parametrize("rows", [[A, A], [A, B]], ids=["of other samples", "that do not repeat themselves"])
-def test_virtual_ranks_accuse_nobody(tmp_path: Path, rows: list[list[Event]]) -> None:
-    """A script may draw what is not recorded: from a numpy Generator, say."""
-    ours, report = ranks(tmp_path / "ranks", MEAN, A, B), Report(ranks=2)
-    virtual = parts(tmp_path / "virtual", ONE, ONE, rows=rows)
-    again = parts(tmp_path / "again", ONE, OTHER, rows=rows)
-    VirtualRanks(ours, lambda: virtual, lambda: again).judge(ours.ranks[0].steps, report)
-    assert report.errors == []
-    assert report.coverage["gradients"].startswith("not checked: virtual ranks")
-    report = Report(ranks=2)
-    VirtualRanks(ours, lambda: virtual, lambda: virtual).judge(ours.ranks[0].steps, report)
-    assert [one.code for one in report.errors] == ([] if rows[0] == rows[1] else ["gradient-differs"])
-
-
 @pytest.mark.parametrize("is_before", [True, False])
-def test_what_ranks_bring_together_before_the_loss_a_virtual_rank_lacks(tmp_path: Path, *, is_before: bool) -> None:
+def test_what_ranks_bring_together_before_the_loss_leaves_it_open(tmp_path: Path, *, is_before: bool) -> None:
     """Advantages are standardised over all ranks; an average of gradients comes behind the backward pass."""
     brought: Event = {"kind": "collective", "window": 0, "op": "all_reduce", "where": "train.py:20"}
-    ours, report = ranks(tmp_path / "ranks", MEAN, [], []), Report(ranks=2)
-    first = ours.ranks[0].events
-    at = next(place for place, one in enumerate(first) if one["kind"] == "backward") + (not is_before)
-    ours = Record(ours.folder, [Rank(0, [*first[:at], brought, *first[at:]]), *ours.ranks[1:]])
-    virtual = parts(tmp_path / "virtual", ONE, ONE, rows=[[], []])
-    VirtualRanks(ours, lambda: virtual, lambda: virtual).judge(ours.ranks[0].steps, report)
-    assert [one.code for one in report.errors] == ([] if is_before else ["gradient-differs"])
-    assert not is_before or "what the ranks bring together at train.py:20" in report.coverage["gradients"]
-
-
-def test_what_virtual_ranks_carry_on_by_themselves_accuses_nobody(tmp_path: Path) -> None:
-    """An average of predictions in a plain tensor: it follows weights that each of them has for itself."""
-    ours, report = ranks(tmp_path / "ranks", MEAN, [], [], steps=2), Report(ranks=2)
-    virtual = [
-        trained(tmp_path / "0", [ONE, ONE]),
-        trained(tmp_path / "1", [OTHER, OTHER + torch.tensor([0.0, 0.1, 0.0, 0.0])]),
-    ]
-    VirtualRanks(ours, lambda: virtual, lambda: virtual).judge(ours.ranks[0].steps, report)
+    ours, report = with_own(tmp_path, MEAN, [ONE, OTHER], [mean(), mean()]), Report(ranks=2)
+    ours.ranks[0].events.insert(0 if is_before else 1, brought)
+    average.judge(ours, ours.ranks[0].steps, report)
     assert report.errors == []
-    assert "virtual ranks have other gradients behind the first step" in report.coverage["gradients"]
+    assert ("what the ranks bring together at train.py:20" in report.coverage["gradients"]) == is_before
 
 
-def test_ranks_that_are_weighed_by_their_tokens_are_not_accused(tmp_path: Path) -> None:
-    ours, report = ranks(tmp_path / "ranks", 0.7 * ONE + 0.3 * OTHER, A, B), Report(ranks=2)
-    virtual = parts(tmp_path / "virtual", ONE, OTHER, rows=[A, B])
-    VirtualRanks(ours, lambda: virtual, lambda: virtual).judge(ours.ranks[0].steps, report)
-    assert report.errors == []
-    assert "with weights 0.7, 0.3" in report.coverage["gradients"]
+@pytest.mark.parametrize(
+    ("own", "said"), [(["a", "b", "c"], "agrees"), (["a", "b", "d"], "not checked"), ([], "not checked")]
+)
+def test_samples_without_a_loader_are_those_that_one_process_uses(own: list[str], said: str) -> None:
+    report = Report(ranks=2)
+    ours, whole = record(inputs(["a", "b"]), inputs(["c"])), record(inputs(["a", "b"]))
+    average.judge_samples(ours, whole, lambda: record(inputs(own)), report)
+    assert report.coverage["data"].partition(":")[0] == said
 
 
-def test_a_gradient_that_only_one_side_has_counts_as_zeros(tmp_path: Path) -> None:
-    """Of a layer that is frozen for an epoch, which is over sooner on one side."""
-    ours, report = ranks(tmp_path / "ranks", MEAN, A, B), Report(ranks=2)
-    single = parts(tmp_path / "single", ONE, OTHER, rows=[A, B])
-    for run in single:
-        path = value_path(run.record.folder, 0, 0)
-        torch.save({**torch.load(path), "frozen": torch.ones(3)}, path)
-    VirtualRanks(ours, lambda: single, lambda: single).judge(ours.ranks[0].steps, report)
-    assert [one.code for one in report.errors] == ["gradient-differs"]
+@pytest.mark.parametrize(
+    ("digests", "shape", "said"),
+    [(("x", "y"), [4], "agrees as declared"), (("x", "x"), [4], "not checked"), (("x", "y"), [8], "not checked")],
+    ids=["apart", "alike", "fewer"],
+)
+def test_samples_that_each_rank_draws_as_one_process_does_are_declared(
+    digests: tuple[str, str], shape: list[int], said: str
+) -> None:
+    drawn: Event = {"kind": "draw", "place": "0|train.py:4|1", "name": "torch.randint", "shape": [4], "within": False}
+    ours = record(*([{**drawn, "digest": one}, *inputs(["a"])] for one in digests))
+    whole, report = record([{**drawn, "kind": "own_draw", "shape": shape}]), Report(ranks=2)
+    average.judge_samples(ours, whole, lambda: record(inputs(["b"])), report)
+    assert report.coverage["data"].partition(":")[0] == said
+
+
+def test_hooks_see_what_backward_passes_bring_before_anything_is_averaged() -> None:
+    layer, wanted = torch.nn.Linear(3, 2), [True]
+    own = OwnGradients(lambda: wanted[0])
+    own.watch(layer.parameters())
+    named = dict(layer.named_parameters())
+    for _ in range(2):  # micro-batches add up
+        layer(torch.ones(4, 3)).sum().backward()
+    for one in layer.parameters():
+        assert one.grad is not None
+        one.grad.mul_(7.0)  # an average, say
+    found = own.of(named, scale=2.0)
+    assert found is not None
+    assert found["bias"] is not None
+    assert found["bias"].tolist() == [4.0, 4.0]
+    layer.zero_grad()  # what came before does not count
+    layer(torch.ones(1, 3)).sum().backward()
+    again = own.of(named, scale=1.0)
+    assert again is not None
+    assert again["bias"] is not None
+    assert again["bias"].tolist() == [1.0, 1.0]
+    own.forget()
+    assert own.of(named, scale=1.0) is None
 
 
 @pytest.mark.parametrize(("factor", "codes"), [(1.0, []), (0.5, ["gradient-scale"])])
@@ -155,14 +177,9 @@ def test_gradients_of_one_process_tell_that_its_samples_are_those_of_the_ranks(
     gradient = torch.arange(1.0, 10.0)
     ours, report = ranks(tmp_path / "ranks", factor * gradient, A, B), Report(ranks=2)
     whole = trained(tmp_path / "whole", [gradient], inputs(["a and b, padded"]))
-    Comparison(ours, whole, Others(lambda: whole, list, list)).judge(report)
+    Comparison(ours, whole, Others(lambda: whole, list)).judge(report)
     assert [one.code for one in report.errors] == codes
     assert report.coverage["gradients"] == ("differs" if codes else "agrees")
-
-
-def mean(count: float = 8.0, **more: Any) -> Event:
-    term = {"factor": 1.0, "mean": True, "count": count, "shape": [8, 3], **more}
-    return {"kind": "backward", "window": 0, "where": "train.py:25", "terms": [term]}
 
 
 def one_step(folder: Path, gradient: torch.Tensor, losses: Sequence[Event]) -> Record:
@@ -223,9 +240,12 @@ def test_one_process_with_other_samples_decides_nothing(tmp_path: Path) -> None:
 
 
 def told(folder: Path, *rows: list[Event], own: tuple[torch.Tensor, torch.Tensor] = (ONE, ONE)) -> Finding | None:
-    ours = ranks(folder / "ranks", MEAN, *rows, steps=2)
-    virtual = parts(folder / "virtual", *own, rows=rows, steps=2)
-    return repeated.finding(ours, ours.ranks[0].steps, lambda: virtual)
+    ours = ranks(folder, MEAN, *rows, steps=2)
+    for rank, gradient in zip(ours.ranks, own, strict=True):
+        value_path(folder, rank.number, 9).parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"w": gradient}, value_path(folder, rank.number, 9))
+        rank.events[:] = [{**one, "own": 9} if one["kind"] == "step" else one for one in rank.events]
+    return repeated.finding(ours, trained(folder / "alone", []), ours.ranks[0].steps)
 
 
 def test_ranks_that_train_on_the_same_samples_at_every_step_are_an_error(tmp_path: Path) -> None:
@@ -247,8 +267,7 @@ def test_ranks_of_a_tensor_parallel_group_share_a_batch(tmp_path: Path) -> None:
         ],
     )
     assert cut.is_cut
-    virtual = parts(tmp_path / "virtual", ONE, rows=[rows], steps=2)
-    assert repeated.finding(cut, cut.ranks[0].steps, lambda: virtual) is None
+    assert repeated.finding(cut, trained(tmp_path / "alone", [], rows), cut.ranks[0].steps) is None
 
 
 def test_one_fixed_batch_is_a_note(tmp_path: Path) -> None:
@@ -277,7 +296,7 @@ def test_what_is_no_repetition(
 # --- draws ---
 
 
-def test_a_virtual_rank_gets_what_its_rank_has_drawn() -> None:
+def test_one_process_gets_what_a_rank_has_drawn() -> None:
     whole = joined("torch.randn", torch.zeros(2), [torch.ones(2)])
     assert whole is not None
     assert whole.tolist() == [1, 1]
@@ -381,17 +400,10 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Lazily[Report]:
     return Lazily(make)
 
 
-@pytest.mark.parametrize("name", ["example", "evaluated"])
+@pytest.mark.parametrize("name", ["example", "evaluated", "ahead rank"])
 def test_a_script_that_draws_its_samples_is_the_same(reports: Lazily[Report], name: str) -> None:
     reports[name].require_same()
     assert reports[name].coverage["gradients"] == "agrees as declared"
-
-
-def test_what_only_virtual_ranks_compute_too_is_not_called_the_same(reports: Lazily[Report]) -> None:
-    """They make the mistake that the ranks make in their share of the samples."""
-    report = reports["ahead rank"]
-    assert (report.verdict, report.errors) == ("inconclusive", [])
-    assert "one process takes other samples" in report.coverage["gradients"]
 
 
 def test_a_script_that_draws_the_same_samples_on_all_ranks_is_not(reports: Lazily[Report]) -> None:

@@ -69,7 +69,7 @@ def in_float64(runner: Runner, steps: int, report: Report) -> None:
     def own_lengths() -> Run:
         return runner.alone("in float64, with lengths of its own", ranks.record, double=True, own_lengths=True)
 
-    Comparison(ranks.record, whole, Others(permuted, of_ranks, list, own_lengths=own_lengths)).judge(found)
+    Comparison(ranks.record, whole, Others(permuted, of_ranks, own_lengths=own_lengths)).judge(found)
     report.add(found.errors)
     if found.coverage.get("gradients") in {AGREES, DECLARED}:
         report.remarks.append(f"in float64 ranks and one process agree: {found.margins['gradients']}")

@@ -145,11 +145,10 @@ class Runner:
         order: dict[str, Any],
         nursery: PreforkServer | None,
     ) -> Run:
-        pretended = order.get("pretends")
         folder = self.folder / name.replace(" ", "-").replace(",", "")
         with self.files.apart(folder.name) as (variables, files):
             ended = runs.run(
-                self.script if pretended is None else self.script.as_local_rank(pretended),
+                self.script,
                 ranks,
                 folder,
                 observer,

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,6 @@ class Script:
     is_module: bool = False
     mpi: bool = False  # mpiexec starts its ranks
     local_rank: str | None = None  # the option that brings each rank its local one, "--local-rank" or "--local_rank"
-
-    def as_local_rank(self, number: int) -> Script:
-        """Returns the script of one process that takes itself for this rank of a machine."""
-        if self.local_rank is None:
-            return self
-        return replace(self, arguments=(f"{self.local_rank}={number}", *self.arguments), local_rank=None)
 
     def words(self) -> list[str]:
         """Returns it as words of a command line."""

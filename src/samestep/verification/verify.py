@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from samestep.verification.files import Files, written_folders
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import (
+    average,
     by_hand,
     chance,
     communication,
@@ -208,8 +209,11 @@ def _judge_pipeline(runner: Runner, record: Record, report: Report) -> None:
         stages.judge_scheduled(record, report)
 
 
-def _conclude_on_data(record: Record, report: Report) -> None:
+def _conclude_on_data(record: Record, whole: Record, own_pace: Callable[[], Record], report: Report) -> None:
     """Data that no DataLoader yields are right if the gradients of all ranks are those of all samples."""
+    if average.REMARK in report.remarks and report.coverage.get("gradients") == DECLARED:
+        average.judge_samples(record, whole, own_pace, report)
+        return
     compared = report.coverage.get("gradients") in {AGREES, DECLARED}
     if compared and not samples.are_loaded(record):
         noted = any(finding.property == "data" for finding in report.findings)
@@ -300,16 +304,6 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
     def of_ranks(ranks: Sequence[int] = everybody) -> list[Run]:
         return runner.side_by_side(lambda rank: alone(f"samples of rank {rank}", ranks=[rank]), ranks)
 
-    @functools.cache
-    def virtual_ranks(name: str = "as virtual rank") -> list[Run]:
-        def one(rank: int) -> Run:
-            return alone(f"{name} {rank}", ranks=[], pretends=rank, brought=True)
-
-        return runner.side_by_side(one, everybody)
-
-    def with_draws() -> list[Run]:
-        return runner.side_by_side(lambda rank: alone(f"draws of rank {rank}", ranks=[rank], brought=True), everybody)
-
     def in_turn() -> Run:
         return alone("a step for each of the ranks'", turns=len(everybody), brought=True)
 
@@ -326,6 +320,7 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
     def own_lengths() -> Run:
         return alone("with lengths of its own", own_lengths=True)
 
+    @functools.cache
     def own_pace() -> Record:
         return runner.recorded("one process at its own pace", 1, steps=record.size * record.steps).record
 
@@ -333,10 +328,10 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
         name = f"samples of {len(ranks)} ranks that average" if len(ranks) > 1 else f"samples of rank {ranks[0]}"
         again = functools.partial(alone, f"{name}, another order", ranks=ranks, permuted=True)
         run = whole if ranks == everybody else alone(name, ranks=ranks)
-        return run, Others(again, lambda: [run] if len(ranks) == 1 else of_ranks(ranks), list)
+        return run, Others(again, lambda: [run] if len(ranks) == 1 else of_ranks(ranks))
 
     def in_float64() -> tuple[Record, Run, Run]:
-        steps = record.steps if record.is_by_hand else min(record.steps, numerics.STEPS_IN_FLOAT64)
+        steps = record.steps if record.is_averaged_within else min(record.steps, numerics.STEPS_IN_FLOAT64)
         ranks = runner.recorded(f"{record.size} ranks in float64", record.size, steps=steps, double=True).record
         once = functools.partial(runner.alone, record=ranks, double=True)
         return ranks, once("the same in float64"), once("the same in float64, another order", permuted=True)
@@ -344,11 +339,9 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
     if record.steps:
         permuted = functools.cache(functools.partial(alone, "another order", permuted=True))
         exact = functools.cache(in_float64)
-        again = functools.partial(virtual_ranks, "again as virtual rank")
         others = Others(
             permuted,
             of_ranks,
-            virtual_ranks,
             merged,
             apart,
             at_step,
@@ -356,16 +349,15 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
             own_pace,
             of_group,
             exact,
-            again=again,
-            with_draws=with_draws,
             in_turn=in_turn,
         )
-        if record.is_by_hand:  # by its update it is known how such a step uses gradients
+        if record.is_averaged_within:  # by its update it is known how such a step uses gradients
             compared = Updates(record, whole, others).judge(report)
-            storage.judge_with(record, whole.record.ranks[0], compared, report)
-            report.remarks.append(by_hand.REMARK)
+            if record.is_by_hand:
+                storage.judge_with(record, whole.record.ranks[0], compared, report)
+            report.remarks.append(by_hand.REMARK if record.is_by_hand else by_hand.WITHIN)
         Comparison(record, whole, others).judge(report)
-        if not record.is_by_hand:
+        if not record.is_averaged_within:
             Updates(record, whole, others).judge(report)
         declared.judge(record, whole, report)
         if states.local_steps(record) is None:  # else the buffers are each rank's own
@@ -374,6 +366,6 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
             report.cover("evaluation", unchecked("between two averages each rank evaluates parameters of its own"))
         else:
             evaluation.judge(record, whole.record, report)
-        _conclude_on_data(record, report)
+        _conclude_on_data(record, whole.record, own_pace, report)
         if whole.record.ranks and whole.record.ranks[0].of("collated"):
             report.remarks.append("batches of unlike shapes were made anew from their samples, by their collate_fn")

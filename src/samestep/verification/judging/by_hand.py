@@ -22,10 +22,12 @@ from samestep.verification.report import Report
 __all__: list[str] = []
 
 REMARK = "no optimizer of torch.optim steps: a step is a change of parameters in place behind a backward pass"
+WITHIN = "gradients are averaged only while the optimizer steps: compared is the mean of those that ranks step with"
 _SCALED = (
     "one process's gradients are {:.4g} times those before a step, and whether the step makes up for that is not known"
 )
 _WEIGHED = "one process's is a sum of the ranks', with weights that the step gives them"
+_UNKNOWN = "gradients are averaged only while the optimizer steps, and what each rank had before was not kept"
 _OTHER = "each rank's own code steps from a gradient of its own, and one process's is no average of them"
 
 
@@ -41,6 +43,9 @@ def as_used(record: Record, whole: Run, steps: list[Event], report: Report) -> R
     agree = report.coverage.get("updates") in {AGREES, PROVED}
     stepped, factors, is_far = {}, set(), False
     for step in steps:
+        if not record.parts(step):
+            report.cover("gradients", unchecked(_UNKNOWN))
+            return None
         mean, alone = numerics.mean(record.parts(step)), whole.gradients(step["event"])
         stepped[step["event"]], told = numerics.nearest(mean, alone, record.size)
         factors |= told

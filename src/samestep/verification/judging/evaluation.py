@@ -53,7 +53,7 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
         return
     theirs = {} if alone is None else outcomes(alone.ranks[0])
     by_batch = {phase for mine in told for phase, one in mine.items() if one.by_batch}
-    may_differ = by_batch | _drawn_apart(told)
+    may_differ = by_batch | _drawn_apart(told) | _of_others(record, alone)
     sums = _sums(record, told[0], theirs, may_differ)
     printed = metrics_alike([_lines(one) for one in told], _lines(theirs), may_differ, known=None in sums)
     sampled = list(_samples(record))
@@ -83,6 +83,24 @@ def _drawn_apart(ranks: list[dict[str, Outcome]]) -> set[str]:
         drew = [one for one in drew if one]
         if any(one != drew[0] for one in drew):
             found.add(phase)
+    return found
+
+
+def _of_others(record: Record, alone: Record | None) -> set[str]:
+    """The phases without a DataLoader in which one process has given its models other data than the ranks: rollouts.
+
+    Where samples come twice, or never, all that one side has are among the other's.
+    """
+    theirs = {} if alone is None else _seen(alone.ranks[:1])
+    pairs = ((phase, mine, theirs.get(phase, set())) for phase, mine in _seen(record.ranks).items())
+    return {phase for phase, mine, other in pairs if mine and other and not (mine <= other or other <= mine)}
+
+
+def _seen(ranks: list[Rank]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for rank in ranks:
+        for event in rank.of("seen"):
+            found.setdefault(event["phase"], set()).update(event["rows"])
     return found
 
 
@@ -205,11 +223,13 @@ def _averaged(record: Record) -> Iterator[Finding]:
 def _loaded_apart(record: Record) -> Iterator[Finding]:
     """Whether ranks evaluate with other parameters, since they have loaded others: the best of each rank's own, say."""
     told = [{event["phase"]: event for event in rank.of("evaluates")} for rank in record.ranks]
+    first = record.ranks[0] if record.ranks else Rank(0, [])
     for rank, theirs in zip(record.ranks[1:], told[1:], strict=True):
         for phase in [phase for phase in told[0] if phase in theirs]:
-            bad = differing_ranks([told[0][phase], theirs[phase]], "parameters")
-            loads = [where for one in (told[0][phase], theirs[phase]) if (where := one["loaded"]) is not None]
-            if bad is not None and loads:
+            both = [(first, told[0][phase]), (rank, theirs[phase])]
+            bad = differing_ranks([event for _, event in both], "parameters")
+            loads = [event["loaded"] for _, event in both if event["loaded"] is not None]
+            if bad is not None and loads and all(_had(one, event, bad[1][0]) for one, event in both):
                 yield Finding(
                     code="parameters-diverged",
                     property="evaluation",
@@ -221,6 +241,13 @@ def _loaded_apart(record: Record) -> Iterator[Finding]:
                     fix="choose what is loaded by what all ranks know: reduce the metric before it is compared",
                 )
                 return
+
+
+def _had(rank: Rank, event: Event, name: str) -> bool:
+    """Whether a rank had the value with which it evaluates at some step, and did not make it for that."""
+    digest, plain = event["parameters"][name], name.rpartition(": ")[2]
+    told = [one for step in rank.steps for one in (step["parameters"], step["after"] or {})]
+    return any(digest in (one.get(name), one.get(plain)) for one in told)
 
 
 def _buffers(record: Record, rank: int, key: str, bad: list[str]) -> Finding:

@@ -14,12 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from samestep.verification import numerics
-from samestep.verification.findings import DECLARED, Finding
+from samestep.verification.findings import DECLARED
 from samestep.verification.journal import Event
 from samestep.verification.judging import means
+from samestep.verification.judging.average import clipping, scaled
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
-from samestep.verification.judging.virtual_ranks import clipping
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
 
@@ -66,7 +66,8 @@ class _Sum:
 
 def judge(record: Record, run: Run, steps: list[Event], report: Report) -> bool:
     """Adds what the comparison at these steps tells; returns whether it tells anything."""
-    sums = [_sum(record, run, step) for step in steps]
+    taken = [step for step in steps if len(run.turns(step["event"])) == len(record.data.ranks)]
+    sums = [_sum(record, run, step) for step in taken]  # a script may be over before
     known = [one for one in sums if one is not None and one.weights]
     if len(sums) > len([one for one in sums if one is not None]) or not known:
         return False
@@ -76,7 +77,7 @@ def judge(record: Record, run: Run, steps: list[Event], report: Report) -> bool:
         if not one.is_mean:
             if not one.are_equal:
                 return False
-            report.add([_scaled(record, one)])
+            report.add([scaled(record, one.step, one.total)])
             return True
     worst = max(one.left for one in known)
     report.remarks.append(REMARK)
@@ -87,8 +88,6 @@ def judge(record: Record, run: Run, steps: list[Event], report: Report) -> bool:
 def _sum(record: Record, run: Run, step: Event) -> _Sum | None:
     """How the gradient of a step adds up, without weights where there is none; None where it does not."""
     recorded, parts = record.gradients(step), run.turns(step["event"])
-    if len(parts) != len(record.data.ranks):
-        return None
     ours = numerics.flat(recorded, *parts)
     theirs = [numerics.flat(part, recorded, *parts) for part in parts]
     if not ours.any() and not any(one.any() for one in theirs):
@@ -97,19 +96,3 @@ def _sum(record: Record, run: Run, step: Event) -> _Sum | None:
     if not found.left <= numerics.limit(0.0, recorded) or not all(weight > 0 for weight in found.factors):
         return None
     return _Sum(step, found.factors, found.left, clipping(record, step))
-
-
-def _scaled(record: Record, found: _Sum) -> Finding:
-    return Finding(
-        code="gradient-scale",
-        property="gradients",
-        step=found.step["event"],
-        factor=round(found.total, 6),
-        where=next(
-            (one["where"] for one in record.ranks[0].by_window[found.step["window"]] if one["kind"] == "backward"),
-            found.step["where"],
-        ),
-        cause=f"at step {found.step['event']} the gradient is {found.total:.4g} times that of the mean over the "
-        f"samples of all {len(found.weights)} ranks",
-        fix="divide the sum of all ranks by their number, once",
-    )

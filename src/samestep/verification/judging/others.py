@@ -19,9 +19,6 @@ class Others:
     Attributes:
         permuted: with the samples of each batch in another order.
         of_ranks: with what each rank used, for itself.
-        virtual_ranks: as each rank would run it, in a process group of its own; with its gradients before clipping.
-        again: the same once more.
-        with_draws: with what each rank has drawn, for itself; with its gradients before clipping.
         in_turn: with samples of its own, a step for each of the ranks', from what a step of the ranks begins with; with
             its gradients before clipping.
         merged: with all samples of a step in place of each of its micro-batches, at these steps.
@@ -35,7 +32,6 @@ class Others:
 
     permuted: Callable[[], Run]
     of_ranks: Callable[[], list[Run]]
-    virtual_ranks: Callable[[], list[Run]]
     merged: Callable[[list[Event]], Run] | None = None
     apart: Callable[[list[Event]], Run] | None = None
     at_step: Callable[[Event], list[Run]] | None = None
@@ -43,6 +39,4 @@ class Others:
     own_pace: Callable[[], Record] | None = None
     of_group: Callable[[list[int]], tuple[Run, Others]] | None = None
     in_float64: Callable[[], tuple[Record, Run, Run]] | None = None
-    again: Callable[[], list[Run]] | None = None
-    with_draws: Callable[[], list[Run]] | None = None
     in_turn: Callable[[], Run] | None = None

@@ -131,11 +131,13 @@ class Record:
 
         The script's own code may average them when it steps: then those that lie there before are each rank's own.
         """
-        if step.get("by_hand"):
+        if self.averages_within(step):
             from samestep.verification.numerics import mean
 
             known = self.stepped.get(step["event"])
-            return mean(self.parts(step)) if known is None else known
+            parts = self.parts(step) if known is None else []
+            if known is not None or parts:
+                return mean(parts) if known is None else known
         return self._whole([rank.steps[step["event"]] for rank in self.ranks])
 
     @cached_property
@@ -143,11 +145,35 @@ class Record:
         """Whether the script steps by its own code."""
         return any(step.get("by_hand") for rank in self.ranks for step in rank.steps)
 
+    @cached_property
+    def is_averaged_within(self) -> bool:
+        """Whether the script may average gradients only while it steps."""
+        return any(self.averages_within(step) for step in self.ranks[0].steps[: self.steps]) if self.ranks else False
+
+    def averages_within(self, step: Event) -> bool:
+        """Whether a step may average gradients itself: own code steps, or it makes equal parameters of unequal ones."""
+        if step.get("by_hand"):
+            return True
+        events = [rank.steps[step["event"]] for rank in self.ranks]
+        if self.is_cut or any(event.get("after") is None for event in events):
+            return False
+        differ = any(event["gradients"] != events[0]["gradients"] for event in events)
+        return differ and all(event["after"] == events[0]["after"] for event in events)
+
     def parts(self, step: Event) -> list[Any]:
-        """Returns what each rank had for a gradient before the script's own code stepped, if that was kept."""
+        """Returns what each rank had for a gradient before the script's own code averaged it, if that was kept."""
+        if not step.get("by_hand"):
+            return self.own(step) or []
         events = [(rank.number, rank.steps[step["event"]]) for rank in self.ranks]
         told = [self.value(number, event["kept"]) for number, event in events if event["kept"] is not None]
         return [{name: one[name] for name in step["gradients"] if name in one} for one in told]
+
+    def own(self, step: Event) -> list[Any] | None:
+        """Returns what each rank's backward passes have brought by themselves; None where some rank has not kept it."""
+        events = [rank.steps[step["event"]] for rank in self.ranks]
+        if any(event.get("own") is None for event in events):
+            return None
+        return [self.value(rank.number, event["own"]) for rank, event in zip(self.ranks, events, strict=True)]
 
     def is_seen_by_all(self, step: Event) -> bool:
         """Whether every rank that keeps gradients, or tells its samples, did so at this step.

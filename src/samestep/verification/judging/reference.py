@@ -11,8 +11,9 @@ from typing import Any
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, REFUTED, unchecked
 from samestep.verification.journal import Event
-from samestep.verification.judging import by_hand, in_turn, repeated
+from samestep.verification.judging import average, by_hand, in_turn, repeated
 from samestep.verification.judging import local_steps as local
+from samestep.verification.judging.average import EVERY_ZERO
 from samestep.verification.judging.explanations import Explanations
 from samestep.verification.judging.in_step import InStep, chance_of
 from samestep.verification.judging.others import Others
@@ -21,7 +22,6 @@ from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.samples import are_loaded, loads_for_all
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.states import averaged_behind, local_steps
-from samestep.verification.judging.virtual_ranks import EVERY_ZERO, NO_REFERENCE, VIRTUAL, VirtualRanks, calls_in
 from samestep.verification.judging.windows import Windows
 from samestep.verification.judging.words import plural
 from samestep.verification.report import Report
@@ -94,7 +94,7 @@ class Comparison:
         if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameter_order", "parameters")}:
             report.cover("gradients", unchecked("the ranks train different models"))
             return
-        if self.record.is_by_hand and common:
+        if self.record.is_averaged_within and common:
             used = by_hand.as_used(self.record, self.whole, common, report)
             if used is not None:
                 replace(self, record=used).judge_known(common, report)
@@ -113,7 +113,8 @@ class Comparison:
         others = self._has_other_samples(common) or self._draws_others()
         if others and not self._are_those_of_one_process(common):
             if not self._compare_in_turn(common, report):
-                self._compare_parts(common, report)
+                average.judge(self.record, common, report)
+                self._judge_repeated(common, report)
             return
         self._compare(common, report, are_multiples=others)
         self._judge_repeated(common, report)
@@ -158,28 +159,14 @@ class Comparison:
             self._judge_repeated(common, report)
         return is_told
 
-    def _compare_parts(self, common: list[Event], report: Report) -> None:
-        drawing = all(rank.of("draw") for rank in self.record.ranks)
-        with_draws = self.others.with_draws if drawing and self._calls_as_often(common) else None
-        VirtualRanks(self.record, self.others.virtual_ranks, self.others.again, with_draws).judge(common, report)
-        self._judge_repeated(common, report)
-        if VIRTUAL in report.remarks and report.coverage.get("gradients") == DECLARED:
-            report.coverage["gradients"] = unchecked(NO_REFERENCE)
-
     def _judge_repeated(self, common: list[Event], report: Report) -> None:
         if report.coverage.get("gradients") in {AGREES, DECLARED}:
-            found = repeated.finding(self.record, common, self.others.virtual_ranks)
+            found = repeated.finding(self.record, self.whole, common)
             report.add([] if found is None else [found])
 
     def _draws_others(self) -> bool:
         """Whether one process cannot draw what the ranks have drawn, where no DataLoader tells its samples."""
         return chance_of(self.whole) is not None and not are_loaded(self.record)
-
-    def _calls_as_often(self, common: list[Event]) -> bool:
-        """Whether the models are called as often in a step of one process as in one of a rank's."""
-        ranks = [*self.whole.record.ranks[:1], self.record.ranks[0]]
-        calls = [[len(calls_in(rank, step["window"])) for step in common] for rank in ranks]
-        return calls[0] == calls[-1]
 
     def _compare(self, common: list[Event], report: Report, *, are_multiples: bool = False) -> None:
         alone = self.whole.gradients

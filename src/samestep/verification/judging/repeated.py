@@ -1,8 +1,9 @@
 """Whether two ranks train on the same samples at every step, where no DataLoader tells which they are.
 
 Seen where the models of two ranks get the same rows in all windows that are kept. That alone is no mistake: the ranks
-of tensor, sequence and pipeline parallelism get the same batch, and each computes a part of its own. So each rank is
-run as a virtual rank: where the two compute the same gradient, one of them computes in vain.
+of tensor, sequence and pipeline parallelism get the same batch, and each computes a part of its own. Where both bring
+the same gradient, one of them computes in vain. Ranks that hold parts of the parameters tell no gradient of their own:
+there it is so where one process, which gets these rows once, comes to the gradient of all ranks.
 """
 
 from __future__ import annotations
@@ -13,35 +14,39 @@ from itertools import combinations
 from samestep.verification import numerics
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event, place_of
+from samestep.verification.judging.average import calls_in
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.single import Run
-from samestep.verification.judging.virtual_ranks import Runs, calls_in, have_their_samples
 
 __all__: list[str] = []
 
 
-def finding(record: Record, steps: Sequence[Event], virtual: Runs) -> Finding | None:
-    """Returns what is to be said of these steps.
+def finding(record: Record, whole: Run, steps: Sequence[Event]) -> Finding | None:
+    """Returns what is to be said of these steps, whose gradients are as those of one process.
 
     Args:
         record: of the ranks.
+        whole: the script alone.
         steps: whose values were kept; rank 0's.
-        virtual: runs a process that takes itself for a rank, for each.
     """
     ranks = record.data.ranks
     pair = next((pair for pair in combinations(ranks, 2) if _are_fed_alike(*pair, steps)), None)
     if pair is None:
         return None
-    runs = virtual()
-    known = [step for step in steps if all(step["event"] in run.steps for run in runs)]
-    if len(runs) != len(ranks) or not known or not have_their_samples(record, runs, known):
-        return None
-    first, other = (runs[ranks.index(rank)] for rank in pair)
-    if not all(_compute_the_same(first, other, step["event"]) for step in known):
-        return None
-    if not any(_is_something(first, step["event"]) for step in known):
-        return None  # where there is no gradient, nothing tells that they compute the same
-    return _told(record, pair, steps)
+    own = [record.own(step) for step in steps]
+    if None in own:
+        alone = Rank(0, []) if not whole.record.ranks else whole.record.ranks[0]
+        is_alike = all(calls_in(alone, step["window"]) == calls_in(pair[0], step["window"]) for step in steps)
+    else:
+        places = [record.ranks.index(rank) for rank in pair]
+        told = [[parts[place] for place in places] for parts in own if parts is not None]
+        is_something = any(numerics.flat(first).any() for first, _ in told)  # else nothing tells that they are the same
+        is_alike = is_something and all(_are_equal(*both) for both in told)
+    return _told(record, pair, steps) if is_alike else None
+
+
+def _are_equal(first: numerics.Gradients, other: numerics.Gradients) -> bool:
+    return numerics.distance(other, first).worst <= numerics.limit(0.0, first)
 
 
 def _are_fed_alike(first: Rank, other: Rank, steps: Sequence[Event]) -> bool:
@@ -58,16 +63,6 @@ def _are_replicas(first: Rank, other: Rank) -> bool:
     ]
     pairs = [(begun[0].get(name), begun[1].get(name)) for name in begun[0].keys() | begun[1].keys()]
     return all(mine == theirs or (mine and theirs and place_of(mine) and place_of(theirs)) for mine, theirs in pairs)
-
-
-def _compute_the_same(first: Run, other: Run, event: int) -> bool:
-    mine, theirs = first.gradients(event), other.gradients(event)
-    return numerics.distance(theirs, mine).worst <= numerics.limit(0.0, mine)
-
-
-def _is_something(run: Run, event: int) -> bool:
-    gradients = run.gradients(event)
-    return bool(numerics.flat(gradients, gradients).any())
 
 
 def _told(record: Record, pair: tuple[Rank, Rank], steps: Sequence[Event]) -> Finding:

@@ -25,6 +25,7 @@ from samestep.verification.report import Report
 __all__: list[str] = []
 
 _PART = "each rank holds a part of the model, cut by the script itself"
+_SOON = 16  # steps within which ranks that step by themselves average their parameters
 _ONE_COPY = "each rank holds parts, and of a part there is one copy"  # or copies that agree, with replicated groups
 
 
@@ -224,10 +225,11 @@ def averaged_behind(record: Record) -> int | None:
     """Returns the first step that ranks take with gradients of their own, and after which their parameters agree."""
     if local_steps(record) is not None:
         return None
-    steps = range(record.steps)
-    return next(
-        (i for i in steps if differing_ranks(record.events_of_step(i), "gradients") and _healed(record, i)), None
-    )
+    for index in range(record.steps):
+        apart = differing_ranks(record.events_of_step(index), "gradients") is not None
+        if apart and not record.averages_within(record.ranks[0].steps[index]) and _healed(record, index):
+            return index
+    return None
 
 
 def evaluates_apart(record: Record) -> bool:
@@ -256,18 +258,23 @@ def _first_difference(record: Record) -> Iterator[Finding]:
     if (declared := local_steps(record)) is not None:
         yield from _first_unaveraged(record, declared)
         return
-    averaged = averaged_behind(record) is not None
+    averaged, apart = averaged_behind(record) is not None, False
     for index in range(record.steps):
         events = record.events_of_step(index)
-        if bad := differing_ranks(events, "parameters"):
+        bad = differing_ranks(events, "parameters")
+        apart = apart and bad is not None
+        if bad is not None and not apart:
             yield of_parameters(record, index, *bad)
             return
         bad = differing_ranks(events, "gradients")
-        if bad is not None and averaged and index + 1 == record.steps:
-            return  # what would be averaged behind the last step was not recorded
-        if bad is not None and not _healed(record, index):
+        if bad is not None and not apart and not _healed(record, index):
+            if averaged and index + _SOON >= record.steps:
+                return  # what would be averaged behind the last steps was not recorded
             yield of_gradients(record, index, *bad)
             return
+        apart = apart or (bad is not None and not _healed_at_once(record, index))
+    if apart:
+        return
     last = record.events_of_step(record.steps - 1)
     if all(event["after"] is not None for event in last) and (bad := differing_ranks(last, "after")):
         yield of_parameters(record, record.steps, *bad)
@@ -309,11 +316,27 @@ def differing_ranks(events: list[Event], key: str) -> tuple[int, list[str]] | No
 
 
 def _healed(record: Record, index: int) -> bool:
-    """Whether the parameters agree again before the next step: local steps, whose parameters are averaged."""
-    events = record.events_of_step(index)
-    if all(event.get("by_hand") and event["after"] is not None for event in events):
-        return differing_ranks(events, "after") is None  # averaged within the step
-    return index + 1 < record.steps and differing_ranks(record.events_of_step(index + 1), "parameters") is None
+    """Whether the parameters agree again before a later step: local steps, whose parameters are averaged.
+
+    Where nothing declares that the ranks are copies, they may be averaged every few steps only. What is loaded makes
+    parameters equal as well, and is no average.
+    """
+    if _healed_at_once(record, index):
+        return True
+    if record.wrappers:
+        return False
+    for later in range(index + 1, record.steps):
+        if differing_ranks(record.events_of_step(later), "parameters") is None:
+            return not any(index < one["event"] <= later for rank in record.ranks for one in rank.of("weights", "load"))
+    return False
+
+
+def _healed_at_once(record: Record, index: int) -> bool:
+    """Whether parameters agree before the next step, or within this one."""
+    step, following = record.ranks[0].steps[index], index + 1
+    if record.averages_within(step):
+        return differing_ranks(record.events_of_step(index), "after") is None
+    return following < record.steps and differing_ranks(record.events_of_step(following), "parameters") is None
 
 
 def differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -63,7 +63,7 @@ class Updates:
         if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameter_order", "parameters")}:
             report.cover("updates", unchecked("the ranks train different models"))
             return set()
-        own = None if self.record.is_by_hand else averaged_behind(self.record)
+        own = averaged_behind(self.record)
         if own is not None:
             why = f"at step {own} each rank steps with a gradient of its own, and one process with that of all"
             report.cover("updates", unchecked(why))
@@ -95,7 +95,8 @@ class Updates:
 
     def _is_kept(self, step: Event) -> bool:
         apart = self.whole.record.ranks[0].of("out_of_step")[:1] if self.whole.record.ranks else []
-        return (
+        is_unknown = self.record.averages_within(step) and not self.record.parts(step)
+        return not is_unknown and (
             step["event"] in self.whole.steps
             and all(step["window"] < min(one["window"], one["own"]) for one in apart)
             and self.record.updated(step) is not None

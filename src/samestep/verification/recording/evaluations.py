@@ -75,6 +75,11 @@ class Evaluations:
         """The evaluation at hand; None where training goes on."""
         return self._name if self._is_recent else None
 
+    @property
+    def unread(self) -> str | None:
+        """The evaluation at hand, if no DataLoader has yielded anything of it."""
+        return self.phase if self._told is None else None
+
     def begin(self) -> None:
         """The script announces an evaluation, unless one lasts."""
         if not self.lasts:

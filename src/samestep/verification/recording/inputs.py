@@ -31,6 +31,7 @@ class Inputs:
         forwarding: Callable[[Any, tuple[Any, ...]], None] = lambda *_: None,
         untrained: Callable[[Any], None] = lambda _: None,
     ) -> None:
+        self.evaluated: Callable[[], str | None] = lambda: None  # the evaluation whose data no DataLoader tells
         self._untrained = untrained
         self._journal = journal
         self._forwarding = forwarding
@@ -97,6 +98,8 @@ class Inputs:
         self.used = True
         self._forwarding(model, args)
         if not torch.is_grad_enabled():
+            if (phase := self.evaluated()) is not None:
+                self._journal.write("seen", phase=phase, rows=row_digests([*args, *kwargs.values()]))
             return
         if (window := self._wanted()) is not None:
             self._journal.write("input", window=window, rows=row_digests([*args, *kwargs.values()]))

@@ -62,6 +62,7 @@ class Recorder(Witness):
         self._has_trained = False  # a model was called with gradients in this window
         self._looks = 0  # windows that were kept since a model was called without
         self._scaled: Any = None
+        self._own: Any = None  # an OwnGradients, once an optimizer is there
         self.compressing = Compressing(self.journal, first=seat.rank == 0, wanted=lambda: self._sampled)
         self._datasets: dict[str, Any] = {}
         self._dropped_in = -1
@@ -185,9 +186,8 @@ class Recorder(Witness):
     # --- windows -----------------------------------------------------------------------------
 
     def _unseen_window(self) -> int | None:
-        """The window at hand, if its values are kept and no DataLoader tells what it trains on."""
-        kept = self._sampled or self.window in SAMPLED  # one that an evaluation has opened; one that opens only now
-        return self.window if kept and not self._is_fed else None
+        """The window at hand, if no DataLoader tells what it trains on."""
+        return None if self._is_fed else self.window
 
     def _ends_pass(self, batch: Batch) -> bool:
         """Whether the window that begins with this batch will, as far as the last one tells, be the pass's last."""
@@ -240,7 +240,21 @@ class Recorder(Witness):
             self.journal.write("start", **self.optimizers.digests())
         self._note_window()
 
+    def _watch_gradients(self) -> None:
+        from samestep.verification.recording.own_gradients import OwnGradients
+
+        self._own = self._own or OwnGradients(lambda: self._sampled)
+        for optimizer in self.optimizers.all:
+            self._own.watch(self.optimizers.parameters(optimizer).values())
+
+    def _keep_own(self, parameters: dict[str, Any]) -> int | None:
+        """What this rank's backward passes have brought of the gradients with which an optimizer is about to step."""
+        own = None if self._own is None else self._own.of(parameters, self._scale())
+        return None if own is None else self.journal.keep(lambda path: save_unseen(own, path))
+
     def _note_window(self) -> None:
+        if self._sampled:
+            self._watch_gradients()
         kept = self._keep(self.optimizers.values) if self._sampled else None
         others = digests(self.optimizers.foreign_buffers()) if self._sampled else {}
         buffers = (
@@ -345,6 +359,7 @@ class Recorder(Witness):
             orphans=self.optimizers.orphans() if self.window <= 1 else [],
             left_out=self.optimizers.left_out() if self.window <= 1 else [],
             kept=kept,
+            own=self._keep_own(parameters) if self._sampled else None,
         )
         if self._sampled:
             self.compressing.tell(optimizer, self._events, self._scale())
@@ -377,6 +392,8 @@ class Recorder(Witness):
         self.is_open, self._sampled, self.micro, self._scaled = False, False, 0, None
         self._has_trained, self._loaded_at = False, None
         self.compressing.forget()
+        if self._own is not None:
+            self._own.forget()
         begun = self._limit.reached
         is_over = self._limit.stepped(self.optimizers.taken(optimizer, begun))
         if self._limit.reached and not begun:

@@ -41,6 +41,7 @@ class Witness(Observer, Callbacks):
         self.inputs = Inputs(self.journal, unseen, self.forwarding, self.uses_untrained)
         buffers = self.optimizers.buffers_in_use
         self.evaluations = Evaluations(self.journal, buffers, self.inputs, lambda: self.is_placed, lambda: self.window)
+        self.inputs.evaluated = lambda: self.evaluations.unread
         self.draws = Draws()
         self.window = 0
         self.micro = 0  # backward passes of this window, so far

@@ -27,7 +27,6 @@ from samestep.verification.judging.samples import passes
 from samestep.verification.recording.optimizers import state_of, uncut
 from samestep.verification.recording.witness import StopRecording, Witness
 from samestep.verification.reference.brought import Brought
-from samestep.verification.reference.pretending import pretend
 from samestep.verification.reference.updates import UpdateReplay
 from samestep.verification.watching.listener import Epoch, Own
 from samestep.verification.watching.storage import save_unseen
@@ -46,13 +45,11 @@ class Alone(Witness):
         self.record: Record = read(Path(order["recorded"]))
         self.attend(order, Path(order["folder"]), seat, lambda: None if self._replayed else self.window)
         self._ranks: list[int] = order["ranks"]
-        self._pretends: int | None = order.get("pretends")
         self._permuted: bool = order.get("permuted", False)
         self._merged: set[int] = set(order.get("merged", []))  # windows whose micro-batches are all given at once
         self._only: list[int] | None = order.get("only")  # at this window, the samples of this rank
         self._apart: dict[int, int] = dict(order.get("apart", []))  # window -> the optimizer whose gradients add up
         self._turns: int = order.get("turns", 1)  # steps of this process for one of the ranks'
-        self._drawing = self._ranks if self._pretends is None else [self._pretends]  # the ranks whose draws it has
         self._event = 0
         self._put: int | None = None  # the window that began with recorded values last
         self._teachers: dict[str, Any] = {}  # what the next window has of parameters that no optimizer holds, as it was
@@ -63,8 +60,7 @@ class Alone(Witness):
         first = self.record.ranks[0] if self.record.ranks else Rank(0, [])
         self._steps, self._last = first.steps, _last(self.record)
         self.optimizers.known = {event["optimizer"]: event["names"] for event in first.of("names")}
-        pretended = next((rank for rank in self.record.ranks if rank.number == self._pretends), first)
-        self._cut = {(event["key"], event["number"]): event.get("cut") for event in pretended.of("passed")}
+        self._cut = {(event["key"], event["number"]): event.get("cut") for event in first.of("passed")}
         self._lengths = {event["key"]: event["length"] for event in first.of("pass")}
         self._drawn = self._recorded_draws()
         self._brought = Brought(first, always=order.get("brought", False))
@@ -79,13 +75,9 @@ class Alone(Witness):
         if self.record.is_by_hand:
             when_imported("torch.nn.modules.module", self._watch_models)
         self._slice_norms()
-        if self._pretends is not None:
-            pretend(self._pretends, self.record.size)
 
     def _training_passes(self) -> dict[tuple[str, int], list[list[Event]]]:
         """Key and number of a pass -> the chosen ranks' batches."""
-        if self._pretends is not None:
-            return {}  # it loads its own part
         if self._turns > 1:
             return {}
         chosen = [rank for rank in self.record.ranks if rank.number in self._ranks]
@@ -181,7 +173,7 @@ class Alone(Witness):
             self.is_open = False
 
     def _natively(self, epoch: Epoch, own: Own) -> Iterator[Any]:
-        """What no step is taken in, the script loads as it has it; a virtual rank as far as its rank did."""
+        """What no step is taken in, the script loads as it has it."""
         import torch
 
         batches = islice(own, self._cut.get((epoch.key, epoch.number)))
@@ -447,7 +439,7 @@ class Alone(Witness):
         """Place of a draw -> rank and number of each rank's that this process stands for."""
         found: dict[str, list[tuple[int, int | None]]] = {}
         for rank in self.record.ranks:
-            if rank.number in self._drawing:
+            if rank.number in self._ranks:
                 for event in rank.of("draw"):
                     found.setdefault(event["place"], []).append((rank.number, event["kept"]))
         return found
@@ -471,7 +463,7 @@ class Alone(Witness):
             return value  # before its samples are there, which are the ranks' already
         held = self._drawn.get(place, [])
         parts = [self.record.value(rank, number) for rank, number in held if number is not None]
-        whole = joined(name, value, parts) if len(parts) == len(self._drawing) else None
+        whole = joined(name, value, parts) if len(parts) == len(self._ranks) else None
         if whole is None and self.optimizers.all:  # what is drawn before may begin the parameters, which are put back
             self.journal.write("chance", place=place, name=name)
         return value if whole is None else whole
@@ -481,7 +473,7 @@ class Alone(Witness):
         from samestep.verification.recording.chance import joined
 
         step, turn = divmod(self.window, self._turns)
-        rank = self._drawing[turn]
+        rank = self._ranks[turn]
         held = self._drawn.get(f"{step}|{place.partition('|')[2]}", [])
         parts = [self.record.value(rank, number) for one, number in held if one == rank and number is not None]
         whole = joined(name, value, parts) if parts else None

@@ -61,11 +61,12 @@ class UpdateReplay:
         import torch
 
         mine = self._optimizers.gradients(optimizer)
-        gradients = _as_one_process_has(self._record, step, mine) if step["by_hand"] else self._record.used(step)
+        within = self._record.averages_within(self._record.ranks[0].steps[step["event"]])
+        gradients = _as_one_process_has(self._record, step, mine) if within else self._record.used(step)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 own, value = uncut(mine[name]), gradients.get(name)
-                if value is None and _is_plain(parameter) and not step["by_hand"]:
+                if value is None and _is_plain(parameter) and not within:
                     parameter.grad = None
                 elif value is None:
                     continue
@@ -96,5 +97,7 @@ def _as_one_process_has(record: Record, step: Event, own: dict[str, Any]) -> dic
     from samestep.verification.numerics import distance, limit, mean, nearest
 
     there = {name: own[name] for name in step["gradients"] if name in own}
-    found, _ = nearest(mean(record.parts(step)), there, record.size)
+    if not (parts := record.parts(step)):
+        return {}
+    found, _ = nearest(mean(parts), there, record.size)
     return found if distance(found, there).whole <= limit(0.0, found) else {}

@@ -1,0 +1,201 @@
+"""Whether the ranks' gradient is that of all their samples, by what each rank computes for itself.
+
+    own gradients g₀ … g_N of the ranks          g = Σ wᵣ·gᵣ, as measured
+    losses: means over c₀ … c_N values           the mean over all values has the weights cᵣ / Σ c
+
+So it is judged where one process cannot be given the ranks' samples: a script cuts them, or draws them, by itself. It
+is no proof where a loss is anything but a mean over its rank's values, or depends on what ranks bring together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from samestep.verification import numerics
+from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
+from samestep.verification.journal import Event
+from samestep.verification.judging import means
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.words import plural
+from samestep.verification.report import Report
+
+__all__: list[str] = []
+
+EVERY_ZERO = "every gradient is zero, on the ranks and in one process"
+REMARK = (
+    "the samples come from no DataLoader, and one process takes others: the ranks' gradients were compared with the "
+    "mean of what each computes by itself"
+)
+_NEAR = 1e-3  # of a weight
+_BRINGING = {"all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "all_to_all"}
+_NO_LOADER = "no DataLoader tells which samples were trained on"
+_OTHERS = "one process takes other samples"
+_UNKNOWN = f"{_OTHERS}, and what each rank computes by itself is not known"
+_CHANGED = f"{_OTHERS}, and the gradients of the ranks are no sum of what each computes by itself"
+_BROUGHT = f"{_OTHERS}, and the loss depends on what the ranks bring together at {{}}"
+_NO_MEANS = (
+    f"{_OTHERS}, and no rank's loss is a plain mean over its samples: whether the average is that of all is open"
+)
+
+
+def judge(record: Record, steps: list[Event], report: Report) -> None:
+    """Adds what the gradients of these steps, whose values were kept, are beside those of each rank."""
+    worst, seen = 0.0, 0
+    for step in steps:
+        own = record.own(step)
+        if own is None:
+            report.cover("gradients", unchecked(_UNKNOWN))
+            return
+        used = record.gradients(step)
+        ours, parts = numerics.flat(used, *own), [numerics.flat(one, used, *own) for one in own]
+        if not ours.any() and not any(part.any() for part in parts):
+            continue
+        if not numerics.are_finite(used):
+            why = f"{_OTHERS}, and from step {step['event']} on gradients are not finite"
+            report.cover("gradients", unchecked(why))
+            return
+        found = numerics.fit(ours, parts)
+        if not found.left <= numerics.limit(0.0, used):
+            report.cover("gradients", unchecked(_CHANGED))
+            return
+        if (where := brings_together(record.ranks[0], step)) is not None:
+            report.cover("gradients", unchecked(_BROUGHT.format(where)))
+            return
+        weights = means.weights(record, step)
+        if weights is None or not _judge(record, step, found.factors, weights, report):
+            report.cover("gradients", unchecked(_NO_MEANS))
+            return
+        if report.errors:
+            return
+        worst, seen = max(worst, found.left), seen + 1
+    if not seen:
+        report.cover("gradients", unchecked(EVERY_ZERO))
+        return
+    report.remarks.append(REMARK)
+    report.cover("gradients", DECLARED, f"worst error {worst:.1e}, {plural(seen, 'step')}")
+
+
+def _judge(record: Record, step: Event, factors: tuple[float, ...], weights: means.Weights, report: Report) -> bool:
+    """Judges the measured factors beside the weights of a mean; returns whether they tell anything."""
+    shares = [factor / sum(factors) for factor in factors]
+    if any(abs(share - right) > _NEAR for share, right in zip(shares, weights.shares, strict=True)):
+        if weights.is_plain:
+            report.add([_mean_of_means(record, step, weights.shares, shares)])
+        return weights.is_plain
+    clipped = clipping(record, step)
+    total, size = sum(factors) / (clipped or 1.0), record.size
+    if clipped is None and total < 1:
+        return True  # by an unknown norm
+    if _is_near(total * weights.factor, 1.0):
+        return True
+    if _is_near(total, 1.0):  # a factor that is part of the loss, unless it is one for the number of ranks
+        return not any(_is_near(weights.factor, other) for other in (1 / size, float(size)))
+    if weights.is_plain:
+        report.add([scaled(record, step, total)])
+    return weights.is_plain  # else the script may divide by something that one process knows too
+
+
+def judge_samples(record: Record, whole: Record, own_pace: Callable[[], Record], report: Report) -> None:
+    """Adds whether the ranks' models have got the samples that those of one process get.
+
+    Args:
+        record: of the ranks.
+        whole: of the script alone, which takes as many steps.
+        own_pace: records it for as many samples as the ranks have used.
+        report: to add to.
+    """
+    if (where := _drawn_at(record, whole)) is not None:
+        report.cover("data", DECLARED, f"each rank draws them at {where}, other ones than the other ranks")
+        return
+    mine, theirs = rows_of(record), rows_of(own_pace())
+    if not mine or not theirs:
+        report.cover("data", unchecked(f"{_NO_LOADER}, and what the models get cannot be told apart by sample"))
+    elif mine == theirs:
+        report.cover("data", AGREES, f"the {len(mine)} samples that one process uses, by what the models get")
+    else:
+        report.cover(
+            "data",
+            unchecked(
+                f"{_NO_LOADER}; the ranks' models get {plural(len(mine), 'different sample')}, those of one process "
+                f"{len(theirs)}, and {len(mine & theirs)} of them are the same"
+            ),
+        )
+
+
+def _drawn_at(record: Record, whole: Record) -> str | None:
+    """The line at which each rank draws its samples, or their places, as one process does, and none as another rank."""
+    told = [{one["place"]: one for one in rank.of("draw") if not one["within"]} for rank in record.data.ranks]
+    alone = {one["place"]: one["shape"] for rank in whole.ranks[:1] for one in rank.of("own_draw")}
+    for place, first in told[0].items() if told else ():
+        others = [drawn.get(place) for drawn in told[1:]]
+        same = all(one is not None and one["shape"] == first["shape"] for one in others)
+        apart = {one["digest"] for one in [first, *others] if one is not None}
+        if same and alone.get(place) == first["shape"] and None not in apart and len(apart) == len(told):
+            where: str = place.partition("|")[2].rpartition("|")[0]
+            return where
+    return None
+
+
+def rows_of(record: Record) -> set[str]:
+    """Returns digests of all rows that models got with gradients."""
+    return {row for rank in record.ranks for event in rank.of("input") for row in event["rows"]}
+
+
+def _is_near(number: float, right: float) -> bool:
+    return abs(number - right) <= _NEAR * abs(right)
+
+
+def scaled(record: Record, step: Event, total: float) -> Finding:
+    """Returns the finding for gradients that are a multiple of the mean of the ranks'."""
+    return Finding(
+        code="gradient-scale",
+        property="gradients",
+        step=step["event"],
+        factor=round(total, 6),
+        where=_backward(record.ranks[0], step),
+        cause=f"at step {step['event']} the gradient is {total:.4g} times that of the mean over the samples of all "
+        f"{record.size} ranks",
+        fix="divide the sum of all ranks by their number, once",
+    )
+
+
+def _mean_of_means(record: Record, step: Event, right: tuple[float, ...], shares: list[float]) -> Finding:
+    told = [", ".join(f"{one:.3f}" for one in each) for each in (right, shares)]
+    return Finding(
+        code="gradient-differs",
+        property="gradients",
+        step=step["event"],
+        where=_backward(record.ranks[0], step),
+        cause=f"at step {step['event']} each rank's loss is a mean over its own number of values, and the ranks count "
+        f"{told[1]}: the mean over all values weighs them {told[0]}",
+        fix="divide each rank's sum by the number of items of all ranks, times the world size; samestep does it in "
+        "batches.mean(losses)",
+    )
+
+
+def _backward(rank: Rank, step: Event) -> str:
+    window = rank.by_window.get(step["window"], [])
+    where: str = next((one["where"] for one in window if one["kind"] == "backward"), step["where"])
+    return where
+
+
+def clipping(record: Record, event: Event) -> float | None:
+    """Returns by what the ranks' gradient was multiplied when its norm was clipped; None where that is not known."""
+    window = record.ranks[0].by_window.get(event["window"], [])
+    told = [min(1.0, one["most"] / (one["norm"] + 1e-6)) for one in window if one["kind"] == "clip"]
+    calls = sum(one["kind"] == "clipping" for one in window)  # the norm of cut gradients is not recorded
+    return 1.0 if not calls and not told else told[0] if len(told) == 1 == max(calls, 1) else None
+
+
+def brings_together(rank: Rank, step: Event) -> str | None:
+    """Returns the line at which something of all ranks is brought together before the last backward pass of a step."""
+    window = rank.by_window.get(step["window"], [])
+    backwards = [place for place, one in enumerate(window) if one["kind"] == "backward"]
+    before = window[: backwards[-1]] if backwards else []
+    return next((one["where"] for one in before if one["kind"] == "collective" and one["op"] in _BRINGING), None)
+
+
+def calls_in(rank: Rank, window: int) -> list[tuple[str, ...]]:
+    """Returns digests of the rows that a rank's models got in a window, for each call; a wrapper tells it again."""
+    events = [event for event in rank.by_window.get(window, []) if event["kind"] == "input" and event["rows"]]
+    return list(dict.fromkeys(tuple(event["rows"]) for event in events))
