@@ -17,3 +17,11 @@ def test_what_all_ranks_have_drawn_is_one_draw(own: Any) -> None:
     whole = joined("numpy.random.choice", own, [part, part.clone()])
     assert type(whole) is type(own)
     assert np.array_equal(whole, own)
+
+
+def test_draws_of_ranks_that_take_turns_are_joined_in_turns() -> None:
+    """As data[rank::world_size] cuts them, of which one rank has one more."""
+    parts = [torch.tensor([0.0, 2.0, 4.0]), torch.tensor([1.0, 3.0])]
+    whole = joined("torch.randn", torch.zeros(5), parts, strided=True)
+    assert whole is not None
+    assert whole.tolist() == [0, 1, 2, 3, 4]

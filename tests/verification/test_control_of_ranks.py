@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from journals import Event, chance_findings, ended, findings, record, step, stepped, wrap
+from journals import Event, chance_findings, ended, findings, passed, record, step, stepped, wrap
 
 from samestep.verification.judging import control
 
@@ -140,3 +140,26 @@ def test_workers_that_begin_with_the_same_random_state_are_found() -> None:
 def test_draws_that_may_be_equal_are_no_noise(name: str, shape: list[int]) -> None:
     drawn = {"kind": "draw", "within": True, "place": "3|train.py:4|0", "digest": "d", "name": name, "shape": shape}
     assert chance_findings(record([drawn], [drawn])) == []
+
+
+@pytest.mark.parametrize(
+    ("states", "streams", "indices", "severity"),
+    [
+        (("s", "s"), ("a", "b"), ([0, 1], [2, 3]), "error"),
+        (("s", "s"), ("a", "a"), ([0, 1], [2, 3]), "note"),
+        (("s", "t"), ("a", "b"), ([0, 1], [2, 3]), None),
+        (("s", "s"), ("a", "b"), ([0, 1], [1, 0]), None),
+    ],
+    ids=["where others differ", "where all are alike", "apart", "of the same samples"],
+)
+def test_a_dataset_s_own_generator_draws_one_noise_for_the_samples_of_two_ranks(
+    states: tuple[str, str], streams: tuple[str, str], indices: tuple[list[int], list[int]], severity: str | None
+) -> None:
+    def rank(number: int) -> list[Event]:
+        about, batch, *_ = passed(indices[number], samples=4)
+        noise = {key: batch[key] for key in ("key", "number", "index")} | {"kind": "noise", "state": states[number]}
+        stream = {"kind": "stream", "window": 0, "state": streams[number], "where": "model.py:3"}
+        return [about, batch, noise, stream]
+
+    found = [one for one in chance_findings(record(rank(0), rank(1))) if "the dataset of rank 1" in one.cause]
+    assert [one.severity for one in found] == ([] if severity is None else [severity])

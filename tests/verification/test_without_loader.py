@@ -100,6 +100,20 @@ def test_the_average_of_what_each_rank_computes_is_judged_by_the_losses(
     assert report.errors or report.coverage["gradients"].partition(":")[0] == said
 
 
+@pytest.mark.parametrize(("times", "code"), [(2.0, "gradient-scale"), (1.0, None), (1.7, None)])
+def test_a_tensor_that_is_added_up_once_more_than_the_others_is_found(
+    tmp_path: Path, times: float, code: str | None
+) -> None:
+    """A tied weight that is reduced as a parameter of two modules; other factors may be meant."""
+    ours, report = with_own(tmp_path, MEAN, [ONE, OTHER], [mean(), mean()]), Report(ranks=2)
+    for rank, own in enumerate((ONE, OTHER)):
+        torch.save({name: own.repeat(3) for name in "vwx"}, value_path(tmp_path, rank, 9))
+    used = {"v": MEAN.repeat(3), "w": times * MEAN.repeat(3), "x": MEAN.repeat(3)}
+    torch.save(used, value_path(tmp_path, 0, 0))
+    average.judge(ours, ours.ranks[0].steps, report)
+    assert [(one.code, one.tensor) for one in report.errors] == ([] if code is None else [(code, "w")])
+
+
 def test_a_gradient_that_is_clipped_behind_the_average_is_right(tmp_path: Path) -> None:
     for name, most in (("right", 1.0), ("wrong", 0.5)):
         report = Report(ranks=2)

@@ -21,6 +21,8 @@ Gradients = Mapping[str, Tensor | None]  # by the parameters' names
 
 ABOVE_FLOOR = 20.0  # an error so many times the measured floor is no rounding any more
 ROUNDINGS = 1e3  # nor is one of so many units in the last place, where the floor happens to be lower
+ROUNDINGS_OF_HALF = 8.0  # of a type of 16 bits, in which no more is computed than that leaves right
+_HALF = 1e-4  # the unit roundoff of such a type is larger
 _SMALL = 1e-2  # of the whole gradient's size a number; a tensor with less is held against this
 _NEAR = 0.1  # of a tensor's norm: so far from a multiple of another it may be, and rounding is measured afterwards
 COARSEST = 1e-3  # a floor above it hides real mistakes
@@ -178,9 +180,19 @@ def unit(gradients: Gradients) -> float:
     return max((torch.finfo(dtype).eps / 2 for dtype in types), default=0.0)
 
 
-def limit(floor: float, gradients: Gradients) -> float:
-    """Returns the largest error that rounding explains, where `floor` was measured."""
-    return max(ABOVE_FLOOR * floor, ROUNDINGS * unit(gradients))
+def limit(floor: float, gradients: Gradients, coarsest: float = 0.0) -> float:
+    """Returns the largest error that rounding explains.
+
+    Args:
+        floor: that was measured.
+        gradients: which are rounded to their type.
+        coarsest: unit roundoff of a type that they were computed in.
+
+    >>> limit(0.0, {"w": torch.ones(1)}) < 1e-4 < limit(0.0, {"w": torch.ones(1)}, coarsest=2**-11) < 1e-2
+    True
+    """
+    coarsest = max(coarsest, unit(gradients))
+    return max(ABOVE_FLOOR * floor, (ROUNDINGS_OF_HALF if coarsest > _HALF else ROUNDINGS) * coarsest)
 
 
 def is_rounding(error: float, in_float64: float) -> bool:
@@ -192,6 +204,6 @@ def is_rounding(error: float, in_float64: float) -> bool:
     return in_float64 <= min(_SHRINKS * error, _EXACT)
 
 
-def is_too_coarse(floor: float, gradients: Gradients) -> bool:
-    """Whether rounding alone is so large that a mistake could hide in it."""
-    return max(floor, unit(gradients) * 10) > COARSEST
+def is_too_coarse(floor: float, gradients: Gradients, coarsest: float = 0.0) -> bool:
+    """Whether rounding alone is so large that a mistake could hide in it; arguments as of :func:`limit`."""
+    return max(floor, max(coarsest, unit(gradients)) * 10) > COARSEST

@@ -307,6 +307,9 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
     def in_turn() -> Run:
         return alone("a step for each of the ranks'", turns=len(everybody), brought=True)
 
+    def strided() -> Run:
+        return alone("draws cut by [rank::world_size]", strided=True)
+
     def merged(steps: list[Event]) -> Run:
         return alone("whole steps at once", merged=[step["window"] for step in steps])
 
@@ -350,6 +353,7 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
             of_group,
             exact,
             in_turn=in_turn,
+            strided=strided,
         )
         if record.is_averaged_within:  # by its update it is known how such a step uses gradients
             compared = Updates(record, whole, others).judge(report)

@@ -9,7 +9,7 @@ is no proof where a loss is anything but a mean over its rank's values, or depen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
@@ -27,6 +27,7 @@ REMARK = (
     "mean of what each computes by itself"
 )
 _NEAR = 1e-3  # of a weight
+_FEWEST = 8  # numbers in a gradient that is no multiple of others by chance
 _BRINGING = {"all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "all_to_all"}
 _NO_LOADER = "no DataLoader tells which samples were trained on"
 _OTHERS = "one process takes other samples"
@@ -56,9 +57,10 @@ def judge(record: Record, steps: list[Event], report: Report) -> None:
             return
         found = numerics.fit(ours, parts)
         if not found.left <= numerics.limit(0.0, used):
+            report.add(_of_one_tensor(record, step, used, own))
             report.cover("gradients", unchecked(_CHANGED))
             return
-        if (where := brings_together(record.ranks[0], step)) is not None:
+        if (where := brings_together(record.ranks[0], steps[0])) is not None:
             report.cover("gradients", unchecked(_BROUGHT.format(where)))
             return
         weights = means.weights(record, step)
@@ -145,6 +147,37 @@ def _is_near(number: float, right: float) -> bool:
     return abs(number - right) <= _NEAR * abs(right)
 
 
+def _of_one_tensor(
+    record: Record, step: Event, used: numerics.Gradients, own: list[numerics.Gradients]
+) -> Iterator[Finding]:
+    """The gradients that are N times, or an Nth of, what those of most tensors are beside the ranks' own."""
+    totals: dict[str, float] = {}
+    for name, gradient in used.items():
+        parts = [one.get(name) for one in own]
+        if gradient is None or gradient.numel() < _FEWEST or any(part is None for part in parts):
+            continue
+        found = numerics.fit(numerics.vector(gradient), [numerics.vector(part) for part in parts if part is not None])
+        if not found.left <= numerics.limit(0.0, used):
+            return  # the script changes it otherwise, too
+        totals[name] = sum(found.factors)
+    usual = sorted(totals.values())[len(totals) // 2] if totals else 0.0
+    for name, total in totals.items() if usual else ():
+        times = total / usual
+        if any(_is_near(times, other) for other in (float(record.size), 1 / record.size)):
+            yield Finding(
+                code="gradient-scale",
+                property="gradients",
+                step=step["event"],
+                tensor=name,
+                factor=round(times, 6),
+                where=_backward(record.ranks[0], step),
+                cause=f"at step {step['event']} the gradient of {name} is {times:.4g} times, beside the others, what "
+                "the ranks' backward passes bring: it is added up, or divided, once more",
+                fix="reduce each parameter once: tied weights are one parameter of several modules",
+            )
+            return
+
+
 def scaled(record: Record, step: Event, total: float) -> Finding:
     """Returns the finding for gradients that are a multiple of the mean of the ranks'."""
     return Finding(
@@ -188,7 +221,10 @@ def clipping(record: Record, event: Event) -> float | None:
 
 
 def brings_together(rank: Rank, step: Event) -> str | None:
-    """Returns the line at which something of all ranks is brought together before the last backward pass of a step."""
+    """Returns the line at which something of all ranks is brought together before the last backward pass of a step.
+
+    Asked of a first step: in later ones an evaluation may lie before it.
+    """
     window = rank.by_window.get(step["window"], [])
     backwards = [place for place, one in enumerate(window) if one["kind"] == "backward"]
     before = window[: backwards[-1]] if backwards else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from samestep.verification.findings import PROVED, Finding, unchecked
+from samestep.verification.journal import Event
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.samples import are_loaded
 from samestep.verification.judging.single import Run
@@ -26,6 +27,7 @@ def judge(record: Record, whole: Run, report: Report) -> None:
     report.add(_alike(record, drawn, whole))
     report.add(_masks(record))
     report.add(_workers(record))
+    report.add(_noise(record, drawn))
     seen = any(drawn) or any(rank.of("stream") for rank in record.ranks)
     before = not are_loaded(record) and any(rank.of("draw") for rank in record.ranks)
     report.cover("random", PROVED if seen else unchecked(_BETWEEN if before else _NOTHING))
@@ -73,6 +75,51 @@ def _workers(record: Record) -> Iterator[Finding]:
                         fix="leave worker_init_fn out (torch seeds each worker), or seed with torch.initial_seed()",
                     )
                     return
+
+
+def _noise(record: Record, drawn: list[dict[str, dict[str, object]]]) -> Iterator[Finding]:
+    """Generators of datasets that begin a batch alike on two ranks, whose samples are different ones.
+
+    A mistake where the script lets ranks draw apart elsewhere, in dropout say; where it does so nowhere, a note.
+    """
+    told = [
+        {(one["key"], one["number"], one["index"]): one["state"] for one in rank.of("noise")} for rank in record.ranks
+    ]
+    batches = [
+        {(one["key"], one["number"], one["index"]): one["indices"] for one in rank.of("batch") if one["training"]}
+        for rank in record.ranks
+    ]
+    for rank, theirs in enumerate(told[1:], 1):
+        for place, state in theirs.items():
+            mine, other = batches[0].get(place), batches[rank].get(place)
+            if told[0].get(place) != state or mine is None or other is None or set(mine) & set(other):
+                continue
+            yield Finding(
+                code="random-streams",
+                severity="error" if _draw_apart(record, rank, drawn) else "note",
+                property="random",
+                rank=record.ranks[rank].number,
+                where=place[0].rpartition("#")[0],
+                cause=f"the dataset of rank {record.ranks[rank].number} draws from a generator of its own the very "
+                "numbers that rank 0's draws, for other samples: both were seeded alike",
+                fix="seed the dataset's generator with the rank, or draw from (seed, epoch, index) of each sample",
+            )
+            return
+
+
+def _batch(event: Event) -> tuple[str, int, int]:
+    return event["key"], event["number"], event["index"]
+
+
+def _draw_apart(record: Record, rank: int, drawn: list[dict[str, dict[str, object]]]) -> bool:
+    """Whether a rank and the first one are known to draw different numbers anywhere."""
+    streams = [
+        {one["window"]: one["state"] for one in each.of("stream")} for each in (record.ranks[0], record.ranks[rank])
+    ]
+    apart = any(streams[1].get(window, state) != state for window, state in streams[0].items())
+    return apart or any(
+        drawn[rank][place]["digest"] != one["digest"] for place, one in drawn[0].items() if place in drawn[rank]
+    )
 
 
 def _masks(record: Record) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ class Others:
         of_ranks: with what each rank used, for itself.
         in_turn: with samples of its own, a step for each of the ranks', from what a step of the ranks begins with; with
             its gradients before clipping.
+        strided: with what the ranks have drawn joined as samples[rank::world_size] cuts it.
         merged: with all samples of a step in place of each of its micro-batches, at these steps.
         apart: as it is, keeping what adds up in these steps.
         at_step: with what each rank used at this step, and with all samples before it.
@@ -40,3 +41,4 @@ class Others:
     of_group: Callable[[list[int]], tuple[Run, Others]] | None = None
     in_float64: Callable[[], tuple[Record, Run, Run]] | None = None
     in_turn: Callable[[], Run] | None = None
+    strided: Callable[[], Run] | None = None

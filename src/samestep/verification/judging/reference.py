@@ -28,6 +28,7 @@ from samestep.verification.report import Report
 
 __all__: list[str] = []
 
+_MOST_OF_HALF = 20.0  # times as far apart as rounding to 16 bits explains; farther is a mistake
 _FEWEST = 8  # numbers in a gradient that is no multiple of another one by chance
 
 
@@ -110,7 +111,10 @@ class Comparison:
 
     def judge_known(self, common: list[Event], report: Report) -> None:
         """Compares steps for which the ranks' gradients are known."""
-        others = self._has_other_samples(common) or self._draws_others()
+        others = self.has_other_samples(common) or self.draws_others()
+        if others and (strided := self._strided(common)) is not None:
+            strided.judge_known(common, report)
+            return
         if others and not self._are_those_of_one_process(common):
             if not self._compare_in_turn(common, report):
                 average.judge(self.record, common, report)
@@ -121,6 +125,16 @@ class Comparison:
         if report.coverage["gradients"] == AGREES and self.others.merged is not None and self.others.apart is not None:
             Windows(self.record, self.others.merged, self.others.apart).judge(common, self.whole, report)
 
+    def _strided(self, common: list[Event]) -> Comparison | None:
+        """With a process that gets the ranks' draws as [rank::world_size] cuts them, if that has their samples."""
+        drawing = all(any(one["kept"] is not None for one in rank.of("draw")) for rank in self.record.data.ranks)
+        if self.others.strided is None or not drawing or are_loaded(self.record):
+            return None
+        found = replace(self, whole=self.others.strided(), others=replace(self.others, strided=None))
+        known = [event for event in common if event["event"] in found.whole.steps]
+        has_all = len(known) == len(common) and bool(_samples(found.whole.record.ranks, {e["window"] for e in common}))
+        return found if has_all and not found.has_other_samples(common) and not found.draws_others() else None
+
     def _are_those_of_one_process(self, common: list[Event]) -> bool:
         """Whether all gradients are multiples of one process's, whatever its models saw: it pads otherwise, say."""
         is_known = False
@@ -129,7 +143,7 @@ class Comparison:
             ours, theirs = numerics.flat(recorded, alone), numerics.flat(alone, recorded)
             if not ours.any() and not theirs.any():
                 continue
-            if numerics.fit(ours, [theirs]).left > numerics.limit(0.0, recorded):
+            if numerics.fit(ours, [theirs]).left > self._limit(event):
                 return False
             is_known = is_known or ours.numel() >= _FEWEST
         return is_known
@@ -143,7 +157,7 @@ class Comparison:
         common = [step for step in steps if step["event"] in whole.steps]
         if not common:
             report.cover("gradients", unchecked(group._why()))
-        elif group._has_other_samples(common):
+        elif group.has_other_samples(common):
             report.cover("gradients", unchecked("alone, the script trains on other samples than they do"))
         else:
             group._compare(common, report)
@@ -164,7 +178,7 @@ class Comparison:
             found = repeated.finding(self.record, self.whole, common)
             report.add([] if found is None else [found])
 
-    def _draws_others(self) -> bool:
+    def draws_others(self) -> bool:
         """Whether one process cannot draw what the ranks have drawn, where no DataLoader tells its samples."""
         return chance_of(self.whole) is not None and not are_loaded(self.record)
 
@@ -176,7 +190,7 @@ class Comparison:
         apart = {event["event"]: self._apart(event) for event in common}
         worst = max(one.worst for one in apart.values())
         chance = None if are_multiples else chance_of(self.whole)
-        if chance is not None and worst > numerics.limit(0.0, self._recorded(common[0])):
+        if chance is not None and worst > self._limit(common[0]):
             report.cover("gradients", unchecked(chance))
             return
         broken = next((event for event in common if math.isinf(apart[event["event"]].worst)), None)
@@ -185,7 +199,7 @@ class Comparison:
                 self._compare(before, report)
             self._judge_broken(broken, apart[broken["event"]], report)
             return
-        if worst <= numerics.limit(0.0, self._recorded(common[0])):
+        if worst <= self._limit(common[0]):
             self._cover(f"worst error {worst:.1e} of a tensor's norm, {plural(len(common), 'step')}", report)
             return
         again = self.others.permuted()
@@ -208,7 +222,7 @@ class Comparison:
             report.cover("gradients", unchecked(why))
             return
         unmeasured = [event for event in common if event["event"] not in again.steps]
-        if any(apart[event["event"]].worst > numerics.limit(0.0, self._recorded(event)) for event in unmeasured):
+        if any(apart[event["event"]].worst > self._limit(event) for event in unmeasured):
             report.cover("gradients", unchecked(f"rounding could not be measured: {_why_unmeasured(again)}"))
             return
         worst, limit = max(judged, key=lambda one: one[0] / one[1])
@@ -219,8 +233,11 @@ class Comparison:
         floors, recorded, found = self._floors(again, event), self._recorded(event), _Errors()
         for name, error in apart.errors.items():
             floor = floors(name)
-            limit = found.limits[name] = numerics.limit(floor, recorded)
-            is_hidden = numerics.is_too_coarse(floor, recorded) and error <= max(1.0, limit)
+            limit = found.limits[name] = self._limit(event, floor)
+            is_half = error > limit and numerics.is_too_coarse(0.0, recorded, event.get("unit", 0.0))
+            is_hidden = (floor > numerics.COARSEST and error <= max(1.0, limit)) or (
+                is_half and error <= _MOST_OF_HALF * limit
+            )
             if not is_hidden and error <= limit:
                 found.judged[name] = (error, limit)
                 continue
@@ -253,7 +270,7 @@ class Comparison:
         else:
             report.cover("gradients", unchecked(why))
 
-    def _has_other_samples(self, common: list[Event]) -> bool:
+    def has_other_samples(self, common: list[Event]) -> bool:
         """Whether one process, which cuts the data by itself, trains on other samples than the ranks together."""
         windows = {event["window"] for event in common}
         alone = _samples(self.whole.record.ranks, windows)
@@ -277,6 +294,10 @@ class Comparison:
 
     def _recorded(self, event: Event) -> Any:
         return self.record.gradients(event)
+
+    def _limit(self, event: Event, floor: float = 0.0) -> float:
+        """How far the gradients of a step may be apart."""
+        return numerics.limit(floor, self._recorded(event), event.get("unit", 0.0))
 
     def _apart(self, event: Event) -> numerics.Distance:
         return numerics.distance(self._recorded(event), self.whole.gradients(event["event"]))

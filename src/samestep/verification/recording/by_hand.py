@@ -17,7 +17,7 @@ import contextlib
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samestep.launch.noting import call_site, is_own
+from samestep.verification.recording.leaves import leaves_of, tensors_of
 from samestep.verification.recording.naming import parameters_of, roots
 
 __all__: list[str] = []
@@ -80,7 +81,7 @@ class ByHand:
 
     def backward(self, outputs: Any, inputs: Iterable[Tensor] | None = None) -> None:
         """A backward pass begins, or has brought gradients of `inputs`; what it reaches may be updated behind it."""
-        leaves = list(inputs) if inputs is not None else list(_leaves(outputs))
+        leaves = list(inputs) if inputs is not None else list(leaves_of(outputs))
         for leaf in leaves:
             if leaf not in self._models:
                 self._find(leaves)
@@ -152,7 +153,7 @@ class ByHand:
         held = (
             []
             if owner is None
-            else [one for value in getattr(owner, "__dict__", {}).values() for one in _tensors(value)]
+            else [one for value in getattr(owner, "__dict__", {}).values() for one in tensors_of(value)]
         )
         return [one for one in held if one not in self._models]
 
@@ -221,9 +222,9 @@ class _Writes(TorchFunctionMode):
         if self._is_active and not torch.compiler.is_compiling():
             name = getattr(func, "__name__", "")
             if "out" in kwargs:
-                self._by_hand.wrote(_tensors(kwargs["out"]))
+                self._by_hand.wrote(tensors_of(kwargs["out"]))
             elif _is_write(func, name):
-                self._by_hand.wrote(_tensors(args[0] if args else list(kwargs.values())))
+                self._by_hand.wrote(tensors_of(args[0] if args else list(kwargs.values())))
             else:
                 result = func(*args, **kwargs)
                 # what a step has brought may have been replaced by the ranks' values when it ended
@@ -254,28 +255,6 @@ def _stack() -> list[Any]:
     return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(one)
-
-
 def _storage(tensor: Tensor) -> int:
     own = getattr(tensor, "_local_tensor", tensor)
     return int(own.untyped_storage().data_ptr()) if own.layout == torch.strided else id(own)
-
-
-def _leaves(outputs: Any) -> Iterator[Tensor]:
-    """Yields the tensors whose gradients add up when a backward begins at some."""
-    nodes = [one.grad_fn for one in _tensors(outputs) if one.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node: Any = nodes.pop()
-        if hasattr(node, "variable"):
-            yield node.variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)

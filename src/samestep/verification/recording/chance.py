@@ -71,13 +71,14 @@ def as_tensor(value: Any) -> Any:
         return None
 
 
-def joined(name: str, own: Any, parts: list[Any]) -> Any | None:
+def joined(name: str, own: Any, parts: list[Any], *, strided: bool = False) -> Any | None:
     """Returns what the ranks have drawn, as one process would have drawn it; None where that cannot be.
 
     Args:
         name: of the function.
         own: what the script alone has drawn in its place.
         parts: what each rank has drawn.
+        strided: whether the ranks take turns along dim 0, as samples[rank::world_size] cuts, or follow one another.
     """
     import torch
 
@@ -90,10 +91,17 @@ def joined(name: str, own: Any, parts: list[Any]) -> Any | None:
         if name == "torch.randperm":  # of positions in each rank's part
             starts = [sum(len(part) for part in parts[:i]) for i in range(len(parts))]
             parts = [part + start for part, start in zip(parts, starts, strict=True)]
-        whole = torch.cat(parts)
+        whole = _in_turns(parts) if strided else torch.cat(parts)
     else:
         return None
     return _in_the_form_of(own, whole) if whole.shape == mine.shape else None
+
+
+def _in_turns(parts: list[Any]) -> Any:
+    import torch
+
+    places = torch.cat([torch.arange(len(part)) for part in parts])
+    return torch.cat(parts)[torch.argsort(places, stable=True)]
 
 
 def _in_the_form_of(own: Any, whole: Any) -> Any:

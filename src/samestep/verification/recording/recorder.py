@@ -39,6 +39,7 @@ MOST_ENDS = 2  # and so many that end a pass over the data, which may be shorter
 LOCAL_NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}  # whose statistics are of a rank's samples
 MOST_EVALUATED = 4  # and so many in which an evaluation runs
 MOST_AVERAGED = 8  # and so many uses of models that no optimizer steps, whose parameters are told
+_NOISY = 4  # and so many batches of a pass for which a dataset's own generators are looked at
 WHOLE = 2  # passes over each loader whose samples are all told
 
 
@@ -62,13 +63,15 @@ class Recorder(Witness):
         self._has_trained = False  # a model was called with gradients in this window
         self._looks = 0  # windows that were kept since a model was called without
         self._scaled: Any = None
+        self._unit = 0.0  # the unit roundoff of the coarsest leaf of this window's backward passes
         self._own: Any = None  # an OwnGradients, once an optimizer is there
         self.compressing = Compressing(self.journal, first=seat.rank == 0, wanted=lambda: self._sampled)
         self._datasets: dict[str, Any] = {}
         self._dropped_in = -1
         self._loaded: str | None = None
         self._loaded_buffers: dict[str, str] = {}
-        self._averaged: set[tuple[int, int]] = set()  # a model and a window, of which the parameters were told
+        self._averaged: dict[int, dict[str, Any] | None] = {}  # a model -> what is to be told of it in this window
+        self._told_averaged = 0
         self._loaded_averaged: dict[str, str] = {}
         self._evaluates: str | None = None  # the evaluation whose parameters were told last
         self._loaded_at: str | None = None  # where parameters were loaded since the last step
@@ -78,6 +81,7 @@ class Recorder(Witness):
 
     def end(self, error: BaseException | None) -> None:
         """Notes how the script has ended."""
+        self._tell_averaged()
         if self._datasets and (error is None or isinstance(error, SystemExit)):
             self._tell_datasets()
         super().end(error)
@@ -111,8 +115,12 @@ class Recorder(Witness):
         epoch.loader.samestep_length = about["length"]
         self._note_dataset(epoch)
         yielded = 0
+        noise = self._noise_of(epoch)
         while not (is_cut := self._limit.ends(name)) and (batch := self.next_of(own)) is not None:
             self._note_batch(batch)
+            if noise is not None and yielded < _NOISY and (after := self._noise_of(epoch)) != noise:
+                self.journal.write("noise", key=epoch.key, number=epoch.number, index=yielded, state=noise)
+                noise = after
             yielded += 1
             yield self.given(batch.value)
         self._is_over = True
@@ -122,6 +130,13 @@ class Recorder(Witness):
         elif self._open.pop(name, None) is not None:
             self._whole[epoch.key] += 1
         self.journal.write("passed", key=epoch.key, number=epoch.number, cut=yielded if is_cut else None)
+
+    def _noise_of(self, epoch: Epoch) -> str | None:
+        """The state of the generators that a dataset which is loaded in this process holds itself."""
+        from samestep.verification.recording.generators import state_of
+
+        is_seen = not epoch.loader.num_workers and hasattr(type(epoch.loader.dataset), "__getitem__")
+        return state_of(epoch.loader.dataset) if is_seen else None
 
     def _begin_pass(self, name: Pass, own: Own) -> None:
         """Of a loader whose passes the script leaves before their end, the samples that it leaves out tell nothing."""
@@ -216,13 +231,27 @@ class Recorder(Witness):
             self.journal.write("evaluates", phase=phase, **about)
 
     def uses_untrained(self, model: Any) -> None:
-        """Writes down its parameters, in a few windows: of an average of the weights, or a teacher."""
-        place = (id(model), self.window)
-        if not self.window or place in self._averaged or len(self._averaged) >= MOST_AVERAGED:
+        """Keeps its parameters in mind, in a few windows: of an average of the weights, or a teacher.
+
+        One that is used with several values in one window is neither: a copy that a script perturbs, say.
+        """
+        if not self.window or self._told_averaged >= MOST_AVERAGED:
             return
-        if parameters := self.optimizers.averaged(model):
-            self._averaged.add(place)
-            self.journal.write("averaged", window=self.window, digests=digests(parameters), where=call_site(_frame()))
+        known = self._averaged.get(id(model), {})
+        if known is None or not (parameters := self.optimizers.averaged(model)):
+            return
+        told = digests(parameters)
+        if not known:
+            about = {"window": self.window, "digests": told, "where": call_site(_frame())}
+            self._averaged[id(model)] = about
+        elif known["digests"] != told:
+            self._averaged[id(model)] = None
+
+    def _tell_averaged(self) -> None:
+        for about in filter(None, self._averaged.values()):
+            self._told_averaged += 1
+            self.journal.write("averaged", **about)
+        self._averaged.clear()
 
     def open_window(self, *, evaluating: bool = False, ends: bool = False) -> None:
         """Keeps the values that it begins with, if it is one of those that are looked at."""
@@ -301,11 +330,14 @@ class Recorder(Witness):
         """Counts the backward passes of a window."""
         if root is not None:
             self.begin_backward(root)
+        from samestep.verification.recording.leaves import unit_of
         from samestep.verification.recording.losses import terms_of
         from samestep.verification.recording.passes import scale_of
 
         self.evaluations.end()
         self.open_window()
+        if self._sampled and root is not None:
+            self._unit = max(self._unit, unit_of(root))
         self.micro += 1
         self.journal.write("backward", window=self.window, where=where, terms=terms_of(root), **scale_of(root))
 
@@ -360,6 +392,7 @@ class Recorder(Witness):
             left_out=self.optimizers.left_out() if self.window <= 1 else [],
             kept=kept,
             own=self._keep_own(parameters) if self._sampled else None,
+            unit=self._unit,
         )
         if self._sampled:
             self.compressing.tell(optimizer, self._events, self._scale())
@@ -390,7 +423,8 @@ class Recorder(Witness):
         self.window += 1
         self._last_micro = self.micro or 1
         self.is_open, self._sampled, self.micro, self._scaled = False, False, 0, None
-        self._has_trained, self._loaded_at = False, None
+        self._has_trained, self._loaded_at, self._unit = False, None, 0.0
+        self._tell_averaged()
         self.compressing.forget()
         if self._own is not None:
             self._own.forget()

@@ -463,7 +463,8 @@ class Alone(Witness):
             return value  # before its samples are there, which are the ranks' already
         held = self._drawn.get(place, [])
         parts = [self.record.value(rank, number) for rank, number in held if number is not None]
-        whole = joined(name, value, parts) if len(parts) == len(self._ranks) else None
+        strided = self.order.get("strided", False)
+        whole = joined(name, value, parts, strided=strided) if len(parts) == len(self._ranks) else None
         if whole is None and self.optimizers.all:  # what is drawn before may begin the parameters, which are put back
             self.journal.write("chance", place=place, name=name)
         return value if whole is None else whole
