@@ -82,13 +82,10 @@ def _noise(record: Record, drawn: list[dict[str, dict[str, object]]]) -> Iterato
 
     A mistake where the script lets ranks draw apart elsewhere, in dropout say; where it does so nowhere, a note.
     """
-    told = [
-        {(one["key"], one["number"], one["index"]): one["state"] for one in rank.of("noise")} for rank in record.ranks
-    ]
-    batches = [
-        {(one["key"], one["number"], one["index"]): one["indices"] for one in rank.of("batch") if one["training"]}
-        for rank in record.ranks
-    ]
+    told = [{_batch(one): one["state"] for one in rank.of("noise")} for rank in record.ranks]
+    if not all(told):
+        return
+    batches = [{_batch(one): one["indices"] for one in rank.of("batch") if one["training"]} for rank in record.ranks]
     for rank, theirs in enumerate(told[1:], 1):
         for place, state in theirs.items():
             mine, other = batches[0].get(place), batches[rank].get(place)
