@@ -12,6 +12,7 @@ from journals import Event, passed, step, trained
 
 from samestep.verification.journal import value_path
 from samestep.verification.judging import moved
+from samestep.verification.judging.means import uneven_counts
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.reference import Comparison
@@ -37,6 +38,7 @@ def judged(
     parts: Sequence[torch.Tensor] = (ONE, OTHER),
     at_step: Sequence[torch.Tensor] = (),
     more: Sequence[Event] = (),
+    twice: Sequence[torch.Tensor] = (),
     **of_steps: Any,
 ) -> Report:
     def of_ranks(kind: str, gradients: Sequence[torch.Tensor]) -> list[Run]:
@@ -47,6 +49,7 @@ def judged(
         lambda: trained(folder / "again", alone),
         lambda: of_ranks("part", parts),
         at_step=lambda _: of_ranks("at step", at_step),
+        twice=lambda: of_ranks("twice", twice),
     )
     report = Report(ranks=2)
     Comparison(record, trained(folder / "alone", alone), others).judge(report)
@@ -161,6 +164,31 @@ def test_a_step_that_one_process_leaves_out_with_weights_of_its_own_is_no_differ
         report.coverage["control"] == "not checked: from step 0 on one process steps at other batches, from "
         "weights of its own"
     )
+
+
+def test_a_part_of_the_loss_that_is_a_sum_is_found(tmp_path: Path) -> None:
+    """An L1 term is a mean, the rest is a sum that is divided by the batch of all ranks: no factor explains both."""
+    sums = [torch.tensor([1.0, 0.0, 2.0, 1.0]), torch.tensor([0.0, 3.0, -1.0, 1.0])]
+    parts = [ONE + sums[0], OTHER + sums[1]]
+    doubled = [ONE + 2 * sums[0], OTHER + 2 * sums[1]]
+    whole = MEAN + sums[0] + sums[1]
+    (error,) = judged(tmp_path / "1", [(parts[0] + parts[1]) / 2], [whole], parts=parts, twice=doubled).errors
+    assert "a part of the loss is a sum over a rank's samples" in error.cause
+    report = judged(tmp_path / "2", [(parts[0] + parts[1]) / 2], [APART], parts=parts, twice=doubled)
+    assert [one.severity for one in report.findings] == ["note"]  # a loss that compares samples
+
+
+def test_a_part_of_the_loss_that_is_a_mean_over_unlike_parts_is_found(tmp_path: Path) -> None:
+    def losses(count: float) -> list[Event]:
+        terms = [{"factor": 1.0, "mean": True, "count": each, "shape": [8, 3]} for each in (count, 24.0)]
+        return [{"kind": "backward", "window": 0, "where": "train.py:25", "terms": terms}]
+
+    record = two_ranks(tmp_path, [MEAN])
+    ranks = [Rank(rank.number, [*losses(7.0 + rank.number), *rank.events]) for rank in record.ranks]
+    for rank in ranks:
+        rank.events[:] = [one for one in rank.events if one["kind"] != "backward" or "terms" in one]
+    assert uneven_counts(Record(tmp_path, ranks), ranks[0].steps[0]) == [7.0, 8.0]
+    assert uneven_counts(Record(tmp_path, [ranks[0], Rank(1, ranks[0].events)]), ranks[0].steps[0]) is None
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,10 @@ class Report:
                 self.margins.pop(finding.property, None)
         self.findings.sort(key=lambda finding: finding.severity != "error")
 
+    def relocate(self, found: Finding, located: Finding) -> None:
+        """Gives a finding the place that was found for it."""
+        self.findings[self.findings.index(found)] = located
+
     def cover(self, name: str, state: str, margin: str | None = None) -> None:
         """Says how a property came out; what differs stays so."""
         if self.coverage.get(name) != REFUTED:

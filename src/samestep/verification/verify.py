@@ -35,6 +35,7 @@ from samestep.verification.judging import (
     storage,
 )
 from samestep.verification.judging.in_step import InStep
+from samestep.verification.judging.lines import Lines
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.reference import Comparison
@@ -47,6 +48,8 @@ from samestep.verification.runner import Runner, Say, nursery_for
 __all__ = ["verify"]
 
 NO_STEP = "no optimizer of torch.optim has stepped, and no parameter was changed in place behind a backward pass"
+_LOCATED = {"gradient-scale", "gradient-differs", "update-differs", "evaluation-inexact"}  # by the lines that make them
+_MOST_TRACED = 2  # evaluations whose lines are looked at
 _MORE = 16  # times as many steps, where one rank takes all of them by itself
 AS_MANY = "let every rank come by every collective, as often as the others: samestep.shards gives all as many batches"
 
@@ -180,8 +183,29 @@ def _verified(runner: Runner, steps: int) -> Report:
         report.inconclusive = f"alone, with the samples of all ranks, the script fails: {_reason(whole.ended)}"
     with leaving_open(report):
         equality.judge(runner, record, report)
+    if foreign is None and not ended.hung and ended.code == 0:
+        with leaving_open(report):
+            _locate(runner, record, steps, report)
     report.remarks += _remarks(ended, report)
     return report
+
+
+def _locate(runner: Runner, record: Record, steps: int, report: Report) -> None:
+    """Looks for the lines that make the errors, by what they compute on the ranks and in one process."""
+    if record.is_by_hand or record.is_averaged_within or any(rank.of("hook", "compressed") for rank in record.ranks):
+        return
+    wanted = {one.property: one for one in reversed(report.errors) if one.code in _LOCATED}
+    for name, found in wanted.items():
+        if name == "evaluation":
+            trace, until = {"evaluations": _MOST_TRACED}, {"steps": steps, "passes": PASSES}
+        elif found.step is not None and found.step < record.steps:
+            window = record.ranks[0].steps[found.step]["window"]
+            trace, until = {"window": window}, {"steps": found.step + 1}
+        else:
+            continue
+        ranks = runner.recorded(f"lines of {name} on {record.size} ranks", record.size, trace=trace, **until)
+        alone = runner.alone(f"lines of {name}", ranks.record, trace=trace)
+        report.relocate(found, Lines(ranks.record, alone).located(found))
 
 
 @contextmanager
@@ -307,6 +331,12 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
     def in_turn() -> Run:
         return alone("a step for each of the ranks'", turns=len(everybody), brought=True)
 
+    def twice() -> list[Run]:
+        def one(rank: int) -> Run:
+            return alone(f"samples of rank {rank}, each twice", ranks=[rank], twice=True)
+
+        return runner.side_by_side(one, everybody)
+
     def strided() -> Run:
         return alone("draws cut by [rank::world_size]", strided=True)
 
@@ -353,6 +383,7 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
             of_group,
             exact,
             in_turn=in_turn,
+            twice=twice,
             strided=strided,
         )
         if record.is_averaged_within:  # by its update it is known how such a step uses gradients

@@ -19,9 +19,11 @@ from typing import Any
 from samestep.verification import numerics
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
+from samestep.verification.judging.means import uneven_counts
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
+from samestep.verification.judging.words import listed
 
 __all__: list[str] = []
 
@@ -95,10 +97,53 @@ class Explanations:
             return
         if weights.left < max(limit, _EXPLAINED * apart.whole):
             yield self._mean_of_means(event, weights.factors)
+        elif self._is_partly_sum(event, whole, parts, limit, apart):
+            yield self._partly_sum(event, len(parts))
+        elif (counts := uneven_counts(self._record, event)) is not None:
+            yield self._partly_mean_of_means(event, counts)
         elif settled and self._is_carried(event, one, limit, apart):
             yield self._carried(event)
         else:
             yield self._composed(event)
+
+    def _is_partly_sum(
+        self, event: Event, whole: Any, parts: list[Any], limit: float, apart: numerics.Distance
+    ) -> bool:
+        """Whether a part of the loss is a sum over samples, and the rest a mean.
+
+        With each of a rank's samples twice, the gradient of the sum is twice as large and that of the mean is the same.
+        """
+        runs = [] if self._others.twice is None else self._others.twice()
+        if not runs or not all(event["event"] in run.steps for run in runs):
+            return False
+        alone = self._whole.gradients(event["event"])
+        sums = [numerics.flat(run.gradients(event["event"]), alone) - one for run, one in zip(runs, parts, strict=True)]
+        means = [one - own for one, own in zip(parts, sums, strict=True)]
+        left = (sum(sums) + sum(means) / len(means) - whole).norm() / whole.norm().clamp_min(1e-300)
+        return float(left) <= max(limit, _EXPLAINED * apart.whole)
+
+    def _partly_sum(self, event: Event, size: int) -> Finding:
+        return Finding(
+            code="gradient-differs",
+            property="gradients",
+            step=event["event"],
+            where=self._backward(event),
+            cause=f"at step {event['event']} a part of the loss is a sum over a rank's samples, and the rest a mean: "
+            f"averaged over {size} ranks, that part counts 1/{size} of what it counts in one process",
+            fix="multiply the sum by the number of ranks, or take the mean over a rank's own items",
+        )
+
+    def _partly_mean_of_means(self, event: Event, counts: list[float]) -> Finding:
+        told = listed([f"{one:g}" for one in counts])
+        return Finding(
+            code="gradient-differs",
+            property="gradients",
+            step=event["event"],
+            where=self._backward(event),
+            cause=f"at step {event['event']} a part of the loss is a mean over {told} values on the ranks, which count "
+            "alike in their average, and by their number in one process",
+            fix="divide each rank's sum by the number of items of all ranks, times the world size",
+        )
 
     def _is_carried(self, event: Event, one: Any, limit: float, apart: numerics.Distance) -> bool:
         """Whether the ranks' parts differ from the whole by what came before this step, not by the step's own loss.

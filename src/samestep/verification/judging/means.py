@@ -58,6 +58,18 @@ def are_alike(record: Record, step: Event) -> bool:
     return found is not None and len(set(found.shares)) == 1
 
 
+def uneven_counts(record: Record, step: Event) -> list[float] | None:
+    """Returns over how many values each rank takes the mean in one term of its loss, where they are not as many."""
+    ranks = [_passes(record, rank, step) for rank in range(len(record.data.ranks))]
+    if any(len(passes) != 1 or len(passes[0]) != len(ranks[0][0]) for passes in ranks):
+        return None
+    for terms in zip(*(passes[0] for passes in ranks), strict=True):
+        counts = [float(term["count"]) for term in terms if _is_mean(term)]
+        if len(counts) == len(ranks) and len(set(counts)) > 1:
+            return counts
+    return None
+
+
 def _passes(record: Record, rank: int, step: Event) -> list[list[dict[str, Any]]]:
     window = record.data.ranks[rank].by_window.get(step["window"], [])
     return [one.get("terms") or [] for one in window if one["kind"] == "backward"]

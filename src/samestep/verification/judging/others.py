@@ -22,6 +22,7 @@ class Others:
         in_turn: with samples of its own, a step for each of the ranks', from what a step of the ranks begins with; with
             its gradients before clipping.
         strided: with what the ranks have drawn joined as samples[rank::world_size] cuts it.
+        twice: with what each rank used, for itself, and each sample twice.
         merged: with all samples of a step in place of each of its micro-batches, at these steps.
         apart: as it is, keeping what adds up in these steps.
         at_step: with what each rank used at this step, and with all samples before it.
@@ -41,4 +42,5 @@ class Others:
     of_group: Callable[[list[int]], tuple[Run, Others]] | None = None
     in_float64: Callable[[], tuple[Record, Run, Run]] | None = None
     in_turn: Callable[[], Run] | None = None
+    twice: Callable[[], list[Run]] | None = None
     strided: Callable[[], Run] | None = None

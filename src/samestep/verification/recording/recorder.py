@@ -268,6 +268,8 @@ class Recorder(Witness):
         if self.window == 0:
             self.journal.write("start", **self.optimizers.digests())
         self._note_window()
+        if not evaluating:
+            self.trace("forward")
 
     def _watch_gradients(self) -> None:
         from samestep.verification.recording.own_gradients import OwnGradients
@@ -346,6 +348,7 @@ class Recorder(Witness):
         self.journal.write("accumulated", window=self.window, norm=self.optimizers.probe())
         self.compressing.settle(self._events)
         self.end_backward()
+        self.trace("gradients")
 
     def before_step(self, optimizer: Any) -> None:
         """Writes down the gradients that it will use."""
@@ -356,6 +359,7 @@ class Recorder(Witness):
         self.optimizer_made(optimizer, "")
         by_hand, is_late = self.optimizers.is_by_hand(optimizer), not self.is_open
         self.open_window()
+        self.trace("step")
         if by_hand and self._loaded is not None:  # what came back of the state of such code, only its step tells
             self._sampled = True
             self._note_window()
@@ -413,6 +417,7 @@ class Recorder(Witness):
 
         if torch.compiler.is_compiling():
             return
+        self.end_trace()
         optimizer.samestep_steps += 1
         after = digests(self.optimizers.parameters(optimizer))
         self.journal.write("stepped", event=self._events, optimizer=optimizer.samestep_number, parameters=after)
@@ -450,7 +455,8 @@ class Recorder(Witness):
 
     def collective(self, call: dict[str, Any]) -> None:
         """Writes down a collective before it is entered."""
-        self.journal.write("collective", window=self.window, **call)
+        traced = self.lines is not None and self.lines.segment == "forward"
+        self.journal.write("collective", window=self.window, **({"traced": True} if traced else {}), **call)
 
     def told(self, kind: str, **fields: Any) -> None:
         """Writes down everything else."""

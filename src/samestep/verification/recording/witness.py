@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,6 +44,8 @@ class Witness(Observer, Callbacks):
         self.evaluations = Evaluations(self.journal, buffers, self.inputs, lambda: self.is_placed, lambda: self.window)
         self.inputs.evaluated = lambda: self.evaluations.unread
         self.draws = Draws()
+        self.lines: Any = None  # a LineTrace, while this run looks for a line
+        self._traced = 0  # evaluations whose lines were kept
         self.window = 0
         self.micro = 0  # backward passes of this window, so far
         self.is_open = False  # something of this window has been seen
@@ -54,6 +57,7 @@ class Witness(Observer, Callbacks):
         """Notes how the script has ended."""
         with contextlib.suppress(StopRecording):
             self.settle()
+        self.end_trace()
         self.evaluations.settle()
         name = None if error is None or isinstance(error, SystemExit) else type(error).__name__
         self.journal.write("end", error=name, message=str(error)[:500], enough=isinstance(error, StopRecording))
@@ -81,10 +85,13 @@ class Witness(Observer, Callbacks):
         if torch.is_grad_enabled():
             self._trained = None if first is None else weakref.ref(first)
             self.evaluations.trained()
+            self.trace("forward")
             return
         trained = None if self._trained is None else self._trained()  # what is measured on that is the training's
         begins = self.window > 0 and not self.micro and (first is None or first is not trained)
         self.evaluations.ran(begins=begins, by_batch=lambda: mixes_samples(model))
+        if self.evaluations.phase is not None:
+            self.trace("evaluation")
 
     def uses_untrained(self, model: Any) -> None:
         """A model is about to be called, without gradients, of which no optimizer holds a parameter."""
@@ -118,6 +125,25 @@ class Witness(Observer, Callbacks):
             self.begin_backward(None, inputs)
             self._by_hand.returned(inputs, gradients)
             self.after_backward()
+
+    def trace(self, segment: str) -> None:
+        """What is computed from now on belongs to this segment of a step or an evaluation, if lines are looked for."""
+        wanted = self.order.get("trace") or {}
+        is_step = wanted.get("window") == self.window and segment != "evaluation"
+        is_evaluation = segment == "evaluation" and self.is_placed and self._traced < wanted.get("evaluations", 0)
+        if self.lines is not None and self.lines.segment == "evaluation" and segment != "evaluation":
+            self.end_trace()
+        if is_step or is_evaluation:
+            from samestep.verification.recording.lines import LineTrace
+
+            self.lines = self.lines or LineTrace(self.journal)
+            self.lines.begin(segment)
+
+    def end_trace(self) -> None:
+        """Writes down the lines of a step, or an evaluation, that is over."""
+        if self.lines is not None and self.lines.segment is not None:
+            self._traced += self.lines.segment == "evaluation"
+            self.lines.end()
 
     def sizes_of_saved(self, value: Any) -> dict[str, Any]:
         """Returns how many numbers are saved, and of tensors that are state of the script's own code how many each."""
@@ -177,6 +203,8 @@ class Witness(Observer, Callbacks):
         """Writes down what an evaluation's collectives bring; one without gradients may be its first sign."""
         import torch
 
+        if self.lines is not None:
+            self.lines.note(call["op"], tensors, sys._getframe(1))  # noqa: SLF001
         if self.window and not self.micro and not torch.is_grad_enabled():
             self.evaluations.notice()
         self.evaluations.collected(call, tensors, waits=waits)

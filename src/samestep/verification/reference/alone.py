@@ -137,6 +137,7 @@ class Alone(Witness):
             chosen = self._whole_window(parts, index) if first["window"] in self._merged else [*events.items()]
             if self._only is not None and first["window"] == self._only[0]:
                 chosen = [(rank, event) for rank, event in chosen if rank == self._only[1]]
+            chosen = chosen * 2 if self.order.get("twice") else chosen
             self._note_sizes([event["size"] for _, event in chosen], anew=not index or "loaded" not in first)
             yield self.given(self._joined(chosen, epoch.loader))
         self.settle()
@@ -239,9 +240,13 @@ class Alone(Witness):
 
     def open_window(self, *, evaluating: bool = False) -> None:
         """Puts the values back that the ranks had when it began."""
-        del evaluating
         if self.is_open or not self.optimizers.all:
             return
+        self._begin_window()
+        if not evaluating:
+            self.trace("forward")
+
+    def _begin_window(self) -> None:
         self.is_open = True
         self._known = {one.samestep_number for one in self.optimizers.all}
         if not self.window and self.record.is_cut:
@@ -355,6 +360,7 @@ class Alone(Witness):
             if optimizer.samestep_number == wanted:
                 self.journal.write("micro", window=self.window, kept=self._keep_gradients(optimizer))
         self.end_backward()
+        self.trace("gradients")
 
     @staticmethod
     def _locals(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -376,6 +382,7 @@ class Alone(Witness):
             if (brought := self._brought.of(self.optimizers.parameters(optimizer))) is not None:
                 kept, used = self.journal.keep(lambda path: save_unseen(brought, path)), kept
             self.journal.write("step", event=event, turn=turn, optimizer=number, kept=kept, used=used)
+        self.trace("step")
         if self._event < len(self._steps) and self._compares and self._turns == 1:
             self._updates.before(optimizer, self.optimizers.parameters(optimizer), self._steps[self._event])
 
@@ -404,6 +411,7 @@ class Alone(Witness):
 
     def after_step(self, optimizer: Any) -> None:
         """Keeps the update where the ranks' is kept, counts, and ends where the recording has ended."""
+        self.end_trace()
         self._updates.after()
         if self._is_compared() and self._turns == 1:
             states = {name: self._locals(state) for name, state in state_of(self.optimizers).items()}

@@ -73,6 +73,7 @@ def _described(signature: inspect.Signature, name: str, args: Any, kwargs: Any) 
         "reduce": _reduction(given.get("op")) or ("SUM" if name in _REDUCED else None),
         "root": root_of(name, given),
         "group": _group(group),
+        "grad": any(tensor.requires_grad for tensor in tensors),
     }
     return told, tensors
 

@@ -1,0 +1,179 @@
+"""The line at which ranks first compute something else than one process does, from the same samples and weights.
+
+    one process    a                     what ranks compute of their samples is
+    ranks          r₀ … r_N              copies (r = a), parts (a, cut along a dim), or has a as its mean, sum or norm
+
+A line whose results are none of these differs, and so does a loss that is a sum where the average needs a mean. Looked
+for only where an outcome differs, in runs of their own: it is the place of a mistake, and no evidence by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.verification.findings import Finding
+from samestep.verification.judging.record import Record
+from samestep.verification.judging.single import Run
+from samestep.verification.recording.lines import EVALUATION, FORWARD, GRADIENTS, STEP, lines_of
+
+__all__: list[str] = []
+
+_NEAR = 1e-3  # of a tensor's norm
+_LOOKED_AT = {"gradients": (FORWARD, GRADIENTS), "updates": (STEP,), "evaluation": (EVALUATION,)}
+
+Place = tuple[str, str, str, int]  # segment, line, function, how many there before
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one line has brought, on the ranks and in one process.
+
+    Attributes:
+        place: of it.
+        relation: "copies", "mean", "parts", "sum", "norm"; None where it is none of these.
+        is_loss: whether it is one number of which gradients are taken.
+        has_gradient: whether gradients are taken through it.
+    """
+
+    place: Place
+    relation: str | None
+    is_loss: bool = False
+    has_gradient: bool = False
+
+    @property
+    def where(self) -> str:
+        """The user's line."""
+        return self.place[1]
+
+
+@dataclass
+class Lines:
+    """Of the ranks and the script alone, in runs that kept them.
+
+    Attributes:
+        ranks: recorded once more.
+        alone: the script alone, beside them.
+    """
+
+    ranks: Record
+    alone: Run
+    _found: list[Line] = field(default_factory=list)
+
+    def located(self, finding: Finding) -> Finding:
+        """Returns a finding with the line that is to blame, where one is found."""
+        lines = self._of(_LOOKED_AT[finding.property])
+        line = _of_loss(lines) if finding.property == "gradients" else None
+        line = line or _first_apart(lines)
+        if line is None and finding.property == "gradients":
+            where = self._without_gradient()
+        else:
+            where = None if line is None else line.where
+        if not where or where == finding.where:
+            return finding
+        told = "the first result that is not as in one process is that of this line"
+        if line is None:
+            told = "what is brought together at this line carries no gradient to the other ranks"
+        elif line.relation == "sum":
+            told = "what this line brings is, over the ranks, a sum where their average needs a mean"
+        behind = f" (shows at {finding.where})" if finding.where else ""
+        return replace(finding, where=where, cause=f"{finding.cause}; {told}{behind}")
+
+    def _of(self, segments: Sequence[str]) -> list[Line]:
+        """The lines that all processes have come by equally often, in the order of the one."""
+        mine = [_by_place(rank.of("lines"), self.ranks, rank.number) for rank in self.ranks.ranks]
+        alone = (
+            _by_place(self.alone.record.ranks[0].of("lines"), self.alone.record, 0) if self.alone.record.ranks else {}
+        )
+        counts = [Counter(place[:3] for place in one) for one in (alone, *mine)]
+        found = []
+        for place, one in alone.items():
+            if place[0] in segments and all(each[place[:3]] == counts[0][place[:3]] for each in counts):
+                relation, grad = _relation(one, [theirs[place] for theirs in mine]), one["grad"]
+                found.append(Line(place, relation, is_loss=grad and one["shape"] == [], has_gradient=grad))
+        return found
+
+    def _without_gradient(self) -> str | None:
+        """The line of a collective before the backward pass that is given a tensor of which gradients are taken."""
+        calls = [event for event in self.ranks.ranks[0].of("collective") if event.get("grad") and event.get("traced")]
+        return calls[0]["where"] if calls else None
+
+
+def _by_place(events: list[dict[str, Any]], record: Record, rank: int) -> dict[Place, dict[str, Any]]:
+    return {tuple(one["place"]): one for one in lines_of(events, lambda number: record.value(rank, number))}
+
+
+def _first_apart(lines: list[Line]) -> Line | None:
+    """The first that differs, behind one that does not: else ranks do it with other data from the start."""
+    counted = [line for line in lines if line.place[0] != FORWARD or line.has_gradient]
+    first = next((place for place, line in enumerate(counted) if line.relation is None), None)
+    agree = [line for line in counted[: first or 0] if line.relation not in {None, "unknown"}]
+    return counted[first] if first is not None and agree else None
+
+
+def _of_loss(lines: list[Line]) -> Line | None:
+    """The loss, or the part of it, that is a sum over the ranks; the first line that differs, where one does before."""
+    forward = [line for line in lines if line.place[0] == FORWARD and line.has_gradient]
+    losses = [line for line in forward if line.is_loss]
+    if not losses or losses[-1].relation in {"copies", "mean", "unknown"}:
+        return None
+    if (before := _first_apart([line for line in forward if not line.is_loss])) is not None:
+        return before
+    if losses[-1].relation == "sum":
+        return losses[-1]
+    return next((line for line in reversed(losses) if line.relation == "sum"), losses[-1])
+
+
+def _relation(one: dict[str, Any], ranks: list[dict[str, Any]]) -> str | None:
+    """How what the ranks have computed belongs to what one process has; "unknown" where that cannot be told."""
+    values = [each["value"] for each in ranks]
+    if one["value"] is None or any(value is None for value in values):
+        return "unknown" if _may_belong([each["shape"] for each in ranks], one["shape"]) else None
+    whole, parts = one["value"].double(), [value.double() for value in values]
+    if not all(bool(each.isfinite().all()) for each in (whole, *parts)):
+        return "unknown"
+    if all(part.shape == whole.shape for part in parts):
+        stacked = torch.stack(parts)
+        if all(_is_near(part, whole) for part in parts):
+            return "copies"
+        totals = {"mean": stacked.mean(0), "sum": stacked.sum(0), "norm": stacked.square().sum(0).sqrt()}
+        if (name := next((name for name, total in totals.items() if _is_near(total, whole)), None)) is not None:
+            return name
+    if any(_are_parts(parts, whole, dim) for dim in range(whole.dim())):
+        return "parts"
+    return "unknown" if any(each["cut"] for each in (one, *ranks)) else None
+
+
+def _may_belong(shapes: list[list[int]], whole: list[int]) -> bool:
+    """Whether tensors of these shapes may be copies, or parts, of one with the shape `whole`."""
+    if all(shape == whole for shape in shapes):
+        return True
+    return any(
+        all(shape[:dim] + shape[dim + 1 :] == whole[:dim] + whole[dim + 1 :] for shape in shapes)
+        and sum(shape[dim] for shape in shapes) == whole[dim]
+        for dim in range(len(whole))
+        if all(len(shape) == len(whole) for shape in shapes)
+    )
+
+
+def _are_parts(parts: list[Tensor], whole: Tensor, dim: int) -> bool:
+    """Whether one process has the ranks' parts along a dim, one behind another or in turns."""
+    if not _may_belong([list(part.shape) for part in parts], list(whole.shape)):
+        return False
+    if sum(part.shape[dim] for part in parts) != whole.shape[dim]:
+        return False
+    return _is_near(torch.cat(parts, dim), whole) or _is_near(_in_turns(parts, dim), whole)
+
+
+def _in_turns(parts: list[Tensor], dim: int) -> Tensor:
+    places = torch.cat([torch.arange(part.shape[dim]) for part in parts])
+    return torch.cat(parts, dim).index_select(dim, torch.argsort(places, stable=True))
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    return float((one - other).norm()) <= _NEAR * float(other.norm()) + 1e-12

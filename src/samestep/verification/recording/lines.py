@@ -1,0 +1,120 @@
+"""What the lines of a script compute with tensors, in one step or in evaluations: kept to find the first that differs.
+
+    train.py:41   mse_loss   0.25       forward
+    train.py:42   add        0.75       forward
+    train.py:47   div_       […]        behind the backward pass
+    lion.py:12    mul_       […]        within the optimizer's step
+
+A TorchFunctionMode sees calls of torch's functions, and :meth:`LineTrace.collective` what collectives bring; what is
+inside of them, such as the backward pass, is not seen. Modes end in the order in which they have begun, so it begins
+only where no other one has.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from samestep.launch.noting import call_site
+from samestep.verification.journal import TraceWriter
+from samestep.verification.recording.leaves import tensors_of
+from samestep.verification.watching.storage import save_unseen
+
+__all__: list[str] = []
+
+FORWARD, GRADIENTS, STEP, EVALUATION = "forward", "gradients", "step", "evaluation"
+_MOST_NUMBERS = 1 << 18  # of a tensor that is kept
+_MOST_LINES = 4096
+_UNCHANGED = {"__get__", "__set__", "size", "dim", "numel", "detach", "requires_grad_", "backward", "__repr__", "to"}
+
+
+class LineTrace(TorchFunctionMode):
+    """Keeps results in memory while it is active, and writes them down when it ends.
+
+    Args:
+        journal: to write to.
+    """
+
+    def __init__(self, journal: TraceWriter) -> None:
+        super().__init__()
+        self._journal = journal
+        self._is_there = False
+        self._is_busy = False
+        self._seen: Counter[tuple[str, str, str]] = Counter()
+        self._lines: list[dict[str, Any]] = []
+        self.segment: str | None = None
+
+    def begin(self, segment: str) -> None:
+        """Looks at what is computed from now on, as a part of this segment."""
+        if self.segment is None and _stack() in ([], [_device()]):
+            self.__enter__()  # type: ignore[no-untyped-call]
+            self._is_there = True
+        self.segment = segment
+
+    def end(self, **about: Any) -> None:
+        """Writes down what was computed."""
+        if self._is_there and _stack()[-1:] == [self]:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._is_there = False
+        lines, self._lines, self.segment = self._lines, [], None
+        if lines:
+            kept = self._journal.keep(lambda path: save_unseen(lines, path))
+            self._journal.write("lines", kept=kept, **about)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls, and keeps what it brings."""
+        result = func(*args, **(kwargs or {}))
+        if self.segment is not None and not self._is_busy and not torch.compiler.is_compiling():
+            name, frame = getattr(func, "__name__", ""), sys._getframe(1)  # noqa: SLF001
+            if name not in _UNCHANGED and not str(frame.f_globals.get("__name__")).startswith("samestep.verification"):
+                self.note(name, result, frame)
+        return result
+
+    def note(self, name: str, result: Any, frame: Any) -> None:
+        """Keeps the floating-point tensors of a result, with the user's line that `frame` belongs to."""
+        if self.segment is None or len(self._lines) >= _MOST_LINES:
+            return
+        self._is_busy = True
+        try:
+            found = [one for one in tensors_of(result) if one.is_floating_point() and one.layout == torch.strided]
+            where = call_site(frame) if found else ""
+            for one in found:
+                place = (self.segment, where, name)
+                self._seen[place] += 1
+                self._lines.append({"place": (*place, self._seen[place]), **_kept(one)})
+        finally:
+            self._is_busy = False
+
+
+def _kept(tensor: Tensor) -> dict[str, Any]:
+    local = getattr(tensor, "_local_tensor", tensor)
+    is_small = local.numel() <= _MOST_NUMBERS
+    return {
+        "grad": tensor.requires_grad,
+        "cut": local is not tensor,
+        "shape": list(local.shape),
+        "value": local.detach().cpu().clone() if is_small else None,
+    }
+
+
+def _stack() -> list[Any]:
+    from torch.overrides import _get_current_function_mode_stack
+
+    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def _device() -> Any:
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # noqa: SLF001  (set_default_device)
+
+
+def lines_of(events: list[dict[str, Any]], value: Any) -> Iterator[dict[str, Any]]:
+    """Yields the lines that a process has kept; `value` reads what it has kept."""
+    for event in events:
+        if event["kept"] is not None:
+            yield from value(event["kept"])

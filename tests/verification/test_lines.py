@@ -1,0 +1,130 @@
+"""The line at which ranks first compute something else than one process does."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lazily import Lazily
+from torch import Tensor
+
+import samestep
+from samestep import Report
+from samestep.verification.journal import TraceWriter, read, value_path
+from samestep.verification.judging.lines import _relation
+from samestep.verification.recording.lines import LineTrace
+
+A, B = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])
+
+
+def kept(value: Tensor, **more: Any) -> dict[str, Any]:
+    return {"value": value, "shape": list(value.shape), "cut": False, "grad": True} | more
+
+
+def large(*shape: int) -> dict[str, Any]:
+    return {"value": None, "shape": [*shape], "cut": False, "grad": True}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "whole", "relation"),
+    [
+        ((A, A), A, "copies"),
+        ((A, B), (A + B) / 2, "mean"),
+        ((A, B), A + B, "sum"),
+        ((A, B), (A.square() + B.square()).sqrt(), "norm"),
+        ((A, B), torch.cat([A, B]), "parts"),
+        ((A, B), torch.cat([A, B], dim=1), "parts"),
+        ((A, B), torch.stack([A[0], B[0], A[1], B[1]]), "parts"),  # data[rank::2]
+        ((A, B), A, None),
+        ((A[0], B[0]), torch.ones(3), None),
+    ],
+)
+def test_what_ranks_compute_belongs_to_what_one_process_computes(
+    ranks: tuple[Tensor, Tensor], whole: Tensor, relation: str | None
+) -> None:
+    assert _relation(kept(whole), [kept(one) for one in ranks]) == relation
+    cut = [kept(one, cut=True) for one in ranks]
+    assert _relation(kept(whole), cut) == (relation or "unknown")  # a part of it may be anywhere
+
+
+def test_what_is_too_large_to_be_kept_differs_where_its_shape_shows_it() -> None:
+    assert _relation(large(18, 9), [large(9, 9)] * 2) == "unknown"
+    assert _relation(large(18, 18), [large(9, 9)] * 2) is None
+
+
+def test_only_results_of_the_segments_that_are_looked_at_are_kept(tmp_path: Path) -> None:
+    journal = TraceWriter(tmp_path, 0)
+    lines = LineTrace(journal)
+    torch.ones(2).exp()
+    lines.begin("forward")
+    (torch.ones(2) * 3).sum()
+    lines.begin("step")
+    torch.ones(2).neg()
+    lines.end()
+    torch.ones(2).exp()
+    (event,) = read(tmp_path, 0)
+    told = torch.load(value_path(tmp_path, 0, event["kept"]), weights_only=False)
+    assert [(one["place"][0], one["place"][2]) for one in told] == [
+        ("forward", "ones"),
+        ("forward", "mul"),
+        ("forward", "sum"),
+        ("step", "ones"),
+        ("step", "neg"),
+    ]
+    assert {Path(one["place"][1].rpartition(":")[0]).name for one in told} == {"test_lines.py"}
+
+
+TRAIN = """
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(64, 8), torch.randn(64, 3))
+    loader = DataLoader(data, 8 // world, sampler=DistributedSampler(data, shuffle=False))
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in loader:
+        out = model(x)
+        {loss}
+        penalty = 0.1 * out.abs().mean()
+        total = loss + penalty
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+"""
+LOSSES = {
+    "a sum": "loss = (out - y).square().sum() / 24",
+    "without gradients": """parts = [torch.zeros_like(out) for _ in range(world)]
+        dist.all_gather(parts, out)
+        parts[rank] = out
+        loss = torch.logsumexp(torch.cat(parts) @ y.t(), 0).mean()""",
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Lazily[Report]:
+    folder = tmp_path_factory.mktemp("scripts")
+
+    def make(name: str) -> Report:
+        path = folder / f"{name.replace(' ', '-')}.py"
+        path.write_text(textwrap.dedent(TRAIN).replace("{loss}", LOSSES[name].replace("        ", "    ")))
+        return samestep.verify(path)
+
+    return Lazily(make)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [("a sum", "loss = (out - y)"), ("without gradients", "dist.all_gather(parts, out)")]
+)
+def test_the_line_that_makes_gradients_differ_is_named(reports: Lazily[Report], name: str, line: str) -> None:
+    (error,) = reports[name].errors
+    assert error.where is not None
+    script = textwrap.dedent(TRAIN).replace("{loss}", LOSSES[name].replace("        ", "    ")).splitlines()
+    assert line in script[int(error.where.rpartition(":")[2]) - 1]
+    assert "(shows at" in error.cause
