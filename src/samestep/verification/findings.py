@@ -1,4 +1,7 @@
-"""What `samestep verify` can find, and what it says of a run: data only. No torch here.
+"""What `samestep verify` compares, can find, and says of a run: data only. No torch here.
+
+LEGS is the whole of it: each property of a training, what the ranks record of it, what that is held against, and which
+findings there are.
 
 A finding is an error or a note. A note is a difference that was declared (local BatchNorm statistics, padding in
 training): the script is told of it, and it is no reason to call the training different.
@@ -21,25 +24,109 @@ Verdict = Literal["same", "different", "inconclusive"]
 
 EXIT_CODES: dict[Verdict, int] = {"same": 0, "different": 1, "inconclusive": 3}
 
-PROPERTIES = (
-    "initial_state",
-    "parameter_order",
-    "gradients",
-    "updates",
-    "parameters",
-    "buffers",
-    "data",
-    "random",
-    "control",
-    "communication",
-    "evaluation",
-    "checkpoint",
-    "pipeline",
-)
+
+@dataclass(frozen=True)
+class Leg:
+    """One property of a training: what it is held against, and what is found where it differs.
+
+    Attributes:
+        decides: whether nothing is called the same without it; the others may be absent from a script.
+        recorded: what the ranks write down of it.
+        reference: what that is held against.
+        codes: of the findings.
+    """
+
+    decides: bool
+    recorded: str
+    reference: str
+    codes: tuple[str, ...]
+
+
+LEGS = {
+    "initial_state": Leg(
+        decides=True,
+        recorded="digests of all parameters before the first step",
+        reference="the other ranks, where they are declared, or found, to be copies; of parts, one process's whole",
+        codes=("initial-state-differs",),
+    ),
+    "parameter_order": Leg(
+        decides=False,
+        recorded="names of the parameters that are wrapped, and of those that optimizers hold, in order",
+        reference="the other ranks",
+        codes=("parameter-order-differs",),
+    ),
+    "gradients": Leg(
+        decides=True,
+        recorded="digests at every step; values of some steps, averaged and of each rank's own backward passes",
+        reference="one process with the samples of all ranks, from the same parameters; the mean of the ranks' own "
+        "where it takes other samples",
+        codes=("gradients-not-synchronised", "gradient-scale", "gradient-differs"),
+    ),
+    "updates": Leg(
+        decides=True,
+        recorded="parameters and optimizer state behind some steps",
+        reference="one process's step from the same parameters, state, gradients and rates",
+        codes=("update-differs",),
+    ),
+    "parameters": Leg(
+        decides=True,
+        recorded="digests before and after every step",
+        reference="the other ranks, where they are copies; the parameters that the loss depends on",
+        codes=("parameters-diverged", "optimizer-misses-parameters"),
+    ),
+    "buffers": Leg(
+        decides=False,
+        recorded="digests where an evaluation uses them; values of those that are no statistics, at some steps",
+        reference="the other ranks; what one process makes of them in the same step",
+        codes=("buffers-diverged",),
+    ),
+    "data": Leg(
+        decides=True,
+        recorded="indices and rows of every batch, or rows of what the models get without a DataLoader",
+        reference="each sample once a pass; one dataset on all ranks; what was used before a save; one process's rows",
+        codes=("samples-repeated", "samples-missing", "same-order-every-epoch", "datasets-differ", "batches-differ"),
+    ),
+    "random": Leg(
+        decides=False,
+        recorded="draws while training, states of dropout, of workers and of datasets' own generators",
+        reference="the other ranks, and how much one process draws there",
+        codes=("random-streams",),
+    ),
+    "control": Leg(
+        decides=True,
+        recorded="steps, schedules, rates, scalers, and how the run has ended",
+        reference="the other ranks; one process from the same weights; its rates, also at its own pace",
+        codes=("steps-differ", "learning-rate-differs", "data-parallel-module", "crash"),
+    ),
+    "communication": Leg(
+        decides=True,
+        recorded="every collective: what, where, of which shape, in which group",
+        reference="the other ranks",
+        codes=("collective-order", "collective-mismatch", "hang"),
+    ),
+    "evaluation": Leg(
+        decides=False,
+        recorded="sums, printed metrics, samples and parameters of every evaluation",
+        reference="one process from the same weights; each sample once",
+        codes=("evaluation-inexact", "parameters-diverged"),
+    ),
+    "checkpoint": Leg(
+        decides=False,
+        recorded="digests of what is saved, of what is loaded, and of what the first step behind a load begins with",
+        reference="what was there at the save",
+        codes=("checkpoint-inexact",),
+    ),
+    "pipeline": Leg(
+        decides=False,
+        recorded="losses and gradients of the stages",
+        reference="the whole model in one process",
+        codes=("pipeline-inexact",),
+    ),
+}
+PROPERTIES = tuple(LEGS)
 PROVED, AGREES, DECLARED, REFUTED = "identical", "agrees", "agrees as declared", "differs"
 
-# Without these nobody can say that the training is the same; the others may be absent from a script.
-DECISIVE = ("initial_state", "gradients", "updates", "parameters", "data", "control", "communication")
+DECISIVE = tuple(name for name, leg in LEGS.items() if leg.decides)
 
 
 def unchecked(why: str) -> str:
@@ -73,6 +160,11 @@ class Finding:
     tensor: str | None = None
     factor: float | None = None
     where: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what the table does not have."""
+        if self.code not in LEGS[self.property].codes:
+            raise ValueError(f"{self.code} is no finding about {self.property}")
 
     def as_json(self) -> dict[str, Any]:
         """Returns the entry of `verify --json`."""

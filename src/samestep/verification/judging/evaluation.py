@@ -40,7 +40,8 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
         alone = None  # the ranks evaluate different models
     elif out_of_step and loads_for_all(record) is not None:
         alone = None  # it evaluates other weights
-    alone = None if alone is None or not alone.ranks else _placed(alone)
+    unplaced = None if alone is None or not alone.ranks else alone
+    alone = None if unplaced is None else _placed(unplaced)
     compared = list(_metrics(record, alone))
     report.add([finding for finding in compared if finding is not None][:1])
     told = [outcomes(rank) for rank in record.ranks]
@@ -60,7 +61,7 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
     found = [] if printed.whole and not printed.different and not sampled else [one for one in sums if one is not None]
     if not found and printed.different is not None:
         found = [_printed(printed.different, record)]
-    confirmed = printed.alike or None in [*sums, *compared]
+    confirmed = printed.alike or None in [*sums, *compared] or _agrees_by_itself(record, told, unplaced)
     of_parts = not any(one.brings_together for mine in told for one in mine.values())
     if not found and not confirmed and not of_parts:
         found = sampled
@@ -72,6 +73,15 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
         report.cover("evaluation", unchecked(unseen))
     else:
         report.cover("evaluation", AGREES, "each sample once; neither a sum nor a metric was seen")
+
+
+def _agrees_by_itself(record: Record, told: list[dict[str, Outcome]], alone: Record | None) -> bool:
+    """Whether one process comes to the ranks' numbers with weights of its own, which differ from theirs by rounding."""
+    if alone is None:
+        return False
+    theirs = outcomes(alone.ranks[0])
+    lines = metrics_alike([_lines(one) for one in told], _lines(theirs))
+    return lines.whole or None in _sums(record, told[0], theirs, set())
 
 
 def _drawn_apart(ranks: list[dict[str, Outcome]]) -> set[str]:

@@ -20,11 +20,12 @@ __all__: list[str] = []
 
 _NAMES = (
     "accuracy|acc@\\d|acc|top-?1|top-?5|f1|auc|auroc|precision|recall|error|wer|bleu|iou|dice|perplexity|ppl|score|mae|rmse|mse"
-    "|r2|(?:val|valid|validation|test|eval|evaluation)(?:[ _]?loss)?"
+    "|r2|nll|elbo|ndcg|map|hits?(?:[ _]?rate)?|r@\\d+|bpc|bpb|bits"
+    "|(?:val|valid|validation|test|eval|evaluation)(?:[ _]?loss)?"
 )
 _BETWEEN = r"(?:(?!time|took|sec|lr|step|epoch|speed)[^0-9+-]){0,24}"
 _NUMBER = r"([-+]?\d*\.\d+(?:e[-+]?\d+)?)(?!\s*(?:s|ms|sec|seconds)\b)"
-_METRIC = re.compile(rf"(?<![a-z])({_NAMES})(?![a-z]){_BETWEEN}{_NUMBER}", re.IGNORECASE)
+_METRIC = re.compile(rf"(?<![a-z])({_NAMES})(?![a-z])(?:@\d+)?{_BETWEEN}{_NUMBER}", re.IGNORECASE)
 _AVERAGE = re.compile(r"\s*\(\s*([-+]?\d*\.\d+(?:e[-+]?\d+)?)\s*\)", re.IGNORECASE)
 _OF_TRAINING = re.compile(r"train\w*[ _]*$", re.IGNORECASE)
 _DIGITS = 3  # of a number, or it agrees by chance

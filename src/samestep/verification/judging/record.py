@@ -190,6 +190,11 @@ class Record:
         told = self._updates(step)
         return told[0] if told and told[0]["kept"] is not None else None
 
+    def carries_apart(self, step: Event) -> bool:
+        """Whether replicas have other optimizer state behind a step: what one has not sent yet, say."""
+        told = [event.get("carried") for event in self._updates(step)]
+        return not self.is_cut and any(one != told[0] for one in told)
+
     def update(self, step: Event) -> Any:
         """Returns the parameters and the optimizers' state that a step has made, of all ranks together."""
         return self._whole(self._updates(step))

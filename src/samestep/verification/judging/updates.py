@@ -95,7 +95,8 @@ class Updates:
 
     def _is_kept(self, step: Event) -> bool:
         apart = self.whole.record.ranks[0].of("out_of_step")[:1] if self.whole.record.ranks else []
-        is_unknown = self.record.averages_within(step) and not self.record.parts(step)
+        within = self.record.averages_within(step)
+        is_unknown = within and (not self.record.parts(step) or self.record.carries_apart(step))
         return not is_unknown and (
             step["event"] in self.whole.steps
             and all(step["window"] < min(one["window"], one["own"]) for one in apart)
@@ -104,6 +105,8 @@ class Updates:
         )
 
     def _why(self, steps: list[Event]) -> str:
+        if not steps and any(map(self.record.carries_apart, self.record.ranks[0].steps[: self.record.steps])):
+            return "each rank's optimizer has a state of its own, and averages while it steps"
         if not steps:
             return "no step was taken alone from the ranks' state"
         return "no step changes a parameter"

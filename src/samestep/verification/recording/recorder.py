@@ -423,7 +423,8 @@ class Recorder(Witness):
         self.journal.write("stepped", event=self._events, optimizer=optimizer.samestep_number, parameters=after)
         if self._sampled:
             kept, evaluations = self._keep(lambda: self.optimizers.updated(optimizer)), optimizer.samestep_evaluations
-            self.journal.write("updated", event=self._events, kept=kept, evaluations=evaluations)
+            carried = [one["state"] for one in self.optimizers.states() if one["number"] == optimizer.samestep_number]
+            self.journal.write("updated", event=self._events, kept=kept, evaluations=evaluations, carried=carried)
         self._events += 1
         self.window += 1
         self._last_micro = self.micro or 1
