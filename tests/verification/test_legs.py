@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 import samestep
-from samestep.verification.findings import DECISIVE, LEGS, PROPERTIES, Finding
+from samestep.verification.findings import (
+    DECISIVE,
+    LEGS,
+    NO_OUTCOME,
+    NONE_SEEN,
+    NOT_REACHED,
+    PROPERTIES,
+    Finding,
+    unchecked,
+)
 from samestep.verification.pages import PAGES
 from samestep.verification.report import Report
 
@@ -47,10 +56,16 @@ def test_a_finding_that_is_not_in_the_table_is_refused() -> None:
 def test_a_leg_that_was_not_checked_leaves_the_verdict_open_if_it_decides(name: str) -> None:
     report = Report(ranks=2, coverage=dict.fromkeys(PROPERTIES, "identical"))
     assert report.verdict == "same"
-    report.coverage[name] = "not checked: nothing of it was seen"
-    assert report.verdict == ("inconclusive" if name in DECISIVE else "same")
+    report.coverage[name] = unchecked("it could not be compared")
+    assert report.verdict == ("inconclusive" if name in (*DECISIVE, "evaluation") else "same")
     report.add([Finding(code=LEGS[name].codes[0], property=name, cause="it differs")])
     assert (report.verdict, report.coverage[name]) == ("different", "differs")
+
+
+@pytest.mark.parametrize("state", [NONE_SEEN, NO_OUTCOME, NOT_REACHED])
+def test_an_evaluation_that_comes_to_nothing_leaves_nothing_open(state: str) -> None:
+    report = Report(ranks=2, coverage=dict.fromkeys(PROPERTIES, "identical") | {"evaluation": state})
+    assert report.verdict == "same"
 
 
 def test_the_page_has_the_table() -> None:

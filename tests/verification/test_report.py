@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from samestep.cli import main
-from samestep.verification.findings import DECISIVE, Finding
+from samestep.verification.findings import DECISIVE, LEGS, NONE_SEEN, Finding
 from samestep.verification.report import Report
 from samestep.verification.text import headline, shown
 from samestep.verification.verify import leaving_open
@@ -15,8 +15,9 @@ from samestep.verification.verify import leaving_open
 ALL = dict.fromkeys(DECISIVE, "identical")
 
 
-def found(name: str, code: str = "gradient-scale", cause: str = "twice | as much") -> Finding:
-    return Finding(code=code, property=name, cause=cause, fix="divide it", where="train.py:7")
+def found(name: str, code: str | None = None, cause: str = "twice | as much") -> Finding:
+    own = "gradient-scale" if name == "gradients" else LEGS[name].codes[0]
+    return Finding(code=code or own, property=name, cause=cause, fix="divide it", where="train.py:7")
 
 
 @pytest.mark.parametrize(
@@ -44,12 +45,12 @@ def test_the_headline_names_the_outcome(findings: list[Finding], coverage: dict[
 def test_two_paragraphs_say_what_was_checked_and_what_was_not() -> None:
     report = Report(ranks=2, steps=3, coverage={**ALL, "gradients": "agrees as declared"}, script=("train.py",))
     report.margins["gradients"] = "with BatchNorm statistics of each rank's samples: worst error 1e-07"
-    report.cover("evaluation", "not checked: none was reached")
+    report.cover("evaluation", NONE_SEEN)
     text = " ".join(shown(report).split())
     assert text.startswith("train.py: the same training (2 ranks, 3 steps compared)")
     assert "checked: initial state, updates, parameters, data, control, communication agrees as declared:" in text
     assert "gradients (with BatchNorm statistics of each rank's samples" in text
-    assert text.endswith("not checked: evaluation (none was reached)")
+    assert text.endswith("not checked: evaluation (none was seen)")
     assert "updates          identical" in shown(report, verbose=True)
 
 

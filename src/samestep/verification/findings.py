@@ -134,6 +134,8 @@ def unchecked(why: str) -> str:
     return f"not checked: {why}"
 
 
+NONE_SEEN = unchecked("none was seen")
+NO_OUTCOME = unchecked("neither a sum nor a metric of it was seen, nor which samples it takes")
 NOT_REACHED = unchecked("not reached in the steps that were recorded; see --steps")
 
 

@@ -6,7 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from samestep.verification.findings import DECISIVE, PROPERTIES, REFUTED, Finding, Verdict, unchecked
+from samestep.verification.findings import (
+    DECISIVE,
+    NO_OUTCOME,
+    NONE_SEEN,
+    NOT_REACHED,
+    PROPERTIES,
+    REFUTED,
+    Finding,
+    Verdict,
+    unchecked,
+)
 from samestep.verification.text import as_markdown, shown
 
 __all__ = ["Report"]
@@ -52,8 +62,14 @@ class Report:
 
     @property
     def undecided(self) -> list[str]:
-        """The decisive properties that were not checked."""
-        return [name for name in DECISIVE if self.coverage.get(name, "not checked").startswith("not checked")]
+        """The properties that were not checked and decide: an evaluation, too, of which an outcome was seen."""
+        names = [name for name in PROPERTIES if name in DECISIVE or (name == "evaluation" and self.has_evaluated)]
+        return [name for name in names if self.coverage.get(name, "not checked").startswith("not checked")]
+
+    @property
+    def has_evaluated(self) -> bool:
+        """Whether an evaluation has come to something that can be compared."""
+        return self.coverage.get("evaluation", NONE_SEEN) not in (NONE_SEEN, NO_OUTCOME, NOT_REACHED)
 
     def __str__(self) -> str:
         """What a person reads, with every property."""

@@ -12,7 +12,16 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from samestep.verification.findings import AGREES, NOT_REACHED, PROVED, REFUTED, Finding, unchecked
+from samestep.verification.findings import (
+    AGREES,
+    NO_OUTCOME,
+    NONE_SEEN,
+    NOT_REACHED,
+    PROVED,
+    REFUTED,
+    Finding,
+    unchecked,
+)
 from samestep.verification.journal import Event
 from samestep.verification.judging.outcomes import Outcome, Place, outcomes
 from samestep.verification.judging.printed import Alike, Difference, metrics_alike
@@ -50,7 +59,7 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
             why = "the script did not run alone" if alone is None else "no number of it could be compared"
             report.cover("evaluation", AGREES if compared else unchecked(why))
             return
-        report.cover("evaluation", NOT_REACHED if record.is_cut_short else unchecked("none was seen"))
+        report.cover("evaluation", NOT_REACHED if record.is_cut_short else NONE_SEEN)
         return
     theirs = {} if alone is None else outcomes(alone.ranks[0])
     by_batch = {phase for mine in told for phase, one in mine.items() if one.by_batch}
@@ -125,7 +134,7 @@ def _incomparable(printed: Alike, record: Record, *, by_batch: bool, of_parts: b
     if printed.unsure:
         return "it draws random numbers, alone other ones, and comes to another metric"
     if not any(_splits(record)) and printed.local is None:
-        return "neither a sum nor a metric of it was seen, nor which samples it takes"
+        return NO_OUTCOME.partition(": ")[2]
     where = "" if printed.local is None else f" at {printed.local}"
     return f"each rank tells of its own part{where}, and nothing of the whole was seen" if of_parts else None
 
