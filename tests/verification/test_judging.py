@@ -10,6 +10,7 @@ from journals import Event, call, chance_findings, ended, findings, passed, reco
 
 from samestep.verification.judging import communication, control, samples, states
 from samestep.verification.judging.record import Record
+from samestep.verification.report import Report
 
 
 def codes(judge: object, ranks: Record) -> list[tuple[str, str]]:
@@ -300,3 +301,14 @@ def test_ranks_that_shuffle_data_of_their_own_need_not_hold_the_same() -> None:
     assert codes(samples, record(drawn(many[0], "a"), drawn(many[1], "b"))) == [("datasets-differ", "error")]
     cut = record(drawn([3, 1], "a", complete=True, samples=4), drawn([2, 0], "b", complete=True, samples=4))
     assert codes(samples, cut) == [("datasets-differ", "error")]
+
+
+@pytest.mark.parametrize(("alone", "code"), [("ab", "samples-repeated"), ("aab", None)])
+def test_a_stream_that_one_process_draws_from_with_replacement_may_repeat_samples(alone: str, code: str | None) -> None:
+    def rank(rows: str) -> list[Event]:
+        events = passed([*range(len(rows))], samples=9, sampler="_InfiniteConstantSampler")
+        return [{**one, "indices": None, "rows": [*rows]} if one["kind"] == "batch" else one for one in events]
+
+    report = Report(ranks=2)
+    samples.judge(record(rank("ab"), rank("ac")), report, lambda: record(rank(alone)))
+    assert [one.code for one in report.errors] == ([] if code is None else [code])

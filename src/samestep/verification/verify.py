@@ -161,10 +161,25 @@ def _verified(runner: Runner, steps: int) -> Report:
     if foreign is not None:
         for name in DECISIVE:
             report.cover(name, unchecked(foreign))
+
+    @functools.cache
+    def own_pace() -> Record:
+        return runner.recorded("one process at its own pace", 1, steps=record.size * record.steps).record
+
     if record.ranks:
-        for room in (communication, storage) if foreign else (states, samples, control, communication, storage):
+        for judge in (
+            (communication.judge, storage.judge)
+            if foreign
+            else (
+                states.judge,
+                functools.partial(samples.judge, own_pace=own_pace),
+                control.judge,
+                communication.judge,
+                storage.judge,
+            )
+        ):
             with leaving_open(report):
-                room.judge(record, report)
+                judge(record, report)
     if record.ranks and whole is not None and foreign is None:
         with leaving_open(report):
             chance.judge(record, whole, report)
@@ -176,7 +191,7 @@ def _verified(runner: Runner, steps: int) -> Report:
         return report
     if foreign is None:
         with leaving_open(report):
-            _compare(runner, record, whole, report)
+            _compare(runner, record, whole, own_pace, report)
     if ended.hung or ended.code != 0:
         _blame(recorded, whole, report)
     elif whole.ended.hung or whole.ended.code != 0:
@@ -320,7 +335,7 @@ def _remarks(ended: runs.Ended, report: Report) -> list[str]:
     return remarks
 
 
-def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None:
+def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], Record], report: Report) -> None:
     """Adds what the script alone tells, with all samples, and what further runs do."""
     everybody = [rank.number for rank in record.data.ranks]
     alone = functools.partial(runner.alone, record=record)
@@ -352,10 +367,6 @@ def _compare(runner: Runner, record: Record, whole: Run, report: Report) -> None
 
     def own_lengths() -> Run:
         return alone("with lengths of its own", own_lengths=True)
-
-    @functools.cache
-    def own_pace() -> Record:
-        return runner.recorded("one process at its own pace", 1, steps=record.size * record.steps).record
 
     def of_group(ranks: list[int]) -> tuple[Run, Others]:
         name = f"samples of {len(ranks)} ranks that average" if len(ranks) > 1 else f"samples of rank {ranks[0]}"

@@ -7,7 +7,7 @@ index where the dataset has one and all ranks hold the same dataset; else by wha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -22,6 +22,7 @@ from samestep.verification.report import Report
 
 __all__: list[str] = []
 
+OwnPace = Callable[[], Record]
 _BY_CHANCE = 0.02  # of the samples of a dataset may be alike without being one
 _MET = 10  # indices in common, to be expected by chance; then there is one but for 1 case in 20,000
 
@@ -116,8 +117,8 @@ def together(record: Record) -> list[list[Pass]]:
     return [[theirs[name] for theirs in mine] for name in mine[0] if all(name in theirs for theirs in mine)]
 
 
-def judge(record: Record, report: Report) -> None:
-    """Adds what the samples tell."""
+def judge(record: Record, report: Report, own_pace: OwnPace | None = None) -> None:
+    """Adds what the samples tell; `own_pace` records one process that goes its own way."""
     report.add(_shared(record))
     record = record.data
     training = [group for group in together(record) if all(one.is_training for one in group)]
@@ -127,7 +128,9 @@ def judge(record: Record, report: Report) -> None:
         )
         return
     for group in training:
-        report.add(_first_of_its_kind([*_lengths(group), *_same_data(group, record), *_once(group, record)], report))
+        report.add(
+            _first_of_its_kind([*_lengths(group), *_same_data(group, record), *_once(group, record, own_pace)], report)
+        )
     report.add(_orders(training))
     report.add(_dropped(record, training))
     report.add(resumed.judge(record))
@@ -236,7 +239,7 @@ def _unlike(first: list[tuple[str, str]], other: list[tuple[str, str]]) -> str |
     return next((mine[0] for mine, theirs in zip(first, other, strict=False) if mine != theirs), None)
 
 
-def _once(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
+def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> Iterator[Finding]:
     """Whether each sample is used once: over all ranks, as far as the pass went on all of them."""
     by_index = mean_the_same(group, record)
     identities = _identities(group, by_index=by_index)
@@ -261,11 +264,22 @@ def _once(group: Sequence[Pass], record: Record) -> Iterator[Finding]:
             fix="leave the incomplete part out (drop_last=True), or samestep.shards, which cuts exactly",
         )
     elif extra > (0 if by_index else _BY_CHANCE * sum(counts.values())):
+        if not by_index and own_pace is not None and _repeats_alone(group, own_pace(), extra / sum(counts.values())):
+            return  # a stream may draw its samples as it likes
         yield _repeated(group, identities, extra, len(repeated), _drawn_apart(record) or where)
     elif by_index and size is not None and all(one.is_known for one in group) and not group[0].about["drop_last"]:
         missing = size - len({*counts, *_begun_before(group, record)})
         if missing > 0 and _is_split(group):
             yield _missing(group, missing, size, where)
+
+
+def _repeats_alone(group: Sequence[Pass], alone: Record, share: float) -> bool:
+    """Whether one process, too, meets samples again in a pass over this loader: at least half as often."""
+    line = group[0].about["key"].rpartition("#")[0]
+    for one in passes(alone.ranks[0]) if alone.ranks else ():
+        if one.is_training and one.about["key"].rpartition("#")[0] == line and one.rows:
+            return 1 - len(set(one.rows)) / len(one.rows) >= share / 2
+    return False
 
 
 def _begun_before(group: Sequence[Pass], record: Record) -> set[Any]:
