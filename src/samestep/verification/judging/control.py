@@ -22,7 +22,6 @@ def judge(record: Record, report: Report) -> None:
     report.add(_rates(record))
     report.add(_steps(record))
     report.add(_scalers(record))
-    report.add(_schedules(record))
     report.add(_schedules_of_micro_batches(record))
     report.add(_clipped_scaled(record))
     report.add(_clipped_apart(record))
@@ -58,9 +57,23 @@ def _steps(record: Record) -> Iterator[Finding]:
             property="control",
             rank=record.ranks[rank].number,
             step=min(counts),
+            where=_first_apart(record.ranks[0], record.ranks[rank]),
             cause=f"rank {record.ranks[rank].number} took {counts[rank]} optimizer steps, rank 0 {counts[0]}",
             fix="let all ranks decide together: reduce what the decision depends on",
         )
+
+
+def _first_apart(first: Rank, other: Rank) -> str | None:
+    """Where the first step is that one rank takes behind other batches than another."""
+    for mine, theirs in zip(first.steps, other.steps, strict=False):
+        batches = [
+            sum(event["kind"] == "batch" and event["training"] for event in rank.by_window.get(step["window"], []))
+            for rank, step in ((first, mine), (other, theirs))
+        ]
+        if batches[0] != batches[1]:
+            where: str = mine["where"]
+            return where
+    return None
 
 
 def _scalers(record: Record) -> Iterator[Finding]:
@@ -81,23 +94,6 @@ def _scalers(record: Record) -> Iterator[Finding]:
                     fix="reduce the gradients before the scaler looks at them, or reduce its found_inf",
                 )
                 return
-
-
-def _schedules(record: Record) -> Iterator[Finding]:
-    if not all(rank.is_complete for rank in record.ranks) or record.uneven is not None:
-        return
-    counts = [len(rank.of("scheduler")) for rank in record.ranks]
-    if len(set(counts)) > 1:
-        rank = next(i for i, count in enumerate(counts) if count != counts[0])
-        events = record.ranks[rank].of("scheduler") or record.ranks[0].of("scheduler")
-        yield Finding(
-            code="steps-differ",
-            property="control",
-            rank=record.ranks[rank].number,
-            where=events[0]["where"],
-            cause=f"rank {record.ranks[rank].number} stepped its schedule {counts[rank]} times, rank 0 {counts[0]}",
-            fix="step the schedule on every rank",
-        )
 
 
 def _schedules_of_micro_batches(record: Record) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ _NAMES = (
 _BETWEEN = r"(?:(?!time|took|sec|lr|step|epoch|speed)[^0-9+-]){0,24}"
 _NUMBER = r"([-+]?\d*\.\d+(?:e[-+]?\d+)?)(?!\s*(?:s|ms|sec|seconds)\b)"
 _METRIC = re.compile(rf"(?<![a-z])({_NAMES})(?![a-z])(?:@\d+)?{_BETWEEN}{_NUMBER}", re.IGNORECASE)
+_ANY = re.compile(rf"(?<!lr)(?<!rate)[ =:]+{_NUMBER}", re.IGNORECASE)
 _AVERAGE = re.compile(r"\s*\(\s*([-+]?\d*\.\d+(?:e[-+]?\d+)?)\s*\)", re.IGNORECASE)
 _OF_TRAINING = re.compile(r"train\w*[ _]*$", re.IGNORECASE)
 _DIGITS = 3  # of a number, or it agrees by chance
@@ -92,6 +93,7 @@ def _compared(lines: Mapping[Place, Event], alone: Mapping[Place, Event], may_di
         there = alone.get(place)
         pairs = list(zip(metrics(here), metrics(there), strict=False)) if there is not None else []
         if there is None or not pairs:
+            alike = alike or (there is not None and _has_same_numbers(here, there))
             continue
         apart = list(_apart(here, there))
         if len(apart) == len(pairs) and (here["drew"] != there["drew"] or place[0] in may_differ):
@@ -102,6 +104,16 @@ def _compared(lines: Mapping[Place, Event], alone: Mapping[Place, Event], may_di
         if len(apart) == len(pairs) and different is None:
             different = apart[0]
     return Alike(alike, whole and alike, different, unsure=unsure)
+
+
+def _has_same_numbers(here: Event, there: Event) -> bool:
+    """Whether all numbers of a line agree, which are called by names of the script's own: "area 0.9912"."""
+    told = [[number for number in _ANY.findall(line["text"]) if _is_precise(number)] for line in (here, there)]
+    return bool(told[0]) and told[0] == told[1]
+
+
+def _is_precise(number: str) -> bool:
+    return len(number.lstrip("+-0.").replace(".", "")) >= _DIGITS
 
 
 def _is_local(place: Place, ranks: Sequence[Mapping[Place, Event]]) -> bool:

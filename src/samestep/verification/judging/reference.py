@@ -320,9 +320,13 @@ class Comparison:
         if not steps or steps[0]["kept"] is None or number not in alone.steps or number not in again.steps:
             return None
         ours, theirs = record.gradients(steps[0]), alone.gradients(number)
+        if ours.keys() != theirs.keys():
+            return None
         floors = numerics.distance(again.gradients(number), theirs).errors
         errors = numerics.distance(ours, theirs).errors
-        return {name: error for name, error in errors.items() if not numerics.is_too_coarse(floors[name], ours)}
+        return {
+            name: error for name, error in errors.items() if not numerics.is_too_coarse(floors.get(name, 0.0), ours)
+        }
 
     @cached_property
     def _runs_in_float64(self) -> tuple[Record, Run, Run] | None:

@@ -16,12 +16,12 @@ class Optimizers:
     """All of them; torch is imported when the first one is there.
 
     Attributes:
-        known: number of an optimizer -> names to take for its parameters, where there are as many of them.
+        known: number of an optimizer, and of its parameters -> names to take for these.
     """
 
     def __init__(self, journal: TraceWriter) -> None:
         self._journal = journal
-        self.known: dict[int, list[str]] = {}
+        self.known: dict[tuple[int, int], list[str]] = {}
         self._named: dict[int, list[str]] = {}
         self._held: weakref.WeakKeyDictionary[Any, dict[int, list[Any]]] = weakref.WeakKeyDictionary()
         self._beside: dict[int, dict[str, Any]] = {}
@@ -96,8 +96,8 @@ class Optimizers:
         cut = {key: list(held.values()) for key, held in found.items() if hasattr(next(iter(held.values())), "owner")}
         self._held[optimizer] = cut
         names = [name for i, owner in enumerate(owners) for name in found.get(id(owner), {f"parameter {i}": owner})]
-        known = self.known.get(optimizer.samestep_number, [])
-        is_known = len(known) == len(names) and sorted(known) != sorted(names)  # else in an order of its own
+        known = self.known.get((optimizer.samestep_number, len(names)), [])
+        is_known = bool(known) and sorted(known) != sorted(names)  # else in an order of its own
         return known if is_known else names, self._slices(optimizer, owners)
 
     def _slices(self, optimizer: Any, owners: list[Any]) -> list[Any]:

@@ -59,7 +59,9 @@ class Alone(Witness):
         self._replayed = self._training_passes()
         first = self.record.ranks[0] if self.record.ranks else Rank(0, [])
         self._steps, self._last = first.steps, _last(self.record)
-        self.optimizers.known = {event["optimizer"]: event["names"] for event in first.of("names")}
+        self.optimizers.known = {
+            (event["optimizer"], len(event["names"])): event["names"] for event in first.of("names")
+        }
         self._cut = {(event["key"], event["number"]): event.get("cut") for event in first.of("passed")}
         self._lengths = {event["key"]: event["length"] for event in first.of("pass")}
         self._drawn = self._recorded_draws()
