@@ -556,7 +556,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/verification/test_control_of_ranks.py::test_dropout_that_is_the_same_on_two_ranks_is_found",
     ],
     "finding steps-differ": [
-        "tests/verification/test_control_of_ranks.py::test_a_schedule_that_steps_on_one_rank_only_is_found",
+        "tests/verification/test_gradient_causes.py::test_a_step_that_one_process_does_not_take_is_found_with_the_rank_that_skips",
     ],
     "finding learning-rate-differs": [
         "tests/verification/test_judging.py::test_another_rate_is_found_with_its_ratio",

@@ -228,11 +228,11 @@ def test_a_script_that_does_not_wrap_alone_has_the_names_of_its_model_in_its_ord
     model = plain()
     optimizers, optimizer = watched(tmp_path, model)
     names = [name for name, _ in model.named_parameters()]
-    optimizers.known = {0: names[::-1]}
+    optimizers.known = {(0, len(names)): names[::-1]}
     assert list(optimizers.parameters(optimizer)) == names
     other, of_other = watched(tmp_path / "other", plain())
-    other.known = {0: [f"model 1: {name}" for name in names]}
-    assert list(other.parameters(of_other)) == other.known[0]
+    other.known = {(0, len(names)): [f"model 1: {name}" for name in names]}
+    assert list(other.parameters(of_other)) == other.known[0, len(names)]
 
 
 @pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])

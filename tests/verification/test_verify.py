@@ -26,7 +26,7 @@ ZOO = ROOT / "zoo"
 
 BROKEN = {  # directory -> code, and a text of the culprit's line
     "ddp-bypassed": ("gradients-not-synchronised", "model.module("),
-    "loss-summed": ("gradient-scale", "backward()"),
+    "loss-summed": ("gradient-scale", "loss = criterion(model(x), y)"),
     "iterable-not-split-by-worker": ("samples-repeated", "DataLoader("),
     "micro-batch-token-means": ("gradient-differs", "loss.backward()"),
     "mean-of-rank-accuracies": ("evaluation-inexact", ""),

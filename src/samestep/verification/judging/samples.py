@@ -264,13 +264,21 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
             fix="leave the incomplete part out (drop_last=True), or samestep.shards, which cuts exactly",
         )
     elif extra > (0 if by_index else _BY_CHANCE * sum(counts.values())):
-        if not by_index and own_pace is not None and _repeats_alone(group, own_pace(), extra / sum(counts.values())):
+        share = extra / sum(counts.values())
+        is_copied = by_index or any(map(_yields_twice, group))
+        if not is_copied and own_pace is not None and _repeats_alone(group, own_pace(), share):
             return  # a stream may draw its samples as it likes
         yield _repeated(group, identities, extra, len(repeated), _drawn_apart(record) or where)
     elif by_index and size is not None and all(one.is_known for one in group) and not group[0].about["drop_last"]:
         missing = size - len({*counts, *_begun_before(group, record)})
         if missing > 0 and _is_split(group):
             yield _missing(group, missing, size, where)
+
+
+def _yields_twice(one: Pass) -> bool:
+    """Whether most batches of a pass come twice: two workers yield the same stream."""
+    told = Counter(tuple(batch["rows"]) for batch in one.batches)
+    return 2 * sum(count - 1 for count in told.values()) >= len(one.batches) > 1
 
 
 def _repeats_alone(group: Sequence[Pass], alone: Record, share: float) -> bool:
