@@ -312,3 +312,16 @@ def test_a_stream_that_one_process_draws_from_with_replacement_may_repeat_sample
     report = Report(ranks=2)
     samples.judge(record(rank("ab"), rank("ac")), report, lambda: record(rank(alone)))
     assert [one.code for one in report.errors] == ([] if code is None else [code])
+
+
+def test_models_that_each_rank_trains_by_itself_may_have_rates_of_their_own() -> None:
+    """A search for the rate, before the training of all ranks."""
+
+    def rank(rate: float, gradient: str) -> list[Event]:
+        search = [step(0, gradient, rates=[rate], optimizer=0), stepped(0)]
+        return [*search, call("train.py:40", window=1), step(1, "g", optimizer=1), {**stepped(1), "optimizer": 1}]
+
+    searching = record(rank(0.1, "a"), rank(0.2, "b"))
+    assert codes(control, searching) == codes(states, searching) == []
+    alone = record(*[[event for event in rank(rate, "a") if event["kind"] != "collective"] for rate in (0.1, 0.2)])
+    assert codes(control, alone) == [("learning-rate-differs", "error")]

@@ -7,7 +7,7 @@ from typing import Any
 
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
-from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.record import REDUCING, Rank, Record
 from samestep.verification.judging.words import listed, numbers, plural
 
 __all__: list[str] = []
@@ -17,8 +17,6 @@ JOIN = (
     'torch.distributed.init_process_group("gloo"); '
     "model = torch.nn.parallel.DistributedDataParallel(model)    # before the optimizer is made"
 )
-
-_REDUCING = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor"}
 
 
 def of_gradients(record: Record, index: int, rank: int, bad: list[str]) -> Finding:
@@ -72,7 +70,7 @@ def _of_gradients(rank: Rank, step: Event, bad: list[str]) -> tuple[str, str, st
 
 def _by_hand(rank: Rank, window: list[Event], step: Event, bad: list[str]) -> tuple[str, str, str | None]:
     calls = [event for event in window if event["kind"] == "collective" and not event["between_two"]]
-    reductions = [event for event in calls if event["op"] in _REDUCING]
+    reductions = [event for event in calls if event["op"] in REDUCING]
     average = "for p in model.parameters(): dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
     if not reductions and (where := _where(window, "no_sync")) is not None:
         cause = "every micro-batch of the step ran under no_sync(), so none was reduced"

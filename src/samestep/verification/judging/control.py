@@ -8,7 +8,7 @@ from samestep.verification.findings import DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging import causes
 from samestep.verification.judging.record import Rank, Record
-from samestep.verification.judging.states import differing_ranks, local_steps
+from samestep.verification.judging.states import local_steps
 from samestep.verification.report import Report
 
 __all__: list[str] = []
@@ -38,8 +38,8 @@ def judge(record: Record, report: Report) -> None:
 def _rates(record: Record) -> Iterator[Finding]:
     for index in range(record.steps):
         events = record.events_of_step(index)
-        if not record.wrappers and differing_ranks(events, "gradients") is not None:
-            continue  # each rank steps a model of its own: a search for a rate, say
+        if events[0]["optimizer"] in record.by_themselves:
+            continue
         for rank, event in enumerate(events[1:], 1):
             if event["rates"] != events[0]["rates"]:
                 yield causes.rates(record, index, rank)

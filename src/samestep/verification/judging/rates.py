@@ -107,10 +107,10 @@ class Rates:
 
     def _by_step(self, alone: Rank) -> Iterator[_Pair]:
         """Those where the gradients are kept count: in between, one process has weights of its own."""
-        theirs = {event["event"]: event["rates"] for event in alone.of("rates")}
+        theirs = {(event["event"], event["optimizer"]): event["rates"] for event in alone.of("rates")}
         kept = {event["event"] for event in alone.of("step")}
         for event in self._steps():
-            rates = zip(event["rates"], theirs.get(event["event"], []), strict=False)
+            rates = zip(event["rates"], theirs.get((event["event"], event["optimizer"]), []), strict=False)
             for group, (one, other) in enumerate(rates):
                 yield _Pair(event, group, one, other, event["event"] in kept)
 

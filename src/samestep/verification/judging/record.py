@@ -16,6 +16,8 @@ from samestep.verification.judging.averaged import Averaged
 
 __all__: list[str] = []
 
+REDUCING = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor"}
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -149,6 +151,27 @@ class Record:
     def is_averaged_within(self) -> bool:
         """Whether the script may average gradients only while it steps."""
         return any(self.averages_within(step) for step in self.ranks[0].steps[: self.steps]) if self.ranks else False
+
+    @cached_property
+    def by_themselves(self) -> set[int]:
+        """The optimizers that each rank steps by itself before those of all ranks begin: in a search for a rate, say.
+
+        No model is wrapped, and nothing is reduced before their steps on any rank, as it is before those of others.
+        """
+        found: set[int] = set()
+        for rank in [] if self.wrappers else self.ranks:
+            reduces = [
+                any(
+                    event["kind"] == "collective" and event["op"] in REDUCING
+                    for event in rank.by_window[step["window"]]
+                )
+                for step in rank.steps
+            ]
+            begun = reduces.index(True) if True in reduces else 0
+            found |= {step["optimizer"] for step in rank.steps[:begun]} - {
+                one["optimizer"] for one in rank.steps[begun:]
+            }
+        return found
 
     def averages_within(self, step: Event) -> bool:
         """Whether a step may average gradients itself: own code steps, or it makes equal parameters of unequal ones."""

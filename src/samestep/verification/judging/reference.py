@@ -83,6 +83,7 @@ class Comparison:
         mine = [event for event in self.record.ranks[0].steps[: self.record.steps] if event["kept"] is not None]
         mine = [event for event in mine if self.record.is_seen_by_all(event)]
         common = [event for event in mine if event["event"] in self.whole.steps]
+        common = [one for one in common if self.whole.steps[one["event"]]["optimizer"] == one["optimizer"]]
         common = [event for event in common if event["window"] < self._in_step.until]
         common = [event for event in common if event["window"] not in self._in_step.astray]
         reasons = {event["event"]: self.record.compressed(event).why_not(event) for event in common}

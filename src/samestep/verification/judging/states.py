@@ -227,6 +227,7 @@ def averaged_behind(record: Record) -> int | None:
         return None
     for index in range(record.steps):
         apart = differing_ranks(record.events_of_step(index), "gradients") is not None
+        apart = apart and record.ranks[0].steps[index]["optimizer"] not in record.by_themselves
         if apart and not record.averages_within(record.ranks[0].steps[index]) and _healed(record, index):
             return index
     return None
@@ -261,6 +262,8 @@ def _first_difference(record: Record) -> Iterator[Finding]:
     averaged, apart = averaged_behind(record) is not None, False
     for index in range(record.steps):
         events = record.events_of_step(index)
+        if events[0]["optimizer"] in record.by_themselves:
+            continue
         bad = differing_ranks(events, "parameters")
         apart = apart and bad is not None
         if bad is not None and not apart:

@@ -99,6 +99,7 @@ class Updates:
         is_unknown = within and (not self.record.parts(step) or self.record.carries_apart(step))
         return not is_unknown and (
             step["event"] in self.whole.steps
+            and self.whole.steps[step["event"]]["optimizer"] == step["optimizer"]
             and all(step["window"] < min(one["window"], one["own"]) for one in apart)
             and self.record.updated(step) is not None
             and self.whole.update(step["event"]) is not None
