@@ -16,6 +16,7 @@ from samestep.verification.judging.averaged import Averaged
 
 __all__: list[str] = []
 
+BY_THEMSELVES = "each rank steps models of its own first, and one process all of them: it takes other steps"
 REDUCING = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor"}
 
 

@@ -18,7 +18,7 @@ from samestep.verification.judging.explanations import Explanations
 from samestep.verification.judging.in_step import InStep, chance_of
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.rates import Rates
-from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.record import BY_THEMSELVES, Rank, Record
 from samestep.verification.judging.samples import are_loaded, loads_for_all
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.states import averaged_behind, local_steps
@@ -73,6 +73,9 @@ class Comparison:
                 f"rank {loader} loads for all ranks and sends it on, several batches at once, and one process does not"
             )
             report.cover("gradients", unchecked(why))
+            return
+        if self.record.by_themselves:
+            report.cover("gradients", unchecked(BY_THEMSELVES))
             return
         report.add(self._in_step.findings())
         if (unknown := self._in_step.unknown) is not None:

@@ -16,7 +16,7 @@ from samestep.verification import numerics
 from samestep.verification.findings import AGREES, PROVED, REFUTED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.others import Others
-from samestep.verification.judging.record import Record
+from samestep.verification.judging.record import BY_THEMSELVES, Record
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.states import averaged_behind
 from samestep.verification.judging.words import plural
@@ -62,6 +62,9 @@ class Updates:
         """Adds what the comparison tells; returns the steps that are as in one process."""
         if REFUTED in {report.coverage.get(name) for name in ("initial_state", "parameter_order", "parameters")}:
             report.cover("updates", unchecked("the ranks train different models"))
+            return set()
+        if self.record.by_themselves:
+            report.cover("updates", unchecked(BY_THEMSELVES))
             return set()
         own = averaged_behind(self.record)
         if own is not None:
