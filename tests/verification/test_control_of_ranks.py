@@ -160,3 +160,12 @@ def test_a_dataset_s_own_generator_draws_one_noise_for_the_samples_of_two_ranks(
 
     found = [one for one in chance_findings(record(rank(0), rank(1))) if "the dataset of rank 1" in one.cause]
     assert [one.severity for one in found] == ([] if severity is None else [severity])
+
+
+def test_a_step_that_one_rank_leaves_out_is_named_where_it_is_taken() -> None:
+    backward: Event = {"kind": "backward", "where": "train.py:25"}
+    first = [{**backward, "window": 0}, step(0, "g"), {**backward, "window": 1}, step(1, "g", where="train.py:31")]
+    other = [{**backward, "window": 0}, step(0, "g"), *[{**backward, "window": 1}] * 2, step(1, "g"), ended()]
+    more = [{**backward, "window": 2}, step(2, "g"), ended()]
+    (finding,) = findings(control, record([*first, *more], other))
+    assert (finding.code, finding.where) == ("steps-differ", "train.py:31")

@@ -64,13 +64,13 @@ def _steps(record: Record) -> Iterator[Finding]:
 
 
 def _first_apart(first: Rank, other: Rank) -> str | None:
-    """Where the first step is that one rank takes behind other batches than another."""
+    """Where the first step is that one rank takes behind other backward passes than another."""
     for mine, theirs in zip(first.steps, other.steps, strict=False):
-        batches = [
-            sum(event["kind"] == "batch" and event["training"] for event in rank.by_window.get(step["window"], []))
+        counts = [
+            sum(event["kind"] == "backward" for event in rank.by_window.get(step["window"], []))
             for rank, step in ((first, mine), (other, theirs))
         ]
-        if batches[0] != batches[1]:
+        if counts[0] != counts[1]:
             where: str = mine["where"]
             return where
     return None
