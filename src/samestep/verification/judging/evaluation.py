@@ -70,7 +70,8 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
     found = [] if printed.whole and not printed.different and not sampled else [one for one in sums if one is not None]
     if not found and printed.different is not None:
         found = [_printed(printed.different, record)]
-    confirmed = printed.alike or None in [*sums, *compared] or _agrees_by_itself(record, told, unplaced)
+    confirmed = printed.alike or None in [*sums, *compared] or (not found and printed.unnamed)
+    confirmed = confirmed or _agrees_by_itself(record, told, unplaced)
     of_parts = not any(one.brings_together for mine in told for one in mine.values())
     if not found and not confirmed and not of_parts:
         found = sampled
@@ -90,7 +91,8 @@ def _agrees_by_itself(record: Record, told: list[dict[str, Outcome]], alone: Rec
         return False
     theirs = outcomes(alone.ranks[0])
     lines = metrics_alike([_lines(one) for one in told], _lines(theirs))
-    return lines.whole or None in _sums(record, told[0], theirs, set())
+    sums = _sums(record, told[0], theirs, set())
+    return lines.whole or (bool(sums) and all(one is None for one in sums))
 
 
 def _drawn_apart(ranks: list[dict[str, Outcome]]) -> set[str]:

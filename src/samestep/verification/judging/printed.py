@@ -52,6 +52,7 @@ class Alike:
         different: the first of a line in which none does.
         local: where each rank prints numbers of its part, and says so or prints others of the whole too.
         unsure: lines that differ, and that may: by random numbers, or by what a batch is made of.
+        unnamed: whether a line agrees in all its numbers, none of which has a known name.
     """
 
     alike: bool = False
@@ -59,6 +60,7 @@ class Alike:
     different: Difference | None = None
     local: str | None = None
     unsure: int = 0
+    unnamed: bool = False
 
 
 def metrics_alike(
@@ -88,12 +90,12 @@ def metrics_alike(
 
 
 def _compared(lines: Mapping[Place, Event], alone: Mapping[Place, Event], may_differ: Container[str]) -> Alike:
-    alike, whole, different, unsure = False, True, None, 0
+    alike, whole, different, unsure, unnamed = False, True, None, 0, False
     for place, here in lines.items():
         there = alone.get(place)
         pairs = list(zip(metrics(here), metrics(there), strict=False)) if there is not None else []
         if there is None or not pairs:
-            alike = alike or (there is not None and _has_same_numbers(here, there))
+            unnamed = unnamed or (there is not None and _has_same_numbers(here, there))
             continue
         apart = list(_apart(here, there))
         if len(apart) == len(pairs) and (here["drew"] != there["drew"] or place[0] in may_differ):
@@ -103,7 +105,7 @@ def _compared(lines: Mapping[Place, Event], alone: Mapping[Place, Event], may_di
         whole = whole and not apart
         if len(apart) == len(pairs) and different is None:
             different = apart[0]
-    return Alike(alike, whole and alike, different, unsure=unsure)
+    return Alike(alike, whole and alike, different, unsure=unsure, unnamed=unnamed)
 
 
 def _has_same_numbers(here: Event, there: Event) -> bool:
