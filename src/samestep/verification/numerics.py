@@ -158,6 +158,16 @@ def nearest(these: Gradients, reference: Gradients, size: int) -> tuple[dict[str
     return found, factors
 
 
+def in_turns(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Returns the whole of which part i is `whole[i::len(parts)]` along a dim.
+
+    >>> in_turns([torch.tensor([0, 2, 4]), torch.tensor([1, 3])]).tolist()
+    [0, 1, 2, 3, 4]
+    """
+    places = torch.cat([torch.arange(part.shape[dim]) for part in parts])
+    return torch.cat(list(parts), dim).index_select(dim, torch.argsort(places, stable=True))
+
+
 def are_finite(gradients: Gradients) -> bool:
     """Returns whether no gradient has a NaN or an infinity."""
     return all(one is None or bool(torch.isfinite(vector(one)).all()) for one in gradients.values())

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
+from torch import Tensor
+
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
 from samestep.verification.journal import Event
@@ -32,7 +35,7 @@ _BRINGING = {"all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_o
 _NO_LOADER = "no DataLoader tells which samples were trained on"
 _OTHERS = "one process takes other samples"
 _UNKNOWN = f"{_OTHERS}, and what each rank computes by itself is not known"
-_CHANGED = f"{_OTHERS}, and the gradients of the ranks are no sum of what each computes by itself"
+_CHANGED = f"{_OTHERS}, and the ranks' gradients are not a weighted sum of what each computes by itself"
 _BROUGHT = f"{_OTHERS}, and the loss depends on what the ranks bring together at {{}}"
 _NO_MEANS = (
     f"{_OTHERS}, and no rank's loss is a plain mean over its samples: whether the average is that of all is open"
@@ -64,7 +67,7 @@ def judge(record: Record, steps: list[Event], report: Report) -> None:
             report.cover("gradients", unchecked(_BROUGHT.format(where)))
             return
         weights = means.weights(record, step)
-        if weights is None or not _judge(record, step, found.factors, weights, report):
+        if weights is None or not _judge(record, step, ours, parts, weights, report):
             report.cover("gradients", unchecked(_NO_MEANS))
             return
         if report.errors:
@@ -77,15 +80,18 @@ def judge(record: Record, steps: list[Event], report: Report) -> None:
     report.cover("gradients", DECLARED, f"worst error {worst:.1e}, {plural(seen, 'step')}")
 
 
-def _judge(record: Record, step: Event, factors: tuple[float, ...], weights: means.Weights, report: Report) -> bool:
-    """Judges the measured factors beside the weights of a mean; returns whether they tell anything."""
-    shares = [factor / sum(factors) for factor in factors]
-    if any(abs(share - right) > _NEAR for share, right in zip(shares, weights.shares, strict=True)):
+def _judge(
+    record: Record, step: Event, ours: Tensor, parts: list[Tensor], weights: means.Weights, report: Report
+) -> bool:
+    """Judges a gradient beside the mean of the ranks' own, with these weights; returns whether that tells anything."""
+    right = sum(share * part for share, part in zip(weights.shares, parts, strict=True))
+    found = numerics.fit(ours, [torch.as_tensor(right)])
+    if not found.left <= numerics.limit(0.0, record.gradients(step)):  # weights of nearly parallel parts tell little
         if weights.is_plain:
-            report.add([_mean_of_means(record, step, weights.shares, shares)])
+            report.add([_mean_of_means(record, step, weights.shares, numerics.fit(ours, parts).factors)])
         return weights.is_plain
     clipped = clipping(record, step)
-    total, size = sum(factors) / (clipped or 1.0), record.size
+    total, size = found.factors[0] / (clipped or 1.0), record.size
     if clipped is None and total < 1:
         return True  # by an unknown norm
     if _is_near(total * weights.factor, 1.0):
@@ -111,7 +117,7 @@ def judge_samples(record: Record, whole: Record, own_pace: Callable[[], Record],
         return
     mine, theirs = rows_of(record), rows_of(own_pace())
     if not mine or not theirs:
-        report.cover("data", unchecked(f"{_NO_LOADER}, and what the models get cannot be told apart by sample"))
+        report.cover("data", unchecked(f"{_NO_LOADER}, and the inputs of the models have no rows to compare"))
     elif mine == theirs:
         report.cover("data", AGREES, f"the {len(mine)} samples that one process uses, by what the models get")
     else:
@@ -170,7 +176,7 @@ def _of_one_tensor(
                 step=step["event"],
                 tensor=name,
                 factor=round(times, 6),
-                where=_backward(record.ranks[0], step),
+                where=record.ranks[0].backward_of(step),
                 cause=f"at step {step['event']} the gradient of {name} is {times:.4g} times, beside the others, what "
                 "the ranks' backward passes bring: it is added up, or divided, once more",
                 fix="reduce each parameter once: tied weights are one parameter of several modules",
@@ -185,31 +191,25 @@ def scaled(record: Record, step: Event, total: float) -> Finding:
         property="gradients",
         step=step["event"],
         factor=round(total, 6),
-        where=_backward(record.ranks[0], step),
+        where=record.ranks[0].backward_of(step),
         cause=f"at step {step['event']} the gradient is {total:.4g} times that of the mean over the samples of all "
         f"{record.size} ranks",
         fix="divide the sum of all ranks by their number, once",
     )
 
 
-def _mean_of_means(record: Record, step: Event, right: tuple[float, ...], shares: list[float]) -> Finding:
+def _mean_of_means(record: Record, step: Event, right: tuple[float, ...], shares: tuple[float, ...]) -> Finding:
     told = [", ".join(f"{one:.3f}" for one in each) for each in (right, shares)]
     return Finding(
         code="gradient-differs",
         property="gradients",
         step=step["event"],
-        where=_backward(record.ranks[0], step),
+        where=record.ranks[0].backward_of(step),
         cause=f"at step {step['event']} each rank's loss is a mean over its own number of values, and the ranks count "
         f"{told[1]}: the mean over all values weighs them {told[0]}",
         fix="divide each rank's sum by the number of items of all ranks, times the world size; samestep does it in "
         "batches.mean(losses)",
     )
-
-
-def _backward(rank: Rank, step: Event) -> str:
-    window = rank.by_window.get(step["window"], [])
-    where: str = next((one["where"] for one in window if one["kind"] == "backward"), step["where"])
-    return where
 
 
 def clipping(record: Record, event: Event) -> float | None:

@@ -22,7 +22,7 @@ from samestep.verification.report import Report
 __all__: list[str] = []
 
 REMARK = "no optimizer of torch.optim steps: a step is a change of parameters in place behind a backward pass"
-WITHIN = "gradients are averaged only while the optimizer steps: compared is the mean of those that ranks step with"
+WITHIN = "gradients are averaged only while the optimizer steps: the mean of the ranks' own gradients was compared"
 _SCALED = (
     "one process's gradients are {:.4g} times those before a step, and whether the step makes up for that is not known"
 )

@@ -1,7 +1,7 @@
 """The line at which ranks first compute something else than one process does, from the same samples and weights.
 
-    one process    a                     what ranks compute of their samples is
-    ranks          r₀ … r_N              copies (r = a), parts (a, cut along a dim), or has a as its mean, sum or norm
+    one process    a
+    ranks          r₀ … r_N      copies of a, parts of it along a dim, or numbers whose mean, sum or norm it is
 
 A line whose results are none of these differs, and so does a loss that is a sum where the average needs a mean. Looked
 for only where an outcome differs, in runs of their own: it is the place of a mistake, and no evidence by itself.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor
 from samestep.verification.findings import Finding
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
-from samestep.verification.recording.lines import EVALUATION, FORWARD, GRADIENTS, STEP, lines_of
+from samestep.verification.numerics import in_turns
+from samestep.verification.recording.lines import EVALUATION, FORWARD, GRADIENTS, STEP
 
 __all__: list[str] = []
 
@@ -36,7 +37,7 @@ class Line:
 
     Attributes:
         place: of it.
-        relation: "copies", "mean", "parts", "sum", "norm"; None where it is none of these.
+        relation: "copies", "mean", "parts", "sum", "norm" or "unknown"; None where it is none of these.
         is_loss: whether it is one number of which gradients are taken.
         has_gradient: whether gradients are taken through it.
     """
@@ -63,7 +64,6 @@ class Lines:
 
     ranks: Record
     alone: Run
-    _found: list[Line] = field(default_factory=list)
 
     def located(self, finding: Finding) -> Finding:
         """Returns a finding with the line that is to blame, where one is found."""
@@ -105,7 +105,8 @@ class Lines:
 
 
 def _by_place(events: list[dict[str, Any]], record: Record, rank: int) -> dict[Place, dict[str, Any]]:
-    return {tuple(one["place"]): one for one in lines_of(events, lambda number: record.value(rank, number))}
+    kept = [record.value(rank, event["kept"]) for event in events if event["kept"] is not None]
+    return {one["place"]: one for lines in kept for one in lines}
 
 
 def _first_apart(lines: list[Line]) -> Line | None:
@@ -130,7 +131,7 @@ def _of_loss(lines: list[Line]) -> Line | None:
 
 
 def _relation(one: dict[str, Any], ranks: list[dict[str, Any]]) -> str | None:
-    """How what the ranks have computed belongs to what one process has; "unknown" where that cannot be told."""
+    """Returns how the ranks' results give one process's; None where they do not, "unknown" where that is open."""
     values = [each["value"] for each in ranks]
     if one["value"] is None or any(value is None for value in values):
         return "unknown" if _may_belong([each["shape"] for each in ranks], one["shape"]) else None
@@ -167,12 +168,7 @@ def _are_parts(parts: list[Tensor], whole: Tensor, dim: int) -> bool:
         return False
     if sum(part.shape[dim] for part in parts) != whole.shape[dim]:
         return False
-    return _is_near(torch.cat(parts, dim), whole) or _is_near(_in_turns(parts, dim), whole)
-
-
-def _in_turns(parts: list[Tensor], dim: int) -> Tensor:
-    places = torch.cat([torch.arange(part.shape[dim]) for part in parts])
-    return torch.cat(parts, dim).index_select(dim, torch.argsort(places, stable=True))
+    return _is_near(torch.cat(parts, dim), whole) or _is_near(in_turns(parts, dim), whole)
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:

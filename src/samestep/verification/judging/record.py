@@ -16,7 +16,7 @@ from samestep.verification.judging.averaged import Averaged
 
 __all__: list[str] = []
 
-BY_THEMSELVES = "each rank steps models of its own first, and one process all of them: it takes other steps"
+BY_THEMSELVES = "each rank first trains models of its own; one process trains all of them, in other steps"
 REDUCING = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor"}
 
 
@@ -51,6 +51,12 @@ class Rank:
             if "window" in event:
                 windows.setdefault(event["window"], []).append(event)
         return windows
+
+    def backward_of(self, step: Event) -> str:
+        """Returns the line of the first backward pass of a step; that of the step itself where there is none."""
+        window = self.by_window.get(step["window"], [])
+        where: str = next((one["where"] for one in window if one["kind"] == "backward"), step["where"])
+        return where
 
     @cached_property
     def ended(self) -> Event | None:

@@ -76,7 +76,7 @@ def _told(record: Record, pair: tuple[Rank, Rank], steps: Sequence[Event]) -> Fi
         property="data",
         rank=other.number,
         step=steps[0]["event"],
-        where=_drawn_at(first, other, steps) or _backward(first, steps[0]),
+        where=_drawn_at(first, other, steps) or first.backward_of(steps[0]),
         cause=f"rank {other.number} trains on {which}, those of rank {first.number}, and computes the same gradient: "
         f"{record.size} ranks train on fewer samples than they compute",
         fix="draw the samples from a generator that is seeded with the rank (torch.manual_seed(seed + rank) once the "
@@ -94,10 +94,4 @@ def _drawn_at(first: Rank, other: Rank, steps: Sequence[Event]) -> str | None:
     if last is None:
         return None
     where: str = alike[windows.index(last)].rpartition("|")[0].partition("|")[2]
-    return where
-
-
-def _backward(rank: Rank, step: Event) -> str:
-    window = rank.by_window.get(step["window"], [])
-    where: str = next((one["where"] for one in window if one["kind"] == "backward"), step["where"])
     return where

@@ -93,15 +93,13 @@ class Windows:
         even = len(set(sizes)) == 1
         note = not even and all(abs(weight - other) < 0.01 for weight, other in zip(weights, by_size, strict=False))
         shares = ", ".join(f"{weight:.3f}" for weight in weights)
-        window = rank.by_window.get(step["window"], [])
-        where = next((one["where"] for one in window if one["kind"] == "backward"), step["where"])
         uneven = "whose micro-batches hold different numbers of samples" if note else "though their parts are not alike"
         return Finding(
             code="gradient-differs",
             severity="note" if note else "error",
             property="gradients",
             step=step["event"],
-            where=where,
+            where=rank.backward_of(step),
             cause=f"at step {step['event']} the {len(weights)} micro-batches count alike, {uneven}: in one batch of "
             f"all their samples they would count {shares} times",
             fix="divide every micro-batch's sum by the items of the whole step (tokens, say), counted before its first "

@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samestep.launch.noting import call_site, is_own
 from samestep.verification.recording.leaves import leaves_of, tensors_of
+from samestep.verification.recording.modes import LooseMode
 from samestep.verification.recording.naming import parameters_of, roots
 
 __all__: list[str] = []
@@ -188,33 +188,23 @@ class ByHand:
         optimizer.returned, self._held = {}, []
 
 
-class _Writes(TorchFunctionMode):
-    """Tells of writes to tensors, and of uses of others, while it is active.
-
-    Modes end in the order in which they have begun, so it begins only where no other one has, and ends where it is the
-    last.
-    """
+class _Writes(LooseMode):
+    """Tells of writes to tensors, and of uses of others, while it is active."""
 
     def __init__(self, by_hand: ByHand) -> None:
         super().__init__()
         self._by_hand = by_hand
-        self._is_there = False
         self._is_active = False
 
     def begin(self) -> None:
         """From now on."""
-        device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # noqa: SLF001  (set_default_device)
-        if not self._is_there and _stack() in ([], [device]):
-            self.__enter__()  # type: ignore[no-untyped-call]
-            self._is_there = True
+        self.enter()
         self._is_active = True
 
     def end(self) -> None:
         """Not any more."""
         self._is_active = False
-        if self._is_there and _stack()[-1:] == [self]:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._is_there = False
+        self.leave()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Looks at what a call writes to, before it is made."""
@@ -247,12 +237,6 @@ def _is_write(func: Any, name: str) -> bool:
         return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
     in_place = name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
     return in_place or name == "__setitem__" or name in _OPERATORS
-
-
-def _stack() -> list[Any]:
-    from torch.overrides import _get_current_function_mode_stack
-
-    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
 def _storage(tensor: Tensor) -> int:

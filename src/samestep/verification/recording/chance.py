@@ -82,6 +82,8 @@ def joined(name: str, own: Any, parts: list[Any], *, strided: bool = False) -> A
     """
     import torch
 
+    from samestep.verification.numerics import in_turns
+
     mine = as_tensor(own)
     if mine is None or any(part.dtype != mine.dtype for part in parts):
         return None
@@ -91,17 +93,10 @@ def joined(name: str, own: Any, parts: list[Any], *, strided: bool = False) -> A
         if name == "torch.randperm":  # of positions in each rank's part
             starts = [sum(len(part) for part in parts[:i]) for i in range(len(parts))]
             parts = [part + start for part, start in zip(parts, starts, strict=True)]
-        whole = _in_turns(parts) if strided else torch.cat(parts)
+        whole = in_turns(parts) if strided else torch.cat(parts)
     else:
         return None
     return _in_the_form_of(own, whole) if whole.shape == mine.shape else None
-
-
-def _in_turns(parts: list[Any]) -> Any:
-    import torch
-
-    places = torch.cat([torch.arange(len(part)) for part in parts])
-    return torch.cat(parts)[torch.argsort(places, stable=True)]
 
 
 def _in_the_form_of(own: Any, whole: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The random generators that a dataset holds itself: ranks whose begin alike draw one noise for different samples."""
+"""The random generators that a dataset holds: with equal states, two ranks give different samples the same noise."""
 
 from __future__ import annotations
 

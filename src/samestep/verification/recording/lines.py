@@ -5,25 +5,23 @@
     train.py:47   div_       […]        behind the backward pass
     lion.py:12    mul_       […]        within the optimizer's step
 
-A TorchFunctionMode sees calls of torch's functions, and :meth:`LineTrace.collective` what collectives bring; what is
-inside of them, such as the backward pass, is not seen. Modes end in the order in which they have begun, so it begins
-only where no other one has.
+A mode sees calls of torch's functions, and :meth:`LineTrace.note` gets the results of collectives. What is inside of
+them, such as the backward pass, is not seen.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from samestep.launch.noting import call_site
 from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.leaves import tensors_of
+from samestep.verification.recording.modes import LooseMode
 from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
@@ -34,7 +32,7 @@ _MOST_LINES = 4096
 _UNCHANGED = {"__get__", "__set__", "size", "dim", "numel", "detach", "requires_grad_", "backward", "__repr__", "to"}
 
 
-class LineTrace(TorchFunctionMode):
+class LineTrace(LooseMode):
     """Keeps results in memory while it is active, and writes them down when it ends.
 
     Args:
@@ -44,7 +42,6 @@ class LineTrace(TorchFunctionMode):
     def __init__(self, journal: TraceWriter) -> None:
         super().__init__()
         self._journal = journal
-        self._is_there = False
         self._is_busy = False
         self._seen: Counter[tuple[str, str, str]] = Counter()
         self._lines: list[dict[str, Any]] = []
@@ -52,20 +49,16 @@ class LineTrace(TorchFunctionMode):
 
     def begin(self, segment: str) -> None:
         """Looks at what is computed from now on, as a part of this segment."""
-        if self.segment is None and _stack() in ([], [_device()]):
-            self.__enter__()  # type: ignore[no-untyped-call]
-            self._is_there = True
+        self.enter()
         self.segment = segment
 
-    def end(self, **about: Any) -> None:
+    def end(self) -> None:
         """Writes down what was computed."""
-        if self._is_there and _stack()[-1:] == [self]:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._is_there = False
+        self.leave()
         lines, self._lines, self.segment = self._lines, [], None
         if lines:
             kept = self._journal.keep(lambda path: save_unseen(lines, path))
-            self._journal.write("lines", kept=kept, **about)
+            self._journal.write("lines", kept=kept)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls, and keeps what it brings."""
@@ -101,20 +94,3 @@ def _kept(tensor: Tensor) -> dict[str, Any]:
         "shape": list(local.shape),
         "value": local.detach().cpu().clone() if is_small else None,
     }
-
-
-def _stack() -> list[Any]:
-    from torch.overrides import _get_current_function_mode_stack
-
-    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
-
-
-def _device() -> Any:
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # noqa: SLF001  (set_default_device)
-
-
-def lines_of(events: list[dict[str, Any]], value: Any) -> Iterator[dict[str, Any]]:
-    """Yields the lines that a process has kept; `value` reads what it has kept."""
-    for event in events:
-        if event["kept"] is not None:
-            yield from value(event["kept"])

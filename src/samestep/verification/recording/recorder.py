@@ -70,10 +70,10 @@ class Recorder(Witness):
         self._dropped_in = -1
         self._loaded: str | None = None
         self._loaded_buffers: dict[str, str] = {}
-        self._averaged: dict[int, dict[str, Any] | None] = {}  # a model -> what is to be told of it in this window
+        self._averaged: dict[int, dict[str, Any] | None] = {}  # model -> its event of this window; None: several values
         self._told_averaged = 0
         self._loaded_averaged: dict[str, str] = {}
-        self._evaluates: str | None = None  # the evaluation whose parameters were told last
+        self._evaluates: str | None = None  # the evaluation whose parameters were written last
         self._loaded_at: str | None = None  # where parameters were loaded since the last step
         self._is_fed = False  # a DataLoader has yielded what is trained on
         self._is_over = False  # the pass at hand has yielded all it has, and its last batch may still be trained on

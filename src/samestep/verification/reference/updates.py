@@ -61,7 +61,7 @@ class UpdateReplay:
         import torch
 
         mine = self._optimizers.gradients(optimizer)
-        within = self._record.averages_within(self._record.ranks[0].steps[step["event"]])
+        within = self._record.averages_within(step)
         gradients = _as_one_process_has(self._record, step, mine) if within else self._record.used(step)
         with torch.no_grad():
             for name, parameter in parameters.items():

@@ -1,0 +1,39 @@
+"""A TorchFunctionMode that begins and ends anywhere in a script.
+
+Modes end in the order in which they have begun. So it begins only where no other one has, but for the one of
+torch.set_default_device, and ends where it is the last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+__all__: list[str] = []
+
+
+class LooseMode(TorchFunctionMode):
+    """Base class of the modes that watch a script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_entered = False
+
+    def enter(self) -> None:
+        """Sees calls from now on, where that can be."""
+        device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # noqa: SLF001  (set_default_device)
+        if not self._is_entered and _stack() in ([], [device]):
+            self.__enter__()  # type: ignore[no-untyped-call]
+            self._is_entered = True
+
+    def leave(self) -> None:
+        """Sees none any more, where that can be."""
+        if self._is_entered and _stack()[-1:] == [self]:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._is_entered = False
+
+
+def _stack() -> list[Any]:
+    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
