@@ -324,3 +324,19 @@ def test_a_module_in_training_mode_uses_no_statistics_and_mixes_samples() -> Non
         "1.running_mean",
         "1.running_var",
     ]
+
+
+def test_a_number_without_a_known_name_confirms_only_what_no_sum_refutes() -> None:
+    def evaluates(total: float, area: str) -> list[Event]:
+        return [*loads([0, 1]), sums(total), prints(f"epoch 3 area {area}")]
+
+    assert judged([evaluates(4.0, "0.99123")] * 2, evaluates(4.0, "0.99123")).coverage["evaluation"] == "agrees"
+    assert found([evaluates(4.0, "0.99123")] * 2, evaluates(7.0, "0.99123")) == ["train.py:30"]
+
+
+def test_rollouts_in_which_models_see_other_data_are_no_evaluation_of_the_ranks_data() -> None:
+    def evaluates(total: float, *rows: str) -> list[Event]:
+        return [ran(), {"kind": "seen", "phase": 1, "rows": [*rows]}, sums(total)]
+
+    for other, codes in ((["a", "x"], []), (["a", "b"], ["train.py:30"])):
+        assert found([evaluates(5.0, "a"), evaluates(5.0, "b")], evaluates(9.0, *other)) == codes

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from journals import Event, passed, step, trained
+from journals import Event, ended, passed, record, step, trained
 
 from samestep.verification.journal import value_path
 from samestep.verification.judging import moved
+from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.means import uneven_counts
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.record import Rank, Record
@@ -164,6 +165,34 @@ def test_a_step_that_one_process_leaves_out_with_weights_of_its_own_is_no_differ
         report.coverage["control"] == "not checked: from step 0 on one process steps at other batches, from "
         "weights of its own"
     )
+
+
+@pytest.mark.parametrize(
+    ("taken", "kept", "draws", "says"),
+    [
+        (2, 0, False, None),
+        (3, 0, False, "one process, from the same weights, goes on"),
+        (1, 0, False, "one process, from the same weights, has ended before"),
+        (3, None, False, "with weights of its own, ends after another number of steps"),
+        (3, 0, True, "one process cannot draw the same"),
+    ],
+    ids=["as many", "more", "fewer", "from other weights", "with other draws"],
+)
+def test_one_process_ends_after_the_ranks_steps_from_their_weights(
+    taken: int, kept: int | None, says: str | None, *, draws: bool
+) -> None:
+    """An early stop by each rank's own validation loss, of which one process has the whole."""
+    windows: list[Event] = [{"kind": "window", "number": number, "kept": kept} for number in range(2)]
+    ranks = record(
+        *([*windows, *passed([i], samples=2), *passed([i], samples=2, number=1, window=1), ended()] for i in "01")
+    )
+    rates: list[Event] = [{"kind": "rates", "event": number, "optimizer": 0, "rates": [0.1]} for number in range(taken)]
+    drawn: list[Event] = [{"kind": "chance", "place": "0|train.py:9|1", "name": "torch.rand"}] if draws else []
+    alone = Run(Ended(code=0, hung=False, failure=None, folder=Path()), record([*rates, *drawn, ended()]))
+    in_step = InStep(ranks, alone)
+    told = [one.cause for one in in_step.findings()] + [one for one in [in_step.unknown] if one is not None]
+    assert (says is None and told == []) or (len(told) == 1 and str(says) in told[0])
+    assert in_step.may_become_known == (kept is None)
 
 
 def test_a_part_of_the_loss_that_is_a_sum_is_found(tmp_path: Path) -> None:

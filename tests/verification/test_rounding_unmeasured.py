@@ -102,3 +102,21 @@ def test_gradients_that_are_all_zero_were_not_compared(tmp_path: Path, gradient:
     report = Report(ranks=2)
     Comparison(ranks.record, alone, Others(lambda: alone, list)).judge(report)
     assert report.coverage["gradients"].startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(1e-3, "agrees"), (2e-2, "not checked: rounding alone"), (0.3, "differs")],
+    ids=["rounding", "open", "a mistake"],
+)
+def test_gradients_that_are_computed_in_16_bits_are_judged_by_what_that_leaves(
+    tmp_path: Path, error: float, told: str
+) -> None:
+    """The optimizer holds copies of 32 bits; the leaves of the graph tell the type."""
+    ours = two_ranks(tmp_path / "ranks", error)
+    events = ours.ranks[0].events
+    events[:] = [{**one, "unit": 2**-11} if one["kind"] == "step" else one for one in events]
+    whole, again = run(tmp_path / "whole", RIGHT), run(tmp_path / "again", RIGHT)
+    report = Report(ranks=2)
+    Comparison(ours, whole, Others(lambda: again, lambda: [run(tmp_path / "part", None)])).judge(report)
+    assert report.coverage["gradients"].startswith(told)

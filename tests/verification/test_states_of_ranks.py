@@ -206,6 +206,49 @@ def test_ranks_that_use_other_values_of_an_average_are_found() -> None:
     assert judged(rank("a"), rank("a")).findings == judged(rank("a"), rank()).findings == []
 
 
+@pytest.mark.parametrize(
+    ("values", "loaded", "is_found"),
+    [(("p1", "p0"), "train.py:60", True), (("p1", "p1"), "train.py:60", False), (("p1", "p0"), None, False)],
+    ids=["other ones", "the same", "not loaded"],
+)
+def test_ranks_that_load_different_weights_before_they_evaluate_are_found(
+    values: tuple[str, str], loaded: str | None, *, is_found: bool
+) -> None:
+    """Each keeps the best by its own part of the validation data."""
+    told = [{"kind": "evaluates", "phase": "1.1", "parameters": {"w": one}, "loaded": loaded} for one in values]
+    report = Report(ranks=2)
+    evaluation.judge(record(*(alike(one) for one in told)), None, report)
+    assert [(one.code, one.property, one.where) for one in report.errors] == (
+        [("parameters-diverged", "evaluation", "train.py:60")] if is_found else []
+    )
+
+
+def test_weights_that_a_rank_makes_for_an_evaluation_are_its_own() -> None:
+    """An evolution strategy perturbs them."""
+    about = {"kind": "evaluates", "phase": "1.1", "loaded": "train.py:60"}
+    report = Report(ranks=2)
+    evaluation.judge(
+        record(*(alike({**about, "parameters": {"w": one}}) for one in ("noisy", "noisier"))), None, report
+    )
+    assert report.errors == []
+
+
+@pytest.mark.parametrize(
+    ("more", "is_local"),
+    [([], True), ([wrap("w")], False), ([{"kind": "weights", "event": 2, "where": "train.py:40"}], False)],
+    ids=["averaged by hand", "declared copies", "loaded"],
+)
+def test_steps_of_each_rank_s_own_may_be_averaged_later_where_nothing_declares_copies(
+    more: list[Event], *, is_local: bool
+) -> None:
+    def rank(name: str) -> list[Event]:
+        own = [step(0, name), stepped(0, name), step(1, name, name), stepped(1, name)]
+        return [*more, *own, step(2, "g"), stepped(2)]
+
+    codes = [one.code for one in findings(states, record(rank("a"), rank("b")))]
+    assert codes == ([] if is_local else ["gradients-not-synchronised"])
+
+
 def held_by(*names: str, digests: str = "p", gradient: str = "g", **wrap: Any) -> list[Event]:
     """A rank, or one process, that has these parameters."""
     about = {"kind": "wrap", "wrapper": "DistributedDataParallel", "where": "train.py:12", "names": list(names), **wrap}

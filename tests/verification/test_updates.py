@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from journals import Event, step, stepped, trained
+from journals import Event, record, step, stepped, trained
 
 from samestep.verification.journal import value_path
 from samestep.verification.judging.others import Others
@@ -102,3 +102,12 @@ def test_an_optimizer_that_averages_in_its_step_is_judged_where_the_ranks_own_gr
     Updates(Record(ours.folder, [Rank(0, first), Rank(1, second)]), whole, Others(lambda: whole, list)).judge(report)
     assert [one.code for one in report.errors] == (["update-differs"] if is_known else [])
     assert is_known or report.coverage["updates"].startswith("not checked")
+
+
+def test_state_that_each_rank_carries_by_itself_is_not_held_against_one_process() -> None:
+    """What random-k compression has not sent yet."""
+    told = [{"kind": "updated", "event": 0, "kept": None, "carried": [[name]]} for name in "ab"]
+    own = record(*([step(0, "g"), stepped(0), one] for one in told))
+    assert own.carries_apart(own.ranks[0].steps[0])
+    alike = record(*([step(0, "g"), stepped(0), told[0]] for _ in range(2)))
+    assert not alike.carries_apart(alike.ranks[0].steps[0])

@@ -259,7 +259,8 @@ def _first_difference(record: Record) -> Iterator[Finding]:
     if (declared := local_steps(record)) is not None:
         yield from _first_unaveraged(record, declared)
         return
-    averaged, apart = averaged_behind(record) is not None, False
+    averaged, apart = averaged_behind(record), False
+    soon = 1 if record.wrappers else _SOON
     for index in range(record.steps):
         events = record.events_of_step(index)
         if events[0]["optimizer"] in record.by_themselves:
@@ -271,7 +272,7 @@ def _first_difference(record: Record) -> Iterator[Finding]:
             return
         bad = differing_ranks(events, "gradients")
         if bad is not None and not apart and not _healed(record, index):
-            if averaged and index + _SOON >= record.steps:
+            if averaged is not None and averaged < index and index + soon >= record.steps:
                 return  # what would be averaged behind the last steps was not recorded
             yield of_gradients(record, index, *bad)
             return
