@@ -79,7 +79,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/launch/test_hanging_runs.py::test_a_rank_that_is_stuck_is_named_with_its_line",
     ],
     "mission: synchronisation points are checked while running": [
-        "tests/verification/test_checking.py::test_a_training_goes_on_and_what_differs_is_told_with_its_line",
+        "tests/verification/test_online.py::test_a_training_goes_on_and_what_differs_is_told_with_its_line",
         "tests/launch/test_run.py::test_ranks_in_different_collectives_are_told_as_that_though_one_was_aborted",
     ],
     "mission: BatchNorm statistics over all ranks": [
@@ -268,7 +268,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/cli/test_report_command.py::test_page_trace_and_data_go_where_they_are_wanted",
     ],
     "samestep run --check": [
-        "tests/verification/test_checking.py::test_a_training_goes_on_and_what_differs_is_told_with_its_line",
+        "tests/verification/test_online.py::test_a_training_goes_on_and_what_differs_is_told_with_its_line",
     ],
     "samestep run --dry-run": [
         "tests/cli/test_cli.py::test_a_dry_run_shows_what_a_shell_would_take_and_starts_nothing",
@@ -408,7 +408,7 @@ PROMISES: dict[str, list[str]] = {
     ],
     "samestep run: exit code 1": [
         "tests/launch/test_supervise.py::test_the_rank_that_fails_is_blamed_and_all_are_gone_soon",
-        "tests/verification/test_checking.py::test_a_training_goes_on_and_what_differs_is_told_with_its_line",
+        "tests/verification/test_online.py::test_a_training_goes_on_and_what_differs_is_told_with_its_line",
     ],
     "samestep run: exit code 2": [
         "tests/cli/test_cli.py::test_a_usage_error_is_one_line_and_code_2",
@@ -508,7 +508,7 @@ PROMISES: dict[str, list[str]] = {
     ],
     "finding initial-state-differs": [
         "tests/verification/test_states_of_ranks.py::test_other_parameters_before_the_first_step_are_found",
-        "tests/verification/test_checking.py::test_a_training_goes_on_and_what_differs_is_told_with_its_line",
+        "tests/verification/test_online.py::test_a_training_goes_on_and_what_differs_is_told_with_its_line",
     ],
     "finding parameter-order-differs": [
         "tests/verification/test_verify.py::test_layers_that_ranks_register_in_another_order_are_named",

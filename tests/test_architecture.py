@@ -26,7 +26,7 @@ FLOORS = [  # bottom first; a module may import its own floor or any floor below
         "text",
         "_version",
     },
-    {"launch", "network"},
+    {"launch", "instrument", "network"},
     {"collectives", "compress", "schedule"},
     {"runtime"},
     {"data", "replicas", "pipelines"},

@@ -70,6 +70,7 @@ JOINED = (
     "_version.py",
     "errors.py",
     "events.py",
+    "instrument",
     "machine.py",
     "paths.py",
     "progress.py",
@@ -79,6 +80,7 @@ JOINED = (
     "testing.py",
     "text.py",
     "topology.py",
+    "verification/online",
 )
 # Identifiers that hold such a word for a reason: (file, identifier) -> the reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {}

@@ -34,7 +34,7 @@ from samestep.reporting.record import open_run
 from samestep.running.checkpoints import letters as checkpoint_letters
 from samestep.runtime.entries import decode_message, fits
 from samestep.runtime.joining import Card
-from samestep.verification.checking import letters
+from samestep.verification.online import exchange
 
 MARKUP = "<img src=x onerror=alert(1)>"
 NASTY = [
@@ -155,9 +155,9 @@ LETTERS = [
     (tuple[int, int],),
     checkpoint_letters.FORMS,
     blame.FINDINGS,
-    (letters.Letter,),
-    (letters.Detail,),
-    (letters.Farewell,),
+    (exchange.StepSummary,),
+    (exchange.SummaryDetail,),
+    (exchange.FinalSummary,),
 ]
 FILE, PLACES = {"size": 1, "sha256": "a"}, {"w": [1]}
 LETTER = {"bad": None, "error": "full", "file": FILE, "places": PLACES, "well": True, "steps": [1]}
@@ -175,8 +175,8 @@ def letters_in_the_store(data):
     assert any(fits(told, form) for form in forms)
 
 
-def letters_of_a_check(data):
-    read = data.draw(st.sampled_from([letters.read_letter, letters.read_detail, letters.read_farewell]))
+def summaries_of_a_check(data):
+    read = data.draw(st.sampled_from([exchange.decode_step, exchange.decode_detail, exchange.decode_final]))
     read(data.draw(raw | (near_letters | json_values).map(lambda one: json.dumps(one).encode())))
 
 
@@ -222,7 +222,7 @@ MORE = [
     settings_files,
     profiles,
     letters_in_the_store,
-    letters_of_a_check,
+    summaries_of_a_check,
     parts_of_a_checkpoint,
     descriptors,
     handshakes,

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import samestep
 from samestep import Report
+from samestep.instrument.randomness import in_full_precision
 from samestep.runtime.digest import digest
 from samestep.verification.journal import TraceWriter, place_of, value_path
 from samestep.verification.judging import control, shards, storage
@@ -29,7 +30,6 @@ from samestep.verification.recording.flat import slices
 from samestep.verification.recording.optimizers import Optimizers, digests, held, own_states, state_of
 from samestep.verification.reference.updates import UpdateReplay
 from samestep.verification.runs import Ended
-from samestep.verification.watching.plainly import _in_full
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*NO_SHARD")
 CPU = torch.device("cpu")
@@ -256,7 +256,7 @@ def test_what_no_rank_knows_is_nothing_and_a_part_lies_in_memory_as_it_is_kept()
 
 
 def test_its_mixed_precision_is_off_and_inputs_are_cast_all_the_same() -> None:
-    policy = _in_full(MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True))
+    policy = in_full_precision(MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True))
     assert (policy.param_dtype, policy.reduce_dtype, policy.keep_low_precision_grads) == (torch.float32, None, False)
 
 

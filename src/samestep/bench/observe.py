@@ -6,7 +6,7 @@ What an observer changes in torch cannot be taken back in a process, so two sets
     ranks without                        block   block             block   block
     what is compared              └── a pair ──┘ └── a pair ──┘
 
-A block is as many steps as lie between two letters of --check, so each holds one. The recorder keeps whole values at
+A block is as many steps as lie between two summaries of --check, so each holds one. The recorder keeps whole values at
 few steps; they come first, are timed by themselves, and lie outside the blocks.
 """
 
@@ -38,7 +38,7 @@ __all__: list[str] = []
 
 RECORDER = "samestep.verification.recording.recorder:Recorder"
 TIMELINE = "samestep.launch.timeline:Timeline"
-CHECKER = "samestep.verification.checking.checker:Checker"
+CHECKER = "samestep.verification.online.checker:Checker"
 RECORDED = 1.15  # promised of a step whose gradients and parameters are digested
 CHECKED = 1.02  # of a step under --check
 EVENTFUL = 1.01  # of a step whose events are kept

@@ -33,7 +33,7 @@ from samestep.launch.supervise import DEFAULT_GRACE_S
 from samestep.launch.verdict import RunResult, summary_lines
 from samestep.paths import RunDirectory
 from samestep.rankenv import variable
-from samestep.verification.checking.outcome import online_outcome
+from samestep.verification.online.outcome import online_outcome
 
 __all__ = ["main"]
 
@@ -73,7 +73,7 @@ exit code: 0; else the culprit's own; 128 + signal if a signal ended it; 1 for a
 code 0 while others waited for it, or where --check found an error; 124 for a hang that was stopped; 75 when it
 was asked to make room and has saved; 2 for a usage error."""
 
-_CHECKER = "samestep.verification.checking.checker:Checker"
+_CHECKER = "samestep.verification.online.checker:Checker"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,7 +9,8 @@ one rank
   fork        ranks that start at once, as copies of a process that has imported torch
   bootstrap   the one piece that runs in every rank before the script
   observers   what watches a rank from inside, loaded before the script
-  noting      notes optimizer steps and collectives in the rank's record
+  progress_notes  writes what the script does into the rank's record
+  last_gradients  which gradients of a model come last
   imports     doing something to a module as soon as it has been imported
   spawned     ranks that the script starts by itself
   script      a file or module run as `__main__`, as python itself would

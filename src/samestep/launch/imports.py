@@ -21,12 +21,17 @@ __all__: list[str] = []
 Act = Callable[[ModuleType], None]
 
 
-def when_imported(name: str, act: Act) -> None:
-    """Calls `act(module)` once: now if the module is there, else when it has been imported."""
+def when_imported(name: str, act: Act) -> Callable[[], None]:
+    """Calls `act(module)` once: now if the module is there, else when it has been imported.
+
+    Returns what waits no longer when it is called.
+    """
+    waiting = _Waiting(name, act)
     if name in sys.modules:
         act(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _Waiting(name, act))
+        sys.meta_path.insert(0, waiting)
+    return lambda: sys.meta_path.remove(waiting) if waiting in sys.meta_path else None
 
 
 def replace_function(package: str, changed: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:

@@ -13,6 +13,7 @@ A command that records, checks or draws a run adds an observer, never a second w
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -21,7 +22,8 @@ from types import ModuleType
 from typing import Any
 
 from samestep import events, progress
-from samestep.launch import noting
+from samestep.instrument.callbacks import SUBSCRIBERS
+from samestep.launch import progress_notes
 from samestep.launch.address import served_ports, use_stores_at
 from samestep.launch.imports import when_imported
 from samestep.launch.spawned import recognise
@@ -60,7 +62,7 @@ _starter: list[int] = []  # the launcher's rank that this process descends from;
 
 def begin(rank: int, size: int) -> None:
     """Watches this rank of the launcher, and whatever it starts by multiprocessing."""
-    noting.begin(_joined)
+    progress_notes.begin(_joined)
     os.register_at_fork(after_in_child=partial(_forked, rank))
     when_imported("multiprocessing.spawn", partial(_pass_on, rank))
     _load(RankContext(rank=rank, size=size, folder=_folder()))
@@ -119,17 +121,20 @@ class _Seed:
 def _begin_spawned(starter: int, ports: list[str]) -> None:
     _starter[:] = [starter]
     use_stores_at(ports)
-    noting.begin(_joined)
+    progress_notes.begin(_joined)
     when_imported("multiprocessing.spawn", partial(_pass_on, starter))
     os.register_at_fork(after_in_child=partial(_forked, starter))
 
 
-def _joined(rank: int, size: int) -> None:
+def _joined() -> None:
     """A process group has been initialised here: is this a rank that the script has spawned?"""
     folder = _folder()
     if not _starter or folder is None or progress.is_attached():
         return
+    dist = sys.modules["torch.distributed"]
+    rank, size = dist.get_rank(), dist.get_world_size()
     own = recognise(folder, _starter[0], rank)
+    SUBSCRIBERS[:] = [one for one in SUBSCRIBERS if not isinstance(one, Observer)]  # of the process that has forked
     _load(RankContext(rank=rank, size=size, folder=own, spawned=True))
     if _watching:
         from multiprocessing.util import Finalize  # whose processes leave by no other door

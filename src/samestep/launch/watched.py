@@ -21,7 +21,7 @@ from dataclasses import asdict
 from types import TracebackType
 
 from samestep import progress
-from samestep.launch import noting
+from samestep.launch import progress_notes
 from samestep.launch.control import Control
 from samestep.launch.spawned import describe_with_spawned
 from samestep.launch.stacks import STACKS_SIGNAL
@@ -76,7 +76,7 @@ def connect_to_watcher(name: str, rank: int) -> None:
     note_watched()
     progress.attach(record)
     os.register_at_fork(after_in_child=progress.detach)
-    noting.begin()
+    progress_notes.begin()
     if not faulthandler.is_enabled():
         faulthandler.enable(file=stacks, all_threads=True)  # the watcher shows what is written there
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)

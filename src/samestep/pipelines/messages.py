@@ -24,7 +24,7 @@ from torch import Tensor
 
 from samestep import progress
 from samestep.errors import DataError, ModelError, StepError
-from samestep.launch.noting import call_site
+from samestep.instrument.patch import call_site
 from samestep.pipelines.batch import Kinds
 from samestep.pipelines.forms import LENGTH, MOST_TENSORS, Form, Forms, header, read, told
 from samestep.pipelines.shelves import Shelf

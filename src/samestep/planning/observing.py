@@ -25,7 +25,11 @@ from typing import Any
 
 from samestep import progress
 from samestep.errors import UsageError
-from samestep.launch.imports import when_imported
+from samestep.instrument.callbacks import Callbacks, subscribe
+from samestep.instrument.patch import on_import, patch
+from samestep.instrument.samestep_calls import samestep_calls
+from samestep.instrument.script_io import spawns
+from samestep.instrument.training import Hook, optimizers
 from samestep.launch.observers import Observer, RankContext
 from samestep.planning.moments import Mark, Moments, mark
 from samestep.progress_listener import ProgressListener
@@ -33,8 +37,6 @@ from samestep.rankenv import variable
 from samestep.verification.journal import SPAWNED, TraceWriter
 from samestep.verification.recording.adjusting import adjusted
 from samestep.verification.recording.witness import StopRecording
-from samestep.verification.watching import ours, spawning
-from samestep.verification.watching.listener import Callbacks
 
 __all__: list[str] = []
 
@@ -64,34 +66,33 @@ class Observing(Observer, ProgressListener, Callbacks):
         self._over = False
         self._dealt = False  # the script deals its data out to ranks, and a batch is one rank's
         self._begin_anew()
-        spawning.watch(self)
-        ours.watch(self)
+        subscribe(self, optimizers, spawns, samestep_calls)
         progress.add_listener(self)
-        when_imported("torch.optim.optimizer", self._watch_optimizers)
-        when_imported("torch.utils.data.distributed", self._watch_samplers)
+        on_import("torch.optim.optimizer", lambda _: on_import("torch.nn.modules.module", lambda _: self._learn()))
+        on_import("torch.autograd.graph", self._patch_refusal)
+        on_import("torch.utils.data.distributed", self._patch_sampler)
 
-    def _watch_samplers(self, module: Any) -> None:
-        original = module.DistributedSampler.__init__
-
-        @functools.wraps(original)
-        def dealing(sampler: Any, *args: Any, **kwargs: Any) -> None:
+    def _patch_sampler(self, module: Any) -> None:
+        @patch(module.DistributedSampler, "__init__")
+        def __init__(original: Any, sampler: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             self._dealt = True
             original(sampler, *args, **kwargs)
 
-        module.DistributedSampler.__init__ = dealing
+    def _patch_refusal(self, module: Any) -> None:
+        """Where torch.func is at work, autograd's hooks are an error: then nothing is counted in the script's steps."""
 
-    def _watch_optimizers(self, module: Any) -> None:
-        module.register_optimizer_step_pre_hook(self._before_step)
-        module.register_optimizer_step_post_hook(self._after_step)
-        when_imported("torch.nn.modules.module", lambda _: self._learn())
+        @patch(module, "disable_saved_tensors_hooks", compiled=True)
+        def disable_saved_tensors_hooks(original: Any, *args: Any) -> Any:
+            self._refuses = True
+            return original(*args)
 
-    def spawning(self, start: Any, arguments: Any, processes: int) -> bool:
+    def on_spawn(self, start: Any, arguments: Any, processes: int) -> bool:
         """What starts its own ranks is no training of one process."""
         del start, arguments
         TraceWriter(self._folder / SPAWNED, 0).write("begin", pid=os.getpid(), processes=processes)
         raise StopRecording(0)
 
-    def called(
+    def on_samestep_call(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checkpoints go elsewhere, and begin anew: the script's own belong to the training that is planned for."""
@@ -130,15 +131,16 @@ class Observing(Observer, ProgressListener, Callbacks):
         """Whether this step is one of those that nothing disturbs."""
         return WARM_UP <= len(self.steps) < WARM_UP + int(self._order["steps"])
 
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
+    def on_enter_step(self, optimizer: Any) -> None:
         """Gradients that come later than their optimizer's step are of another model's backward."""
         self._repeats = True
         for parameter in _parameters([optimizer]) if self._ready else ():
             if id(parameter) in self._ready:
                 self._step.ready[id(parameter)] = self._ready[id(parameter)]
 
-    def _after_step(self, optimizer: Any, *_: Any) -> None:
-        if self._over or threading.get_ident() != self._thread or _is_compiling():
+    def on_exit_step(self, optimizer: Any) -> None:
+        """Ends a step, where it is the last optimizer's."""
+        if self._over or threading.get_ident() != self._thread:
             return
         self._step.samples, self._passed, self._repeats = max(self._step.samples, self._passed), 0, False
         first, known = not self._optimizers, id(optimizer) in self._optimizers
@@ -171,7 +173,7 @@ class Observing(Observer, ProgressListener, Callbacks):
     def _prepare(self) -> None:
         """Puts in place what the next step is measured with."""
         for root in self.roots:
-            handle = root.register_forward_pre_hook(_Telling(self, root), prepend=True, with_kwargs=True)
+            handle = root.register_forward_pre_hook(Hook(self.begin_forward), prepend=True, with_kwargs=True)
             self._undo.append(handle.remove)
         if len(self.steps) == _COUNTED and not self._refuses:
             self._count()
@@ -207,19 +209,6 @@ class Observing(Observer, ProgressListener, Callbacks):
         hooks: Any = sys.modules["torch.nn.modules.module"]  # which may be all of torch that there is so far
         self._undo.append(hooks.register_module_forward_pre_hook(before).remove)
         self._undo.append(hooks.register_module_forward_hook(behind, always_call=True).remove)
-        self._learn_refusal(sys.modules["torch.autograd.graph"])
-
-    def _learn_refusal(self, module: Any) -> None:
-        """Where torch.func is at work, autograd's hooks are an error: then nothing is counted in the script's steps."""
-        original = module.disable_saved_tensors_hooks
-
-        @functools.wraps(original)
-        def disable_saved_tensors_hooks(*args: Any) -> Any:
-            self._refuses = True
-            return original(*args)
-
-        module.disable_saved_tensors_hooks = disable_saved_tensors_hooks
-        self._undo.append(lambda: setattr(module, "disable_saved_tensors_hooks", original))
 
     def _trained(self) -> list[Any]:
         """Returns those of them that an optimizer holds parameters of, and that are no part of another."""
@@ -260,7 +249,11 @@ class Observing(Observer, ProgressListener, Callbacks):
 
         from samestep.planning.inputs import Inputs, samples_in
 
-        if not torch.is_grad_enabled() or self._step.pieces[-1][0] in {"backward", "evaluate", "data"}:
+        if (
+            _is_compiling()
+            or not torch.is_grad_enabled()
+            or self._step.pieces[-1][0] in {"backward", "evaluate", "data"}
+        ):
             return
         samples = samples_in((args, kwargs))
         self._call = max(self._call, samples)
@@ -303,32 +296,6 @@ class Observing(Observer, ProgressListener, Callbacks):
             replace(profile_of(seen, self._tell), per_rank=self._dealt).save(self._folder.parent / RESULT)
         except UsageError as error:
             self.journal.write("refused", why=str(error))
-
-
-class _Telling:
-    """A hook in a model of the script's, which may be copied and saved with it."""
-
-    def __init__(self, observing: Observing, root: Any) -> None:
-        self._observing, self._root = observing, root
-
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is self._root and not _is_compiling():
-            self._observing.begin_forward(module, args, kwargs)
-
-    def __deepcopy__(self, memo: Any) -> _Telling:
-        return self
-
-    def __reduce__(self) -> Any:
-        return _silent_hook, ()
-
-
-def _silent_hook() -> Callable[..., None]:
-    """What is left of a hook in a model that was saved."""
-    return _silent
-
-
-def _silent(*_: Any) -> None:
-    """Does nothing."""
 
 
 def _parameters(optimizers: list[Any]) -> list[Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from samestep import events, progress
 from samestep.errors import UsageError
-from samestep.launch import noting
+from samestep.launch import progress_notes
 from samestep.launch.observers import RankContext
 from samestep.launch.timeline import Timeline
 from samestep.paths import RunDirectory
@@ -40,7 +40,7 @@ def keep_events(folder: Path | None, rank: int, size: int) -> Timeline | None:
     if not progress.is_attached():
         progress.attach(progress.create())
         os.register_at_fork(after_in_child=progress.detach)
-        noting.begin()
+        progress_notes.begin()
     os.register_at_fork(after_in_child=events.detach)
     attempt = int(variable("TORCHELASTIC_RESTART_COUNT") or 0)
     timeline = Timeline()

@@ -22,17 +22,23 @@ JOIN = (
 def of_gradients(record: Record, index: int, rank: int, bad: list[str]) -> Finding:
     """Returns the finding for gradients that differ at the step `index`, on `rank` in the tensors `bad`."""
     step = record.ranks[0].steps[index]
-    cause, fix, where = _of_gradients(record.ranks[0], step, bad)
-    if record.has_no_group:
-        cause, fix, where = NO_GROUP, JOIN, step["where"]
+    why = (NO_GROUP, JOIN, step["where"]) if record.has_no_group else None
+    return unequal_gradients(record.ranks[0], record.ranks[rank].number, step, bad, why)
+
+
+def unequal_gradients(
+    first: Rank, number: int, step: Event, bad: list[str], why: tuple[str, str, str | None] | None = None
+) -> Finding:
+    """Returns the finding for gradients that at a step of the rank `first` are others on the rank `number`."""
+    cause, fix, where = why or _of_gradients(first, step, bad)
     return Finding(
         code="gradients-not-synchronised",
         property="gradients",
-        rank=record.ranks[rank].number,
-        step=index,
+        rank=number,
+        step=step["event"],
         tensor=bad[0],
         where=where or step["where"],
-        cause=f"at step {index} rank {record.ranks[rank].number} has different gradients than rank 0 in "
+        cause=f"at step {step['event']} rank {number} has different gradients than rank {first.number} in "
         f"{listed(bad)}: {cause}",
         fix=fix,
     )
@@ -103,14 +109,20 @@ def of_parameters(record: Record, index: int, rank: int, bad: list[str]) -> Find
         cause, where = "they were loaded, and the ranks have loaded different ones", loads[0]["where"]
     else:
         cause = "something changes them outside the optimizer, on some ranks only"
+    step = max(index - 1, 0)
+    return diverged(record.ranks[0].number, number, step, bad, f"after step {step}", cause, where)
+
+
+def diverged(first: int, number: int, step: int, bad: list[str], when: str, cause: str, where: str | None) -> Finding:
+    """Returns the finding for parameters of the rank `number` that are not those of the rank `first` any more."""
     return Finding(
         code="parameters-diverged",
         property="parameters",
         rank=number,
-        step=max(index - 1, 0),
+        step=step,
         tensor=bad[0],
         where=where,
-        cause=f"after step {max(index - 1, 0)} rank {number} has other values than rank 0 in {listed(bad)}: {cause}",
+        cause=f"{when} rank {number} has other values than rank {first} in {listed(bad)}: {cause}",
         fix="do the same to the parameters on every rank, or broadcast them from rank 0 afterwards",
     )
 
@@ -123,6 +135,7 @@ def differing_after(first: Event, other: Event | None) -> bool:
 def rates(record: Record, index: int, rank: int) -> Finding:
     """Returns the finding for learning rates that differ at the step `index`."""
     first, theirs = record.ranks[0].steps[index], record.ranks[rank].steps[index]
+    index = theirs["event"]
     optimizers = [event for event in record.ranks[rank].of("optimizer") if event["number"] == theirs["optimizer"]]
     schedules = [event for event in record.ranks[rank].of("scheduler") if event["event"] <= index]
     where = schedules[-1]["where"] if schedules and index else (optimizers[0]["where"] if optimizers else None)

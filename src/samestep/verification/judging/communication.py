@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from samestep.instrument.collective_call import UNEVEN
 from samestep.verification.findings import PROVED, Finding, unchecked
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.report import Report
-from samestep.verification.watching.collectives import UNEVEN
 
 __all__: list[str] = []
 

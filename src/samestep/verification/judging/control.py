@@ -21,7 +21,7 @@ def judge(record: Record, report: Report) -> None:
         return
     report.add(_rates(record))
     report.add(_steps(record))
-    report.add(_scalers(record))
+    report.add(scalers(record))
     report.add(_schedules_of_micro_batches(record))
     report.add(_clipped_scaled(record))
     report.add(_clipped_apart(record))
@@ -52,15 +52,21 @@ def _steps(record: Record) -> Iterator[Finding]:
     counts = [len(rank.steps) for rank in record.ranks]
     if len(set(counts)) > 1:
         rank = next(i for i, count in enumerate(counts) if count != counts[0])
-        yield Finding(
-            code="steps-differ",
-            property="control",
-            rank=record.ranks[rank].number,
-            step=min(counts),
-            where=_first_apart(record.ranks[0], record.ranks[rank]),
-            cause=f"rank {record.ranks[rank].number} took {counts[rank]} optimizer steps, rank 0 {counts[0]}",
-            fix="let all ranks decide together: reduce what the decision depends on",
-        )
+        where = _first_apart(record.ranks[0], record.ranks[rank])
+        yield unequal_steps(record.ranks[rank].number, (counts[rank], counts[0]), where)
+
+
+def unequal_steps(rank: int, counts: tuple[int, int], where: str | None, what: str = "optimizer steps") -> Finding:
+    """Returns the finding for a rank that takes other numbers of steps than rank 0: `counts` of both."""
+    return Finding(
+        code="steps-differ",
+        property="control",
+        rank=rank,
+        step=min(counts),
+        where=where,
+        cause=f"rank {rank} took {counts[0]} {what}, rank 0 {counts[1]}",
+        fix="let all ranks decide together: reduce what the decision depends on",
+    )
 
 
 def _first_apart(first: Rank, other: Rank) -> str | None:
@@ -76,12 +82,14 @@ def _first_apart(first: Rank, other: Rank) -> str | None:
     return None
 
 
-def _scalers(record: Record) -> Iterator[Finding]:
+def scalers(record: Record) -> Iterator[Finding]:
+    """Yields the first call at which the gradient scalers of two ranks decide otherwise."""
     told = [[(event["scale"], event["skipped"]) for event in rank.of("scaler")] for rank in record.ranks]
     for rank, theirs in enumerate(told[1:], 1):
-        for index, (first, other) in enumerate(zip(told[0], theirs, strict=False)):
+        for place, (first, other) in enumerate(zip(told[0], theirs, strict=False)):
             if first != other:
-                event = record.ranks[rank].of("scaler")[index]
+                event = record.ranks[rank].of("scaler")[place]
+                index = event.get("index", place)  # where only the last events are kept
                 does = "skips" if other[1] else "does not skip"
                 yield Finding(
                     code="steps-differ",

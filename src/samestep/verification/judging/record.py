@@ -283,9 +283,9 @@ class Record:
 
     def value(self, rank: int, number: int) -> Any:
         """Returns a big value. It was written by a process of ours, in a folder of ours."""
-        from samestep.verification.watching.storage import load_unseen
+        from samestep.instrument.script_io import load_unreported
 
-        return load_unseen(journal.value_path(self.folder, rank, number), weights_only=False)
+        return load_unreported(journal.value_path(self.folder, rank, number), weights_only=False)
 
 
 def _stepped(event: Event, after: dict[str, Any] | None) -> Event:

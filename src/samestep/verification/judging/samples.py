@@ -22,6 +22,9 @@ from samestep.verification.report import Report
 
 __all__: list[str] = []
 
+UNDIVIDED = "the ranks draw from the whole dataset, each for itself ({})"
+DIVIDE = "DataLoader(…, sampler=DistributedSampler(dataset)), or samestep.shards(dataset, world, batch_size=…)"
+
 OwnPace = Callable[[], Record]
 _BY_CHANCE = 0.02  # of the samples of a dataset may be alike without being one
 _MET = 10  # indices in common, to be expected by chance; then there is one but for 1 case in 20,000
@@ -342,8 +345,8 @@ def _repeated(group: Sequence[Pass], identities: list[list[Any]], extra: int, co
         cause = "each rank yields the same samples: the stream is not split by rank"
         fix = "itertools.islice(samples, rank, None, world_size)"
     else:
-        cause = f"the ranks draw from the whole dataset, each for itself ({group[0].about['sampler']})"
-        fix = "DataLoader(…, sampler=DistributedSampler(dataset)), or samestep.shards(dataset, world, batch_size=…)"
+        cause = UNDIVIDED.format(group[0].about["sampler"])
+        fix = DIVIDE
         if (same := _same_rank(group)) is not None:
             cause = f"the {group[0].about['sampler']} of every rank has rank={same[0]} of {same[1]}"
             fix = f"{group[0].about['sampler']}(dataset), which asks the process group, or rank=dist.get_rank()"
@@ -397,7 +400,7 @@ def _missing(group: Sequence[Pass], missing: int, size: int, where: str) -> Find
         property="data",
         where=where,
         cause=f"in epoch {group[0].about['number']} {plural(missing, 'sample')} of {size} are used on no rank",
-        fix="DataLoader(…, sampler=DistributedSampler(dataset)), or samestep.shards(dataset, world, batch_size=…)",
+        fix=DIVIDE,
     )
 
 

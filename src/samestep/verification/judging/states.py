@@ -35,7 +35,7 @@ def judge(record: Record, report: Report) -> None:
         for name in ("initial_state", "gradients", "parameters"):
             report.cover(name, unchecked("no optimizer step was seen"))
         return
-    order = list(_orders(record))
+    order = list(orders(record))
     report.add(order)
     report.cover("parameter_order", PROVED)
     if any(finding.severity == "error" for finding in order):
@@ -151,8 +151,8 @@ def scheduled(record: Record) -> list[tuple[int, Event]]:
     return [(rank.number, event) for rank in record.ranks for event in rank.of("scheduled")]
 
 
-def _orders(record: Record) -> Iterator[Finding]:
-    """Whether all ranks registered and optimise the same parameters, in one order."""
+def orders(record: Record) -> Iterator[Finding]:
+    """Yields the first of the ranks' models or optimizers that have their parameters in different orders."""
     for kind, key in (("wrap", "names"), ("names", "names")):
         told = [[event[key] for event in rank.of(kind)] for rank in record.ranks]
         for rank, theirs in enumerate(told[1:], 1):
@@ -185,15 +185,20 @@ def _initial(record: Record) -> Iterator[Finding]:
     bad = differing_ranks([start for _, start in told], "parameters")
     if starts[0] is None or bad is None:
         return
-    rank, names = told[bad[0]][0], bad[1]
-    yield Finding(
+    yield unequal_start(record, record.ranks.index(told[bad[0]][0]), bad[1])
+
+
+def unequal_start(record: Record, rank: int, names: list[str], when: str = "before the first step") -> Finding:
+    """Returns the finding for parameters that differ from the start, on the rank of that place."""
+    first, other = record.ranks[0], record.ranks[rank]
+    return Finding(
         code="initial-state-differs",
         property="initial_state",
-        rank=rank.number,
+        rank=other.number,
         step=0,
         tensor=names[0],
-        where=made(rank.events),
-        cause=f"before the first step rank {rank.number} has other values than rank 0 in {listed(names)}"
+        where=made(other.events),
+        cause=f"{when} rank {other.number} has other values than rank {first.number} in {listed(names)}"
         + (f"; {NO_GROUP}" if record.has_no_group else ""),
         fix=_initial_fix(record),
     )

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from samestep.launch.noting import call_site, is_own
+from samestep.instrument.patch import call_site, is_own
 from samestep.verification.recording.leaves import leaves_of, tensors_of
 from samestep.verification.recording.modes import LooseMode
 from samestep.verification.recording.naming import parameters_of, roots
@@ -54,12 +54,12 @@ class HandWritten:
 class Listener(Protocol):
     """Whom such steps are told, as those of torch's optimizers are."""
 
-    def optimizer_made(self, optimizer: Any, where: str) -> None: ...
+    def on_optimizer(self, optimizer: Any, where: str) -> None: ...
     def before_step(self, optimizer: Any) -> None: ...
     def after_step(self, optimizer: Any) -> None: ...
 
 
-_WATCHING = "samestep.verification.watching."  # stands between the script and what it calls
+_BETWEEN = "samestep.instrument."  # stands between the script and what it calls
 
 
 class ByHand:
@@ -125,7 +125,7 @@ class ByHand:
             self._held = optimizer.param_groups[0]["params"]
             self._own(sys._getframe(1))  # noqa: SLF001
             self._hook = register_module_forward_pre_hook(self._called)
-            self._listener.optimizer_made(optimizer, call_site(sys._getframe(1)))  # noqa: SLF001
+            self._listener.on_optimizer(optimizer, call_site(sys._getframe(1)))  # noqa: SLF001
             self._listener.before_step(optimizer)
 
     def ends_with(self, result: Any) -> bool:
@@ -226,7 +226,7 @@ def _is_of_samestep(frame: Any) -> bool:
     """Whether samestep writes, not the script: a pipeline that is built after its model was measured, say."""
     while frame is not None and not is_own(frame.f_code.co_filename):
         name = str(frame.f_globals.get("__name__", ""))
-        if name.startswith("samestep.") and name != __name__ and not name.startswith(_WATCHING):
+        if name.startswith("samestep.") and name != __name__ and not name.startswith(_BETWEEN):
             return True
         frame = frame.f_back
     return False

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from samestep.instrument.script_io import save_unreported
 from samestep.verification.journal import TraceWriter
-from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
 
@@ -44,7 +44,7 @@ def keep(journal: TraceWriter, place: str, name: str, value: Any, *, within: boo
     if tensor is None or tensor.numel() > _MOST:
         journal.write("draw", place=place, name=name, shape=None, digest=None, kept=None, within=within)
         return
-    kept = journal.keep(lambda path: save_unseen(tensor.detach().cpu(), path))
+    kept = journal.keep(lambda path: save_unreported(tensor.detach().cpu(), path))
     shape = list(tensor.shape)
     told = digest(torch.as_tensor(tensor))
     journal.write("draw", place=place, name=name, shape=shape, digest=told, kept=kept, within=within)

@@ -15,8 +15,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from samestep.instrument.script_io import save_unreported
 from samestep.verification.journal import TraceWriter
-from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
 
@@ -159,7 +159,7 @@ class _Model:
             why=why,
             scale=scale,
             averaged=self._digests,
-            kept=journal.keep(lambda path: save_unseen(self._values, path)) if why is None else None,
+            kept=journal.keep(lambda path: save_unreported(self._values, path)) if why is None else None,
             **self._about,
         )
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from samestep.instrument.training import Hook
 from samestep.verification.journal import TraceWriter
-from samestep.verification.watching.hooks import Hook
 
 __all__: list[str] = []
 

@@ -18,16 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.launch.noting import call_site
+from samestep.instrument.patch import call_site
+from samestep.instrument.script_io import save_unreported
 from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.leaves import tensors_of
 from samestep.verification.recording.modes import LooseMode
-from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
 
 FORWARD, GRADIENTS, STEP, EVALUATION = "forward", "gradients", "step", "evaluation"
 _MOST_NUMBERS = 1 << 18  # of a tensor that is kept
+_BETWEEN = ("samestep.verification", "samestep.instrument")  # that stand between the script and what it calls
 _MOST_LINES = 4096
 _UNCHANGED = {"__get__", "__set__", "size", "dim", "numel", "detach", "requires_grad_", "backward", "__repr__", "to"}
 
@@ -57,7 +58,7 @@ class LineTrace(LooseMode):
         self.leave()
         lines, self._lines, self.segment = self._lines, [], None
         if lines:
-            kept = self._journal.keep(lambda path: save_unseen(lines, path))
+            kept = self._journal.keep(lambda path: save_unreported(lines, path))
             self._journal.write("lines", kept=kept)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,7 +66,7 @@ class LineTrace(LooseMode):
         result = func(*args, **(kwargs or {}))
         if self.segment is not None and not self._is_busy and not torch.compiler.is_compiling():
             name, frame = getattr(func, "__name__", ""), sys._getframe(1)  # noqa: SLF001
-            if name not in _UNCHANGED and not str(frame.f_globals.get("__name__")).startswith("samestep.verification"):
+            if name not in _UNCHANGED and not str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
                 self.note(name, result, frame)
         return result
 

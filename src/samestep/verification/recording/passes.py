@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler
 
 from samestep.data.iterable import dataset_length
+from samestep.instrument.dataloader import made_at, samplers_of
 from samestep.verification.recording.naming import bare
-from samestep.verification.watching.datasets import made_at
-from samestep.verification.watching.orders import samplers_of
 
 __all__: list[str] = []
 

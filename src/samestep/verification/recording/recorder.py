@@ -18,7 +18,10 @@ from pathlib import Path
 from pickle import PicklingError
 from typing import Any
 
-from samestep.launch.noting import call_site
+from samestep.instrument.callbacks import LoadedBatch, LoaderPass, PassIterator
+from samestep.instrument.collective_call import CollectiveCall
+from samestep.instrument.patch import call_site
+from samestep.instrument.script_io import save_unreported
 from samestep.launch.observers import RankContext
 from samestep.rankenv import variable
 from samestep.verification.journal import SPAWNED
@@ -29,8 +32,6 @@ from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.recording.limit import Limit, Pass
 from samestep.verification.recording.optimizers import digests, held, settings_of
 from samestep.verification.recording.witness import StopRecording, Witness
-from samestep.verification.watching.listener import Batch, Epoch, Own
-from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
 
@@ -53,7 +54,8 @@ class Recorder(Witness):
         folder = Path(order["folder"])
         self.attend(order, folder / SPAWNED if seat.spawned else folder, seat, self._unseen_window)
         self._limit = Limit(order["steps"], order.get("passes", 0))
-        self._open: dict[Pass, Own] = {}  # passes that are not over
+        self._open: dict[Pass, PassIterator] = {}  # passes that are not over
+        self._lengths: dict[str, int | None] = {}  # of loaders
         self._whole: Counter[str] = Counter()  # loader -> passes whose samples are all told
         self._events = 0
         self._sampled = False
@@ -86,7 +88,7 @@ class Recorder(Witness):
             self._tell_datasets()
         super().end(error)
 
-    def _note_dataset(self, epoch: Epoch) -> None:
+    def _note_dataset(self, epoch: LoaderPass) -> None:
         """One that loads in this process is looked at now; one that workers load, when they are gone."""
         from samestep.verification.recording.fingerprints import fingerprint
 
@@ -103,7 +105,7 @@ class Recorder(Witness):
 
     # --- data --------------------------------------------------------------------------------
 
-    def batches(self, epoch: Epoch, own: Own) -> Iterator[Any]:
+    def on_pass(self, epoch: LoaderPass, own: PassIterator) -> Iterator[Any]:
         """Writes down what a pass yields; one that is to end early yields nothing more."""
         from samestep.verification.recording.passes import described
 
@@ -112,7 +114,7 @@ class Recorder(Witness):
         self.evaluations.begin_pass(epoch.key, epoch.number)
         about = described(epoch.loader)
         self.journal.write("pass", key=epoch.key, number=epoch.number, where=epoch.where, **about)
-        epoch.loader.samestep_length = about["length"]
+        self._lengths[epoch.key] = about["length"]
         self._note_dataset(epoch)
         yielded = 0
         noise = self._noise_of(epoch)
@@ -131,14 +133,14 @@ class Recorder(Witness):
             self._whole[epoch.key] += 1
         self.journal.write("passed", key=epoch.key, number=epoch.number, cut=yielded if is_cut else None)
 
-    def _noise_of(self, epoch: Epoch) -> str | None:
+    def _noise_of(self, epoch: LoaderPass) -> str | None:
         """The state of the generators that a dataset which is loaded in this process holds itself."""
         from samestep.verification.recording.generators import state_of
 
         is_seen = not epoch.loader.num_workers and hasattr(type(epoch.loader.dataset), "__getitem__")
         return state_of(epoch.loader.dataset) if is_seen else None
 
-    def _begin_pass(self, name: Pass, own: Own) -> None:
+    def _begin_pass(self, name: Pass, own: PassIterator) -> None:
         """Of a loader whose passes the script leaves before their end, the samples that it leaves out tell nothing."""
         for other in [other for other in self._open if other[0] == name[0]]:
             del self._open[other]
@@ -152,7 +154,7 @@ class Recorder(Witness):
             return
         self.is_loading = True
         try:
-            rest = own.rest()
+            rest = own.rest(self._lengths.get(name[0]))
         except Exception:  # noqa: BLE001  (a sampler's own, which the script would have met later)
             return
         finally:
@@ -161,25 +163,25 @@ class Recorder(Witness):
             self._whole[name[0]] += 1
             self.journal.write("rest", key=name[0], number=name[1], indices=rest)
 
-    def _note_batch(self, batch: Batch) -> None:
+    def _note_batch(self, batch: LoadedBatch) -> None:
         import torch
 
         from samestep.verification.recording import rows
 
         training = torch.is_grad_enabled()  # or an evaluation without no_grad: whether it trains will be seen
-        self.evaluations.batch(batch.epoch.key, batch.epoch.number, batch.index, gradients=training)
+        self.evaluations.batch(batch.loader_pass.key, batch.loader_pass.number, batch.index, gradients=training)
         self._is_over = False
         evaluating = self.evaluations.lasts  # gradients may be off only around the model
         if training and not evaluating:
             self._is_fed = True
-            self._limit.yielded((batch.epoch.key, batch.epoch.number))
+            self._limit.yielded((batch.loader_pass.key, batch.loader_pass.number))
         self.open_window(evaluating=evaluating, ends=not evaluating and self._ends_pass(batch))
         asked = len(batch.indices or ())
         room, number = not self.journal.is_full, self._keep_batch(batch.value) if training else None
         self.journal.write(
             "batch",
-            key=batch.epoch.key,
-            number=batch.epoch.number,
+            key=batch.loader_pass.key,
+            number=batch.loader_pass.number,
             index=batch.index,
             indices=batch.indices,
             rows=rows.row_digests(batch.value, asked),
@@ -195,7 +197,7 @@ class Recorder(Witness):
         from samestep.verification.recording import rows
 
         with contextlib.suppress(AttributeError, TypeError, PicklingError):
-            return self.journal.keep(lambda path: save_unseen(rows.held(value), path))
+            return self.journal.keep(lambda path: save_unreported(rows.held(value), path))
         return None
 
     # --- windows -----------------------------------------------------------------------------
@@ -204,9 +206,9 @@ class Recorder(Witness):
         """The window at hand, if no DataLoader tells what it trains on."""
         return None if self._is_fed else self.window
 
-    def _ends_pass(self, batch: Batch) -> bool:
+    def _ends_pass(self, batch: LoadedBatch) -> bool:
         """Whether the window that begins with this batch will, as far as the last one tells, be the pass's last."""
-        length = getattr(batch.epoch.loader, "samestep_length", None)
+        length = self._lengths[batch.loader_pass.key]
         return length is not None and batch.index + self._last_micro >= length
 
     def forwarding(self, model: Any, data: tuple[Any, ...]) -> None:
@@ -281,7 +283,7 @@ class Recorder(Witness):
     def _keep_own(self, parameters: dict[str, Any]) -> int | None:
         """What this rank's backward passes have brought of the gradients with which an optimizer is about to step."""
         own = None if self._own is None else self._own.of(parameters, self._scale())
-        return None if own is None else self.journal.keep(lambda path: save_unseen(own, path))
+        return None if own is None else self.journal.keep(lambda path: save_unreported(own, path))
 
     def _note_window(self) -> None:
         if self._sampled:
@@ -289,7 +291,9 @@ class Recorder(Witness):
         kept = self._keep(self.optimizers.values) if self._sampled else None
         others = digests(self.optimizers.foreign_buffers()) if self._sampled else {}
         buffers = (
-            self.journal.keep(lambda path: save_unseen(self._moving(), path)) if self._sampled and self.rank else None
+            self.journal.keep(lambda path: save_unreported(self._moving(), path))
+            if self._sampled and self.rank
+            else None
         )
         self.journal.write(
             "window", number=self.window, sampled=self._sampled, kept=kept, buffers=buffers, others=others
@@ -301,11 +305,11 @@ class Recorder(Witness):
 
     # --- training ----------------------------------------------------------------------------
 
-    def wrapped(self, kind: str, model: Any, where: str, ranks: list[int] | None = None) -> None:
+    def on_wrap(self, kind: str, model: Any, where: str, ranks: list[int] | None = None) -> None:
         """Writes down the order in which a model's parameters are registered, which DistributedDataParallel trusts."""
+        from samestep.instrument.training import watch_bare_forward
         from samestep.verification.recording.flat import why_unknown
         from samestep.verification.recording.naming import bare, named
-        from samestep.verification.watching.training import watch_bare_forward
 
         if kind == "DistributedDataParallel":
             watch_bare_forward(self, model)
@@ -323,12 +327,12 @@ class Recorder(Witness):
             local_norms=sum(type(part).__name__ in LOCAL_NORMS for part in model.modules()),
         )
 
-    def hooked(self, name: str, where: str) -> bool:
+    def on_comm_hook(self, name: str, where: str) -> bool:
         """Writes down how gradients are reduced, where it is not by a plain sum."""
         self.journal.write("hook", name=name, where=where)
         return False
 
-    def backward(self, root: Any, where: str) -> None:
+    def before_backward(self, root: Any, where: str) -> None:
         """Counts the backward passes of a window."""
         if root is not None:
             self.begin_backward(root)
@@ -356,7 +360,7 @@ class Recorder(Witness):
 
         if torch.compiler.is_compiling():
             return
-        self.optimizer_made(optimizer, "")
+        self.on_optimizer(optimizer, "")
         by_hand, is_late = self.optimizers.is_by_hand(optimizer), not self.is_open
         self.open_window()
         self.trace("step")
@@ -409,7 +413,7 @@ class Recorder(Witness):
         """Of replicas the first rank's values are enough; of what is cut, or if so ordered, all keep theirs."""
         if self.rank and self.optimizers.are_replicas and not by_all and not self.order.get("everywhere"):
             return None
-        return self.journal.keep(lambda path: save_unseen(value(), path))
+        return self.journal.keep(lambda path: save_unreported(value(), path))
 
     def after_step(self, optimizer: Any) -> None:
         """Writes down what has become of the parameters, and ends the rank when that was enough."""
@@ -445,7 +449,7 @@ class Recorder(Witness):
         if self.rank == 0 and self.order.get("killed_at") == optimizer.samestep_steps:
             kill_once_saved(Path(self.order["saves"]), self.journal)
 
-    def spawning(self, start: Any, arguments: Any, processes: int) -> bool:
+    def on_spawn(self, start: Any, arguments: Any, processes: int) -> bool:
         """Of several processes that each start all ranks, the first is enough."""
         del start, arguments, processes
         if self.rank > 0:
@@ -454,12 +458,19 @@ class Recorder(Witness):
 
     # --- the rest ----------------------------------------------------------------------------
 
-    def collective(self, call: dict[str, Any]) -> None:
+    def before_collective(self, call: CollectiveCall) -> None:
         """Writes down a collective before it is entered."""
         traced = self.lines is not None and self.lines.segment == "forward"
-        self.journal.write("collective", window=self.window, **({"traced": True} if traced else {}), **call)
+        self.journal.write("collective", window=self.window, **({"traced": True} if traced else {}), **call.description)
 
-    def told(self, kind: str, **fields: Any) -> None:
+    def on_worker(self, key: str, worker: int, states: dict[str, bytes], used: list[str]) -> None:
+        """Writes down the generators of a DataLoader's worker; called there."""
+        from samestep.runtime.digest import digest_of_bytes
+
+        told = {name: digest_of_bytes(state) for name, state in states.items()}
+        self.on_event("worker", key=key, worker=worker, states=told, used=used)
+
+    def on_event(self, kind: str, **fields: Any) -> None:
         """Writes down everything else."""
         self.settle()
         if kind == "mode":
@@ -469,8 +480,13 @@ class Recorder(Witness):
             self.note_evaluation()
             return
         if kind == "compresses":
-            self.compressing.add(**fields)
+            from samestep.pipelines.pipeline import Pipeline
+
+            if not isinstance(fields["model"], Pipeline):  # which is reported by itself
+                self.compressing.add(**fields)
             return
+        if kind == "scheduled" and fields["why"] is None:
+            fields = _held_against(**fields)
         if kind == "weights":
             self._loaded_at = fields["where"]
         if kind == "scaled":
@@ -497,7 +513,7 @@ class Recorder(Witness):
                 self._loaded = fields["path"]
         self.journal.write(kind, window=self.window, event=self._events, **fields)
 
-    def dropped(self) -> None:
+    def on_dropout(self) -> None:
         """Writes down, once a window, from which state a mask would have been drawn."""
         import torch
 
@@ -508,7 +524,7 @@ class Recorder(Witness):
             where = call_site(_frame())
             self.journal.write("stream", window=self.window, state=digest(torch.get_rng_state()), where=where)
 
-    def drawn(self, name: str, where: str, value: Any) -> Any:
+    def on_random(self, name: str, where: str, value: Any) -> Any:
         """Writes down what the script draws while it trains."""
         if self.is_loading and name in ORDERING:
             note_order(self.journal, where, name, value)
@@ -531,6 +547,17 @@ class Recorder(Witness):
         stages = [state["stage"].name for state in scaler._per_optimizer_states.values()]  # noqa: SLF001
         if "UNSCALED" not in stages:
             self.journal.write("clipped_scaled", window=self.window, where=where, scale=scaler.get_scale())
+
+
+def _held_against(right: dict[str, Any], added: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """How far the gradients that a step of pipelining has added lie from those of the whole batch."""
+    import torch
+
+    from samestep.verification.numerics import distance
+
+    unit = max((torch.finfo(one.dtype).eps for one in added.values()), default=0.0)
+    found = distance(added, right)
+    return {**fields, "worst": found.worst, "tensor": found.tensor, "unit": unit}
 
 
 def _digests_in(value: Any) -> dict[str, str]:

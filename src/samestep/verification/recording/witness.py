@@ -10,7 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from samestep.launch.imports import when_imported
+from samestep.instrument import (
+    collectives,
+    dataloader,
+    parameter_averaging,
+    pipelining,
+    randomness,
+    samestep_calls,
+    script_io,
+    training,
+)
+from samestep.instrument.callbacks import Callbacks, LoadedBatch, subscribe
+from samestep.instrument.collective_call import CollectiveCall
+from samestep.instrument.patch import install, on_import
 from samestep.launch.observers import Observer, RankContext
 from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.adjusting import adjusted, doubled
@@ -19,10 +31,18 @@ from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs, mixes_samples
 from samestep.verification.recording.optimizers import Optimizers
 from samestep.verification.recording.writes import Writes
-from samestep.verification.watching.begin import begin
-from samestep.verification.watching.listener import Batch, Callbacks
 
 __all__: list[str] = []
+
+
+_GROUPS = (
+    *(training.optimizers, training.schedules, training.wrappers, training.synchronisation, training.modes),
+    *(training.loaded_weights, training.backward_passes, training.clipping),
+    *(dataloader.passes, dataloader.datasets, randomness.draws),
+    *(script_io.saves_and_loads, script_io.prints, script_io.spawns),
+    *(samestep_calls.samestep_calls, parameter_averaging.parameter_averages),
+    *(pipelining.pipeline_steps, collectives.collectives),
+)
 
 
 class StopRecording(SystemExit):
@@ -67,7 +87,7 @@ class Witness(Observer, Callbacks):
         """Whether what is drawn now is drawn by an evaluation, or by a dataset: not by the training."""
         return self.is_loading or self.evaluations.lasts
 
-    def next_of(self, own: Iterator[Batch]) -> Batch | None:
+    def next_of(self, own: Iterator[LoadedBatch]) -> LoadedBatch | None:
         """What a dataset draws while it loads is in the batch; it is no draw of the training."""
         self.settle()
         self.is_loading = True
@@ -96,7 +116,7 @@ class Witness(Observer, Callbacks):
     def uses_untrained(self, model: Any) -> None:
         """A model is about to be called, without gradients, of which no optimizer holds a parameter."""
 
-    def optimizer_made(self, optimizer: Any, where: str) -> None:
+    def on_optimizer(self, optimizer: Any, where: str) -> None:
         """Numbers it."""
         if self._by_hand is not None and not self.optimizers.is_by_hand(optimizer):
             self._by_hand.stop()
@@ -118,10 +138,10 @@ class Witness(Observer, Callbacks):
         if self._by_hand is not None:
             self._by_hand.arm()
 
-    def differentiated(self, inputs: list[Any], gradients: list[Any], where: str) -> None:
+    def on_grad(self, inputs: list[Any], gradients: list[Any], where: str) -> None:
         """Counts as a backward where the script may step by its own code."""
         if all(self.optimizers.is_by_hand(one) for one in self.optimizers.all):
-            self.backward(None, where)
+            self.before_backward(None, where)
             self.begin_backward(None, inputs)
             self._by_hand.returned(inputs, gradients)
             self.after_backward()
@@ -159,7 +179,7 @@ class Witness(Observer, Callbacks):
         if self._by_hand is not None:
             self._by_hand.settle()
 
-    def called(
+    def on_samestep_call(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Notes that the script uses samestep, and calls it as this run was ordered to."""
@@ -170,9 +190,11 @@ class Witness(Observer, Callbacks):
     def begin_watching(self) -> None:
         """Watches everything from now on; a run in float64 computes so from the first tensor on."""
         if self.order.get("double"):
-            when_imported("torch", lambda torch: torch.set_default_dtype(torch.float64))
-            when_imported("torch.nn.modules.module", lambda module: module.register_module_forward_pre_hook(_double))
-        begin(self, chance=bool(self.order.get("chance")))
+            on_import("torch", lambda torch: torch.set_default_dtype(torch.float64))
+            on_import("torch.nn.modules.module", lambda module: module.register_module_forward_pre_hook(_double))
+        if not self.order.get("chance"):
+            install(randomness.without_dropout_and_autocast)
+        subscribe(self, *_GROUPS)
 
     def given(self, batch: Any) -> Any:
         """Returns a batch as the script gets it: in float64 where the run computes so."""
@@ -199,22 +221,22 @@ class Witness(Observer, Callbacks):
         elif self.optimizers.all:
             self.evaluations.begin()
 
-    def collected(self, call: dict[str, Any], tensors: list[Any], *, waits: bool) -> None:
+    def after_collective(self, call: CollectiveCall, *, waits: bool) -> None:
         """Writes down what an evaluation's collectives bring; one without gradients may be its first sign."""
         import torch
 
         if self.lines is not None:
-            self.lines.note(call["op"], tensors, sys._getframe(1))  # noqa: SLF001
+            self.lines.note(call.name, call.tensors, sys._getframe(1))  # noqa: SLF001
         if self.window and not self.micro and not torch.is_grad_enabled():
             self.evaluations.notice()
-        self.evaluations.collected(call, tensors, waits=waits)
+        self.evaluations.collected(call.description, call.tensors, waits=waits)
 
-    def writes_file(self, path: str | os.PathLike[str]) -> None:
+    def on_file_write(self, path: str | os.PathLike[str]) -> None:
         """Notes it, so that the next run finds the file as this one did."""
         if self.writes is not None:
             self.writes.note(path)
 
-    def printed(self, text: Callable[[], str], where: str) -> None:
+    def on_print(self, text: Callable[[], str], where: str) -> None:
         """Writes down what is printed of an evaluation."""
         self.evaluations.printed(text, where)
 

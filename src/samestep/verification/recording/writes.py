@@ -1,7 +1,7 @@
 """What the script writes, noted before it is written, so that the next run finds the files as this one did.
 
 Python raises an audit event before it opens, moves or removes a file; torch.save, which opens its file in C++, is asked
-by :mod:`samestep.verification.watching.storage`. Others that write from native code, safetensors say, are seen only
+by :mod:`samestep.instrument.script_io`. Others that write from native code, safetensors say, are seen only
 where an overlay keeps them apart.
 
 The ranks of a run share one folder of notes: the first that touches a path decides whether it was there before.

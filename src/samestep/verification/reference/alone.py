@@ -9,7 +9,6 @@ that no step was taken in (evaluations) run as the script has them.
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,9 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NoReturn
 
-from samestep.launch.imports import when_imported
+from samestep.instrument.callbacks import LoaderPass, PassIterator
+from samestep.instrument.patch import on_import
+from samestep.instrument.script_io import save_unreported
 from samestep.launch.observers import RankContext
 from samestep.rankenv import variable
 from samestep.verification.journal import Event
@@ -28,8 +29,6 @@ from samestep.verification.recording.optimizers import state_of, uncut
 from samestep.verification.recording.witness import StopRecording, Witness
 from samestep.verification.reference.brought import Brought
 from samestep.verification.reference.updates import UpdateReplay
-from samestep.verification.watching.listener import Epoch, Own
-from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
 
@@ -72,10 +71,9 @@ class Alone(Witness):
         self._used = 0  # and how many of them have been trained on
         self._is_over = False  # a pass has yielded all it has, and its last batch may still be trained on
         self._spawned = False
-        when_imported("torch.distributed", self._watch_joining)
         self.begin_watching()
         if self.record.is_by_hand:
-            when_imported("torch.nn.modules.module", self._watch_models)
+            on_import("torch.nn.modules.module", self._watch_models)
         self._slice_norms()
 
     def _training_passes(self) -> dict[tuple[str, int], list[list[Event]]]:
@@ -87,7 +85,7 @@ class Alone(Witness):
         names = {name for theirs in mine for name, one in theirs.items() if one.is_training}
         return {name: [theirs[name].batches if name in theirs else [] for theirs in mine] for name in names}
 
-    def spawning(self, start: Any, arguments: Any, processes: int) -> bool:
+    def on_spawn(self, start: Any, arguments: Any, processes: int) -> bool:
         """Is the one rank that a script starts by itself, in this process."""
         del processes
         self._spawned = True
@@ -95,19 +93,13 @@ class Alone(Witness):
         start(0, *arguments)
         return True
 
-    def _watch_joining(self, dist: Any) -> None:
-        """Lets such a rank join a world of one, whatever it was told; before a script takes the function from there."""
-        original = dist.init_process_group
-
-        @functools.wraps(original)
-        def init_process_group(*args: Any, **kwargs: Any) -> None:
-            original(*args, **{**kwargs, "rank": 0, "world_size": 1} if self._spawned else kwargs)
-
-        dist.init_process_group = init_process_group
+    def before_init(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Lets such a rank join a world of one, whatever it was told."""
+        return {**options, "rank": 0, "world_size": 1} if self._spawned else options
 
     # --- data --------------------------------------------------------------------------------
 
-    def length(self, loader: Any, key: str, own: int) -> int:
+    def on_length(self, loader: Any, key: str, own: int) -> int:
         """Says what it said on the ranks: schedules and progress depend on it. Or what it is here, if so ordered."""
         del loader
         if self.order.get("own_lengths"):
@@ -115,7 +107,7 @@ class Alone(Witness):
         recorded = self._lengths.get(key)
         return own if recorded is None else int(recorded)
 
-    def batches(self, epoch: Epoch, own: Own) -> Iterator[Any]:
+    def on_pass(self, epoch: LoaderPass, own: PassIterator) -> Iterator[Any]:
         """Yields what the ranks have used together, where they have trained on it."""
         from samestep.data.iterable import dataset_length
 
@@ -175,7 +167,7 @@ class Alone(Witness):
             self._event = next((step["event"] for step in self._steps if step["window"] >= window), len(self._steps))
             self.is_open = False
 
-    def _natively(self, epoch: Epoch, own: Own) -> Iterator[Any]:
+    def _natively(self, epoch: LoaderPass, own: PassIterator) -> Iterator[Any]:
         """What no step is taken in, the script loads as it has it."""
         import torch
 
@@ -253,12 +245,12 @@ class Alone(Witness):
         self._known = {one.samestep_number for one in self.optimizers.all}
         if not self.window and self.record.is_cut:
             own = {name: one for each in self.optimizers.all for name, one in self.optimizers.parameters(each).items()}
-            kept = self.journal.keep(lambda path: save_unseen(self._locals(own), path))
+            kept = self.journal.keep(lambda path: save_unreported(self._locals(own), path))
             self.journal.write("own_start", kept=kept)
         if (state := self.record.state(self.window // self._turns)) is not None:
             if self._put == self.window - 1 and self._turns == 1:  # what that step has made, before it is put back
                 moved = {"buffers": self.optimizers.buffers(), "before": self._teachers, "teachers": self._moving()}
-                kept = self.journal.keep(lambda path: save_unseen(moved, path))
+                kept = self.journal.keep(lambda path: save_unreported(moved, path))
                 self.journal.write("moved", window=self.window, kept=kept)
             self._put_back(state)
             self._put_teachers()
@@ -338,12 +330,12 @@ class Alone(Witness):
         """Whether the weights are the ranks': the window has begun with theirs, or no step has been taken yet."""
         return not self._event or (self.is_open and self._put == self.window)
 
-    def hooked(self, name: str, where: str) -> bool:
+    def on_comm_hook(self, name: str, where: str) -> bool:
         """One process has nothing to send, so nothing is lost on the way."""
         del name, where
         return True
 
-    def backward(self, root: Any, where: str) -> None:
+    def before_backward(self, root: Any, where: str) -> None:
         """A window without a DataLoader begins here at the latest."""
         del where
         if root is not None:
@@ -370,7 +362,7 @@ class Alone(Witness):
 
     def _keep_gradients(self, optimizer: Any) -> int | None:
         gradients = self._locals(self.optimizers.gradients(optimizer))
-        return self.journal.keep(lambda path: save_unseen(gradients, path))
+        return self.journal.keep(lambda path: save_unreported(gradients, path))
 
     def before_step(self, optimizer: Any) -> None:
         """Keeps the gradients where the ranks' are kept."""
@@ -382,7 +374,7 @@ class Alone(Witness):
             event, turn = divmod(self._event, self._turns)
             kept, used = self._keep_gradients(optimizer), None
             if (brought := self._brought.of(self.optimizers.parameters(optimizer))) is not None:
-                kept, used = self.journal.keep(lambda path: save_unseen(brought, path)), kept
+                kept, used = self.journal.keep(lambda path: save_unreported(brought, path)), kept
             self.journal.write("step", event=event, turn=turn, optimizer=number, kept=kept, used=used)
         self.trace("step")
         if self._event < len(self._steps) and self._compares and self._turns == 1:
@@ -418,7 +410,7 @@ class Alone(Witness):
         if self._is_compared() and self._turns == 1:
             states = {name: self._locals(state) for name, state in state_of(self.optimizers).items()}
             made = {"parameters": self._locals(self.optimizers.parameters(optimizer)), "states": states}
-            kept = self.journal.keep(lambda path: save_unseen(made, path))
+            kept = self.journal.keep(lambda path: save_unreported(made, path))
             self.journal.write("updated", event=self._event, kept=kept)
         self._event += 1
         self.window += 1
@@ -427,7 +419,7 @@ class Alone(Witness):
         if self._last is not None and self._event >= self._last * self._turns:
             raise StopRecording(0)
 
-    def told(self, kind: str, **fields: Any) -> None:
+    def on_event(self, kind: str, **fields: Any) -> None:
         """Writes down what is compared: the norms that clipping has seen, say."""
         self.settle()
         if kind == "evaluates":
@@ -454,7 +446,7 @@ class Alone(Witness):
                     found.setdefault(event["place"], []).append((rank.number, event["kept"]))
         return found
 
-    def drawn(self, name: str, where: str, value: Any) -> Any:
+    def on_random(self, name: str, where: str, value: Any) -> Any:
         """Hands out what the ranks have drawn."""
         from samestep.verification.recording.chance import as_tensor, joined
 
@@ -493,10 +485,9 @@ class Alone(Witness):
     # --- normalisation -----------------------------------------------------------------------
 
     def _slice_norms(self) -> None:
-        from samestep.launch.imports import when_imported
         from samestep.verification.reference.norms import slice_norms
 
-        when_imported("torch.nn.modules.batchnorm", lambda module: slice_norms(module, self))
+        on_import("torch.nn.modules.batchnorm", lambda module: slice_norms(module, self))
 
 
 def _last(record: Record) -> int | None:

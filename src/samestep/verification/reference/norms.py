@@ -6,9 +6,10 @@ That is a difference which the script declares by using it; compared is what it 
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import Any, Protocol
+
+from samestep.instrument.patch import patch
 
 __all__: list[str] = []
 
@@ -21,10 +22,9 @@ class Parts(Protocol):
 
 def slice_norms(module: ModuleType, parts: Parts) -> None:
     """Changes torch's BatchNorm, and no class derived from it elsewhere."""
-    original = module._BatchNorm.forward  # noqa: SLF001
 
-    @functools.wraps(original)
-    def forward(self: Any, value: Any) -> Any:
+    @patch(module._BatchNorm, "forward", compiled=True)  # noqa: SLF001
+    def forward(original: Any, self: Any, value: Any) -> Any:
         total = sum(parts.sizes)
         own = type(self).__module__.startswith("torch.nn.modules.batchnorm")
         if not (self.training and own and len(parts.sizes) > 1 and total and value.shape[0] % total == 0):
@@ -35,8 +35,6 @@ def slice_norms(module: ModuleType, parts: Parts) -> None:
         slices = value.split([size * each for size in parts.sizes])
         first = original(self, slices[0])  # rank 0's statistics are those that DistributedDataParallel keeps
         return torch.cat([first, *(_without_statistics(self, one) for one in slices[1:])])
-
-    module._BatchNorm.forward = forward  # noqa: SLF001
 
 
 def _without_statistics(norm: Any, value: Any) -> Any:

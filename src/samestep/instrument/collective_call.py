@@ -1,0 +1,110 @@
+"""What distinguishes a call of a collective from others: line, shapes, type, operation."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from samestep.instrument.patch import call_site, caller, is_own
+
+__all__: list[str] = []
+
+UNEVEN = {"gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"}  # shapes may differ
+BETWEEN_TWO = {"send", "recv", "send_object_list", "recv_object_list"}
+_ROOTED = {"gather", "scatter", "gather_object", "scatter_object_list", "broadcast_object_list"}
+_REDUCED = {"all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"}
+_signature = functools.cache(inspect.signature)
+
+
+class CollectiveCall:
+    """A call of a collective.
+
+    Attributes:
+        name: of the function.
+        args, kwargs: that it gets.
+        where: the script's own line.
+        is_direct: whether that line itself calls it, and no function called there.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        frame = caller()
+        self._function = function
+        self.name, self.args, self.kwargs = name, args, kwargs
+        self.where, self.is_direct = call_site(frame), is_own(frame.f_code.co_filename)
+
+    @cached_property
+    def arguments(self) -> Mapping[str, Any]:
+        """The arguments by name; none where torch will say that they are wrong."""
+        try:
+            return _signature(self._function).bind(*self.args, **self.kwargs).arguments
+        except TypeError:
+            return {}
+
+    @cached_property
+    def tensors(self) -> list[Any]:
+        """All that are sent or filled."""
+        named = self.arguments.items()
+        return list(_tensors(value for key, value in named if "list" not in key or "object" not in self.name))
+
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """What distinguishes it from other calls."""
+        return {
+            "op": self.name,
+            "shapes": [list(tensor.shape) for tensor in self.tensors],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors],
+            "reduce": _reduction(self.arguments.get("op")) or ("SUM" if self.name in _REDUCED else None),
+            "root": root_of(self.name, self.arguments),
+            "group": group_name(self.arguments.get("group")),
+            "grad": any(tensor.requires_grad for tensor in self.tensors),
+            "between_two": self.name in BETWEEN_TWO,
+            "where": self.where,
+        }
+
+
+def _tensors(values: Any) -> Iterator[Any]:
+    import torch
+
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _reduction(op: Any) -> str | None:
+    return None if op is None else str(op).rpartition(".")[2]
+
+
+def root_of(name: str, given: Mapping[str, Any]) -> int | None:
+    """Returns the rank, among all, that a call names or means: who leaves out what torch takes anyway does the same.
+
+    Args:
+        name: of the function.
+        given: its arguments, by name.
+    """
+    import torch.distributed as dist
+
+    root = next((given[key] for key in ("src", "dst") if given.get(key) is not None), None)
+    place = next((given[key] for key in ("group_src", "group_dst") if given.get(key) is not None), None)
+    if root is None and place is not None:
+        try:
+            return dist.get_global_rank(given.get("group") or dist.distributed_c10d._get_default_group(), place)  # noqa: SLF001
+        except (ValueError, RuntimeError):  # torch will say what is wrong
+            return None
+    return 0 if root is None and name in _ROOTED else root
+
+
+def group_name(group: Any) -> str:
+    """Returns what tells a group from others; "world" for all ranks."""
+    import torch.distributed as dist
+
+    try:
+        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    except (ValueError, RuntimeError, KeyError, TypeError):
+        return "?"
+    name = "" if group is None else getattr(group, "group_name", "")
+    return f"{name}:{','.join(map(str, ranks))}" if len(ranks) < dist.get_world_size() or group is not None else "world"

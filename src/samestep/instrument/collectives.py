@@ -1,0 +1,98 @@
+"""Reports collectives before a rank enters them, with what distinguishes two: line, shapes, type, operation.
+
+torch's own check (TORCH_DISTRIBUTED_DEBUG=DETAIL) knows no line, so two collectives of one shape may be exchanged
+unnoticed; it adds communication; and in torch 2.13 it crashes DistributedDataParallel on the CPU (measured).
+torch.distributed logs such calls only for itself (c10d_logger), and its flight recorder knows NCCL's alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+from samestep.instrument.callbacks import SUBSCRIBERS
+from samestep.instrument.collective_call import CollectiveCall
+from samestep.instrument.patch import exchange, on_import, wrap
+
+__all__: list[str] = []
+
+# isend and irecv are compared by identity (torch.distributed.P2POp), and return at once.
+TRACED_CALLS = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "send_object_list",
+)
+INIT = "init_process_group"
+_inside = threading.local()  # a collective may be made of others; the outermost is the script's
+
+
+def collectives() -> None:
+    """Reports collectives, and that a process group is initialised."""
+    on_import("torch.distributed", _patch)
+
+
+def _patch(module: Any) -> None:
+    if not module.is_available():
+        return
+    calls = {getattr(module, name): name for name in TRACED_CALLS if hasattr(module, name)}
+    changed = {call: wrap(call, functools.partial(_call, name), "torch") for call, name in calls.items()}
+    changed[module.init_process_group] = wrap(module.init_process_group, _init, "torch")
+    exchange("torch.distributed", changed)
+
+
+def _call(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+    if getattr(_inside, "collective", False):
+        return original(*args, **kwargs)
+    _inside.collective = True
+    try:
+        call = CollectiveCall(original, name, args, kwargs)
+        if name != INIT:
+            for one in SUBSCRIBERS:
+                one.before_collective(call)
+        result = _run(call, original, args, kwargs)
+        if name != INIT:
+            for one in SUBSCRIBERS:
+                one.after_collective(call, waits=hasattr(result, "wait"))
+    finally:
+        _inside.collective = False
+    return result
+
+
+def _run(call: CollectiveCall, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for one in SUBSCRIBERS:
+        one.on_enter_collective(call)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        for one in SUBSCRIBERS:
+            one.on_exit_collective()
+
+
+def _init(original: Any, *args: Any, **kwargs: Any) -> None:
+    for one in SUBSCRIBERS:
+        kwargs = one.before_init(kwargs)
+    _call(INIT, original, *args, **kwargs)
+    for one in [*SUBSCRIBERS]:  # a rank that the script has started is known now, and its observers subscribe
+        one.after_init()

@@ -1,0 +1,289 @@
+"""Reports DataLoaders: which samples each pass yields, also where workers load them.
+
+A loader is named by the line that made it and its number among those made there. So the same loader has the same name
+on every rank, and in a process of its own, though rank 0 may have one more.
+
+Also read are the order that a sampler would still give, without loading the data, and where datasets of torch's own
+kinds were made (TensorDataset, Subset, ConcatDataset): what such a dataset holds was put into it on that line.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+from samestep.instrument.callbacks import SUBSCRIBERS, Callbacks, LoadedBatch, LoaderPass, PassIterator, all_of
+from samestep.instrument.patch import call_site, caller, install, on_import, on_undo, patch, user_line
+
+__all__: list[str] = []
+
+_OURS = "samestep.data."  # shards' own loader is known by what shards reports
+_MOST = 1 << 22  # samples of a rank's part of a pass
+_made: Counter[str] = Counter()  # line -> loaders made there
+_passes: Counter[str] = Counter()  # loader -> passes over it
+_datasets: dict[int, tuple[weakref.ref[Any], str]] = {}
+
+
+def batches() -> None:
+    """Reports that a batch is loaded, and which."""
+    on_import("torch.utils.data.dataloader", _patch_next)
+
+
+def passes() -> None:
+    """Reports passes over loaders, with the indices of each batch, and the generators of workers."""
+    install(batches)
+    on_undo(_made.clear)
+    on_undo(_passes.clear)
+    on_import("torch.utils.data.dataloader", _patch_loader)
+
+
+def datasets() -> None:
+    """Notes the line at which every dataset of torch's own kinds is made."""
+    on_import("torch.utils.data.dataset", _patch_datasets)
+
+
+# --- passes ----------------------------------------------------------------------------------
+
+
+def _patch_next(module: Any) -> None:
+    @patch(module._BaseDataLoaderIter, "__next__")  # noqa: SLF001
+    def __next__(original: Any, iterator: Any) -> Any:  # noqa: N807
+        known = iterator.__dict__.get("samestep_pass")
+        try:
+            with all_of(one.loading_batch() for one in SUBSCRIBERS):
+                value = original(iterator)
+        except BaseException:
+            if known is not None:
+                for one in SUBSCRIBERS:
+                    one.on_pass_end(known)
+            raise
+        indices = None
+        if known is not None:
+            requested = iterator.samestep_indices
+            indices = iterator.samestep_batch = requested.popleft() if requested else None
+        for one in SUBSCRIBERS:
+            one.on_batch(known, indices, value)
+        return value
+
+
+def _patch_loader(module: Any) -> None:
+    iterator = module._BaseDataLoaderIter  # noqa: SLF001  (indices pass nowhere else)
+
+    @patch(module.DataLoader, "__init__")
+    def __init__(original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        if not hasattr(loader, "samestep_key"):
+            frame = caller()
+            is_ours = str(frame.f_globals.get("__name__", "")).startswith(_OURS)
+            loader.samestep_key = None if is_ours else _key(call_site(frame))
+        original(loader, *args, **kwargs)
+        is_forking = loader.num_workers and loader.multiprocessing_context is None
+        is_wanted = any(type(one).on_worker is not Callbacks.on_worker for one in SUBSCRIBERS)
+        if is_forking and is_wanted and loader.samestep_key is not None:
+            loader.worker_init_fn = _WorkerInit(loader.samestep_key, loader.worker_init_fn)
+
+    @patch(module.DataLoader, "__iter__")
+    def __iter__(original: Any, loader: Any) -> Iterator[Any]:  # noqa: N807
+        key = getattr(loader, "samestep_key", None)
+        if key is None:
+            return original(loader)  # type: ignore[no-any-return]
+        loader_pass = LoaderPass(loader, key, _passes[key], user_line())
+        _passes[key] += 1
+        own = _OwnBatches(original, loader_pass)
+        given = (one.on_pass(loader_pass, own) for one in SUBSCRIBERS)
+        replaced = next((one for one in given if one is not None), None)
+        return own.begin() if replaced is None else replaced
+
+    @patch(module.DataLoader, "__len__")
+    def __len__(original: Any, loader: Any) -> int:  # noqa: N807
+        length: int = original(loader)
+        if (key := getattr(loader, "samestep_key", None)) is not None:
+            for one in SUBSCRIBERS:
+                length = one.on_length(loader, key, length)
+        return length
+
+    @patch(iterator, "_next_index")
+    def _next_index(original: Any, iterator: Any) -> Any:
+        index = original(iterator)
+        iterator.__dict__.setdefault("samestep_indices", deque()).append(index)
+        return index
+
+
+def _key(where: str) -> str:
+    _made[where] += 1
+    return f"{where}#{_made[where]}"
+
+
+class _OwnBatches(PassIterator):
+    """What a DataLoader yields in a pass; nothing of it begins before the first batch is asked for."""
+
+    def __init__(self, original: Any, loader_pass: LoaderPass) -> None:
+        self._original = original
+        self._pass = loader_pass
+        self._iterator: Any = None
+        self._yielded = 0
+
+    def begin(self) -> Any:
+        """Returns the loader's own iterator."""
+        if (kept := self._pass.loader.__dict__.get("_iterator")) is not None:  # of workers that stay: nothing of
+            kept.samestep_indices = deque()  # the last pass
+        iterator = self._iterator = self._original(self._pass.loader)
+        iterator.__dict__.setdefault("samestep_indices", deque())  # workers load at once
+        iterator.samestep_pass = self._pass
+        return iterator
+
+    def __next__(self) -> LoadedBatch:
+        iterator = self.begin() if self._iterator is None else self._iterator
+        value = next(iterator)
+        self._yielded += 1
+        sampled = iterator.__dict__.get("samestep_batch")
+        indices = None if sampled is None else numbered(sampled)
+        return LoadedBatch(self._pass, self._yielded - 1, indices, value)
+
+    def rest(self, length: int | None) -> list[list[Any]] | None:
+        requested = list(self._iterator.samestep_indices) if self._iterator is not None else []
+        order = getattr(self._iterator, "_sampler_iter", None)
+        return rest(self._pass.loader, length, requested, order, self._yielded)
+
+
+class _WorkerInit:
+    """In a worker: its generators when it begins, and whether they were used when it ends.
+
+    A worker that is not forked has no subscribers: there, the script's own function alone comes out of its pickle.
+    """
+
+    def __init__(self, key: str, own: Any) -> None:
+        self._key, self._own = key, own
+
+    def __call__(self, worker: int) -> None:
+        from multiprocessing.util import Finalize
+
+        if self._own is not None:
+            self._own(worker)
+        Finalize(None, _worker_ended, args=(self._key, worker, generator_states()), exitpriority=0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self._own,)
+
+
+def _same(own: Any) -> Any:
+    return own
+
+
+def _worker_ended(key: str, worker: int, before: dict[str, bytes]) -> None:
+    used = [name for name, state in generator_states().items() if state != before[name]]
+    for one in SUBSCRIBERS:
+        one.on_worker(key, worker, before, used)
+
+
+def generator_states() -> dict[str, bytes]:
+    """Returns the states from which the default generators will draw."""
+    import numpy as np
+    import torch
+
+    return {
+        "random": repr(random.getstate()).encode(),
+        "numpy": repr(np.random.get_state()).encode(),  # noqa: NPY002  (the script may use it)
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+
+
+# --- orders that are read without the data ---------------------------------------------------
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """Returns who draws the order, and the samplers of batches that cut it, one in the other: the own may be idle."""
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    cutting = []
+    while batches is not None:
+        cutting.append(batches)
+        sampler, batches = getattr(batches, "sampler", sampler), getattr(batches, "batch_sampler", None)
+    return [sampler, *cutting]
+
+
+def numbered(index: Any) -> list[Any] | None:
+    """Returns the samples of a batch, None where they have no number: an iterable dataset's, or (index, size) of crops.
+
+    Args:
+        index: what the sampler has given for the batch.
+    """
+    plain = index.tolist() if hasattr(index, "tolist") else index
+    listed = list(plain) if isinstance(plain, list | tuple) else [plain]
+    try:
+        return [one if isinstance(one, str) else int(one) for one in listed]
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def rest(
+    loader: Any, length: int | None, requested: list[Any], order: Iterator[Any] | None, yielded: int
+) -> list[list[Any]] | None:
+    """Returns the samples of the batches that a pass would still yield, None where its sampler does not tell.
+
+    An order that goes on beyond the loader's length is endless, or of another length than it says.
+
+    Args:
+        loader: the DataLoader.
+        length: of it, None where it is not known.
+        requested: what is asked for already, ahead of the script, by workers.
+        order: the sampler's iterator behind that; it is read to its end.
+        yielded: batches that the pass has yielded.
+    """
+    if order is None or length is None or (length - yielded) * (loader.batch_size or 1) > _MOST:
+        return None
+    with _generators_kept(loader):
+        found = [numbered(one) for one in islice(chain(requested, order), length - yielded + 1)]
+    known = [one for one in found if one is not None]
+    return known if len(known) == len(found) == length - yielded else None
+
+
+@contextmanager
+def _generators_kept(loader: Any) -> Iterator[None]:
+    """Restores all random states that a sampler may draw from: the default ones, and those that it holds."""
+    import numpy as np
+    import torch
+
+    back: list[Callable[[], object]] = [
+        partial(torch.set_rng_state, torch.get_rng_state()),
+        partial(random.setstate, random.getstate()),
+        partial(np.random.set_state, np.random.get_state()),  # noqa: NPY002  (the script may use it)
+    ]
+    for one in [one for owner in (loader, *samplers_of(loader)) for one in getattr(owner, "__dict__", {}).values()]:
+        if isinstance(one, torch.Generator):
+            back.append(partial(one.set_state, one.get_state()))
+        elif isinstance(one, random.Random):
+            back.append(partial(one.setstate, one.getstate()))
+        elif isinstance(one, np.random.Generator):
+            back.append(partial(setattr, one.bit_generator, "state", one.bit_generator.state))
+        elif isinstance(one, np.random.RandomState):
+            back.append(partial(one.set_state, one.get_state()))
+    try:
+        yield
+    finally:
+        for put_back in back:
+            put_back()
+
+
+# --- datasets --------------------------------------------------------------------------------
+
+
+def _patch_datasets(module: Any) -> None:
+    @patch(module.Dataset, "__new__")
+    def __new__(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        del original
+        new = super(module.Dataset, cls).__new__
+        dataset = new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
+        if cls.__module__.startswith("torch."):
+            _datasets[id(dataset)] = weakref.ref(dataset), user_line()
+        return dataset
+
+
+def made_at(dataset: Any) -> str | None:
+    """Returns "file:line" of where a dataset was made, None where it is none of torch's own."""
+    reference, where = _datasets.get(id(dataset), (None, None))
+    return where if reference is not None and reference() is dataset else None

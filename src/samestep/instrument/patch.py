@@ -1,0 +1,135 @@
+"""Replaces functions of torch and Python, with undo, and finds the line of the script that calls them.
+
+    @patch(module.GradScaler, "step")
+    def step(original, scaler, optimizer, *args, **kwargs): ...
+
+Code that torch.compile traces calls the original: a replacement would end its graph. The original is `__wrapped__` of
+what stands in its place. A group of patches is a function that takes no arguments; :func:`install` calls it once.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from samestep.launch.failure import is_user_file, relative_path
+from samestep.launch.imports import Act, replace_function, when_imported
+
+__all__: list[str] = []
+
+Group = Callable[[], None]
+
+_installed: set[Group] = set()
+_undo: list[Callable[[], object]] = []
+_users: dict[str, bool] = {}  # by file name: whether it is the user's own
+
+
+def install(*groups: Group) -> None:
+    """Installs groups of patches that are not installed yet."""
+    for group in groups:
+        if group not in _installed:
+            _installed.add(group)
+            group()
+
+
+def uninstall() -> None:
+    """Takes all patches back, and those that wait for a module to be imported."""
+    while _undo:
+        _undo.pop()()
+    _installed.clear()
+
+
+def on_undo(act: Callable[[], object]) -> None:
+    """Calls `act` when patches are taken back."""
+    _undo.append(act)
+
+
+def on_import(name: str, act: Act) -> None:
+    """Calls `act(module)` as soon as the module is imported."""
+    on_undo(when_imported(name, act))
+
+
+def patch(owner: Any, name: str, *, compiled: bool = False, package: str | None = None) -> Callable[[Any], Any]:
+    """Returns a decorator that puts a function in the place of `owner.name`, which it gets as its first argument.
+
+    Args:
+        owner: a class or a module.
+        name: of the function.
+        compiled: also in code that torch.compile traces.
+        package: replace it in all modules of this package that have imported it.
+    """
+
+    def replace(replacement: Callable[..., Any]) -> Any:
+        is_inherited, original = name not in vars(owner), getattr(owner, name)
+        replaced = wrap(original, replacement, getattr(owner, "__module__", owner.__name__), compiled=compiled)
+        setattr(owner, name, replaced)
+        on_undo(lambda: delattr(owner, name) if is_inherited else setattr(owner, name, original))
+        if package is not None:
+            exchange(package, {original: replaced})
+        return replaced
+
+    return replace
+
+
+def exchange(package: str, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+    """Replaces functions in all modules of a package that have them, under whatever name."""
+    replace_function(package, functions)
+    on_undo(lambda: replace_function(package, {new: old for old, new in functions.items()}))
+
+
+def wrap(
+    original: Callable[..., Any], replacement: Callable[..., Any], module: str, *, compiled: bool = False
+) -> Callable[..., Any]:
+    """Returns what looks like `original`, a function of the module, and calls `replacement(original, …)`."""
+    is_compiling = _is_compiling if module.startswith("torch") else _may_be_compiling
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if not compiled and is_compiling():
+            return original(*args, **kwargs)
+        return replacement(original, *args, **kwargs)
+
+    return patched
+
+
+def _is_compiling() -> bool:
+    import torch  # is there: its functions have called us
+
+    return torch.compiler.is_compiling()
+
+
+def _may_be_compiling() -> bool:
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)  # a script may print before torch is there whole
+    return compiler is not None and bool(compiler.is_compiling())
+
+
+def caller() -> FrameType:
+    """Returns the frame that calls a patched function."""
+    frame = sys._getframe(1)  # noqa: SLF001  (documented; the name only looks private)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("samestep.instrument"):
+        frame = frame.f_back
+    return frame
+
+
+def user_line() -> str:
+    """Returns "file:line" of the script's own line that calls a patched function."""
+    return call_site(caller())
+
+
+def call_site(frame: FrameType | None) -> str:
+    """Returns "file:line" of the innermost frame that is the user's own, from `frame` outwards, or of `frame`."""
+    own = frame
+    while own is not None and not is_own(own.f_code.co_filename):
+        own = own.f_back
+    found = own or frame
+    return "" if found is None else f"{relative_path(found.f_code.co_filename)}:{found.f_lineno}"
+
+
+def is_own(filename: str) -> bool:
+    """Returns whether a file is the user's own; remembered, since it is asked at every call."""
+    if filename not in _users:
+        _users[filename] = is_user_file(filename)
+    return _users[filename]

@@ -1,0 +1,128 @@
+"""Reports random numbers that a script draws itself, and switches off what draws or rounds inside of torch.
+
+Only what the script's own lines ask for is reported: noise, latent vectors, permutations, mixing weights. What torch
+draws inside (initialisation, samplers) is seen in its effects.
+
+Dropout draws other masks for other batch shapes; reduced precision hides what is to be seen (a mean of means in
+bfloat16 lies below its rounding error). Recorded ranks and the script alone run without both, and the report says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+from samestep.instrument.callbacks import SUBSCRIBERS
+from samestep.instrument.patch import call_site, caller, is_own, on_import, patch
+
+__all__: list[str] = []
+
+DRAWS = {
+    "torch": (
+        *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"),
+        *("rand_like", "randn_like", "randint_like"),
+    ),
+    "numpy.random": (
+        *("rand", "randn", "randint", "random", "uniform", "normal", "beta", "permutation", "choice"),
+        "standard_normal",
+    ),
+    "random": ("random", "uniform", "randint", "choice", "betavariate", "gauss", "sample", "randrange"),
+}
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+def draws() -> None:
+    """Reports random numbers that the script's own lines draw."""
+    for family in DRAWS:
+        on_import(family, functools.partial(_patch_draws, family))
+
+
+def _patch_draws(family: str, module: Any) -> None:
+    for name in DRAWS[family]:
+        patch(module, name)(functools.partial(_draw, f"{family}.{name}"))
+
+
+def _draw(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+    value = original(*args, **kwargs)
+    frame = caller()
+    if is_own(frame.f_code.co_filename):
+        for one in SUBSCRIBERS:
+            value = one.on_random(name, call_site(frame), value)
+    return value
+
+
+def without_dropout_and_autocast() -> None:
+    """Switches both off, also in compiled code, and reports where something would have been dropped."""
+    on_import("torch.nn.functional", _patch_dropout)
+    on_import("torch.nn.modules.rnn", _patch_recurrent_dropout)
+    on_import("torch.amp.autocast_mode", _patch_autocast)
+    on_import("torch.distributed.fsdp.fully_sharded_data_parallel", _patch_mixed_precision)
+
+
+def _patch_dropout(functional: Any) -> None:
+    for name in _DROPOUTS:
+        patch(functional, name, compiled=True)(_dropout)
+
+    @patch(functional, "scaled_dot_product_attention", compiled=True)
+    def attention(
+        original: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        del dropout_p
+        return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+
+def _dropout(original: Any, input: Any, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Any:  # noqa: A002
+    import torch
+
+    del original
+    if p > 0 and training and not torch.compiler.is_compiling():
+        for one in SUBSCRIBERS:
+            one.on_dropout()
+    return input
+
+
+def _patch_recurrent_dropout(module: Any) -> None:
+    @patch(module.RNNBase, "__init__")
+    def __init__(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        self.dropout = 0.0
+
+
+def _patch_autocast(module: Any) -> None:
+    @patch(module.autocast, "__init__", compiled=True)
+    def __init__(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        if len(args) > 2:
+            args = (*args[:2], False, *args[3:])
+        else:
+            kwargs["enabled"] = False
+        original(self, *args, **kwargs)
+
+
+def _patch_mixed_precision(module: Any) -> None:
+    """FullyShardedDataParallel's own autocast; it goes on casting what goes into a model, to the parameters' type."""
+    signature = inspect.signature(module.FullyShardedDataParallel.__init__)
+
+    @patch(module.FullyShardedDataParallel, "__init__")
+    def __init__(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        given = signature.bind(self, *args, **kwargs).arguments
+        if (policy := given.get("mixed_precision")) is not None:
+            given["mixed_precision"] = in_full_precision(policy)
+        original(given.pop("self"), **given)
+
+
+def in_full_precision(policy: Any) -> Any:
+    """Returns a MixedPrecision of FullyShardedDataParallel in torch's default type, where it names one at all."""
+    import torch
+
+    kinds = ("param_dtype", "reduce_dtype", "buffer_dtype")
+    full = {kind: torch.get_default_dtype() for kind in kinds if getattr(policy, kind) is not None}
+    return dataclasses.replace(policy, **full, keep_low_precision_grads=False)

@@ -1,0 +1,141 @@
+"""Writes into a rank's progress record what its script does: steps, collectives, loading, evaluations, backward passes.
+
+Nothing has to be changed in the script: torch's own functions report, from the moment they are imported. Ranks that the
+script starts itself, with multiprocessing or torch.multiprocessing, are recognised when they initialise their process
+group; until then nothing is written of them.
+
+    the script                     the record
+    dist.all_reduce(x)             entered 4, left 3, "all_reduce", "train.py:12"
+    a DataLoader's next batch      phase "data", as within samestep.shards; and how many numbers are in it
+    model.eval()                   phase "evaluate", until model.train(), or the next backward pass or step
+    a backward pass                phase "backward"; from the last gradient of a DistributedDataParallel on, it waits
+                                   for other ranks
+
+And one thing is fixed on the way. A DistributedDataParallel that goes after `destroy_process_group()` is the last
+owner of its group, which then ends gloo's threads with Python's lock in its hands, while one of them waits for that
+lock to release a tensor: a rank that has done all its work never ends. So groups outlive their models here, until the
+process does (torch 2.13; a loop that makes, uses and destroys groups hangs in its third round, under torchrun too).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from samestep import progress
+from samestep.instrument import collectives, dataloader, training
+from samestep.instrument.callbacks import Callbacks, LoaderPass, subscribe
+from samestep.instrument.collective_call import CollectiveCall
+from samestep.launch.last_gradients import LastGradients
+
+__all__: list[str] = []
+
+_kept: set[int] = set()  # process groups that are never destroyed
+
+
+def begin(joined: Callable[[], None] | None = None) -> None:
+    """Writes from now on.
+
+    Args:
+        joined: called each time a default process group has been initialised.
+    """
+    subscribe(
+        ProgressNotes(joined),
+        *(training.optimizers, training.wrappers, training.modes, training.backward_passes),
+        *(dataloader.batches, collectives.collectives),
+    )
+
+
+class ProgressNotes(Callbacks):
+    """Calls :mod:`samestep.progress`."""
+
+    def __init__(self, joined: Callable[[], None] | None = None) -> None:
+        self._joined = joined
+        self._learning: list[LastGradients] = []
+
+    def after_init(self) -> None:
+        """Calls back."""
+        if self._joined is not None:
+            self._joined()
+
+    def on_enter_collective(self, call: CollectiveCall) -> None:
+        """Writes down which."""
+        progress.enter_collective(call.name, call.where, direct=call.is_direct)
+
+    def on_exit_collective(self) -> None:
+        """Writes it down."""
+        progress.exit_collective()
+
+    def on_enter_step(self, optimizer: Any) -> None:
+        """Begins a phase."""
+        del optimizer
+        progress.set_phase("optimizer")
+
+    def on_exit_step(self, optimizer: Any) -> None:
+        """Counts; a compiled optimizer's steps are not reported, and stay one graph."""
+        del optimizer
+        progress.set_phase("train")
+        progress.count_step()
+
+    def on_wrap(self, kind: str, model: Any, where: str, ranks: list[int] | None = None) -> None:
+        """Keeps the model's process group, and learns which of its gradients come last."""
+        del where, ranks
+        if kind != "DistributedDataParallel":
+            return
+        if progress.is_attached():
+            self._learning.append(LastGradients(model))
+        if id(model.process_group) not in _kept:
+            _kept.add(id(model.process_group))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(model.process_group))  # for good: not even at the end it goes
+
+    @contextmanager
+    def running_backward(self) -> Iterator[None]:
+        """A phase."""
+        before = progress.set_phase("backward")
+        try:
+            yield
+        finally:
+            progress.backward_done()
+            progress.set_phase("train" if before == "evaluate" else before)
+            self._learning = [each for each in self._learning if each.continues()]
+
+    @contextmanager
+    def loading_batch(self) -> Iterator[None]:
+        """A phase, but in an evaluation, whose batches are part of it."""
+        if progress.current_phase() == "evaluate":
+            yield
+            return
+        before = progress.set_phase("data")
+        try:
+            yield
+        finally:
+            progress.set_phase(before)
+
+    def on_batch(self, loader_pass: LoaderPass | None, indices: Any, value: Any) -> None:
+        """Counts the numbers of a training batch; samestep.shards, which is in phase "data", counts its own."""
+        del loader_pass, indices
+        if progress.current_phase() not in {"evaluate", "data"}:
+            progress.add_work({"elements": elements(value)})
+
+    def on_event(self, kind: str, **fields: Any) -> None:
+        """A script that sets its model to evaluate may take its time, until it trains again."""
+        if kind == "mode" and fields["training"]:
+            progress.end_phase("evaluate")
+        elif kind == "mode":
+            progress.set_phase("evaluate")
+
+
+def elements(batch: Any) -> int:
+    """Returns the numbers in a batch's tensors: what sequences of unlike length make unequal.
+
+    Args:
+        batch: a tensor, or a list, tuple or mapping of them; in anything else nothing is counted.
+    """
+    if isinstance(batch, list | tuple):
+        return sum(map(elements, batch))
+    if isinstance(batch, Mapping):
+        return sum(map(elements, batch.values()))
+    counted: int = batch.numel() if hasattr(batch, "numel") else 0
+    return counted

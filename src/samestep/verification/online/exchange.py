@@ -1,0 +1,245 @@
+"""What ranks report every so many steps, through the process group's store: ranks write, rank 0 reads, nobody waits.
+
+    before step   1              17                   of every optimizer
+    rank 0        StepSummary    StepSummary    …  FinalSummary     ┐ the same number, the same optimizer:
+    rank 1        StepSummary    StepSummary    …  FinalSummary     ┘ these are compared
+
+    rank 1    set  samestep-check/0.3/1      (optimizer 0, the fourth summary, of rank 1)
+    rank 0    check … /0.3/1, 0.3/2, 0.3/3   all there: get, compare, delete
+
+A summary has a digest of each thing that has to be equal. A :class:`SummaryDetail` goes with it, which is read only
+where digests differ: so a run of many ranks sends rank 0 a few hundred bytes of each.
+
+There is no collective in it, so it can neither change the order of the script's own nor hang with them. A rank that is
+far behind, or gone, leaves summaries of others unread: each has SLOTS slots, used in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from samestep.runtime.entries import decode_message
+from samestep.verification.journal import Event
+
+__all__: list[str] = []
+
+EVERY = 16  # steps of an optimizer
+MAX_OPTIMIZERS = 8  # that write summaries; a script with one for each parameter would write as many as it has
+SLOTS = 64  # summaries of a rank for an optimizer
+_PREFIX = "samestep-check"
+_TIMEOUT = timedelta(seconds=5)  # for the store to answer
+_FINAL_S = 2.0  # that rank 0 waits for the others to end
+_POLL_S = 0.005
+_MAX_BACKOFF = 64  # steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSummary:
+    """What one pass over a DataLoader has yielded since the last summary, and was trained on.
+
+    Attributes:
+        key, number: which loader, which of its passes, from 0.
+        size: of the dataset.
+        sampler: its type.
+        indices: the samples, as base64 of 64-bit numbers.
+        repeated: how many of this pass's samples the rank has had twice by itself.
+        steps: of training since the pass began.
+        rows: index -> digest of a few samples, by which two datasets are told apart.
+    """
+
+    key: str
+    number: int
+    size: int
+    sampler: str
+    indices: str
+    repeated: int
+    steps: int
+    rows: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSummary:
+    """One rank, before one step.
+
+    Attributes:
+        optimizer, step: number of the optimizer, steps that it has taken before.
+        steps: of every optimizer.
+        rates: learning rates of the parameter groups.
+        streams: kind of event -> count and running digest: collectives of all ranks, scalers, schedules, and models in
+            DistributedDataParallel of all ranks.
+        names: digest of the optimizer's parameter names and shapes.
+        layout: digest of which parts of them the rank holds.
+        parameters, gradients: digests of these parts' values; the latter is empty where there is no gradient.
+        is_not_comparable: parameters are cut in a way in which parts cannot be compared.
+        is_wrapped: DistributedDataParallel of all ranks holds the model.
+        is_data_parallel: its wrapper, of whichever kind, lets every rank train on data of its own.
+        is_synchronised: DistributedDataParallel, and the last forward went through it, so gradients must be equal.
+        spots: digests of one parameter before every step since the last summary.
+        passes: data that was trained on.
+    """
+
+    optimizer: int
+    step: int
+    steps: list[int] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    streams: dict[str, list[int]] = field(default_factory=dict)
+    names: str = ""
+    layout: str = ""
+    parameters: str = ""
+    gradients: str = ""
+    is_not_comparable: bool = False
+    is_wrapped: bool = False
+    is_data_parallel: bool = False
+    is_synchronised: bool = False
+    spots: list[str] = field(default_factory=list)
+    passes: list[PassSummary] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummaryDetail:
+    """What stands behind a summary's digests.
+
+    Attributes:
+        parameters, gradients: name -> digest, behind its place where the tensor is cut; None where there is none.
+        events: the last ones, of the kinds and with the fields that verify records.
+    """
+
+    parameters: dict[str, str | None]
+    gradients: dict[str, str | None]
+    events: list[dict[str, Any]]
+
+    def of(self, kind: str) -> list[Event]:
+        """Returns the events of a kind."""
+        return [event for event in self.events if event["kind"] == kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalSummary:
+    """How a rank has ended: `well` says by the script's own end; `spots` are digests of one parameter an optimizer."""
+
+    well: bool
+    steps: list[int]
+    where: str
+    spots: dict[str, str]
+
+
+def encode(summary: StepSummary | SummaryDetail | FinalSummary) -> str:
+    """Returns it as text."""
+    return json.dumps(asdict(summary), separators=(",", ":"))
+
+
+def decode_step(text: str | bytes) -> StepSummary:
+    """Returns a step's summary."""
+    fields = decode_message(text, StepSummary, of="--check's summary of a rank")
+    return StepSummary(**{**fields, "passes": [PassSummary(**one) for one in fields["passes"]]})
+
+
+def decode_detail(text: str | bytes) -> SummaryDetail:
+    """Returns the detail of a summary."""
+    return SummaryDetail(**decode_message(text, SummaryDetail, of="--check's detail of a rank"))
+
+
+def decode_final(text: str | bytes) -> FinalSummary:
+    """Returns the summary of a rank's end."""
+    return FinalSummary(**decode_message(text, FinalSummary, of="--check's last summary of a rank"))
+
+
+class SummaryExchange:
+    """One rank's side.
+
+    Args:
+        store: the process group's own.
+        rank: this one.
+        size: how many there are.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store = store.clone()  # with a connection of its own: nothing that waits in the script's stands before it
+        self._store.set_timeout(_TIMEOUT)
+        self._rank = rank
+        self._size = size
+        self._pending: deque[tuple[StepSummary, SummaryDetail]] = deque(maxlen=SLOTS)
+        self._skips = 0  # steps until the next look
+        self._backoff = 0
+
+    @classmethod
+    def of_process_group(cls) -> SummaryExchange | None:
+        """Returns one, or None where there is no process group, no store, or nobody else."""
+        import torch.distributed as dist
+
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+            return None
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store = _get_default_store()
+        return None if store is None else cls(store, dist.get_rank(), dist.get_world_size())
+
+    def send(self, summary: StepSummary, detail: SummaryDetail) -> None:
+        """Writes a summary; rank 0 keeps its own."""
+        if self._rank == 0:
+            self._pending.append((summary, detail))
+            self._skips = self._backoff = 0
+            return
+        slot = _slot(summary)
+        self._store.set(f"{slot}/{self._rank}/detail", encode(detail))
+        self._store.set(f"{slot}/{self._rank}", encode(summary))
+
+    def received(self) -> tuple[list[StepSummary], Callable[[int], SummaryDetail | None]] | None:
+        """Returns the summaries of the first step of which all ranks' are there, in rank order; only on rank 0."""
+        if not self._pending or self._skips:
+            self._skips = max(0, self._skips - 1)
+            return None
+        slot = _slot(self._pending[0][0])
+        keys = [f"{slot}/{rank}" for rank in range(1, self._size)]
+        if not self._store.check(keys):
+            self._backoff = min(2 * self._backoff + 1, _MAX_BACKOFF)
+            self._skips = self._backoff
+            return None
+        self._backoff = 0
+        summary, detail = self._pending.popleft()
+        summaries = [summary, *map(decode_step, self._values(keys))]
+        if len({one.step for one in summaries}) > 1:  # somebody has used the slot again: too far ahead
+            return None
+        return summaries, lambda rank: detail if rank == 0 else self._detail(f"{slot}/{rank}/detail")
+
+    def free(self, summaries: list[StepSummary]) -> None:
+        """Frees the slots of summaries that have been compared."""
+        for rank in range(1, self._size):
+            for end in ("", "/detail"):
+                self._store.delete_key(f"{_slot(summaries[0])}/{rank}{end}")
+
+    def poll_now(self) -> None:
+        """Lets the next look come at once."""
+        self._skips = 0
+
+    def exchange_final(self, final: FinalSummary) -> list[FinalSummary] | None:
+        """Reports how this rank has ended; on rank 0 returns how all have, None where one is not there for so long."""
+        if self._rank:
+            self._store.set(f"{_PREFIX}/final/{self._rank}", encode(final))
+            return None
+        keys = [f"{_PREFIX}/final/{rank}" for rank in range(1, self._size)]
+        until = time.monotonic() + (_FINAL_S if final.well else 0.0)
+        while not self._store.check(keys):
+            if time.monotonic() >= until:
+                return None
+            time.sleep(_POLL_S)
+        return [final, *map(decode_final, self._values(keys))]
+
+    def _values(self, keys: list[str]) -> list[bytes]:
+        """Returns what is stored there; a file as a store has no way to ask for all at once."""
+        if self._store.has_extended_api():
+            return list(self._store.multi_get(keys))
+        return [self._store.get(key) for key in keys]
+
+    def _detail(self, key: str) -> SummaryDetail | None:
+        return decode_detail(self._store.get(key)) if self._store.check([key]) else None
+
+
+def _slot(summary: StepSummary) -> str:
+    return f"{_PREFIX}/{summary.optimizer}.{summary.step // EVERY % SLOTS}"

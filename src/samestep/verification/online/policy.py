@@ -1,0 +1,272 @@
+"""When a difference between ranks may be reported in a real training. No torch here: summaries in, findings out.
+
+The rules and their words are those of verify (:mod:`samestep.verification.judging`), on the last events of two ranks
+that differ. A finding must be certain, for a real training is disturbed by it; so what may be intended is not reported,
+or only once it has lasted:
+
+    parameters differ, their gradients agree     the ranks step together and are not together: reported at once
+    gradients differ, parameters did not         reported where the last forward went through DistributedDataParallel;
+      before, and do afterwards                  else it may be local SGD, which averages later: after 1024 steps or at
+                                                 the end, unless the ranks agreed again before any step in between
+    both differ from the beginning               parts of a pipeline, experts, one model for each rank: never
+
+What differs later only follows from what differed first, so of each kind the first is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from samestep.verification.findings import Finding
+from samestep.verification.judging import causes, communication, control, states
+from samestep.verification.judging.record import Rank, Record
+from samestep.verification.online.exchange import FinalSummary, StepSummary, SummaryDetail
+from samestep.verification.online.samples import SampleCoverage
+
+__all__: list[str] = []
+
+LOCAL_STEPS = 1024  # within which ranks that step by themselves have averaged their parameters
+_OTHERS = 2  # steps of another optimizer that ranks may not be apart: one may be on its way
+
+Details = Callable[[int], SummaryDetail | None]
+
+
+class OnlineRules:
+    """Compares what `size` ranks report; every kind of finding is returned once."""
+
+    def __init__(self, size: int) -> None:
+        self._coverage = SampleCoverage(size)
+        self._found: set[str] = set()
+        self._states: dict[int, ReplicaState] = {}
+
+    def step(self, summaries: Sequence[StepSummary], details: Details) -> list[Finding]:
+        """Returns what is new in the ranks' summaries of one step, in rank order.
+
+        Args:
+            summaries: of one optimizer and step.
+            details: returns what stands behind a rank's summary, None where it is gone.
+        """
+        if len({len(one.steps) for one in summaries}) > 1 or len({one.names for one in summaries}) > 1:
+            return []  # not one optimizer: some ranks have more of them, or parts of a pipeline
+        found = [one for rule in _RULES for one in rule(summaries, details)]
+        if not found and not self._found & {"learning-rate-differs", "steps-differ", "parameter-order-differs"}:
+            replicas = self._states.setdefault(summaries[0].optimizer, ReplicaState())
+            found += replicas.step(summaries, details)
+        if _is_one_training(summaries) and (repeated := self._coverage.add([one.passes for one in summaries])):
+            found.append(repeated)
+        return self._new(found)
+
+    def final(self, ends: Sequence[FinalSummary]) -> list[Finding]:
+        """Returns what the ranks' ends tell, in rank order, and what has lasted until then."""
+        if not all(one.well for one in ends):
+            return []
+        found = list(_counts(ends))
+        for number, replicas in self._states.items():
+            found += replicas.final([one.spots.get(str(number), "") for one in ends])
+        return self._new(found)
+
+    def _new(self, found: Sequence[Finding]) -> list[Finding]:
+        new = []
+        for finding in found:
+            if finding.code not in self._found:
+                self._found.add(finding.code)
+                new.append(finding)
+        return new
+
+
+def _is_one_training(summaries: Sequence[StepSummary]) -> bool:
+    """Whether each rank trains one model on data of its own: by a wrapper, or gradients averaged by hand."""
+    by_hand = len({one.gradients for one in summaries}) == 1 and bool(summaries[0].gradients)
+    return all(one.is_data_parallel for one in summaries) or by_hand
+
+
+def _other(summaries: Sequence[StepSummary], what: Callable[[StepSummary], object]) -> int | None:
+    """The first rank that reports something else than rank 0."""
+    first = what(summaries[0])
+    return next((rank for rank, one in enumerate(summaries) if what(one) != first), None)
+
+
+def _pair(details: Details, *ranks: int) -> Record | None:
+    """The last events of two ranks, as verify's rules read them; None where one is gone."""
+    reported = [(rank, one) for rank in ranks if (one := details(rank)) is not None]
+    return Record(Path(), [Rank(rank, one.events) for rank, one in reported]) if len(reported) == len(ranks) else None
+
+
+def _rates(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
+    rank = _other(summaries, lambda one: one.rates)
+    if rank is not None and (pair := _pair(details, 0, rank)) is not None:
+        yield causes.rates(pair, 0, 1)
+
+
+def _scalers(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
+    rank = _other(summaries, lambda one: one.streams.get("scaler"))
+    if rank is not None and (pair := _pair(details, 0, rank)) is not None:
+        yield from control.scalers(_common(pair, "scaler"))
+
+
+def _schedules(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
+    rank = _other(summaries, lambda one: one.streams.get("scheduler"))
+    if rank is None or (pair := _pair(details, 0, rank)) is None:
+        return
+    counts = [_count(summaries[i], "scheduler") for i in (rank, 0)]
+    step = summaries[rank].step
+    yield Finding(
+        code="steps-differ",
+        property="control",
+        rank=rank,
+        step=step,
+        where=next((event["where"] for one in pair.ranks[::-1] for event in one.of("scheduler")[-1:]), None),
+        cause=f"before step {step} rank {rank} has stepped its schedule {counts[0]} times, rank 0 {counts[1]}",
+        fix="step the schedule on every rank",
+    )
+
+
+def _steps(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
+    """Whether the other optimizers are as far."""
+    for number, first in enumerate(summaries[0].steps):
+        rank = next((i for i, one in enumerate(summaries) if abs(one.steps[number] - first) >= _OTHERS), None)
+        if rank is not None and (pair := _pair(details, 0, rank)) is not None:
+            at = f"though both are at step {summaries[0].step} of optimizer {summaries[0].optimizer}"
+            where, counts = pair.ranks[1].steps[0]["where"], (summaries[rank].steps[number], first)
+            found = control.unequal_steps(rank, counts, where, f"steps of optimizer {number}")
+            yield replace(found, step=summaries[rank].step, cause=f"{found.cause}, {at}")
+            return
+
+
+def _calls(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
+    rank = _other(summaries, lambda one: one.streams.get("collective"))
+    if rank is None or (pair := _pair(details, 0, rank)) is None:
+        return
+    common = _common(pair, "collective")
+    if found := communication.first_difference(*common.ranks):
+        yield found
+        return
+    counts = [_count(summaries[i], "collective") for i in (rank, 0)]
+    if counts[0] == counts[1]:
+        return  # they differ in what is not kept any more; of a difference that was kept, an earlier summary has told
+    step, last = summaries[rank].step, pair.ranks[1].of("collective")[-1:]
+    yield Finding(
+        code="collective-order",
+        property="communication",
+        rank=rank,
+        step=step,
+        where=last[0]["where"] if last else None,
+        cause=f"before step {step} rank {rank} has called {counts[0]} collectives, rank 0 {counts[1]}",
+        fix="let every rank come by every collective",
+    )
+
+
+def _orders(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
+    rank = _other(summaries, lambda one: one.streams.get("wrap"))
+    if rank is None or (pair := _pair(details, 0, rank)) is None:
+        return
+    names = [sorted(name for event in one.of("wrap") for name in event["names"]) for one in pair.ranks]
+    if names[0] == names[1]:  # else the ranks have different models
+        yield from states.orders(pair)
+
+
+_RULES = (_rates, _scalers, _schedules, _steps, _calls, _orders)
+
+
+def _count(summary: StepSummary, kind: str) -> int:
+    return (summary.streams.get(kind) or [0])[0]
+
+
+def _common(pair: Record, kind: str) -> Record:
+    """Of the numbered events of a kind, those that both ranks still have."""
+    begin = max((one.of(kind)[0]["index"] for one in pair.ranks if one.of(kind)), default=0)
+    kept = [[event for event in one.of(kind) if event.get("index", -1) >= begin] for one in pair.ranks]
+    return Record(Path(), [Rank(one.number, events) for one, events in zip(pair.ranks, kept, strict=True)])
+
+
+class ReplicaState:
+    """The parameters and gradients of one optimizer, summary by summary."""
+
+    def __init__(self) -> None:
+        self._agreed: set[str] = set()  # tensors that have been equal on all ranks
+        self._pending: Finding | None = None  # gradients that differ, which may be intended
+        self._since = 0
+        self._is_over = False
+
+    def step(self, summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
+        """Yields what the states of one step tell."""
+        if self._is_over or any(one.is_not_comparable for one in summaries):
+            return
+        columns = zip(*(one.spots for one in summaries), strict=False)
+        if self._pending is not None and any(column[0] and len(set(column)) == 1 for column in columns):
+            self._recovered()
+        ranks = next(_differing(summaries), None)
+        if ranks is None:
+            # which tensors agree is asked for once, or where a large model is looked at in turns
+            own = details(0)
+            self._agreed |= set() if own is None else set(own.parameters)
+            self._recovered()
+            return
+        first, other, pair = details(ranks[0]), details(ranks[1]), _pair(details, *ranks)
+        if first is not None and other is not None and pair is not None:
+            yield from self._compare(summaries[ranks[1]], pair, first, other)
+
+    def _compare(
+        self, summary: StepSummary, pair: Record, first: SummaryDetail, other: SummaryDetail
+    ) -> Iterator[Finding]:
+        values = [name for name, value in other.parameters.items() if first.parameters.get(name, value) != value]
+        torn = [name for name, value in other.gradients.items() if first.gradients.get(name, value) != value]
+        self._agreed |= set(other.parameters) - set(values)
+        if not values and summary.step > self._since:
+            self._recovered()
+        stepped = [name for name in values if other.gradients.get(name) is not None]
+        if stepped and not set(stepped) & set(torn):
+            self._is_over = True
+            yield _diverged(summary, pair, values) if set(values) & self._agreed else _initial(summary, pair, values)
+        elif (agreed := [name for name in torn if name in self._agreed]) and (self._pending is None or values):
+            if self._pending is None:
+                if not summary.is_wrapped and len(agreed) == len(other.gradients):
+                    return  # nothing says that they are meant to be together
+                self._since = summary.step
+                step = {**pair.ranks[0].steps[0], "gradients": first.gradients}
+                self._pending = causes.unequal_gradients(pair.ranks[0], pair.ranks[1].number, step, agreed)
+            is_long = summary.is_synchronised or summary.step - self._since >= LOCAL_STEPS
+            if set(agreed) & set(values) and is_long:
+                self._is_over = True
+                yield self._pending
+
+    def _recovered(self) -> None:
+        """Equal again: local steps, whose parameters are averaged."""
+        self._is_over |= self._pending is not None
+
+    def final(self, spots: Sequence[str]) -> Iterator[Finding]:
+        """Yields what has lasted until the end."""
+        if self._pending is not None and not self._is_over and "" not in spots and len(set(spots)) > 1:
+            yield self._pending
+
+
+def _differing(summaries: Sequence[StepSummary]) -> Iterator[tuple[int, int]]:
+    """Two ranks that hold the same parts, with other values."""
+    first: dict[str, int] = {}
+    for rank, one in enumerate(summaries):
+        known = first.setdefault(one.layout, rank)
+        if (one.parameters, one.gradients) != (summaries[known].parameters, summaries[known].gradients):
+            yield known, rank
+
+
+def _initial(summary: StepSummary, pair: Record, names: list[str]) -> Finding:
+    when = f"before step {summary.step}, and before every one that was seen,"
+    found = states.unequal_start(pair, 1, names, "before the first step" if summary.step == 0 else when)
+    return replace(found, step=summary.step, cause=f"{found.cause}, and their gradients are equal")
+
+
+def _diverged(summary: StepSummary, pair: Record, names: list[str]) -> Finding:
+    first, other = pair.ranks
+    when, why = f"before step {summary.step}", "they have been equal, and gradients and learning rates still are"
+    return causes.diverged(first.number, other.number, summary.step, names, when, why, other.steps[0]["where"])
+
+
+def _counts(ends: Sequence[FinalSummary]) -> Iterator[Finding]:
+    for number, counts in enumerate(zip(*(one.steps for one in ends), strict=False)):
+        rank = next((i for i, count in enumerate(counts) if count != counts[0]), None)
+        if rank is not None:
+            what = f"steps of optimizer {number}"
+            yield control.unequal_steps(rank, (counts[rank], counts[0]), ends[rank].where, what)
+            return

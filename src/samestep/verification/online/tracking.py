@@ -1,0 +1,233 @@
+"""What a rank keeps of its optimizers, its wrapped models and its last events, for its next summary."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+
+from samestep.instrument.collective_call import BETWEEN_TWO, UNEVEN, CollectiveCall, group_name, root_of
+from samestep.verification.journal import Event, place_of
+
+__all__: list[str] = []
+
+KEPT = 64  # events of a kind, among which the first that differs is looked for
+AT_FIRST = 32 << 20  # bytes of parameters in the first summary, and of gradients as many
+LATER = 8 << 20  # in the others: a larger model is looked at in turns
+_ROOTS = {"broadcast": 1, "reduce": 1, "broadcast_object_list": 1, "gather": 2, "scatter": 2}  # its place in a call
+_ROOTS |= {"gather_object": 2, "scatter_object_list": 2}
+
+
+class EventStream:
+    """Events of one kind, which all ranks should have in one order: their number, a running digest, and the last."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.count = 0
+        self._digest = 0
+        self.last: deque[Event] = deque(maxlen=KEPT)
+
+    def add(self, digested: str, **fields: Any) -> None:
+        """Adds an event; `digested` is what has to be equal on all ranks."""
+        self._digest = xxhash.xxh3_64_intdigest(f"{self._digest}{digested}".encode())
+        self.last.append({"kind": self.kind, "index": self.count, **fields})
+        self.count += 1
+
+    @property
+    def state(self) -> list[int]:
+        """Number and digest."""
+        return [self.count, self._digest]
+
+
+class CallStream(EventStream):
+    """The collectives of all ranks: what, in which order, of which shape.
+
+    verify's recorder describes each call much better, which takes it some 20 microseconds; a script that averages every
+    gradient itself would feel that. Here a call costs a few. Lines are kept, and not in the digest: ranks may call one
+    collective from two branches.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("collective")
+        self.within: deque[Event] = deque(maxlen=KEPT)  # calls within groups, which other ranks need not make
+
+    def note(self, call: CollectiveCall, window: int) -> None:
+        """Adds a call of this thread; another thread's come at any time between."""
+        if call.name in BETWEEN_TWO or threading.current_thread() is not threading.main_thread():
+            return
+        same = {"op": call.name, "where": call.where, "window": window, "between_two": False}
+        if (group := _group(call)) is not None:
+            self.within.append({"kind": "collective", "group": group_name(group), **same})
+            return
+        form, root = _form(call), _root(call)
+        shapes, rest = [form] if form else [], {"dtypes": [""], "reduce": None, "group": "world"}
+        self.add(f"{call.name}{form}{root}", shapes=shapes, root=root, **rest, **same)
+
+
+def _group(call: CollectiveCall) -> Any:
+    """The group of a call in which not all ranks take part."""
+    import torch.distributed as dist
+
+    group = call.kwargs.get("group") or next((one for one in call.args if isinstance(one, dist.ProcessGroup)), None)
+    is_all = group is None or group is dist.group.WORLD or group.size() == dist.get_world_size()
+    return None if is_all else group
+
+
+def _form(call: CollectiveCall) -> str:
+    """Type and shape of what is sent, where they have to be equal on all ranks."""
+    tensor: Any = call.args[0] if call.args else call.kwargs.get("tensor", call.kwargs.get("input_tensor"))
+    tensor = tensor[0] if isinstance(tensor, list | tuple) and tensor else tensor
+    if not hasattr(tensor, "dtype") or "object" in call.name:
+        return ""
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return kind if call.name in UNEVEN else f"{kind} {list(tensor.shape)}"
+
+
+def _root(call: CollectiveCall) -> int | None:
+    place = _ROOTS.get(call.name)
+    if place is None:
+        return None
+    is_placed = len(call.args) > place and isinstance(call.args[place], int)
+    return call.args[place] if is_placed else root_of(call.name, call.kwargs)
+
+
+class TrackedModels:
+    """The models that are wrapped, and what their wrappers promise."""
+
+    def __init__(self) -> None:
+        self.wraps = EventStream("wrap")
+        self.is_not_comparable = False
+        self.is_data_parallel = False
+        self.is_hooked = False
+        self.synchronises = False  # the last forward does
+
+    def add(self, kind: str, model: Any, where: str) -> None:
+        """Adds one."""
+        from samestep.verification.recording.naming import bare
+
+        self.is_not_comparable |= kind == "FullyShardedDataParallel"  # flat pieces, of which no rank holds the same
+        self.is_data_parallel |= _is_data_parallel(kind, model)
+        if kind == "DistributedDataParallel" and _is_of_all(model.process_group):
+            named = [(bare(name), one.requires_grad) for name, one in model.named_parameters()]
+            names = [name for name, _ in named]
+            trained = [name for name, is_trained in named if is_trained]
+            self.wraps.add("\n".join(names), wrapper=kind, where=where, names=names, trained=trained)
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether DistributedDataParallel of all ranks holds one."""
+        return self.wraps.count > 0
+
+    @property
+    def is_synchronised(self) -> bool:
+        """Whether the gradients of the last forward are averaged over all ranks, and at once."""
+        return self.is_wrapped and self.synchronises and not self.is_hooked
+
+
+def _is_data_parallel(kind: str, model: Any) -> bool:
+    """Whether each rank has data of its own: not where a second dim of the mesh may be one of tensor parallelism."""
+    if kind == "fully_shard":
+        meshes = [one.device_mesh for one in model.parameters() if hasattr(one, "_local_tensor")]
+        return bool(meshes) and all(mesh.ndim == 1 and _is_of_all(mesh) for mesh in meshes)
+    return kind != "DataParallel" and _is_of_all(model.process_group)
+
+
+def _is_of_all(group: Any) -> bool:
+    import torch.distributed as dist
+
+    return bool(group.size() == dist.get_world_size())
+
+
+class TrackedOptimizer:
+    """One optimizer, which the script may let go.
+
+    Attributes:
+        number: among those of this process.
+        where: the line that made it.
+        steps: that it has taken.
+    """
+
+    def __init__(self, number: int, where: str) -> None:
+        self.number = number
+        self.where = where
+        self.steps = 0
+        self._spot: Any = None  # the parameter, which is a small one
+        self._spot_place: int | None = None
+        self._spots: list[str] = []
+        self._names: list[str] = []
+        self._summaries = 0
+
+    def note_spot(self, optimizer: Any) -> None:
+        """Notes a digest of one parameter: whether somebody has made it equal since the last step."""
+        self._spots.append(self._digest_of_spot(optimizer))
+
+    def _digest_of_spot(self, optimizer: Any) -> str:
+        from samestep.verification.recording.naming import of_optimizer
+
+        parameters = of_optimizer(optimizer)
+        if self._spot_place is None:
+            trained = [i for i, one in enumerate(parameters) if one.grad is not None]
+            self._spot_place = min(trained, key=lambda i: int(parameters[i].numel()), default=None)
+        if self._spot_place is None or self._spot_place >= len(parameters):
+            return ""
+        one = parameters[self._spot_place]
+        if one.device.type != "cpu" or hasattr(one, "_local_tensor"):
+            return ""  # a device would be waited for, at every step
+        self._spot = one
+        return self.last_spot()
+
+    def last_spot(self) -> str:
+        """Returns the digest as it is now, also when the script has let go of the optimizer."""
+        from samestep.runtime.digest import digest
+
+        return "" if self._spot is None else digest(self._spot)[:16]
+
+    def values(self, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Returns digests of parameters and of gradients, and what a summary says of them."""
+        from samestep.runtime.digest import digest_of_bytes
+        from samestep.verification.recording.optimizers import digests
+
+        known = self._parameters(optimizer)
+        picked = {name: known[name] for name in round_robin(known, self._summaries)}
+        parameters, gradients = digests(picked), digests({name: one.grad for name, one in picked.items()})
+        layout = [(name, place_of(value)) for name, value in parameters.items()]
+        spots, self._spots = self._spots, []
+        self._summaries += 1
+        texts = {
+            "names": repr([(name, tuple(one.shape)) for name, one in known.items()]),
+            "layout": repr(layout),
+            "parameters": repr(list(parameters.items())),
+            "gradients": repr(list(gradients.items())),
+        }
+        summary: dict[str, Any] = {name: digest_of_bytes(text.encode()) for name, text in texts.items()}
+        if not any(gradients.values()):
+            summary["gradients"] = ""
+        return parameters, gradients, {**summary, "spots": spots}
+
+    def _parameters(self, optimizer: Any) -> dict[str, Any]:
+        """Name -> parameter, sorted: ranks may give their optimizers one set in several orders."""
+        from samestep.verification.recording.naming import names_of, of_optimizer
+
+        parameters = of_optimizer(optimizer)
+        if len(self._names) != len(parameters):
+            known = names_of(parameters)
+            self._names = [known.get(id(one), f"parameter {i}") for i, one in enumerate(parameters)]
+        return dict(sorted(zip(self._names, parameters, strict=True)))
+
+
+def round_robin(parameters: Mapping[str, Any], turn: int) -> list[str]:
+    """Returns the names whose turn it is: one group after another, each as large as a summary may look at."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    most = LATER if turn else AT_FIRST
+    for name, parameter in parameters.items():
+        count = parameter.numel() * parameter.element_size()  # of a cut one the whole, which all ranks agree on
+        if size + count > most and groups[-1]:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += count
+    return groups[turn % len(groups)]
