@@ -29,7 +29,7 @@ class Told:
         self.made: list[str] = []
         self.told: list[tuple[str, list[float]]] = []
 
-    def optimizer_made(self, optimizer: Any, where: str) -> None:
+    def on_optimizer(self, optimizer: Any, where: str) -> None:
         self.made.append(where)
 
     def before_step(self, optimizer: HandWritten) -> None:

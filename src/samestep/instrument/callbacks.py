@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -84,9 +83,11 @@ class Callbacks:
         del loader, key
         return own
 
-    def loading_batch(self) -> AbstractContextManager[None]:
-        """Returns a context in which a DataLoader's next batch is loaded."""
-        return nullcontext()
+    def on_enter_batch(self) -> str | None:
+        """A DataLoader's next batch is loaded now; returns what `on_exit_batch` gets."""
+
+    def on_exit_batch(self, entered: str | None) -> None:
+        """It is loaded, or that has failed."""
 
     def on_batch(self, loader_pass: LoaderPass | None, indices: Any, value: Any) -> None:
         """A DataLoader has yielded a batch; `indices` are what its sampler gave for it, None where unknown."""
@@ -119,9 +120,11 @@ class Callbacks:
         del name, where
         return False
 
-    def running_backward(self) -> AbstractContextManager[None]:
-        """Returns a context in which a backward pass runs."""
-        return nullcontext()
+    def on_enter_backward(self) -> str | None:
+        """A backward pass runs now; returns what `on_exit_backward` gets."""
+
+    def on_exit_backward(self, entered: str | None) -> None:
+        """It has ended, or failed."""
 
     def before_backward(self, root: Any, where: str) -> None:
         """A backward pass is about to begin at the tensor `root`."""
@@ -207,11 +210,3 @@ def notify(kind: str, **fields: Any) -> None:
     """Calls every subscriber's `on_event`."""
     for one in SUBSCRIBERS:
         one.on_event(kind, **fields)
-
-
-def all_of(contexts: Iterator[AbstractContextManager[None]]) -> ExitStack:
-    """Returns one context for all subscribers'."""
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        return stack.pop_all()

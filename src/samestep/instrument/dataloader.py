@@ -18,7 +18,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-from samestep.instrument.callbacks import SUBSCRIBERS, Callbacks, LoadedBatch, LoaderPass, PassIterator, all_of
+from samestep.instrument.callbacks import SUBSCRIBERS, Callbacks, LoadedBatch, LoaderPass, PassIterator
 from samestep.instrument.patch import call_site, caller, install, on_import, on_undo, patch, user_line
 
 __all__: list[str] = []
@@ -55,14 +55,16 @@ def _patch_next(module: Any) -> None:
     @patch(module._BaseDataLoaderIter, "__next__")  # noqa: SLF001
     def __next__(original: Any, iterator: Any) -> Any:  # noqa: N807
         known = iterator.__dict__.get("samestep_pass")
+        entered = [(one, one.on_enter_batch()) for one in SUBSCRIBERS]
         try:
-            with all_of(one.loading_batch() for one in SUBSCRIBERS):
-                value = original(iterator)
+            value = original(iterator)
         except BaseException:
-            if known is not None:
-                for one in SUBSCRIBERS:
-                    one.on_pass_end(known)
+            for one in SUBSCRIBERS if known is not None else ():
+                one.on_pass_end(known)
             raise
+        finally:
+            for one, what in entered:
+                one.on_exit_batch(what)
         indices = None
         if known is not None:
             requested = iterator.samestep_indices
@@ -273,14 +275,15 @@ def _generators_kept(loader: Any) -> Iterator[None]:
 
 
 def _patch_datasets(module: Any) -> None:
-    @patch(module.Dataset, "__new__")
-    def __new__(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        del original
-        new = super(module.Dataset, cls).__new__
-        dataset = new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
-        if cls.__module__.startswith("torch."):
-            _datasets[id(dataset)] = weakref.ref(dataset), user_line()
-        return dataset
+    for kind in [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, module.Dataset)]:
+        if "__init__" in vars(kind):
+            patch(kind, "__init__")(_make_dataset)
+
+
+def _make_dataset(original: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+    original(dataset, *args, **kwargs)
+    if type(dataset).__module__.startswith("torch."):
+        _datasets[id(dataset)] = weakref.ref(dataset), user_line()
 
 
 def made_at(dataset: Any) -> str | None:

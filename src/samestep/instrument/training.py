@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from samestep.instrument.callbacks import SUBSCRIBERS, Callbacks, all_of, notify
+from samestep.instrument.callbacks import SUBSCRIBERS, Callbacks, notify
 from samestep.instrument.patch import call_site, caller, on_import, on_undo, patch, user_line
 
 __all__: list[str] = []
@@ -310,8 +310,12 @@ def _patch_backward(module: Any) -> None:
         where = user_line()
         for one in SUBSCRIBERS:
             one.before_backward(tensors, where)
-        with all_of(one.running_backward() for one in SUBSCRIBERS):
+        entered = [(one, one.on_enter_backward()) for one in SUBSCRIBERS]
+        try:
             result = original(tensors, *args, **kwargs)
+        finally:
+            for one, what in entered:
+                one.on_exit_backward(what)
         for one in SUBSCRIBERS:
             one.after_backward()
         return result

@@ -20,8 +20,7 @@ process does (torch 2.13; a loop that makes, uses and destroys groups hangs in i
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from samestep import progress
@@ -90,28 +89,24 @@ class ProgressNotes(Callbacks):
             _kept.add(id(model.process_group))
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(model.process_group))  # for good: not even at the end it goes
 
-    @contextmanager
-    def running_backward(self) -> Iterator[None]:
-        """A phase."""
-        before = progress.set_phase("backward")
-        try:
-            yield
-        finally:
-            progress.backward_done()
-            progress.set_phase("train" if before == "evaluate" else before)
-            self._learning = [each for each in self._learning if each.continues()]
+    def on_enter_backward(self) -> str:
+        """Begins a phase."""
+        return progress.set_phase("backward")
 
-    @contextmanager
-    def loading_batch(self) -> Iterator[None]:
-        """A phase, but in an evaluation, whose batches are part of it."""
-        if progress.current_phase() == "evaluate":
-            yield
-            return
-        before = progress.set_phase("data")
-        try:
-            yield
-        finally:
-            progress.set_phase(before)
+    def on_exit_backward(self, entered: str | None) -> None:
+        """Ends it."""
+        progress.backward_done()
+        progress.set_phase("train" if entered is None or entered == "evaluate" else entered)
+        self._learning = [each for each in self._learning if each.continues()]
+
+    def on_enter_batch(self) -> str | None:
+        """Begins a phase, but in an evaluation, whose batches are part of it."""
+        return None if progress.current_phase() == "evaluate" else progress.set_phase("data")
+
+    def on_exit_batch(self, entered: str | None) -> None:
+        """Ends it."""
+        if entered is not None:
+            progress.set_phase(entered)
 
     def on_batch(self, loader_pass: LoaderPass | None, indices: Any, value: Any) -> None:
         """Counts the numbers of a training batch; samestep.shards, which is in phase "data", counts its own."""

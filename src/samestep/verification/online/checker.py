@@ -133,28 +133,24 @@ class Checker(Observer, Callbacks):
     # --- data ------------------------------------------------------------------------------------
 
     @disable_on_error
+    def on_pass(self, loader_pass: LoaderPass, own: PassIterator) -> None:
+        """Looks at passes over data of which every sample should come once; they stay the script's own."""
+        del own
+        if (sampler := sampler_of(loader_pass.loader)) is not None:
+            self._passes[loader_pass.key, loader_pass.number] = TrainedSamples(loader_pass, sampler)
+
+    @disable_on_error
     def on_batch(self, loader_pass: LoaderPass | None, indices: Any, value: Any) -> None:
         """Notes the samples of a batch that may be trained on."""
         import torch
 
         if loader_pass is None or indices is None or self._is_evaluating or not torch.is_grad_enabled():
             return
-        known = self._passes.get((loader_pass.key, loader_pass.number))
         try:
-            if known is not None:
+            if (known := self._passes.get((loader_pass.key, loader_pass.number))) is not None:
                 known.add(indices, value)
         except Exception:  # noqa: BLE001  (whatever a batch is: nothing is said of this pass)
             del self._passes[loader_pass.key, loader_pass.number]
-
-    def on_pass(self, loader_pass: LoaderPass, own: PassIterator) -> None:
-        """Looks at passes over data of which every sample should come once; they stay the script's own."""
-        del own
-        self._begin_pass(loader_pass)
-
-    @disable_on_error
-    def _begin_pass(self, loader_pass: LoaderPass) -> None:
-        if (sampler := sampler_of(loader_pass.loader)) is not None:
-            self._passes[loader_pass.key, loader_pass.number] = TrainedSamples(loader_pass, sampler)
 
     @disable_on_error
     def on_pass_end(self, loader_pass: LoaderPass) -> None:

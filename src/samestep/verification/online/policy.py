@@ -82,10 +82,14 @@ def _is_one_training(summaries: Sequence[StepSummary]) -> bool:
     return all(one.is_data_parallel for one in summaries) or by_hand
 
 
-def _other(summaries: Sequence[StepSummary], what: Callable[[StepSummary], object]) -> int | None:
-    """The first rank that reports something else than rank 0."""
+def _pairs(
+    summaries: Sequence[StepSummary], details: Details, what: Callable[[StepSummary], object]
+) -> Iterator[Record]:
+    """Yields the last events of rank 0 and of the first rank that reports something else."""
     first = what(summaries[0])
-    return next((rank for rank, one in enumerate(summaries) if what(one) != first), None)
+    rank = next((rank for rank, one in enumerate(summaries) if what(one) != first), None)
+    if rank is not None and (pair := _pair(details, 0, rank)) is not None:
+        yield pair
 
 
 def _pair(details: Details, *ranks: int) -> Record | None:
@@ -95,32 +99,28 @@ def _pair(details: Details, *ranks: int) -> Record | None:
 
 
 def _rates(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
-    rank = _other(summaries, lambda one: one.rates)
-    if rank is not None and (pair := _pair(details, 0, rank)) is not None:
+    for pair in _pairs(summaries, details, lambda one: one.rates):
         yield causes.rates(pair, 0, 1)
 
 
 def _scalers(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
-    rank = _other(summaries, lambda one: one.streams.get("scaler"))
-    if rank is not None and (pair := _pair(details, 0, rank)) is not None:
+    for pair in _pairs(summaries, details, lambda one: one.streams.get("scaler")):
         yield from control.scalers(_common(pair, "scaler"))
 
 
 def _schedules(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
-    rank = _other(summaries, lambda one: one.streams.get("scheduler"))
-    if rank is None or (pair := _pair(details, 0, rank)) is None:
-        return
-    counts = [_count(summaries[i], "scheduler") for i in (rank, 0)]
-    step = summaries[rank].step
-    yield Finding(
-        code="steps-differ",
-        property="control",
-        rank=rank,
-        step=step,
-        where=next((event["where"] for one in pair.ranks[::-1] for event in one.of("scheduler")[-1:]), None),
-        cause=f"before step {step} rank {rank} has stepped its schedule {counts[0]} times, rank 0 {counts[1]}",
-        fix="step the schedule on every rank",
-    )
+    for pair in _pairs(summaries, details, lambda one: one.streams.get("scheduler")):
+        rank, step = pair.ranks[1].number, summaries[0].step
+        mine, theirs = (_count(summaries[i], "scheduler") for i in (0, rank))
+        yield Finding(
+            code="steps-differ",
+            property="control",
+            rank=rank,
+            step=step,
+            where=next((event["where"] for one in pair.ranks[::-1] for event in one.of("scheduler")[-1:]), None),
+            cause=f"before step {step} rank {rank} has stepped its schedule {theirs} times, rank 0 {mine}",
+            fix="step the schedule on every rank",
+        )
 
 
 def _steps(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
@@ -136,35 +136,31 @@ def _steps(summaries: Sequence[StepSummary], details: Details) -> Iterator[Findi
 
 
 def _calls(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
-    rank = _other(summaries, lambda one: one.streams.get("collective"))
-    if rank is None or (pair := _pair(details, 0, rank)) is None:
-        return
-    common = _common(pair, "collective")
-    if found := communication.first_difference(*common.ranks):
-        yield found
-        return
-    counts = [_count(summaries[i], "collective") for i in (rank, 0)]
-    if counts[0] == counts[1]:
-        return  # they differ in what is not kept any more; of a difference that was kept, an earlier summary has told
-    step, last = summaries[rank].step, pair.ranks[1].of("collective")[-1:]
-    yield Finding(
-        code="collective-order",
-        property="communication",
-        rank=rank,
-        step=step,
-        where=last[0]["where"] if last else None,
-        cause=f"before step {step} rank {rank} has called {counts[0]} collectives, rank 0 {counts[1]}",
-        fix="let every rank come by every collective",
-    )
+    for pair in _pairs(summaries, details, lambda one: one.streams.get("collective")):
+        if found := communication.first_difference(*_common(pair, "collective").ranks):
+            yield found
+            continue
+        rank, step = pair.ranks[1].number, summaries[0].step
+        mine, theirs = (_count(summaries[i], "collective") for i in (0, rank))
+        if mine == theirs:
+            continue  # they differ in what is not kept any more; of what was kept, an earlier summary has told
+        last = pair.ranks[1].of("collective")[-1:]
+        yield Finding(
+            code="collective-order",
+            property="communication",
+            rank=rank,
+            step=step,
+            where=last[0]["where"] if last else None,
+            cause=f"before step {step} rank {rank} has called {theirs} collectives, rank 0 {mine}",
+            fix="let every rank come by every collective",
+        )
 
 
 def _orders(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
-    rank = _other(summaries, lambda one: one.streams.get("wrap"))
-    if rank is None or (pair := _pair(details, 0, rank)) is None:
-        return
-    names = [sorted(name for event in one.of("wrap") for name in event["names"]) for one in pair.ranks]
-    if names[0] == names[1]:  # else the ranks have different models
-        yield from states.orders(pair)
+    for pair in _pairs(summaries, details, lambda one: one.streams.get("wrap")):
+        names = [sorted(name for event in one.of("wrap") for name in event["names"]) for one in pair.ranks]
+        if names[0] == names[1]:  # else the ranks have different models
+            yield from states.orders(pair)
 
 
 _RULES = (_rates, _scalers, _schedules, _steps, _calls, _orders)
