@@ -193,11 +193,12 @@ def test_a_cause_of_gradients_that_differ_is_what_verify_says() -> None:
 
 
 def test_events_of_one_kind_are_numbered_and_only_the_last_are_kept() -> None:
-    one, other = EventStream("scaler"), EventStream("scaler")
+    one, other = EventStream("scaler", "scale"), EventStream("scaler", "scale")
     for number in range(2 * KEPT):
-        one.add("same", scale=1.0)
-        other.add("same" if number else "another", scale=1.0)
-    assert (one.count, len(one.last), one.last[0]["index"]) == (2 * KEPT, KEPT, KEPT)
+        one.add("same", 1.0)
+        other.add("same" if number else "another", 1.0)
+    assert (one.count, len(one.events)) == (2 * KEPT, KEPT)
+    assert one.events[0] == {"kind": "scaler", "index": KEPT, "scale": 1.0}
     assert one.state[0] == other.state[0]
     assert one.state[1] != other.state[1]
 

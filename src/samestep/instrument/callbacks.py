@@ -192,21 +192,37 @@ class Callbacks:
 
 
 SUBSCRIBERS: list[Callbacks] = []  # in the order in which they have subscribed
+_listeners: dict[str, list[Callbacks]] = {}
 
 
 def subscribe(callbacks: Callbacks, *groups: Group) -> None:
     """Calls `callbacks` from now on, and installs the groups of patches that it needs. Imports no torch."""
     SUBSCRIBERS.append(callbacks)
+    _listeners.clear()
     install(*groups)
+
+
+def unsubscribe(kind: type) -> None:
+    """Calls no subscriber of this type any more."""
+    SUBSCRIBERS[:] = [one for one in SUBSCRIBERS if not isinstance(one, kind)]
+    _listeners.clear()
 
 
 def unsubscribe_all() -> None:
     """Calls nobody any more, and takes all patches back."""
-    SUBSCRIBERS.clear()
+    unsubscribe(Callbacks)
     uninstall()
 
 
+def listeners(method: str) -> list[Callbacks]:
+    """Returns the subscribers that override a method: nothing is looked up for those that would do nothing."""
+    if method not in _listeners:
+        default = getattr(Callbacks, method)
+        _listeners[method] = [one for one in SUBSCRIBERS if getattr(type(one), method) is not default]
+    return _listeners[method]
+
+
 def notify(kind: str, **fields: Any) -> None:
-    """Calls every subscriber's `on_event`."""
-    for one in SUBSCRIBERS:
+    """Calls `on_event`."""
+    for one in listeners("on_event"):
         one.on_event(kind, **fields)

@@ -11,7 +11,7 @@ import functools
 import threading
 from typing import Any
 
-from samestep.instrument.callbacks import SUBSCRIBERS
+from samestep.instrument.callbacks import listeners
 from samestep.instrument.collective_call import CollectiveCall
 from samestep.instrument.patch import exchange, on_import, wrap
 
@@ -44,7 +44,6 @@ TRACED_CALLS = (
     "send",
     "send_object_list",
 )
-INIT = "init_process_group"
 _inside = threading.local()  # a collective may be made of others; the outermost is the script's
 
 
@@ -68,31 +67,33 @@ def _call(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
     _inside.collective = True
     try:
         call = CollectiveCall(original, name, args, kwargs)
-        if name != INIT:
-            for one in SUBSCRIBERS:
-                one.before_collective(call)
-        result = _run(call, original, args, kwargs)
-        if name != INIT:
-            for one in SUBSCRIBERS:
-                one.after_collective(call, waits=hasattr(result, "wait"))
+        for one in listeners("before_collective"):
+            one.before_collective(call)
+        result = _run(call, original)
+        for one in listeners("after_collective"):
+            one.after_collective(call, waits=hasattr(result, "wait"))
     finally:
         _inside.collective = False
     return result
 
 
-def _run(call: CollectiveCall, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for one in SUBSCRIBERS:
+def _run(call: CollectiveCall, original: Any) -> Any:
+    for one in listeners("on_enter_collective"):
         one.on_enter_collective(call)
     try:
-        return original(*args, **kwargs)
+        return original(*call.args, **call.kwargs)
     finally:
-        for one in SUBSCRIBERS:
+        for one in listeners("on_exit_collective"):
             one.on_exit_collective()
 
 
 def _init(original: Any, *args: Any, **kwargs: Any) -> None:
-    for one in SUBSCRIBERS:
+    for one in listeners("before_init"):
         kwargs = one.before_init(kwargs)
-    _call(INIT, original, *args, **kwargs)
-    for one in [*SUBSCRIBERS]:  # a rank that the script has started is known now, and its observers subscribe
+    _inside.collective = True
+    try:
+        _run(CollectiveCall(original, "init_process_group", args, kwargs), original)
+    finally:
+        _inside.collective = False
+    for one in listeners("after_init"):
         one.after_init()

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-from samestep.instrument.callbacks import SUBSCRIBERS, Callbacks, LoadedBatch, LoaderPass, PassIterator
+from samestep.instrument.callbacks import LoadedBatch, LoaderPass, PassIterator, listeners
 from samestep.instrument.patch import call_site, caller, install, on_import, on_undo, patch, user_line
 
 __all__: list[str] = []
@@ -52,14 +52,14 @@ def datasets() -> None:
 
 
 def _patch_next(module: Any) -> None:
-    @patch(module._BaseDataLoaderIter, "__next__")  # noqa: SLF001
+    @patch(module._BaseDataLoaderIter, "__next__", compiled=True)  # noqa: SLF001
     def __next__(original: Any, iterator: Any) -> Any:  # noqa: N807
         known = iterator.__dict__.get("samestep_pass")
-        entered = [(one, one.on_enter_batch()) for one in SUBSCRIBERS]
+        entered = [(one, one.on_enter_batch()) for one in listeners("on_enter_batch")]
         try:
             value = original(iterator)
         except BaseException:
-            for one in SUBSCRIBERS if known is not None else ():
+            for one in listeners("on_pass_end") if known is not None else ():
                 one.on_pass_end(known)
             raise
         finally:
@@ -69,7 +69,7 @@ def _patch_next(module: Any) -> None:
         if known is not None:
             requested = iterator.samestep_indices
             indices = iterator.samestep_batch = requested.popleft() if requested else None
-        for one in SUBSCRIBERS:
+        for one in listeners("on_batch"):
             one.on_batch(known, indices, value)
         return value
 
@@ -85,8 +85,7 @@ def _patch_loader(module: Any) -> None:
             loader.samestep_key = None if is_ours else _key(call_site(frame))
         original(loader, *args, **kwargs)
         is_forking = loader.num_workers and loader.multiprocessing_context is None
-        is_wanted = any(type(one).on_worker is not Callbacks.on_worker for one in SUBSCRIBERS)
-        if is_forking and is_wanted and loader.samestep_key is not None:
+        if is_forking and listeners("on_worker") and loader.samestep_key is not None:
             loader.worker_init_fn = _WorkerInit(loader.samestep_key, loader.worker_init_fn)
 
     @patch(module.DataLoader, "__iter__")
@@ -97,7 +96,7 @@ def _patch_loader(module: Any) -> None:
         loader_pass = LoaderPass(loader, key, _passes[key], user_line())
         _passes[key] += 1
         own = _OwnBatches(original, loader_pass)
-        given = (one.on_pass(loader_pass, own) for one in SUBSCRIBERS)
+        given = (one.on_pass(loader_pass, own) for one in listeners("on_pass"))
         replaced = next((one for one in given if one is not None), None)
         return own.begin() if replaced is None else replaced
 
@@ -105,7 +104,7 @@ def _patch_loader(module: Any) -> None:
     def __len__(original: Any, loader: Any) -> int:  # noqa: N807
         length: int = original(loader)
         if (key := getattr(loader, "samestep_key", None)) is not None:
-            for one in SUBSCRIBERS:
+            for one in listeners("on_length"):
                 length = one.on_length(loader, key, length)
         return length
 
@@ -179,7 +178,7 @@ def _same(own: Any) -> Any:
 
 def _worker_ended(key: str, worker: int, before: dict[str, bytes]) -> None:
     used = [name for name, state in generator_states().items() if state != before[name]]
-    for one in SUBSCRIBERS:
+    for one in listeners("on_worker"):
         one.on_worker(key, worker, before, used)
 
 

@@ -14,7 +14,7 @@ import functools
 import inspect
 from typing import Any
 
-from samestep.instrument.callbacks import SUBSCRIBERS
+from samestep.instrument.callbacks import listeners
 from samestep.instrument.patch import call_site, caller, is_own, on_import, patch
 
 __all__: list[str] = []
@@ -48,7 +48,7 @@ def _draw(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
     value = original(*args, **kwargs)
     frame = caller()
     if is_own(frame.f_code.co_filename):
-        for one in SUBSCRIBERS:
+        for one in listeners("on_random"):
             value = one.on_random(name, call_site(frame), value)
     return value
 
@@ -85,7 +85,7 @@ def _dropout(original: Any, input: Any, p: float = 0.5, training: bool = True, *
 
     del original
     if p > 0 and training and not torch.compiler.is_compiling():
-        for one in SUBSCRIBERS:
+        for one in listeners("on_dropout"):
             one.on_dropout()
     return input
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from samestep.instrument.callbacks import SUBSCRIBERS, notify
+from samestep.instrument.callbacks import listeners, notify
 from samestep.instrument.patch import on_import, patch, user_line
 
 __all__: list[str] = []
@@ -31,7 +31,7 @@ def samestep_calls() -> None:
 def _patch_call(name: str, module: Any) -> None:
     @patch(module, name)
     def call(original: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in SUBSCRIBERS:
+        for one in listeners("on_samestep_call"):
             args, kwargs = one.on_samestep_call(name, args, kwargs)
         return original(*args, **kwargs)
 

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from samestep.instrument.callbacks import SUBSCRIBERS, notify
+from samestep.instrument.callbacks import listeners, notify
 from samestep.instrument.patch import on_import, patch, user_line
 
 __all__: list[str] = []
@@ -41,7 +41,7 @@ def _patch_storage(module: Any) -> None:
     @patch(module, "save")
     def save(original: Any, obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(f, str | os.PathLike):
-            for one in SUBSCRIBERS:
+            for one in listeners("on_file_write"):
                 one.on_file_write(f)
         notify("save", value=obj, path=_path(f), where=user_line())
         return original(obj, f, *args, **kwargs)
@@ -65,7 +65,7 @@ def prints() -> None:
         original(*values, **options)
         if options.get("file") in {None, sys.stdout}:
             where = user_line()
-            for one in SUBSCRIBERS:
+            for one in listeners("on_print"):
                 one.on_print(lambda: " ".join(map(str, values))[:_MAX_PRINTED], where)
 
 
@@ -93,6 +93,6 @@ def patch_spawn(module: Any) -> None:
     def start_processes(
         original: Any, fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **kwargs: Any
     ) -> Any:
-        if any(one.on_spawn(fn, args, nprocs) for one in SUBSCRIBERS):
+        if any(one.on_spawn(fn, args, nprocs) for one in listeners("on_spawn")):
             return None if join else _Ended()
         return original(fn, args, nprocs, join, *rest, **kwargs)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from samestep.instrument.callbacks import SUBSCRIBERS, Callbacks, notify
+from samestep.instrument.callbacks import Callbacks, listeners, notify
 from samestep.instrument.patch import call_site, caller, on_import, on_undo, patch, user_line
 
 __all__: list[str] = []
@@ -55,7 +55,7 @@ def _patch_optimizers(module: Any) -> None:
     def __init__(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(optimizer, *args, **kwargs)
         where = user_line()
-        for one in SUBSCRIBERS:
+        for one in listeners("on_optimizer"):
             one.on_optimizer(optimizer, where)
 
 
@@ -71,8 +71,10 @@ class _Steps:
 
         if torch.compiler.is_compiling():
             return None
-        for one in SUBSCRIBERS:
+        for one in listeners("on_enter_step"):
             one.on_enter_step(optimizer)
+        if not listeners("before_step"):
+            return None
         if any(optimizer is one for one in self._stepping):
             self._stepping.clear()  # a step that has raised an error
         self._stepping.append(optimizer)
@@ -99,18 +101,20 @@ class _Steps:
 
         if torch.compiler.is_compiling():
             return
-        for one in SUBSCRIBERS:
+        for one in listeners("on_exit_step"):
             one.on_exit_step(optimizer)
+        if not listeners("after_step"):
+            return
         while self._stepping and self._stepping.pop() is not optimizer:
             pass
         if not self._stepping:
             optimizer.samestep_taken = optimizer.__dict__.get("samestep_taken", 0) + 1
-            for one in SUBSCRIBERS:
+            for one in listeners("after_step"):
                 one.after_step(optimizer)
 
 
 def _before_step(optimizer: Any) -> None:
-    for one in SUBSCRIBERS:
+    for one in listeners("before_step"):
         one.before_step(optimizer)
 
 
@@ -174,7 +178,7 @@ def _patch_wrapper(kind: str, module: Any) -> None:
 
 def _report_wrapped(kind: str, model: Any, ranks: list[int] | None) -> None:
     where = user_line()
-    for one in SUBSCRIBERS:
+    for one in listeners("on_wrap"):
         one.on_wrap(kind, model, where, ranks)
 
 
@@ -244,7 +248,7 @@ def _patch_forward(module: Any) -> None:
         name, where = getattr(hook, "__name__", type(hook).__name__), user_line()
         # samestep's adds, and nothing else; where it compresses, that is reported by itself
         plain = getattr(hook, "__module__", "") == "samestep.replicas.reduction"
-        if plain or not any(one.on_comm_hook(name, where) for one in SUBSCRIBERS):
+        if plain or not any(one.on_comm_hook(name, where) for one in listeners("on_comm_hook")):
             original(model, state, hook)
 
 
@@ -307,16 +311,17 @@ def backward_passes() -> None:
 def _patch_backward(module: Any) -> None:
     @patch(module, "backward")  # Tensor.backward calls it by this name
     def backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        where = user_line()
-        for one in SUBSCRIBERS:
-            one.before_backward(tensors, where)
-        entered = [(one, one.on_enter_backward()) for one in SUBSCRIBERS]
+        if heard := listeners("before_backward"):
+            where = user_line()
+            for one in heard:
+                one.before_backward(tensors, where)
+        entered = [(one, one.on_enter_backward()) for one in listeners("on_enter_backward")]
         try:
             result = original(tensors, *args, **kwargs)
         finally:
             for one, what in entered:
                 one.on_exit_backward(what)
-        for one in SUBSCRIBERS:
+        for one in listeners("after_backward"):
             one.after_backward()
         return result
 
@@ -324,9 +329,10 @@ def _patch_backward(module: Any) -> None:
     def grad(original: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         gradients = original(outputs, inputs, *args, **kwargs)
         leaves = [inputs] if hasattr(inputs, "is_leaf") else list(inputs)
-        if all(getattr(one, "is_leaf", False) and one.requires_grad for one in leaves):
+        heard = listeners("on_grad")
+        if heard and all(getattr(one, "is_leaf", False) and one.requires_grad for one in leaves):
             where = user_line()
-            for one in SUBSCRIBERS:
+            for one in heard:
                 one.on_grad(leaves, list(gradients), where)
         return gradients
 

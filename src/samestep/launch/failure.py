@@ -233,7 +233,11 @@ def relative_path(filename: str) -> str:
     A file has one name: Python names the script of a spawned process "/home/train.py", and that of its parent as given,
     "../train.py".
     """
-    here = _start[0] if _start else tried(os.getcwd, "")
+    return _relative_to(_start[0] if _start else tried(os.getcwd, ""), filename)
+
+
+@cache
+def _relative_to(here: str, filename: str) -> str:
     filename = os.path.normpath(os.path.join(here, filename)) if here else filename  # noqa: PTH118
     return filename[len(here) + 1 :] if here and filename.startswith(f"{here.rstrip('/')}/") else filename
 

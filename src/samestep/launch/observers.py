@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from samestep import events, progress
-from samestep.instrument.callbacks import SUBSCRIBERS
+from samestep.instrument.callbacks import unsubscribe
 from samestep.launch import progress_notes
 from samestep.launch.address import served_ports, use_stores_at
 from samestep.launch.imports import when_imported
@@ -134,7 +134,7 @@ def _joined() -> None:
     dist = sys.modules["torch.distributed"]
     rank, size = dist.get_rank(), dist.get_world_size()
     own = recognise(folder, _starter[0], rank)
-    SUBSCRIBERS[:] = [one for one in SUBSCRIBERS if not isinstance(one, Observer)]  # of the process that has forked
+    unsubscribe(Observer)  # those of the process that has forked this one
     _load(RankContext(rank=rank, size=size, folder=own, spawned=True))
     if _watching:
         from multiprocessing.util import Finalize  # whose processes leave by no other door

@@ -75,7 +75,8 @@ class Checker(Observer, Callbacks):
         self._optimizers: list[TrackedOptimizer] = []
         self._models = TrackedModels()
         self._calls = CallStream()
-        self._scalers, self._schedules = EventStream("scaler"), EventStream("scheduler")
+        self._scalers = EventStream("scaler", "scale", "skipped", "where")
+        self._schedules = EventStream("scheduler", "event", "where")
         self._recent: deque[Event] = deque(maxlen=KEPT)  # of this step, that gradients are averaged by
         self._passes: dict[tuple[str, int], TrainedSamples] = {}
         self._is_evaluating = False
@@ -123,9 +124,11 @@ class Checker(Observer, Callbacks):
                 for one in self._passes.values():
                     one.waiting.clear()
         elif kind == "scheduler":
-            self._schedules.add("", event=self._window, **fields)
+            self._schedules.add("", self._window, fields["where"])
         elif kind == "scaler":
-            self._scalers.add(repr((fields["scale"], fields["skipped"])), **fields)
+            self._scalers.add(
+                f"{fields['scale']} {fields['skipped']}", fields["scale"], fields["skipped"], fields["where"]
+            )
 
     def _note(self, kind: str, **fields: Any) -> None:
         self._recent.append({"kind": kind, "window": self._window, **fields})
@@ -227,9 +230,8 @@ class Checker(Observer, Callbacks):
         where = call_site(sys._getframe(1))  # noqa: SLF001
         events = [
             {"kind": "begin", "size": self._size},
-            *(event for one in streams for event in one.last),
+            *(event for one in (*streams, self._calls.within) for event in one.events),
             *({"kind": "optimizer", "number": one.number, "where": one.where} for one in self._optimizers),
-            *self._calls.within,
             *self._recent,
             {"kind": "step", "where": where, "rates": rates, **step},
         ]

@@ -144,7 +144,7 @@ def _calls(summaries: Sequence[StepSummary], details: Details) -> Iterator[Findi
         mine, theirs = (_count(summaries[i], "collective") for i in (0, rank))
         if mine == theirs:
             continue  # they differ in what is not kept any more; of what was kept, an earlier summary has told
-        last = pair.ranks[1].of("collective")[-1:]
+        last = _common(pair, "collective").ranks[1].events[-1:]
         yield Finding(
             code="collective-order",
             property="communication",
@@ -172,8 +172,9 @@ def _count(summary: StepSummary, kind: str) -> int:
 
 def _common(pair: Record, kind: str) -> Record:
     """Of the numbered events of a kind, those that both ranks still have."""
-    begin = max((one.of(kind)[0]["index"] for one in pair.ranks if one.of(kind)), default=0)
-    kept = [[event for event in one.of(kind) if event.get("index", -1) >= begin] for one in pair.ranks]
+    events = [[event for event in one.of(kind) if event.get("group", "world") == "world"] for one in pair.ranks]
+    begin = max((theirs[0]["index"] for theirs in events if theirs), default=0)
+    kept = [[event for event in theirs if event["index"] >= begin] for theirs in events]
     return Record(Path(), [Rank(one.number, events) for one, events in zip(pair.ranks, kept, strict=True)])
 
 

@@ -22,24 +22,37 @@ _ROOTS |= {"gather_object": 2, "scatter_object_list": 2}
 
 
 class EventStream:
-    """Events of one kind, which all ranks should have in one order: their number, a running digest, and the last."""
+    """Events of one kind, which all ranks should have in one order: their number, a running digest, and the last.
 
-    def __init__(self, kind: str) -> None:
+    Args:
+        kind: of event.
+        names: of the fields that events have.
+        same: fields that all of them share.
+    """
+
+    def __init__(self, kind: str, *names: str, **same: Any) -> None:
         self.kind = kind
         self.count = 0
+        self._names, self._same = names, {"kind": kind, **same}
         self._digest = 0
-        self.last: deque[Event] = deque(maxlen=KEPT)
+        self._last: deque[tuple[int, tuple[Any, ...]]] = deque(maxlen=KEPT)
 
-    def add(self, digested: str, **fields: Any) -> None:
+    def add(self, digested: str, *values: Any) -> None:
         """Adds an event; `digested` is what has to be equal on all ranks."""
         self._digest = xxhash.xxh3_64_intdigest(f"{self._digest}{digested}".encode())
-        self.last.append({"kind": self.kind, "index": self.count, **fields})
+        self._last.append((self.count, values))
         self.count += 1
 
     @property
     def state(self) -> list[int]:
         """Number and digest."""
         return [self.count, self._digest]
+
+    @property
+    def events(self) -> list[Event]:
+        """The last ones."""
+        named = [(index, zip(self._names, values, strict=True)) for index, values in self._last]
+        return [{**self._same, "index": index, **dict(fields)} for index, fields in named]
 
 
 class CallStream(EventStream):
@@ -51,20 +64,21 @@ class CallStream(EventStream):
     """
 
     def __init__(self) -> None:
-        super().__init__("collective")
-        self.within: deque[Event] = deque(maxlen=KEPT)  # calls within groups, which other ranks need not make
+        same = {"dtypes": [""], "reduce": None, "between_two": False}
+        super().__init__("collective", "op", "where", "window", "shapes", "root", group="world", **same)
+        # calls within groups, which other ranks need not make
+        self.within = EventStream("collective", "op", "where", "window", "group", shapes=[], root=None, **same)
 
     def note(self, call: CollectiveCall, window: int) -> None:
         """Adds a call of this thread; another thread's come at any time between."""
-        if call.name in BETWEEN_TWO or threading.current_thread() is not threading.main_thread():
+        name = call.name
+        if name in BETWEEN_TWO or threading.current_thread() is not threading.main_thread():
             return
-        same = {"op": call.name, "where": call.where, "window": window, "between_two": False}
         if (group := _group(call)) is not None:
-            self.within.append({"kind": "collective", "group": group_name(group), **same})
+            self.within.add("", name, call.where, window, group_name(group))
             return
         form, root = _form(call), _root(call)
-        shapes, rest = [form] if form else [], {"dtypes": [""], "reduce": None, "group": "world"}
-        self.add(f"{call.name}{form}{root}", shapes=shapes, root=root, **rest, **same)
+        self.add(f"{name}{form}{root}", name, call.where, window, [form] if form else [], root)
 
 
 def _group(call: CollectiveCall) -> Any:
@@ -98,7 +112,7 @@ class TrackedModels:
     """The models that are wrapped, and what their wrappers promise."""
 
     def __init__(self) -> None:
-        self.wraps = EventStream("wrap")
+        self.wraps = EventStream("wrap", "wrapper", "where", "names", "trained")
         self.is_not_comparable = False
         self.is_data_parallel = False
         self.is_hooked = False
@@ -114,7 +128,7 @@ class TrackedModels:
             named = [(bare(name), one.requires_grad) for name, one in model.named_parameters()]
             names = [name for name, _ in named]
             trained = [name for name, is_trained in named if is_trained]
-            self.wraps.add("\n".join(names), wrapper=kind, where=where, names=names, trained=trained)
+            self.wraps.add("\n".join(names), kind, where, names, trained)
 
     @property
     def is_wrapped(self) -> bool:
