@@ -10,7 +10,7 @@ for only where an outcome differs, in runs of their own: it is the place of a mi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ _NEAR = 1e-3  # of a tensor's norm
 _LOOKED_AT = {"gradients": (FORWARD, GRADIENTS), "updates": (STEP,), "evaluation": (EVALUATION,)}
 
 Place = tuple[str, str, str, int]  # segment, line, function, how many there before
+Trace = dict[Place, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -86,17 +87,12 @@ class Lines:
 
     def _of(self, segments: Sequence[str]) -> list[Line]:
         """The lines that all processes have come by equally often, in the order of the one."""
-        mine = [_by_place(rank.of("lines"), self.ranks, rank.number) for rank in self.ranks.ranks]
-        alone = (
-            _by_place(self.alone.record.ranks[0].of("lines"), self.alone.record, 0) if self.alone.record.ranks else {}
-        )
-        counts = [Counter(place[:3] for place in one) for one in (alone, *mine)]
-        found = []
-        for place, one in alone.items():
-            if place[0] in segments and all(each[place[:3]] == counts[0][place[:3]] for each in counts):
-                relation, grad = _relation(one, [theirs[place] for theirs in mine]), one["grad"]
-                found.append(Line(place, relation, is_loss=grad and one["shape"] == [], has_gradient=grad))
-        return found
+        alone = _traces(self.alone.record)[:1]
+        return [
+            line
+            for mine, *theirs in zip(*alone, *_traces(self.ranks), strict=False)
+            for line in _lines(mine, theirs, segments)
+        ]
 
     def _without_gradient(self) -> str | None:
         """The line of a collective before the backward pass that is given a tensor of which gradients are taken."""
@@ -104,9 +100,20 @@ class Lines:
         return calls[0]["where"] if calls else None
 
 
-def _by_place(events: list[dict[str, Any]], record: Record, rank: int) -> dict[Place, dict[str, Any]]:
-    kept = [record.value(rank, event["kept"]) for event in events if event["kept"] is not None]
-    return {one["place"]: one for lines in kept for one in lines}
+def _traces(record: Record) -> list[list[Trace]]:
+    """What each rank's lines have brought in the step, or in one evaluation after the other."""
+    kept = [
+        [(rank.number, one["kept"]) for one in rank.of("lines") if one["kept"] is not None] for rank in record.ranks
+    ]
+    return [[{one["place"]: one for one in record.value(*each)} for each in theirs] for theirs in kept]
+
+
+def _lines(alone: Trace, ranks: Sequence[Trace], segments: Sequence[str]) -> Iterator[Line]:
+    counts = [Counter(place[:3] for place in one) for one in (alone, *ranks)]
+    for place, one in alone.items():
+        if place[0] in segments and all(each[place[:3]] == counts[0][place[:3]] for each in counts):
+            relation, grad = _relation(one, [theirs[place] for theirs in ranks]), one["grad"]
+            yield Line(place, relation, is_loss=grad and one["shape"] == [], has_gradient=grad)
 
 
 def _first_apart(lines: list[Line]) -> Line | None:

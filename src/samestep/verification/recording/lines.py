@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.launch.noting import call_site
 from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.leaves import tensors_of
-from samestep.verification.recording.modes import LooseMode
+from samestep.verification.recording.modes import LooseMode, line_of
 from samestep.verification.watching.storage import save_unseen
 
 __all__: list[str] = []
@@ -56,6 +55,7 @@ class LineTrace(LooseMode):
         """Writes down what was computed."""
         self.leave()
         lines, self._lines, self.segment = self._lines, [], None
+        self._seen.clear()
         if lines:
             kept = self._journal.keep(lambda path: save_unseen(lines, path))
             self._journal.write("lines", kept=kept)
@@ -64,9 +64,9 @@ class LineTrace(LooseMode):
         """Calls, and keeps what it brings."""
         result = func(*args, **(kwargs or {}))
         if self.segment is not None and not self._is_busy and not torch.compiler.is_compiling():
-            name, frame = getattr(func, "__name__", ""), sys._getframe(1)  # noqa: SLF001
-            if name not in _UNCHANGED and not str(frame.f_globals.get("__name__")).startswith("samestep.verification"):
-                self.note(name, result, frame)
+            name = getattr(func, "__name__", "")
+            if name not in _UNCHANGED:
+                self.note(name, result, sys._getframe(1))  # noqa: SLF001
         return result
 
     def note(self, name: str, result: Any, frame: Any) -> None:
@@ -76,9 +76,9 @@ class LineTrace(LooseMode):
         self._is_busy = True
         try:
             found = [one for one in tensors_of(result) if one.is_floating_point() and one.layout == torch.strided]
-            where = call_site(frame) if found else ""
-            for one in found:
-                place = (self.segment, where, name)
+            where = line_of(frame) if found else None
+            for one in found if where is not None else ():
+                place = (self.segment, where or "", name)
                 self._seen[place] += 1
                 self._lines.append({"place": (*place, self._seen[place]), **_kept(one)})
         finally:

@@ -37,6 +37,10 @@ class Optimizers:
         """Those that are alive, in the order in which they were made."""
         return [optimizer for made in self._made if (optimizer := made()) is not None]
 
+    def rates(self) -> list[float]:
+        """Returns the learning rates of all of them."""
+        return [float(group["lr"]) for optimizer in self.all for group in optimizer.param_groups if "lr" in group]
+
     def add(self, optimizer: Any, where: str) -> None:
         """Numbers an optimizer, unless it has its number."""
         if "samestep_number" not in optimizer.__dict__:

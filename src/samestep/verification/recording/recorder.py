@@ -418,6 +418,8 @@ class Recorder(Witness):
         if torch.compiler.is_compiling():
             return
         self.end_trace()
+        if self.path is not None:
+            self.path.close(self.window)
         optimizer.samestep_steps += 1
         after = digests(self.optimizers.parameters(optimizer))
         self.journal.write("stepped", event=self._events, optimizer=optimizer.samestep_number, parameters=after)

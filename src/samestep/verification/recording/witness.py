@@ -46,6 +46,7 @@ class Witness(Observer, Callbacks):
         self.draws = Draws()
         self.lines: Any = None  # a LineTrace, while this run looks for a line
         self._traced = 0  # evaluations whose lines were kept
+        self.path: Any = None  # a PathTrace, while this run looks for what was decided
         self.window = 0
         self.micro = 0  # backward passes of this window, so far
         self.is_open = False  # something of this window has been seen
@@ -58,6 +59,8 @@ class Witness(Observer, Callbacks):
         with contextlib.suppress(StopRecording):
             self.settle()
         self.end_trace()
+        if self.path is not None:
+            self.path.end(self.window)
         self.evaluations.settle()
         name = None if error is None or isinstance(error, SystemExit) else type(error).__name__
         self.journal.write("end", error=name, message=str(error)[:500], enough=isinstance(error, StopRecording))
@@ -102,6 +105,11 @@ class Witness(Observer, Callbacks):
             self._by_hand.stop()
         self.optimizers.add(optimizer, where)
         self.inputs.watch(optimizer)
+        if self.path is None and (self.order.get("trace") or {}).get("path"):
+            from samestep.verification.recording.paths import PathTrace
+
+            self.path = PathTrace(self.journal, self.optimizers.rates)
+            self.path.enter()
 
     def begin_backward(self, outputs: Any, inputs: list[Any] | None = None) -> None:
         """A backward begins, or gradients of `inputs` have come: the script may be one that steps by its own code."""
