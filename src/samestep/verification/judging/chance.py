@@ -82,9 +82,10 @@ def _noise(record: Record, drawn: list[dict[str, dict[str, object]]]) -> Iterato
 
     A mistake where the script lets ranks draw apart elsewhere, in dropout say; where it does so nowhere, a note.
     """
-    told = [{_batch(one): one["state"] for one in rank.of("noise")} for rank in record.ranks]
-    if not all(told):
+    noise = [{_batch(one): one for one in rank.of("noise")} for rank in record.ranks]
+    if not all(noise):
         return
+    told = [{place: one["state"] for place, one in theirs.items()} for theirs in noise]
     batches = [{_batch(one): one["indices"] for one in rank.of("batch") if one["training"]} for rank in record.ranks]
     for rank, theirs in enumerate(told[1:], 1):
         for place, state in theirs.items():
@@ -96,7 +97,7 @@ def _noise(record: Record, drawn: list[dict[str, dict[str, object]]]) -> Iterato
                 severity="error" if _draw_apart(record, rank, drawn) else "note",
                 property="random",
                 rank=record.ranks[rank].number,
-                where=place[0].rpartition("#")[0],
+                where=noise[rank][place]["where"] or place[0].rpartition("#")[0],
                 cause=f"the dataset of rank {record.ranks[rank].number} draws from a generator of its own the very "
                 "numbers that rank 0's draws, for other samples: both were seeded alike",
                 fix="seed the dataset's generator with the rank, or draw from (seed, epoch, index) of each sample",

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pickle import PicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from samestep.launch.noting import call_site
 from samestep.launch.observers import RankContext
@@ -31,6 +31,9 @@ from samestep.verification.recording.optimizers import digests, held, settings_o
 from samestep.verification.recording.witness import StopRecording, Witness
 from samestep.verification.watching.listener import Batch, Epoch, Own
 from samestep.verification.watching.storage import save_unseen
+
+if TYPE_CHECKING:
+    from samestep.verification.recording.generators import Held
 
 __all__: list[str] = []
 
@@ -119,7 +122,8 @@ class Recorder(Witness):
         while not (is_cut := self._limit.ends(name)) and (batch := self.next_of(own)) is not None:
             self._note_batch(batch)
             if noise is not None and yielded < _NOISY and (after := self._noise_of(epoch)) != noise:
-                self.journal.write("noise", key=epoch.key, number=epoch.number, index=yielded, state=noise)
+                about = {"index": yielded, "state": noise.state, "where": noise.where}
+                self.journal.write("noise", key=epoch.key, number=epoch.number, **about)
                 noise = after
             yielded += 1
             yield self.given(batch.value)
@@ -131,12 +135,12 @@ class Recorder(Witness):
             self._whole[epoch.key] += 1
         self.journal.write("passed", key=epoch.key, number=epoch.number, cut=yielded if is_cut else None)
 
-    def _noise_of(self, epoch: Epoch) -> str | None:
-        """The state of the generators that a dataset which is loaded in this process holds itself."""
-        from samestep.verification.recording.generators import state_of
+    def _noise_of(self, epoch: Epoch) -> Held | None:
+        """The generators that a dataset which is loaded in this process holds itself."""
+        from samestep.verification.recording.generators import held_by
 
         is_seen = not epoch.loader.num_workers and hasattr(type(epoch.loader.dataset), "__getitem__")
-        return state_of(epoch.loader.dataset) if is_seen else None
+        return held_by(epoch.loader.dataset) if is_seen else None
 
     def _begin_pass(self, name: Pass, own: Own) -> None:
         """Of a loader whose passes the script leaves before their end, the samples that it leaves out tell nothing."""
