@@ -109,7 +109,6 @@ def judge_devices(runner: Runner, record: Record, report: Report) -> None:
 def _inexact(told: Event, step: int, tensor: str, cause: str) -> Finding:
     return Finding(
         code="pipeline-inexact",
-        property="pipeline",
         step=step,
         tensor=tensor,
         where=told["where"],

@@ -319,7 +319,6 @@ def _crash(ended: runs.Ended, record: Record) -> Finding:
     busy = communication.waited_for(record, failure.get("rank"), failure.get("where"))
     return Finding(
         code="crash",
-        property="control",
         rank=failure.get("rank"),
         where=busy[0] if busy else failure.get("where") or _where_others_waited(failure),
         cause=f"{_reason(ended)}{busy[1] if busy else ''}; alone, the script ends well",
@@ -332,7 +331,6 @@ def _unlike(ended: runs.Ended, failure: dict[str, Any]) -> Finding:
     where = f" ({'; '.join(stood)})" if stood else ""
     return Finding(
         code="collective-mismatch",
-        property="communication",
         rank=failure.get("rank"),
         where=failure.get("where"),
         cause=f"{DIFFERENT_COLLECTIVES} when the run broke off{where}: one has more batches, or calls, than another, "

@@ -27,7 +27,6 @@ def of_gradients(record: Record, index: int, rank: int, bad: list[str]) -> Findi
         cause, fix, where = NO_GROUP, JOIN, step["where"]
     return Finding(
         code="gradients-not-synchronised",
-        property="gradients",
         rank=record.ranks[rank].number,
         step=index,
         tensor=bad[0],
@@ -105,7 +104,6 @@ def of_parameters(record: Record, index: int, rank: int, bad: list[str]) -> Find
         cause = "something changes them outside the optimizer, on some ranks only"
     return Finding(
         code="parameters-diverged",
-        property="parameters",
         rank=number,
         step=max(index - 1, 0),
         tensor=bad[0],
@@ -130,7 +128,6 @@ def rates(record: Record, index: int, rank: int) -> Finding:
     where, why = (to_one[-1]["where"], _TO_ONE) if to_one else (where, "")
     return Finding(
         code="learning-rate-differs",
-        property="control",
         rank=record.ranks[rank].number,
         step=index,
         factor=_ratio(first["rates"], theirs["rates"]),

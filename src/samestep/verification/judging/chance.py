@@ -46,7 +46,6 @@ def _alike(record: Record, drawn: list[dict[str, dict[str, object]]], whole: Run
                 yield Finding(
                     code="random-streams",
                     severity="error" if place in alone else "note",
-                    property="random",
                     rank=record.ranks[rank].number,
                     step=int(window),
                     where=where,
@@ -67,7 +66,6 @@ def _workers(record: Record) -> Iterator[Finding]:
                 if first.setdefault(place, event["worker"]) != event["worker"]:
                     yield Finding(
                         code="random-streams",
-                        property="random",
                         rank=rank.number,
                         where=event["key"].rpartition("#")[0],
                         cause=f"workers {first[place]} and {event['worker']} of rank {rank.number} begin with the same "
@@ -95,7 +93,6 @@ def _noise(record: Record, drawn: list[dict[str, dict[str, object]]]) -> Iterato
             yield Finding(
                 code="random-streams",
                 severity="error" if _draw_apart(record, rank, drawn) else "note",
-                property="random",
                 rank=record.ranks[rank].number,
                 where=noise[rank][place]["where"] or place[0].rpartition("#")[0],
                 cause=f"the dataset of rank {record.ranks[rank].number} draws from a generator of its own the very "
@@ -133,7 +130,6 @@ def _masks(record: Record) -> Iterator[Finding]:
         yield Finding(
             code="random-streams",
             severity="note" if always else "error",
-            property="random",
             rank=record.ranks[rank].number,
             step=alike[0],
             where=where,

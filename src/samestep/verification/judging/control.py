@@ -54,7 +54,6 @@ def _steps(record: Record) -> Iterator[Finding]:
         rank = next(i for i, count in enumerate(counts) if count != counts[0])
         yield Finding(
             code="steps-differ",
-            property="control",
             rank=record.ranks[rank].number,
             step=min(counts),
             where=_first_apart(record.ranks[0], record.ranks[rank]),
@@ -85,7 +84,6 @@ def _scalers(record: Record) -> Iterator[Finding]:
                 does = "skips" if other[1] else "does not skip"
                 yield Finding(
                     code="steps-differ",
-                    property="control",
                     rank=record.ranks[rank].number,
                     step=index,
                     where=event["where"],
@@ -107,7 +105,6 @@ def _schedules_of_micro_batches(record: Record) -> Iterator[Finding]:
         if any(kinds[i : i + 3] == ["backward", "scheduler", "backward"] for i in range(len(kinds))):
             yield Finding(
                 code="learning-rate-differs",
-                property="control",
                 step=step["event"],
                 where=moved[0]["where"],
                 cause=f"the schedule steps after every micro-batch, {kinds.count('backward')} times for one step of "
@@ -129,7 +126,6 @@ def _clipped_scaled(record: Record) -> Iterator[Finding]:
         if event["scale"] != 1.0:
             yield Finding(
                 code="gradient-scale",
-                property="gradients",
                 step=event["window"],
                 factor=event["scale"],
                 where=event["where"],
@@ -151,7 +147,6 @@ def _clipped_apart(record: Record) -> Iterator[Finding]:
             if clips and abs(first["norm"] - other["norm"]) > _SAME_NORM * max(first["norm"], other["norm"]):
                 yield Finding(
                     code="gradient-differs",
-                    property="gradients",
                     rank=record.ranks[rank].number,
                     step=0,
                     factor=other["norm"] / first["norm"] if first["norm"] else None,
@@ -199,7 +194,6 @@ def _summed(step: Event, backwards: list[Event], factor: float, how: str) -> Fin
     count = len(backwards)
     return Finding(
         code="gradient-scale",
-        property="gradients",
         step=step["event"],
         factor=round(factor, 4),
         where=backwards[0]["where"],
@@ -246,7 +240,6 @@ def _data_parallel(record: Record) -> Iterator[Finding]:
             if event["wrapper"] == "DataParallel":
                 yield Finding(
                     code="data-parallel-module",
-                    property="control",
                     rank=rank.number,
                     where=event["where"],
                     cause="nn.DataParallel splits each batch over the devices of one process, with statistics and "

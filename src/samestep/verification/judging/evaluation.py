@@ -145,7 +145,6 @@ def _printed(difference: Difference, record: Record) -> Finding:
     gathers = [event["where"] for event in record.ranks[0].of("collected") if "rows" in event]
     return Finding(
         code="evaluation-inexact",
-        property="evaluation",
         where=gathers[-1] if gathers else difference.where,
         cause=f"with the same weights the ranks come to {difference.name} {difference.mine}, one process to "
         f"{difference.theirs}",
@@ -166,7 +165,6 @@ def _tails(record: Record) -> Iterator[Finding]:
         if missing > 0 and missing not in _beside(one, record):
             yield Finding(
                 code="evaluation-inexact",
-                property="evaluation",
                 where=one.about["key"].rpartition("#")[0],
                 cause=f"{missing} of {plural(size, 'sample')} are in no batch: drop_last",
                 fix="drop_last=False for evaluation",
@@ -274,7 +272,6 @@ def _had(rank: Rank, event: Event, name: str) -> bool:
 def _buffers(record: Record, rank: int, key: str, bad: list[str]) -> Finding:
     return Finding(
         code="buffers-diverged",
-        property="buffers",
         rank=record.ranks[rank].number,
         tensor=bad[0],
         where=key.rpartition("#")[0],
@@ -332,7 +329,6 @@ def _inexact(where: str, mine: float, theirs: float, size: int) -> Finding:
     )
     return Finding(
         code="evaluation-inexact",
-        property="evaluation",
         where=where,
         cause=f"with the same weights {what}: samples are counted twice or left out, or means of unlike parts are "
         "averaged",
@@ -409,7 +405,6 @@ def _split(group: list[Pass], beside: set[int | None]) -> Iterator[Finding]:
         what += [f"{plural(missing, 'sample')} never"] if missing else []
         yield Finding(
             code="evaluation-inexact",
-            property="evaluation",
             where=group[0].about["key"].rpartition("#")[0],
             cause=f"the ranks together evaluate {' and '.join(what)}, of {size}",
             fix="evaluate range(rank, len(dataset), world_size) without padding, or samestep.evaluate(…)",

@@ -108,7 +108,6 @@ class InStep:
         steps = [step for step in self.record.ranks[0].steps if step["window"] >= window]
         yield Finding(
             code="steps-differ",
-            property="control",
             rank=rank,
             step=window,
             where=steps[0]["where"] if steps else None,
@@ -155,7 +154,6 @@ class InStep:
         does = "goes on" if self._goes_on else "has ended before"
         yield Finding(
             code="steps-differ",
-            property="control",
             step=steps,
             where=self.record.ranks[0].steps[-1]["where"],
             cause=f"the ranks end after {plural(steps, 'step')}; one process, from the same weights, {does}",

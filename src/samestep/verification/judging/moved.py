@@ -126,7 +126,6 @@ def _behind(record: Record, window: int, name: str) -> Finding:
     event = window if step is None else step["event"]
     return Finding(
         code="parameters-diverged",
-        property="parameters",
         step=event,
         tensor=name,
         where=None if step is None else step["where"],
@@ -141,7 +140,6 @@ def _finding(record: Record, window: int, name: str) -> Finding:
     step = next((one["event"] for one in told if one["kind"] == "step"), window)
     return Finding(
         code="buffers-diverged",
-        property="buffers",
         step=step,
         tensor=name,
         where=next((one["where"] for one in told if one["kind"] == "backward"), None),

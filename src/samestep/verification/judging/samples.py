@@ -160,7 +160,6 @@ def _shared(record: Record) -> Iterator[Finding]:
             if event["training"] and other is not None and event["rows"] != other["rows"]:
                 yield Finding(
                     code="batches-differ",
-                    property="data",
                     rank=rank.number,
                     step=event["window"],
                     where=event["key"].rpartition("#")[0],
@@ -192,7 +191,6 @@ def _lengths(group: Sequence[Pass]) -> Iterator[Finding]:
 def _datasets(group: Sequence[Pass], rank: int, what: str) -> Finding:
     return Finding(
         code="datasets-differ",
-        property="data",
         rank=group[rank].rank,
         where=group[rank].about.get("made") or group[0].about["key"].rpartition("#")[0],
         cause=f"the dataset of rank {group[rank].rank} {what}",
@@ -257,7 +255,6 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
         yield Finding(
             code="samples-repeated",
             severity="note",
-            property="data",
             where=where,
             cause=f"{plural(extra, 'sample')} of {size} used twice in an epoch, so that every rank gets as many: "
             f"{group[0].about.get('cut_by') or group[0].about['sampler']} pads",
@@ -352,7 +349,6 @@ def _repeated(group: Sequence[Pass], identities: list[list[Any]], extra: int, co
         fix = "draw the order from a generator that all ranks seed alike, with the epoch: seed + epoch"
     return Finding(
         code="samples-repeated",
-        property="data",
         where=where,
         cause=f"in epoch {group[0].about['number']} {plural(count, 'sample')} are used more than once ({extra} uses "
         f"too many): {cause}",
@@ -387,14 +383,12 @@ def _missing(group: Sequence[Pass], missing: int, size: int, where: str) -> Find
         return Finding(
             code="samples-missing",
             severity="note",
-            property="data",
             where=where,
             cause=f"in epoch {group[0].about['number']} {plural(missing, 'sample')} of {size} are used on no rank: "
             f"{group[0].about['sampler']} leaves out what fills no batch of all ranks",
         )
     return Finding(
         code="samples-missing",
-        property="data",
         where=where,
         cause=f"in epoch {group[0].about['number']} {plural(missing, 'sample')} of {size} are used on no rank",
         fix="DataLoader(…, sampler=DistributedSampler(dataset)), or samestep.shards(dataset, world, batch_size=…)",
@@ -408,7 +402,6 @@ def _alike(group: Sequence[Pass]) -> Iterator[Finding]:
         if theirs and theirs == drawn[0]:
             yield Finding(
                 code="samples-repeated",
-                property="data",
                 rank=group[rank].rank,
                 where=group[0].about["key"].rpartition("#")[0],
                 cause=f"rank {group[rank].rank} draws the very samples that rank 0 draws, in the same order "
@@ -448,7 +441,6 @@ def _same_order(key: str, one: Pass, common: int) -> Finding:
     fix = "sampler.set_epoch(epoch)    # at the start of every epoch" if sampler == "DistributedSampler" else None
     return Finding(
         code="same-order-every-epoch",
-        property="data",
         where=key.rpartition("#")[0],
         cause=f"epoch {one.about['number'] + 1} begins with the same {common} samples in the same order as epoch "
         f"{one.about['number']}, and the order is a shuffled one ({_whose(one, sampler)})",
@@ -507,7 +499,6 @@ def _backwards(rank: Rank, window: int) -> int:
 def _leaked(one: Pass, rest: list[Event], step: Event, backwards: int) -> Finding:
     return Finding(
         code="gradient-differs",
-        property="gradients",
         step=step["event"],
         where=step["where"],
         cause=f"the last {plural(len(rest), 'batch')} of epoch {one.about['number']} fill no whole window, and their "
@@ -520,7 +511,6 @@ def _unstepped(one: Pass, rest: list[Event]) -> Finding:
     samples = sum(batch["size"] for batch in rest)
     return Finding(
         code="samples-missing",
-        property="data",
         where=one.about["where"],
         cause=f"the last {plural(len(rest), 'batch')} of epoch {one.about['number']} ({plural(samples, 'sample')} on "
         "rank 0) were loaded, and no optimizer step used them",

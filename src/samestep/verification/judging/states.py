@@ -65,7 +65,6 @@ def _undone(record: Record) -> Iterator[Finding]:
             if lost:
                 yield Finding(
                     code="parameters-diverged",
-                    property="parameters",
                     rank=rank.number,
                     step=step["event"],
                     tensor=lost[0],
@@ -169,7 +168,6 @@ def _order(record: Record, kind: str, number: int, rank: int, first: list[str], 
     event = record.ranks[rank].of("wrap" if kind == "wrap" else "optimizer")
     return Finding(
         code="parameter-order-differs",
-        property="parameter_order",
         rank=record.ranks[rank].number,
         tensor=there,
         where=event[number]["where"] if number < len(event) else None,
@@ -188,7 +186,6 @@ def _initial(record: Record) -> Iterator[Finding]:
     rank, names = told[bad[0]][0], bad[1]
     yield Finding(
         code="initial-state-differs",
-        property="initial_state",
         rank=rank.number,
         step=0,
         tensor=names[0],
@@ -371,7 +368,6 @@ def _missed(record: Record, event: Event, names: list[str], cause: str) -> Findi
     made = [one for one in record.ranks[0].of("optimizer") if one["number"] == event["optimizer"]]
     return Finding(
         code="optimizer-misses-parameters",
-        property="parameters",
         step=event["event"],
         tensor=names[0],
         where=made[0]["where"] if made and made[0]["where"] else event["where"],

@@ -178,7 +178,6 @@ class Updates:
         what = f"the update of {found.name}" if found.key is None else f"the state {found.key!r} of {found.name}"
         return Finding(
             code="update-differs",
-            property="updates",
             step=step["event"],
             tensor=found.name,
             factor=None if found.factor is None else round(found.factor, 6),
