@@ -432,6 +432,8 @@ def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], 
         if states.evaluates_apart(record):
             report.cover("evaluation", unchecked("between two averages each rank evaluates parameters of its own"))
         else:
+            if not report.errors and states.averaged_behind(record) is None:
+                evaluation.judge_swapped(record, whole, permuted, report)
             evaluation.judge(record, whole.record, report)
         _conclude_on_data(record, whole.record, own_pace, report)
         if whole.record.ranks and whole.record.ranks[0].of("collated"):

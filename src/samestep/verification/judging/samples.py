@@ -269,7 +269,9 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
     elif by_index and size is not None and all(one.is_known for one in group) and not group[0].about["drop_last"]:
         missing = size - len({*counts, *_begun_before(group, record)})
         if missing > 0 and _is_split(group):
-            yield _missing(group, missing, size, where)
+            is_plain = own_pace is None or _drops_incomplete_batch(group, missing)
+            as_alone = own_pace is not None and not is_plain and _misses_alone(group, own_pace(), missing)
+            yield _missing(group, missing, size, where, as_alone=as_alone)
 
 
 def _yields_twice(one: Pass) -> bool:
@@ -284,6 +286,16 @@ def _repeats_alone(group: Sequence[Pass], alone: Record, share: float) -> bool:
     for one in passes(alone.ranks[0]) if alone.ranks else ():
         if one.is_training and one.about["key"].rpartition("#")[0] == line and one.rows:
             return 1 - len(set(one.rows)) / len(one.rows) >= share / 2
+    return False
+
+
+def _misses_alone(group: Sequence[Pass], alone: Record, missing: int) -> bool:
+    """Whether one process, too, leaves samples out of a pass over this loader: at least half as many."""
+    line = group[0].about["key"].rpartition("#")[0]
+    for one in passes(alone.ranks[0]) if alone.ranks else ():
+        size = one.about["samples"]
+        if one.is_training and one.about["key"].rpartition("#")[0] == line and one.is_known and one.indices and size:
+            return 2 * (int(size) - len(set(one.indices))) >= missing
     return False
 
 
@@ -372,25 +384,23 @@ def _same_rank(group: Sequence[Pass]) -> tuple[int, int] | None:
     return None if told or rank is None or replicas is None else (rank, replicas)
 
 
-def _leaves_incomplete_batch_out(group: Sequence[Pass], missing: int) -> bool:
+def _drops_incomplete_batch(group: Sequence[Pass], missing: int) -> bool:
     """Whether the sampler does what drop_last=True does: whole batches alone, and too few samples left for another."""
     size = group[0].about["batch_size"]
     return bool(size) and missing < size * len(group) and all(b["size"] == size for one in group for b in one.batches)
 
 
-def _missing(group: Sequence[Pass], missing: int, size: int, where: str) -> Finding:
-    if _leaves_incomplete_batch_out(group, missing):
-        return Finding(
-            code="samples-missing",
-            severity="note",
-            where=where,
-            cause=f"in epoch {group[0].about['number']} {plural(missing, 'sample')} of {size} are used on no rank: "
-            f"{group[0].about['sampler']} leaves out what fills no batch of all ranks",
-        )
+def _missing(group: Sequence[Pass], missing: int, size: int, where: str, *, as_alone: bool) -> Finding:
+    cause = f"in epoch {group[0].about['number']} {plural(missing, 'sample')} of {size} are used on no rank"
+    if as_alone or _drops_incomplete_batch(group, missing):
+        why = f"{group[0].about['sampler']} leaves out what fills no batch of all ranks"
+        if as_alone:
+            why = "one process leaves samples out of a pass as well"
+        return Finding(code="samples-missing", severity="note", where=where, cause=f"{cause}: {why}")
     return Finding(
         code="samples-missing",
         where=where,
-        cause=f"in epoch {group[0].about['number']} {plural(missing, 'sample')} of {size} are used on no rank",
+        cause=cause,
         fix="DataLoader(…, sampler=DistributedSampler(dataset)), or samestep.shards(dataset, world, batch_size=…)",
     )
 

@@ -19,12 +19,13 @@ from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 from samestep.launch.imports import when_imported
+from samestep.launch.noting import call_site
 from samestep.launch.observers import RankContext
 from samestep.rankenv import variable
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import passes
-from samestep.verification.recording.optimizers import state_of, uncut
+from samestep.verification.recording.optimizers import digests, state_of, uncut
 from samestep.verification.recording.witness import StopRecording, Witness
 from samestep.verification.reference.brought import Brought
 from samestep.verification.reference.updates import UpdateReplay
@@ -53,6 +54,7 @@ class Alone(Witness):
         self._event = 0
         self._put: int | None = None  # the window that began with recorded values last
         self._teachers: dict[str, Any] = {}  # what the next window has of parameters that no optimizer holds, as it was
+        self._made: dict[str, Any] = {}  # digests of the parameters that the last step has made
         self._known: set[int] = set()  # the optimizers whose parameters were put back when the window began
         self._placed = -1  # the window in which a new model was looked for
         self._compares = True  # the step at hand is taken from the ranks' parameters
@@ -244,11 +246,13 @@ class Alone(Witness):
         """Puts the values back that the ranks had when it began."""
         if self.is_open or not self.optimizers.all:
             return
-        self._begin_window()
+        self._begin_window(evaluating=evaluating)
         if not evaluating:
             self.trace("forward")
 
-    def _begin_window(self) -> None:
+    def _begin_window(self, *, evaluating: bool) -> None:
+        import torch
+
         self.is_open = True
         self._known = {one.samestep_number for one in self.optimizers.all}
         if not self.window and self.record.is_cut:
@@ -256,12 +260,23 @@ class Alone(Witness):
             kept = self.journal.keep(lambda path: save_unseen(self._locals(own), path))
             self.journal.write("own_start", kept=kept)
         if (state := self.record.state(self.window // self._turns)) is not None:
+            if self._turns == 1 and (evaluating or not torch.is_grad_enabled()):
+                self._note_swapped()
             if self._put == self.window - 1 and self._turns == 1:  # what that step has made, before it is put back
                 moved = {"buffers": self.optimizers.buffers(), "before": self._teachers, "teachers": self._moving()}
                 kept = self.journal.keep(lambda path: save_unseen(moved, path))
                 self.journal.write("moved", window=self.window, kept=kept)
             self._put_back(state)
             self._put_teachers()
+
+    def _note_swapped(self) -> None:
+        """Keeps the parameters with which the script evaluates, where it has put others there than its steps make."""
+        own = {name: one for each in self.optimizers.all for name, one in self.optimizers.parameters(each).items()}
+        told = digests(own)
+        if self._made and any(self._made.get(name, digest) != digest for name, digest in told.items()):
+            kept = self.journal.keep(lambda path: save_unseen(self._locals(own), path))
+            where = call_site(sys._getframe(3))  # noqa: SLF001
+            self.journal.write("swapped", window=self.window, kept=kept, where=where)
 
     def _watch_models(self, module: Any) -> None:
         def before(called: Any, _: Any) -> None:
@@ -422,6 +437,7 @@ class Alone(Witness):
             made = {"parameters": self._locals(self.optimizers.parameters(optimizer)), "states": states}
             kept = self.journal.keep(lambda path: save_unseen(made, path))
             self.journal.write("updated", event=self._event, kept=kept)
+        self._made |= digests(self.optimizers.parameters(optimizer))
         self._event += 1
         self.window += 1
         self.is_open, self.micro = False, 0
