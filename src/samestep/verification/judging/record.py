@@ -17,6 +17,7 @@ from samestep.verification.judging.averaged import Averaged
 __all__: list[str] = []
 
 BY_THEMSELVES = "each rank first trains models of its own; one process trains all of them, in other steps"
+_UNITS = {"float16": 2**-11, "bfloat16": 2**-8}  # roundoff of types in which gradients may be sent
 REDUCING = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor"}
 
 
@@ -221,9 +222,16 @@ class Record:
         return told[0] if told and told[0]["kept"] is not None else None
 
     def carries_apart(self, step: Event) -> bool:
-        """Whether replicas have other optimizer state behind a step: what one has not sent yet, say."""
-        told = [event.get("carried") for event in self._updates(step)]
-        return not self.is_cut and any(one != told[0] for one in told)
+        """Whether replicas have other state of one parameter behind a step: what one has not sent yet, say."""
+        known: dict[str, Any] = {}
+        told = [(name, one) for event in self._updates(step) for name, one in (event.get("carried") or {}).items()]
+        return not self.is_cut and any(known.setdefault(name, one) != one for name, one in told)
+
+    def sent_in(self, step: Event) -> float:
+        """Returns the unit roundoff of the coarsest type in which ranks reduce anything in a step; 0 of full ones."""
+        window = self.ranks[0].by_window.get(step["window"], [])
+        calls = [one for one in window if one["kind"] == "collective" and one["op"] in REDUCING]
+        return max((_UNITS.get(dtype, 0.0) for one in calls for dtype in one["dtypes"]), default=0.0)
 
     def update(self, step: Event) -> Any:
         """Returns the parameters and the optimizers' state that a step has made, of all ranks together."""

@@ -238,7 +238,7 @@ class Comparison:
         for name, error in apart.errors.items():
             floor = floors(name)
             limit = found.limits[name] = self._limit(event, floor)
-            is_half = error > limit and numerics.is_too_coarse(0.0, recorded, event.get("unit", 0.0))
+            is_half = error > limit and numerics.is_too_coarse(0.0, recorded, self._coarsest(event))
             is_hidden = (floor > numerics.COARSEST and error <= max(1.0, limit)) or (
                 is_half and error <= _MOST_OF_HALF * limit
             )
@@ -301,7 +301,10 @@ class Comparison:
 
     def _limit(self, event: Event, floor: float = 0.0) -> float:
         """How far the gradients of a step may be apart."""
-        return numerics.limit(floor, self._recorded(event), event.get("unit", 0.0))
+        return numerics.limit(floor, self._recorded(event), self._coarsest(event))
+
+    def _coarsest(self, event: Event) -> float:
+        return max(float(event.get("unit", 0.0)), self.record.sent_in(event))
 
     def _apart(self, event: Event) -> numerics.Distance:
         return numerics.distance(self._recorded(event), self.whole.gradients(event["event"]))

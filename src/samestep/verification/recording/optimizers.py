@@ -220,6 +220,15 @@ class Optimizers:
             told.append({"number": optimizer.samestep_number, "state": kept, "rates": rates, "names": names})
         return told
 
+    def state_digests(self, optimizer: Any) -> dict[str, list[str]]:
+        """Returns what tells the state of each parameter from others, of those that have one."""
+        from samestep.runtime.digest import digest
+        from samestep.verification.recording.passes import tensors_in
+
+        named = {name: getattr(one, "owner", one) for name, one in self.parameters(optimizer).items()}
+        states = {name: optimizer.state[one] for name, one in named.items() if one in optimizer.state}
+        return {name: sorted(digest(tensor) for _, tensor in tensors_in(state)) for name, state in states.items()}
+
     def orphans(self) -> list[str]:
         """Returns the parameters that have a gradient, and no optimizer."""
         return [name for name, _ in self._unheld()]

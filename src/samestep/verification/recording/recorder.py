@@ -429,7 +429,7 @@ class Recorder(Witness):
         self.journal.write("stepped", event=self._events, optimizer=optimizer.samestep_number, parameters=after)
         if self._sampled:
             kept, evaluations = self._keep(lambda: self.optimizers.updated(optimizer)), optimizer.samestep_evaluations
-            carried = [one["state"] for one in self.optimizers.states() if one["number"] == optimizer.samestep_number]
+            carried = self.optimizers.state_digests(optimizer)
             self.journal.write("updated", event=self._events, kept=kept, evaluations=evaluations, carried=carried)
         self._events += 1
         self.window += 1
