@@ -127,6 +127,8 @@ class InStep:
             return None
         if self.record.uneven is not None or alone.ended["error"] is not None or self.whole.has_failed:
             return None
+        if self.whole.unjoinable is not None:
+            return None  # it was ended there
         taken, steps = len(alone.of("rates")), len(self.record.ranks[0].steps)
         if alone.ended["enough"] or taken > steps:
             return True

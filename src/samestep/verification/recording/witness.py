@@ -13,6 +13,7 @@ from typing import Any
 from samestep.launch.imports import when_imported
 from samestep.launch.observers import Observer, RankContext
 from samestep.verification.journal import TraceWriter
+from samestep.verification.recording import modules
 from samestep.verification.recording.adjusting import adjusted, doubled
 from samestep.verification.recording.chance import Draws
 from samestep.verification.recording.evaluations import Evaluations
@@ -180,6 +181,7 @@ class Witness(Observer, Callbacks):
         if self.order.get("double"):
             when_imported("torch", lambda torch: torch.set_default_dtype(torch.float64))
             when_imported("torch.nn.modules.module", lambda module: module.register_module_forward_pre_hook(_double))
+        when_imported("torch.nn.modules.module", modules.remember)
         begin(self, chance=bool(self.order.get("chance")))
 
     def given(self, batch: Any) -> Any:
