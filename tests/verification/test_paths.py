@@ -68,13 +68,20 @@ def test_numbers_that_leave_tensors_are_kept_with_their_lines(tmp_path: Path) ->
     trace.close(0)
     rates[0] = 0.2
     torch.ones(2).tolist()
+    torch.arange(2).tolist()  # places of samples, perhaps
     trace.end(1)
     (event,) = read(tmp_path, 0)
     told = torch.load(value_path(tmp_path, 0, event["kept"]), weights_only=False)
     names = [place[1] for place in told["places"]]
     windows = {number: [(names[place], value) for place, value in one] for number, one in told["windows"].items()}
     assert ("__bool__", False) in windows[0]
-    assert windows[1] == [("learning rates", [0.2]), ("ones", None), ("tolist", [1.0, 1.0])]
+    assert windows[1] == [
+        ("learning rates", [0.2]),
+        ("ones", None),
+        ("tolist", [1.0, 1.0]),
+        ("arange", None),
+        ("tolist", None),
+    ]
 
 
 SCRIPT = """

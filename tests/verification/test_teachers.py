@@ -154,3 +154,9 @@ def test_an_average_to_evaluate_with_is_held_against_one_process_s(
     evaluation.judge_swapped(record, alone, lambda: again, report)
     found = [(error.code, error.property, error.tensor, error.where) for error in report.errors]
     assert found == ([("parameters-diverged", "evaluation", "w", "train.py:40")] if is_found else [])
+    searching = [{"kind": "evaluates", "phase": "1.1", "parameters": {"w": rank}, "loaded": None} for rank in "ab"]
+    other = [steps[0], {"kind": "window", "number": 2, "kept": None}, searching[1]]
+    two = [Rank(0, [*steps, searching[0]]), Rank(1, other)]
+    apart = Report(ranks=2)
+    evaluation.judge_swapped(Record(record.folder, two), alone, lambda: again, apart)
+    assert apart.errors == []  # each rank tries others

@@ -106,7 +106,7 @@ def judge_swapped(record: Record, whole: Run, permuted: Callable[[], Run], repor
         state = record.state(window)
         theirs = {} if state is None else {n: one for each in state["parameters"].values() for n, one in each.items()}
         theirs = {name: one for name, one in theirs.items() if name in mine and one.shape == mine[name].shape}
-        if not theirs or _were_made(record, theirs):
+        if not theirs or _were_made(record, theirs) or _evaluate_others(record, window):
             continue
         apart = numerics.distance(theirs, {name: mine[name] for name in theirs})
         if apart.worst <= _OF_AVERAGES:
@@ -122,6 +122,12 @@ def _swapped(run: Run) -> Iterator[tuple[int, dict[str, Any], str]]:
     for event in run.record.ranks[0].of("swapped") if run.record.ranks else ():
         if event["kept"] is not None:
             yield event["window"], run.record.value(0, event["kept"]), event["where"]
+
+
+def _evaluate_others(record: Record, window: int) -> bool:
+    """Whether ranks evaluate with parameters of their own there, as in a search."""
+    told = [[one for one in rank.of("evaluates") if int(one["phase"].split(".")[0]) <= window] for rank in record.ranks]
+    return all(told) and differing_ranks([events[-1] for events in told], "parameters") is not None
 
 
 def _were_made(record: Record, values: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -303,6 +303,12 @@ def _stepped(event: Event, after: dict[str, Any] | None) -> Event:
         changed = {name: one for name, one in event["gradients"].items() if event["parameters"][name] != after[name]}
         step["gradients"] = changed or event["gradients"]
     return step
+
+
+def model_inputs(ranks: Iterable[Rank], windows: Container[int]) -> set[tuple[int, str]]:
+    """Returns what the models have seen in some windows, by window; a wrapper may see it once more."""
+    inputs = [event for rank in ranks for event in rank.of("input") if event["window"] in windows]
+    return {(event["window"], row) for event in inputs for row in event["rows"]}
 
 
 def part_at(tensor: Any, place: str) -> Any:

@@ -22,7 +22,7 @@ from samestep.verification.watching.storage import save_unseen
 __all__: list[str] = []
 
 RATES = ("", "learning rates")  # a place: from here on they are other ones
-_OUT_OF_TENSORS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "equal"}
+_OUT_OF_TENSORS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__array__", "equal"}
 _NO_PLACES = {"__get__", "__set__", "_record_function_enter_new", "_record_function_exit._RecordFunction"}
 _MOST_NUMBERS = 64
 _MOST_ENTRIES = 1 << 20
@@ -82,8 +82,9 @@ class PathTrace(LooseMode):
 
 
 def _number(value: Any) -> Any:
-    """What can be compared of it: a number, or a list of a few."""
+    """What can be compared of it: a number, or a list of a few that are no whole ones, as indices of samples are."""
     if isinstance(value, int | float):
         return value
     listed = value.tolist() if hasattr(value, "tolist") else value
-    return listed if isinstance(listed, list) and 0 < len(listed) <= _MOST_NUMBERS else None
+    is_short = isinstance(listed, list) and 0 < len(listed) <= _MOST_NUMBERS
+    return listed if is_short and all(isinstance(one, float) for one in listed) else None

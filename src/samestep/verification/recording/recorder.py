@@ -11,6 +11,7 @@ passes over the data are ended early, for what stands behind them: :mod:`sameste
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -76,6 +77,7 @@ class Recorder(Witness):
         self._averaged: dict[int, dict[str, Any] | None] = {}  # model -> its event of this window; None: several values
         self._told_averaged = 0
         self._loaded_averaged: dict[str, str] = {}
+        self._collected_at = -1  # the event before which models that nobody holds were taken away last
         self._evaluates: str | None = None  # the evaluation whose parameters were written last
         self._loaded_at: str | None = None  # where parameters were loaded since the last step
         self._is_fed = False  # a DataLoader has yielded what is trained on
@@ -268,12 +270,20 @@ class Recorder(Witness):
         self._sampled = self.window in SAMPLED or late or bool(self.order.get("keep_all"))
         if self._loaded is not None:
             self._loaded_buffers = self.optimizers.digests()["buffers"]  # the forward will change them
-            self._loaded_averaged = digests(self.optimizers.untrained())
+            self._collected_at = -1  # the script may have made its model anew since it has saved
+            self._loaded_averaged = self._averages()
         if self.window == 0:
             self.journal.write("start", **self.optimizers.digests())
         self._note_window()
         if not evaluating:
             self.trace("forward")
+
+    def _averages(self) -> dict[str, Any]:
+        """Digests of the models that no optimizer holds; not of those that only wait to be collected."""
+        if self._collected_at != self._events and self.optimizers.untrained():
+            self._collected_at = self._events
+            gc.collect()
+        return digests(self.optimizers.untrained())
 
     def _watch_gradients(self) -> None:
         from samestep.verification.recording.own_gradients import OwnGradients
@@ -358,7 +368,7 @@ class Recorder(Witness):
         """Writes down the gradients that it will use."""
         import torch
 
-        if torch.compiler.is_compiling():
+        if self.is_preparing or torch.compiler.is_compiling():
             return
         self.optimizer_made(optimizer, "")
         by_hand, is_late = self.optimizers.is_by_hand(optimizer), not self.is_open
@@ -419,7 +429,7 @@ class Recorder(Witness):
         """Writes down what has become of the parameters, and ends the rank when that was enough."""
         import torch
 
-        if torch.compiler.is_compiling():
+        if self.is_preparing or torch.compiler.is_compiling():
             return
         self.end_trace()
         if self.path is not None:
@@ -496,7 +506,7 @@ class Recorder(Witness):
                 return  # a storage, which torch saves and loads by these functions when an object is sent
             if kind == "save":
                 with contextlib.suppress(Exception):  # a state that is not there yet is none of the script's business
-                    averaged = digests(self.optimizers.untrained())
+                    averaged = self._averages()
                     told = {"optimizers": self.optimizers.states(), "averaged": averaged}
                     fields["state"] = self.optimizers.digests() | told
             else:

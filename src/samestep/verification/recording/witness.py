@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import weakref
@@ -52,6 +53,7 @@ class Witness(Observer, Callbacks):
         self.micro = 0  # backward passes of this window, so far
         self.is_open = False  # something of this window has been seen
         self.is_loading = False
+        self.is_preparing = False  # torch gives an optimizer a state to load into
         self._by_hand: Any = None  # a ByHand, once a backward has begun in a script that has no optimizer of torch's
         self._trained: weakref.ref[Any] | None = None  # what a model was given with gradients last
 
@@ -176,12 +178,27 @@ class Witness(Observer, Callbacks):
         self.journal.write("called", name=name, saves=name == "checkpoint" and path is not None)
         return adjusted(self.order, name, args, kwargs)
 
+    def _watch_state_dicts(self, module: Any) -> None:
+        """A step that torch takes to give an optimizer a state to load into is none of the script's."""
+        original = module._init_optim_state  # noqa: SLF001
+
+        @functools.wraps(original)
+        def _init_optim_state(*args: Any, **kwargs: Any) -> Any:
+            before, self.is_preparing = self.is_preparing, True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.is_preparing = before
+
+        module._init_optim_state = _init_optim_state  # noqa: SLF001
+
     def begin_watching(self) -> None:
         """Watches everything from now on; a run in float64 computes so from the first tensor on."""
         if self.order.get("double"):
             when_imported("torch", lambda torch: torch.set_default_dtype(torch.float64))
             when_imported("torch.nn.modules.module", lambda module: module.register_module_forward_pre_hook(_double))
         when_imported("torch.nn.modules.module", modules.remember)
+        when_imported("torch.distributed.checkpoint.state_dict", self._watch_state_dicts)
         begin(self, chance=bool(self.order.get("chance")))
 
     def given(self, batch: Any) -> Any:

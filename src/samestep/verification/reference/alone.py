@@ -389,6 +389,8 @@ class Alone(Witness):
 
     def before_step(self, optimizer: Any) -> None:
         """Keeps the gradients where the ranks' are kept."""
+        if self.is_preparing:
+            return
         number = getattr(optimizer, "samestep_number", 0)
         self._compares = self._begins_as_theirs(optimizer)
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
@@ -411,23 +413,28 @@ class Alone(Witness):
     def _begins_as_theirs(self, optimizer: Any) -> bool:
         """Whether a step is taken from the ranks' parameters; they were put back if they were known before it.
 
-        Which ones the script's own code changes is known only when it does so for the first time.
+        Which ones the script's own code changes is known only when it does so for the first time. Without a backward
+        pass the window may have begun with others, which a search has tried.
         """
         state = self.record.state(self.window // self._turns)
-        number = optimizer.samestep_number
-        if number in self._known or state is None or not self.optimizers.is_by_hand(optimizer):
+        number, is_by_hand = optimizer.samestep_number, self.optimizers.is_by_hand(optimizer)
+        if state is None or (number in self._known if is_by_hand else self.micro > 0):
             return True
         theirs = state["parameters"].get(number, {})
         is_theirs = all(
             name in theirs and theirs[name].equal(uncut(one))
             for name, one in self.optimizers.parameters(optimizer).items()
         )
+        if not is_by_hand:
+            return is_theirs
         if is_theirs:
             self._put_teachers()
         return is_theirs
 
     def after_step(self, optimizer: Any) -> None:
         """Keeps the update where the ranks' is kept, counts, and ends where the recording has ended."""
+        if self.is_preparing:
+            return
         self.end_trace()
         if self.path is not None:
             self.path.close(self.window)
