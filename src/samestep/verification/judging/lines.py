@@ -41,12 +41,14 @@ class Line:
         relation: "copies", "mean", "parts", "sum", "norm" or "unknown"; None where it is none of these.
         is_loss: whether it is one number of which gradients are taken.
         has_gradient: whether gradients are taken through it.
+        is_sum: whether ranks have added up what one process has, to divide it afterwards.
     """
 
     place: Place
     relation: str | None
     is_loss: bool = False
     has_gradient: bool = False
+    is_sum: bool = False
 
     @property
     def where(self) -> str:
@@ -69,8 +71,8 @@ class Lines:
     def located(self, finding: Finding) -> Finding:
         """Returns a finding with the line that is to blame, where one is found."""
         lines = self._of(_LOOKED_AT[finding.property])
-        line = _of_loss(lines) if finding.property == "gradients" else None
-        line = line or _first_apart(lines)
+        line = _brought_apart(lines) if finding.property == "gradients" else None
+        line = line or (_of_loss(lines) if finding.property == "gradients" else None) or _first_apart(lines)
         if line is None and finding.property == "gradients":
             where = self._without_gradient()
         else:
@@ -112,8 +114,11 @@ def _lines(alone: Trace, ranks: Sequence[Trace], segments: Sequence[str]) -> Ite
     counts = [Counter(place[:3] for place in one) for one in (alone, *ranks)]
     for place, one in alone.items():
         if place[0] in segments and all(each[place[:3]] == counts[0][place[:3]] for each in counts):
-            relation, grad = _relation(one, [theirs[place] for theirs in ranks]), one["grad"]
-            yield Line(place, relation, is_loss=grad and one["shape"] == [], has_gradient=grad)
+            others, grad = [theirs[place] for theirs in ranks], one["grad"]
+            is_sum = place[2] == "all_reduce" and _is_multiple(one, others)
+            yield Line(
+                place, _relation(one, others), is_loss=grad and one["shape"] == [], has_gradient=grad, is_sum=is_sum
+            )
 
 
 def _first_apart(lines: list[Line]) -> Line | None:
@@ -122,6 +127,19 @@ def _first_apart(lines: list[Line]) -> Line | None:
     first = next((place for place, line in enumerate(counted) if line.relation is None), None)
     agree = [line for line in counted[: first or 0] if line.relation not in {None, "unknown"}]
     return counted[first] if first is not None and agree else None
+
+
+def _brought_apart(lines: list[Line]) -> Line | None:
+    """The first sum over the ranks, on the way to the loss, that is neither one process's value nor its multiple."""
+    sums = [line for line in lines if line.place[0] == FORWARD and line.place[2] == "all_reduce"]
+    return next((line for line in sums if line.relation is None and not line.is_sum), None)
+
+
+def _is_multiple(one: dict[str, Any], ranks: list[dict[str, Any]]) -> bool:
+    values = [each["value"] for each in ranks]
+    if one["value"] is None or any(value is None or value.shape != one["value"].shape for value in values):
+        return False
+    return all(_is_near(value.double(), len(ranks) * one["value"].double()) for value in values)
 
 
 def _of_loss(lines: list[Line]) -> Line | None:

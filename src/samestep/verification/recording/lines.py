@@ -69,16 +69,24 @@ class LineTrace(LooseMode):
                 self.note(name, result, sys._getframe(1))  # noqa: SLF001
         return result
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was kept since the last end."""
+        return not self._lines and self.segment is None
+
     def note(self, name: str, result: Any, frame: Any) -> None:
-        """Keeps the floating-point tensors of a result, with the user's line that `frame` belongs to."""
-        if self.segment is None or len(self._lines) >= _MOST_LINES:
+        """Keeps the floating-point tensors of a result, with the user's line that `frame` belongs to.
+
+        Before a segment has begun, it is the step's forward part that is being prepared.
+        """
+        if len(self._lines) >= _MOST_LINES:
             return
         self._is_busy = True
         try:
             found = [one for one in tensors_of(result) if one.is_floating_point() and one.layout == torch.strided]
             where = line_of(frame) if found else None
             for one in found if where is not None else ():
-                place = (self.segment, where or "", name)
+                place = (self.segment or FORWARD, where or "", name)
                 self._seen[place] += 1
                 self._lines.append({"place": (*place, self._seen[place]), **_kept(one)})
         finally:

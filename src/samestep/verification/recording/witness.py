@@ -145,14 +145,17 @@ class Witness(Observer, Callbacks):
         if self.lines is not None and self.lines.segment == "evaluation" and segment != "evaluation":
             self.end_trace()
         if is_step or is_evaluation:
-            from samestep.verification.recording.lines import LineTrace
-
-            self.lines = self.lines or LineTrace(self.journal)
+            self._make_lines()
             self.lines.begin(segment)
+
+    def _make_lines(self) -> None:
+        from samestep.verification.recording.lines import LineTrace
+
+        self.lines = self.lines or LineTrace(self.journal)
 
     def end_trace(self) -> None:
         """Writes down the lines of a step, or an evaluation, that is over."""
-        if self.lines is not None and self.lines.segment is not None:
+        if self.lines is not None and not self.lines.is_empty:
             self._traced += self.lines.segment == "evaluation"
             self.lines.end()
 
@@ -230,6 +233,8 @@ class Witness(Observer, Callbacks):
         """Writes down what an evaluation's collectives bring; one without gradients may be its first sign."""
         import torch
 
+        if self.lines is None and (self.order.get("trace") or {}).get("window") == self.window:
+            self._make_lines()  # what is brought together before a forward may be what its loss is divided by
         if self.lines is not None:
             self.lines.note(call["op"], tensors, sys._getframe(1))  # noqa: SLF001
         if self.window and not self.micro and not torch.is_grad_enabled():
