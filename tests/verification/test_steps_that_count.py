@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+import pytest
+
 import samestep
 
 LOADS = """
@@ -48,6 +50,30 @@ SEARCHES = """
     dist.destroy_process_group()
 """
 
+BESIDE = """
+    import torch, torch.distributed as dist
+    from torch import nn
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 4), torch.randn(64, 1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.ndim == 1], lr=0.1)
+    for step in range(4):
+        rows = torch.arange(16 * step, 16 * step + 16)[rank::world]
+        model.zero_grad()
+        nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= world
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.ndim == 2:
+                    p.sub_(p.grad.sign(), alpha=0.01{})
+        optimizer.step()
+    dist.destroy_process_group()
+"""
+
 
 def script(folder: Path, text: str) -> Path:
     path = folder / "train.py"
@@ -59,6 +85,14 @@ def test_a_step_by_which_torch_prepares_an_optimizer_s_state_is_none_of_the_scri
     report = samestep.verify(script(tmp_path, LOADS))
     assert report.steps == 4
     assert report.errors == []
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [("", "same"), (" * world", "inconclusive")])
+def test_what_own_code_steps_beside_an_optimizer_is_compared(tmp_path: Path, factor: str, verdict: str) -> None:
+    """A multiple may be a rate that is scaled with the ranks, which nothing tells."""
+    report = samestep.verify(script(tmp_path, BESIDE.replace("{}", factor)))
+    assert (report.errors, report.verdict) == ([], verdict)
+    assert verdict == "same" or "steps 0.weight, beside an optimizer" in report.coverage["updates"]
 
 
 def test_a_search_without_a_backward_pass_is_not_judged_from_what_it_has_tried(tmp_path: Path) -> None:

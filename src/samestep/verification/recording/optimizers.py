@@ -11,6 +11,8 @@ from samestep.verification.journal import TraceWriter
 
 __all__: list[str] = []
 
+TRAINED = "trained model "  # one of which an optimizer holds a part
+
 
 class Optimizers:
     """All of them; torch is imported when the first one is there.
@@ -168,7 +170,7 @@ class Optimizers:
             if model not in self._models:
                 is_trained = any(owner_of(one) in held_ids for _, one in named(model))
                 number = next(self._numbered_trained if is_trained else self._numbered)
-                self._models[model] = f"trained model {number}" if is_trained else f"model {number}"
+                self._models[model] = f"{TRAINED}{number}" if is_trained else f"model {number}"
             found |= {f"{self._models[model]}: {name}": one for name, one in parameters.items()}
         return found
 
