@@ -15,9 +15,12 @@ This package is imported only where fake GPUs are asked for; importing it change
 
 from __future__ import annotations
 
+import sys
+
+from samestep.errors import UsageError
 from samestep.rankenv import variable
 
-__all__ = ["VARIABLE", "asked", "install", "remove"]
+__all__ = ["VARIABLE", "about_fake_gpus", "asked", "install", "installed", "number", "remove"]
 
 VARIABLE = "SAMESTEP_FAKE_GPUS"
 LARGEST = 64  # what torch.cuda reads of CUDA_VISIBLE_DEVICES
@@ -39,8 +42,6 @@ def number(text: str, option: str) -> int:
     Raises:
         UsageError: it is none.
     """
-    from samestep.errors import UsageError
-
     if not text.isdecimal() or not 1 <= int(text) <= LARGEST:
         raise UsageError(f"{option} is a number of GPUs from 1 to {LARGEST}, and not {text!r}; leave it out for none")
     return int(text)
@@ -59,6 +60,34 @@ def install(gpus: int) -> None:
     from samestep.fake_gpus import installing
 
     installing.install(gpus)
+
+
+def about_fake_gpus(gpus: int, ranks: int, real: int) -> list[str]:
+    """Returns what a command says before it runs a script on fake GPUs.
+
+    Args:
+        gpus: of each host; 0 for one for each rank.
+        ranks: most of a host.
+        real: how many GPUs there really are.
+
+    Example:
+        >>> about_fake_gpus(2, 2, 0)[0]
+        "2 fake GPUs on each host: values are the CPU's, times and memory mean nothing"
+    """
+    gpus = gpus or ranks
+    what = "1 fake GPU" if gpus == 1 else f"{gpus} fake GPUs"
+    lines = [f"{what} on each host: values are the CPU's, times and memory mean nothing"]
+    if gpus < ranks:
+        lines.append(f"note: {what} for {ranks} ranks: NCCL refuses two ranks on one GPU, as on real ones")
+    if real:
+        lines.append(f"note: this host has {real} real GPU{'s' * (real > 1)}, which will not be used")
+    return lines
+
+
+def installed() -> int:
+    """Returns how many fake GPUs there are."""
+    there = sys.modules.get("samestep.fake_gpus.devices")
+    return 0 if there is None else int(there.DEVICES.total)
 
 
 def remove() -> None:

@@ -18,6 +18,7 @@ from samestep.fake_gpus.kernels import Kernels
 from samestep.fake_gpus.loading import patch_loading
 from samestep.fake_gpus.models import patch_models
 from samestep.fake_gpus.native import Native, set_index
+from samestep.fake_gpus.notes import watch_imports
 from samestep.fake_gpus.patches import Patches
 
 __all__ = ["install", "remove"]
@@ -48,6 +49,7 @@ def install(gpus: int) -> None:
     _patches.set(
         multiprocessing.spawn, "get_preparation_data", _preparing(multiprocessing.spawn.get_preparation_data)
     )
+    watch_imports(_patches)
     _kernels.install()
 
 

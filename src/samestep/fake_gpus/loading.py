@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.multiprocessing import reductions
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,7 +23,7 @@ __all__ = ["PINNING", "patch_loading"]
 
 MAKERS = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye", "empty_strided", "tensor")
 LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
-OF_DDP = ("/nn/parallel/distributed.py", "/samestep/fake_gpus/installing.py")  # installing calls the backward pass
+OF_DDP = ("/nn/parallel/distributed.py", "/torch/autograd/graph.py")  # the latter runs the backward pass
 _pinned: dict[int, StorageWeakRef] = {}  # by the address of the storage
 
 
@@ -112,7 +113,7 @@ def _reduce(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def patch_loading(patches: Patches) -> None:
     """Lets storages be made on fake GPUs, memory be pinned, and tensors be sent."""
-    torch.utils._device._device_constructors()  # noqa: SLF001  (keeps torch's own functions, which its modes compare)
+    _device_constructors()  # (keeps torch's own functions, which its modes compare)
     for name in (*MAKERS, *LIKE):
         own = getattr(torch, name)
         made = _pinning(own)
