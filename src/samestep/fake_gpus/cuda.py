@@ -65,8 +65,8 @@ def _properties(index: int) -> Properties:
 
 
 def _device_count() -> int:
-    if devices.DEVICES.process is None:
-        devices.begin()  # as the runtime does: a process that is forked from here on can use no GPU
+    if devices.DEVICES.touched is None:
+        devices.DEVICES.touched = os.getpid()  # a process that is forked from here on can use no GPU
     return devices.count()
 
 
@@ -113,13 +113,13 @@ CUDART = SimpleNamespace(
 )
 
 C_FUNCTIONS: dict[str, Any] = {
-    "_cuda_init": devices.check_process,
+    "_cuda_init": devices.begin,
     "_cuda_getDeviceCount": _device_count,
     "_cuda_getDevice": current_index,
     "_cuda_setDevice": _set_device,
     "_cuda_exchangeDevice": _exchange_device,
     "_cuda_maybeExchangeDevice": _exchange_device,
-    "_cuda_isInBadFork": lambda: devices.DEVICES.process not in {None, os.getpid()},
+    "_cuda_isInBadFork": devices.is_forked,
     "_cuda_canDeviceAccessPeer": lambda one, other: one != other,
     "_cuda_synchronize": _nothing,
     "_cuda_sleep": _nothing,
@@ -220,6 +220,8 @@ def patch_cuda(patches: Patches) -> None:
         "_initialized": False,
         "_cudart": CUDART,
         "_cached_device_count": None,
+        "_queued_calls": list(cuda._queued_calls),  # noqa: SLF001
+        "_lazy_seed_tracker": type(cuda._lazy_seed_tracker)(),  # noqa: SLF001
         "default_generators": (),
         "_exchange_device": _exchange_device,
         "_maybe_exchange_device": _exchange_device,

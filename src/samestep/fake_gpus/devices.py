@@ -15,11 +15,16 @@ __all__ = ["DEVICES", "check_index", "check_process", "count", "visible"]
 
 @dataclass
 class Devices:
-    """The fake GPUs of the host; those of them that this process sees; the process that has begun to use them."""
+    """The fake GPUs of the host; those of them that this process sees; who uses them.
+
+    `process` has begun to use CUDA, `touched` has at least asked it for devices: a process that is forked from either
+    cannot use it.
+    """
 
     total: int = 0
     seen: tuple[int, ...] | None = None
     process: int | None = None
+    touched: int | None = None
 
 
 DEVICES = Devices()
@@ -58,18 +63,30 @@ def check_process() -> None:
         RuntimeError: it was forked from one that had begun before.
     """
     if DEVICES.process != os.getpid():
-        if DEVICES.process is not None:
+        begin()
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # seeds that were given before
+
+
+def begin() -> None:
+    """Makes the GPUs of this process; torch.cuda calls it when it is first used."""
+    if DEVICES.process != os.getpid():
+        if is_forked():
             raise RuntimeError(
                 "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
                 "'spawn' start method"
             )
-        begin()
+        DEVICES.process = DEVICES.touched = os.getpid()
+        torch.cuda.default_generators = make_generators(count())  # type: ignore[assignment]
 
 
-def begin() -> None:
-    """Makes the GPUs of this process, as CUDA does when it is first used."""
-    DEVICES.process = os.getpid()
-    torch.cuda.default_generators = make_generators(count())  # type: ignore[assignment]
+def is_forked() -> bool:
+    """Returns whether this process was forked from one that had used CUDA."""
+    return DEVICES.touched not in {None, os.getpid()}
+
+
+def forget(total: int) -> None:
+    """Begins anew, with so many GPUs on the host."""
+    DEVICES.total, DEVICES.seen, DEVICES.process, DEVICES.touched = total, None, None, None
 
 
 def check_index(index: int | None) -> int:

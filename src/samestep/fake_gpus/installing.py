@@ -34,8 +34,7 @@ def install(gpus: int) -> None:
         return
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise UsageError("fake GPUs must be asked for before the first tensor on a real one")
-    devices.DEVICES.total = gpus
-    devices.DEVICES.seen = devices.DEVICES.process = None
+    devices.forget(gpus)
     set_index(0)
     _native.install(gpus)
     patch_cuda(_patches)
@@ -58,8 +57,7 @@ def remove() -> None:
     _kernels.remove()
     _patches.undo()
     _native.remove()
-    devices.DEVICES.total = 0
-    devices.DEVICES.seen = devices.DEVICES.process = None
+    devices.forget(0)
 
 
 def _on_this_thread(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -167,7 +167,7 @@ class Native:
         guard = _table_of(registry[CPU], addresses, GUARD_FUNCTIONS, _places(GUARD))
         hooks = _table_of(ctypes.addressof(pointer), addresses, HOOK_FUNCTIONS, _places(HOOKS, CUDA_HOOKS))
         thing = (ctypes.c_void_p * 1)(ctypes.addressof(guard))
-        _KEPT.append((memory, guard, hooks, thing))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object([memory, guard, hooks, thing]))  # C++ calls them until the very end
         self._undo.append(partial(registry.__setitem__, CUDA, registry[CUDA]))
         self._undo.append(partial(setattr, pointer, "value", pointer.value))
         registry[CUDA], pointer.value = ctypes.addressof(thing), ctypes.addressof(hooks)
@@ -177,5 +177,3 @@ class Native:
         while self._undo:
             self._undo.pop()()
 
-
-_KEPT: list[Any] = []  # C++ may hold pointers to these for as long as the process lives
