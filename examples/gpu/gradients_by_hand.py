@@ -7,8 +7,9 @@ import os
 
 import torch
 import torch.distributed as dist
-from data import digits
 from torch import nn
+
+from data import digits
 
 
 def main():

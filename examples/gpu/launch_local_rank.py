@@ -10,10 +10,11 @@ import argparse
 
 import torch
 import torch.distributed as dist
-from data import digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
+
+from data import digits
 
 
 def main():
@@ -43,7 +44,9 @@ def main():
             total += torch.stack([loss.detach() * len(labels), torch.tensor(len(labels), device="cuda")])
         dist.all_reduce(total)
         if dist.get_rank() == 0:
-            print(f"epoch {epoch + 1}: mean loss {(total[0] / total[1]).item():.3f} on {torch.cuda.device_count()} GPUs")
+            print(
+                f"epoch {epoch + 1}: mean loss {(total[0] / total[1]).item():.3f} on {torch.cuda.device_count()} GPUs"
+            )
     del model
     dist.destroy_process_group()
 

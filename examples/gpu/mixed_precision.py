@@ -8,9 +8,10 @@ import os
 
 import torch
 import torch.distributed as dist
-from data import digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from data import digits
 
 
 def main():

@@ -2,14 +2,15 @@
 
 samestep run -n 1 --fake-gpus 3 examples/gpu/several_gpus_one_process.py
 
-It is what DataParallel does in threads; one process per GPU (launch_local_rank.py) is faster and is what samestep serves.
+It is what DataParallel does in threads. One process per GPU (launch_local_rank.py) is faster, and what samestep serves.
 """
 
 import copy
 
 import torch
-from data import digits
 from torch import nn
+
+from data import digits
 
 
 def main():

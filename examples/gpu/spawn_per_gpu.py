@@ -11,10 +11,11 @@ import argparse
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from data import digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
+
+from data import digits
 
 
 def parse():

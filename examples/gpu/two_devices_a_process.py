@@ -7,9 +7,10 @@ import os
 
 import torch
 import torch.distributed as dist
-from data import digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from data import digits
 
 
 class TwoDevices(nn.Module):
@@ -46,7 +47,9 @@ def main():
     total = sum(parameter.detach().double().sum().to(first) for parameter in model.parameters())
     totals = [torch.empty_like(total) for _ in range(size)]
     dist.all_gather(totals, total)
-    print(f"rank {rank} on cuda:{first} and cuda:{second}: same weights as the others: {len({*map(float, totals)}) == 1}")
+    print(
+        f"rank {rank} on cuda:{first} and cuda:{second}: same weights as the others: {len({*map(float, totals)}) == 1}"
+    )
     del model
     dist.destroy_process_group()
 

@@ -6,8 +6,9 @@ samestep run -n 1 --fake-gpus 2 examples/gpu/two_devices_two_streams.py
 """
 
 import torch
-from data import digits
 from torch import nn
+
+from data import digits
 
 
 class Pipelined(nn.Module):

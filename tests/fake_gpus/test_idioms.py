@@ -63,7 +63,12 @@ def _make() -> None:
 @idiom("`x.device`")
 def _ask() -> None:
     x = torch.ones(2, device="cuda:1")
-    assert (x.device, x.is_cuda, x.get_device(), x.type()) == (torch.device("cuda", 1), True, 1, "torch.cuda.FloatTensor")
+    assert (x.device, x.is_cuda, x.get_device(), x.type()) == (
+        torch.device("cuda", 1),
+        True,
+        1,
+        "torch.cuda.FloatTensor",
+    )
     assert (x.is_cpu, x.untyped_storage().device.type, type(x)) == (False, "cuda", torch.Tensor)
     assert "cuda:1" in repr(x)
 
@@ -141,7 +146,7 @@ def _backward() -> None:
     torch.utils.checkpoint.checkpoint(lambda v: (v * v).sum(), y, use_reentrant=False).backward()
     assert (x.grad.tolist(), str(x.grad.device), [str(device) for device in seen]) == ([8, 8, 8], "cuda:1", ["cuda:1"])
     z = (torch.ones(2, device="cuda:0", requires_grad=True).to("cuda:1") * 3).sum()
-    (grad,) = torch.autograd.grad(z, [z]), 
+    (grad,) = (torch.autograd.grad(z, [z]),)
     assert str(grad[0].device) == "cuda:1"
 
 
@@ -271,7 +276,12 @@ def _generators() -> None:
     torch.manual_seed(1)
     here = torch.rand(2), torch.randn(2, device="cuda"), torch.randperm(5, device="cuda")
     torch.manual_seed(1)
-    assert all(torch.equal(one, other) for one, other in zip(here, (torch.rand(2), torch.randn(2, device="cuda"), torch.randperm(5, device="cuda")), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(
+            here, (torch.rand(2), torch.randn(2, device="cuda"), torch.randperm(5, device="cuda")), strict=True
+        )
+    )
     state = torch.get_rng_state()
     torch.randint(5, (3,), device="cuda")
     assert torch.equal(state, torch.get_rng_state()), "the CPU's generator is another"
@@ -354,7 +364,9 @@ def _load() -> None:
 @idiom("`nn.Conv2d`")
 def _layers() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 4))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 4)
+    )
     x, y = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 3])
     grads = []
     for device in ("cpu", "cuda"):
@@ -441,7 +453,11 @@ def _optimizers() -> None:
 @idiom("`torch.accelerator`")
 def _accelerator() -> None:
     accelerator = torch.accelerator
-    assert (str(accelerator.current_accelerator()), accelerator.is_available(), accelerator.device_count()) == ("cuda", True, 2)
+    assert (str(accelerator.current_accelerator()), accelerator.is_available(), accelerator.device_count()) == (
+        "cuda",
+        True,
+        2,
+    )
     accelerator.set_device_index(1)
     assert accelerator.current_device_index() == torch.cuda.current_device() == 1
     accelerator.synchronize()
@@ -462,10 +478,9 @@ def _backends() -> None:
 
 @idiom("`torch.multiprocessing.spawn`")
 def _spawned() -> None:
+    import pickle
     from multiprocessing.reduction import ForkingPickler
     from multiprocessing.spawn import get_preparation_data
-
-    import pickle
 
     data = ForkingPickler.dumps(nn.Parameter(torch.ones(2, device="cuda:1")))
     found = pickle.loads(data)
@@ -490,7 +505,11 @@ def _several() -> None:
     first, second = nn.Linear(3, 4).to("cuda:0"), nn.Linear(4, 2).to("cuda:1")
     y = second(first(torch.ones(2, 3, device="cuda:0")).to("cuda:1"))
     y.sum().backward()
-    assert (str(y.device), str(first.weight.grad.device), str(second.weight.grad.device)) == ("cuda:1", "cuda:0", "cuda:1")
+    assert (str(y.device), str(first.weight.grad.device), str(second.weight.grad.device)) == (
+        "cuda:1",
+        "cuda:0",
+        "cuda:1",
+    )
 
 
 @pytest.mark.parametrize("row", IDIOMS)

@@ -149,7 +149,11 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (made_on_the_cpu_in_forward, RuntimeError, "Expected all tensors to be on the same device"),
     (cpu_tensor_indexed_from_a_gpu, RuntimeError, "indices should be either on cpu or on the same device"),
     (optimizer_state_of_another_device, RuntimeError, "Expected all tensors to be on the same device"),
-    (gradient_on_the_cpu, RuntimeError, "device type .cpu. to a tensor with device type .cuda.|located on a different device"),
+    (
+        gradient_on_the_cpu,
+        RuntimeError,
+        "device type .cpu. to a tensor with device type .cuda.|located on a different device",
+    ),
     (mask_on_the_cpu, RuntimeError, "Expected all tensors to be on the same device|at least two devices"),
     (pinning_a_tensor_of_a_gpu, RuntimeError, "cannot pin"),
     (generator_of_the_cpu, RuntimeError, "Expected a 'cuda' device type for generator but found 'cpu'"),
@@ -162,7 +166,9 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
 def test_a_mistake_raises_at_its_line(mistake: Callable[[], object], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text) as raised:
         mistake()
-    lines = [frame for frame in traceback.extract_tb(raised.value.__traceback__) if Path(frame.filename) == Path(__file__)]
+    lines = [
+        frame for frame in traceback.extract_tb(raised.value.__traceback__) if Path(frame.filename) == Path(__file__)
+    ]
     assert lines[-1].line is not None
     assert lines[-1].line.endswith("# here")
 

@@ -49,7 +49,8 @@ class Parser(argparse.ArgumentParser):
         """Writes `--fake-gpus` and its number in one word: argparse would take the script for the number."""
         words = list(arguments)
         for place in [place for place, word in enumerate(words) if word in self.numbered][:1]:
-            if not getattr(self.parse_known_args(self._joined(words[:place]))[0], "program", None):  # not the script's own
+            before, _ = self.parse_known_args(self._joined(words[:place]))
+            if not getattr(before, "program", None):  # else it is the script's own
                 number = words[place + 1 : place + 2]
                 given = bool(number) and re.fullmatch(r"[+-]?\d+", number[0]) is not None
                 words[place : place + 1 + given] = [f"{words[place]}={number[0] if given else ''}"]
@@ -128,8 +129,8 @@ def add_fake_gpus(parser: Parser, ranks: str) -> None:
         "--fake-gpus",
         metavar="N",
         type=_fake_gpus,
-        help=f"run a script for CUDA and NCCL on CPUs, as if each host had N GPUs (default: {ranks}); what a GPU refuses "
-        "is refused, values are the CPU's, times and memory mean nothing",
+        help=f"run a script for CUDA and NCCL on CPUs, as if each host had N GPUs (default: {ranks}); what a GPU "
+        "refuses is refused, values are the CPU's, times and memory mean nothing",
     )
 
 

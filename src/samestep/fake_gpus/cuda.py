@@ -10,12 +10,12 @@ import os
 import uuid
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from samestep.fake_gpus import devices, streams
-from samestep.fake_gpus.native import current_index, set_index
+from samestep.fake_gpus.native import CUDA, current_index, set_index
 from samestep.fake_gpus.notes import not_faked, say_once
 from samestep.fake_gpus.patches import Patches
 
@@ -25,9 +25,21 @@ MEMORY = 80 << 30  # bytes of a card, as far as a script is told
 CAPABILITY = (9, 0)
 CUDA_VERSION, CUDNN_VERSION, NCCL_VERSION = "12.8", 91002, (2, 27, 3)
 NAME = "fake GPU of samestep"
-_COUNTED = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes")
+_COUNTED: tuple[str, ...] = (
+    "allocated_bytes",
+    "reserved_bytes",
+    "active_bytes",
+    "inactive_split_bytes",
+    "requested_bytes",
+)
 _COUNTED += ("allocation", "segment", "active", "inactive_split")
-_PLAIN = ("num_alloc_retries", "num_ooms", "max_split_size", "num_sync_all_streams", "num_device_alloc")
+_PLAIN: tuple[str, ...] = (
+    "num_alloc_retries",
+    "num_ooms",
+    "max_split_size",
+    "num_sync_all_streams",
+    "num_device_alloc",
+)
 _PLAIN += ("num_device_free",)
 
 
@@ -79,9 +91,16 @@ def _exchange_device(index: int) -> int:
 
 
 def _memory_stats(_device: int = 0) -> dict[str, Any]:
-    zero = {kind: dict.fromkeys(("current", "peak", "allocated", "freed"), 0) for kind in ("all", "small_pool", "large_pool")}
+    zero = {
+        kind: dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
+        for kind in ("all", "small_pool", "large_pool")
+    }
     counts = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
-    return {**dict.fromkeys(_COUNTED, zero), "oversize_allocations": counts, "oversize_segments": counts} | dict.fromkeys(_PLAIN, 0)
+    return {
+        **dict.fromkeys(_COUNTED, zero),
+        "oversize_allocations": counts,
+        "oversize_segments": counts,
+    } | dict.fromkeys(_PLAIN, 0)
 
 
 def _nothing(*_args: Any, **_named: Any) -> None:
@@ -97,7 +116,7 @@ class _Status(int):
 
     success = 0
 
-    def __new__(cls, value: int = 0) -> _Status:
+    def __new__(cls, value: int = 0) -> Self:
         return super().__new__(cls, value)
 
 
@@ -137,7 +156,7 @@ C_FUNCTIONS: dict[str, Any] = {
     "_cuda_cudaCachingAllocator_is_enabled": _constant(True),
     "_cuda_getArchFlags": _constant("sm_90 compute_90"),
     "_cuda_getCurrentStream": streams.current,
-    "_cuda_getDefaultStream": lambda index: (0, devices.check_index(index), streams.CUDA),
+    "_cuda_getDefaultStream": lambda index: (0, devices.check_index(index), CUDA),
     "_cuda_setStream": streams.select,
     "_cuda_getCurrentRawStream": lambda index: streams.current(index)[0],
     "_cuda_getCurrentBlasHandle": _constant(0),
@@ -155,8 +174,8 @@ C_FUNCTIONS: dict[str, Any] = {
     "_accelerator_synchronizeDevice": _nothing,
     "_accelerator_getDeviceStats": _memory_stats,
     "_accelerator_getMemoryInfo": _constant((MEMORY, MEMORY)),
-    "_accelerator_getStream": lambda index: torch.cuda.current_stream(index),
-    "_accelerator_setStream": lambda stream: torch.cuda.set_stream(stream),
+    "_accelerator_getStream": torch.cuda.current_stream,
+    "_accelerator_setStream": torch.cuda.set_stream,
 }
 for _name in ("resetPeak", "resetAccumulated"):
     C_FUNCTIONS |= {f"_cuda_{_name}{kind}Stats": _nothing for kind in ("Memory", "HostMemory")}

@@ -1,8 +1,8 @@
 """A fixture of pytest: `pytest_plugins = ["samestep.fake_gpus.fixtures"]` in a conftest.py.
 
-    @pytest.mark.parametrize("fake_gpus", [4], indirect=True)      # two without it
-    def test_it(fake_gpus):
-        assert torch.cuda.device_count() == fake_gpus
+@pytest.mark.parametrize("fake_gpus", [4], indirect=True)      # two without it
+def test_it(fake_gpus):
+    assert torch.cuda.device_count() == fake_gpus
 """
 
 from __future__ import annotations

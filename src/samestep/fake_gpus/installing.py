@@ -45,9 +45,7 @@ def install(gpus: int) -> None:
     _patches.set(torch, "Generator", _generator_class(torch.Generator))
     graph: Any = torch.autograd.graph
     _patches.set_everywhere(graph, "_engine_run_backward", _on_this_thread(graph._engine_run_backward))  # noqa: SLF001
-    _patches.set(
-        multiprocessing.spawn, "get_preparation_data", _preparing(multiprocessing.spawn.get_preparation_data)
-    )
+    _patches.set(multiprocessing.spawn, "get_preparation_data", _preparing(multiprocessing.spawn.get_preparation_data))
     watch_imports(_patches)
     _kernels.install()
 

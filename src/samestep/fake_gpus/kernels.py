@@ -28,7 +28,17 @@ __all__ = ["Kernels"]
 HOST = torch.device("cpu")
 NONE = -1
 # Operators that change how a tensor is laid out, not what it holds, and views: their C++ serves any device.
-LAYOUT = {"squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "detach_", "resize_as_", "as_strided_"}
+LAYOUT = {
+    "squeeze_",
+    "unsqueeze_",
+    "t_",
+    "transpose_",
+    "swapaxes_",
+    "swapdims_",
+    "detach_",
+    "resize_as_",
+    "as_strided_",
+}
 # Operators some of whose tensors may lie in host memory, as on a GPU.
 MIXED = {"aten::copy_", "aten::_copy_from", "aten::_pad_packed_sequence", "aten::_pack_padded_sequence"}
 MIXED |= {"aten::_ctc_loss", "aten::_ctc_loss_backward", "aten::segment_reduce", "aten::_pack_padded_sequence_backward"}
@@ -268,9 +278,9 @@ def _composed() -> list[str]:
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     del non_blocking  # every copy is done when it returns
     devices.check_process()
-    to_host(target).copy_(source if source.device.type != "cuda" else to_host(source)) if target.is_cuda else target.copy_(
-        to_host(source)
-    )
+    to_host(target).copy_(
+        source if source.device.type != "cuda" else to_host(source)
+    ) if target.is_cuda else target.copy_(to_host(source))
     return target
 
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._device import _device_constructors
-from torch.jit._builtins import _find_builtin, _register_builtin
+from torch.jit import _builtins
 from torch.multiprocessing import reductions
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._device import _device_constructors
 
 from samestep.fake_gpus import devices
 from samestep.fake_gpus.host_memory import to_fake
@@ -24,10 +23,11 @@ __all__ = ["PINNING", "patch_loading"]
 MAKERS = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye", "empty_strided", "tensor")
 LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 OF_DDP = ("/nn/parallel/distributed.py", "/torch/autograd/graph.py")  # the latter runs the backward pass
-_pinned: dict[int, StorageWeakRef] = {}  # by the address of the storage
+StorageWeakRef: Any = reductions.StorageWeakRef
+_pinned: dict[int, Any] = {}  # by the address of the storage
 
 
-_emptied: dict[int, StorageWeakRef] = {}
+_emptied: dict[int, Any] = {}
 
 
 def _pin(tensor: Tensor, _device: Any = None) -> Tensor:
@@ -65,7 +65,9 @@ def _new_storage(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(cls, *args, device=device, **named) if device is not None else original(cls, *args, **named)
         index = devices.check_index(torch.device(device).index)
         given = args[0] if args else 0
-        bytes_ = torch.empty(given, dtype=torch.uint8) if isinstance(given, int) else torch.tensor(given, dtype=torch.uint8)
+        bytes_ = (
+            torch.empty(given, dtype=torch.uint8) if isinstance(given, int) else torch.tensor(given, dtype=torch.uint8)
+        )
         return to_fake(bytes_, index).untyped_storage()
 
     return new
@@ -113,13 +115,15 @@ def _reduce(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def patch_loading(patches: Patches) -> None:
     """Lets storages be made on fake GPUs, memory be pinned, and tensors be sent."""
+    builtins: Any = _builtins
     _device_constructors()  # (keeps torch's own functions, which its modes compare)
     for name in (*MAKERS, *LIKE):
         own = getattr(torch, name)
         made = _pinning(own)
         patches.set(torch, name, made)
-        if _find_builtin(own) is not None:
-            _register_builtin(made, _find_builtin(own))  # for TorchScript
+        known = builtins._find_builtin(own)  # noqa: SLF001
+        if known is not None:
+            builtins._register_builtin(made, known)  # noqa: SLF001  (for TorchScript)
     patches.set(torch.UntypedStorage, "__new__", _new_storage(torch.UntypedStorage.__new__))
     patches.set(torch.UntypedStorage, "resize_", _resize(torch.UntypedStorage.resize_))
     for name in ("nbytes", "size"):

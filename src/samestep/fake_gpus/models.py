@@ -57,8 +57,10 @@ def _broadcast_coalesced(tensors: Sequence[Tensor], cards: Sequence[int], _bytes
     return [list(copies) for copies in zip(*(_broadcast(tensor, cards) for tensor in tensors), strict=True)]
 
 
-def _scatter(tensor: Tensor, cards: Sequence[int], sizes: Sequence[int] | None, dim: int, _streams: Any) -> list[Tensor]:
-    parts = tensor.chunk(len(cards), dim) if sizes is None else tensor.split(list(sizes), dim)
+def _scatter(
+    tensor: Tensor, cards: Sequence[int], sizes: Sequence[int] | None, dim: int, _streams: Any
+) -> list[Tensor]:
+    parts = tensor.chunk(len(cards), dim) if sizes is None else tensor.split(list(sizes), dim)  # type: ignore[no-untyped-call]
     return [part.to(f"cuda:{card}") for part, card in zip(parts, cards, strict=False)]
 
 
@@ -78,7 +80,7 @@ COPIES = {  # what DataParallel copies with
 
 def patch_models(patches: Patches) -> None:
     """Replaces what looks for kernels of CUDA."""
-    functions: Any = torch._VF  # type: ignore[attr-defined]  # noqa: SLF001
+    functions: Any = torch._VF  # noqa: SLF001
     for name in RECURRENT:
         patches.set(functions, name, _recurrent(getattr(functions, name)))
     for name, copy in COPIES.items():

@@ -23,7 +23,7 @@ import torch
 
 __all__ = ["CUDA", "Native", "current_index", "set_index"]
 
-_TYPES = torch._C._autograd.DeviceType  # type: ignore[attr-defined]  # noqa: SLF001
+_TYPES: Any = torch._C._autograd.DeviceType  # noqa: SLF001
 CPU, CUDA = int(_TYPES.CPU), int(_TYPES.CUDA)
 TORCH = Path(torch.__file__).parent
 GUARD, HOOKS = "c10/core/impl/DeviceGuardImplInterface.h", "ATen/detail/AcceleratorHooksInterface.h"
@@ -75,7 +75,11 @@ def _code(gpus: int) -> dict[str, bytes]:
         "setDevice": bytes.fromhex("0fb7f6 c1ee08") + put + bytes.fromhex("ffe0"),
         # push rbx; mov ebx, esi; pthread_getspecific(key); pack; push rax; sub rsp, 8; movzx esi, bx; shr esi, 8;
         # pthread_setspecific(key, index); add rsp, 8; pop rax; pop rbx; ret
-        "exchangeDevice": bytes.fromhex("53 89f3") + get + packed + bytes.fromhex("50 4883ec08 0fb7f3 c1ee08") + put
+        "exchangeDevice": bytes.fromhex("53 89f3")
+        + get
+        + packed
+        + bytes.fromhex("50 4883ec08 0fb7f3 c1ee08")
+        + put
         + bytes.fromhex("ffd0 4883c408 58 5b c3"),
         "stream": bytes.fromhex("0fb7c6 31d2 c3"),  # movzx eax, si; xor edx, edx; ret
         "count": b"\xb8" + gpus.to_bytes(4, "little") + b"\xc3",  # mov eax, gpus; ret
@@ -92,7 +96,9 @@ GUARD_FUNCTIONS = {
     **{name: name for name in ("exchangeDevice", "getDevice", "setDevice")},
     "uncheckedSetDevice": "setDevice",
     "deviceCount": "count",
-    **dict.fromkeys(("getStream", "getDefaultStream", "getStreamFromGlobalPool", "getNewStream", "exchangeStream"), "stream"),
+    **dict.fromkeys(
+        ("getStream", "getDefaultStream", "getStreamFromGlobalPool", "getNewStream", "exchangeStream"), "stream"
+    ),
     **dict.fromkeys(("record", "block", "synchronizeEvent", "synchronizeDevice", "synchronizeStream"), "nothing"),
     **dict.fromkeys(("queryEvent", "queryStream"), "yes"),
     "elapsedTime": "zero",
@@ -164,7 +170,7 @@ class Native:
         get_hooks = ctypes.CDLL(str(libraries / "libtorch_cpu.so"))[GET_HOOKS]
         get_hooks.restype = ctypes.c_void_p
         pointer = ctypes.c_void_p.from_address(get_hooks())
-        guard = _table_of(registry[CPU], addresses, GUARD_FUNCTIONS, _places(GUARD))
+        guard = _table_of(registry[CPU] or 0, addresses, GUARD_FUNCTIONS, _places(GUARD))
         hooks = _table_of(ctypes.addressof(pointer), addresses, HOOK_FUNCTIONS, _places(HOOKS, CUDA_HOOKS))
         thing = (ctypes.c_void_p * 1)(ctypes.addressof(guard))
         ctypes.pythonapi.Py_IncRef(ctypes.py_object([memory, guard, hooks, thing]))  # C++ calls them until the very end
@@ -176,4 +182,3 @@ class Native:
         """Puts back what was there."""
         while self._undo:
             self._undo.pop()()
-

@@ -58,14 +58,23 @@ def _gather_stats(
     return mean, torch.rsqrt(variance + eps)
 
 
-def _elements(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, _eps: float) -> Tensor:
+def _elements(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, _eps: float
+) -> Tensor:
     y = (_wide(x) - _channels(mean, x)) * _channels(invstd, x)
     y = y if weight is None else y * _channels(weight, x)
     return (y if bias is None else y + _channels(bias, x)).to(x.dtype)
 
 
 def _backward_sums(
-    dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, _x: bool, for_weight: bool, for_bias: bool
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    _x: bool,
+    for_weight: bool,
+    for_bias: bool,
 ) -> tuple[Tensor | None, ...]:
     dims, wide = _dims(x), _wide(dy)
     sum_dy, sum_dy_xmu = wide.sum(dims), (wide * (_wide(x) - _channels(mean, x))).sum(dims)

@@ -23,7 +23,8 @@ def say_once(name: str, instead: str) -> None:
     if name not in _said:
         _said.add(name)
         if (variable("RANK") or "0") == "0":
-            print(f"samestep: fake GPUs do not fake {name}: {instead}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"samestep: fake GPUs do not fake {name}: {instead}\n")
+            sys.stderr.flush()
 
 
 class _Extensions(MetaPathFinder):
@@ -40,7 +41,11 @@ def _asked_by_a_script() -> bool:
     frame = sys._getframe(2)  # noqa: SLF001
     while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib._bootstrap"):
         frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and not frame.f_code.co_filename.startswith("<frozen") and "/torch/" not in frame.f_code.co_filename
+    return (
+        frame is not None
+        and not frame.f_code.co_filename.startswith("<frozen")
+        and "/torch/" not in frame.f_code.co_filename
+    )
 
 
 def watch_imports(patches: Patches) -> None:

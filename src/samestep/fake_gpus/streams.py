@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -41,10 +41,12 @@ def _streams() -> dict[int, int]:
 class Stream(torch.Stream):
     """As torch.cuda.Stream."""
 
-    def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Stream:
+    priority: int
+
+    def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Self:
         """Makes a stream on a device, by default the current one."""
         if "stream_id" not in known:
-            index = torch.cuda._utils._get_device_index(device, optional=True)  # type: ignore[attr-defined]  # noqa: SLF001
+            index = torch.cuda._utils._get_device_index(device, optional=True)  # noqa: SLF001
             known = {"stream_id": next(_numbers), "device_index": check_index(index), "device_type": CUDA}
         made = super().__new__(cls, **known)
         made.priority = min(max(priority, -5), 0)
@@ -85,9 +87,9 @@ class Stream(torch.Stream):
     def synchronize(self) -> None:
         """Has nothing to wait for."""
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Self:
         entered = getattr(self, "_entered", [])
-        entered.append(torch.cuda.stream(self))
+        entered.append(torch.cuda.stream(self))  # type: ignore[arg-type]
         self._entered = entered
         entered[-1].__enter__()
         return self
@@ -102,10 +104,10 @@ class Stream(torch.Stream):
 class ExternalStream(Stream):
     """As torch.cuda.ExternalStream."""
 
-    def __new__(cls, stream_ptr: int, device: Any = None, **known: Any) -> ExternalStream:
+    def __new__(cls, stream_ptr: int, device: Any = None, **known: Any) -> Self:
         """Makes a stream of that number."""
-        index = check_index(torch.cuda._utils._get_device_index(device, optional=True))  # type: ignore[attr-defined]  # noqa: SLF001
-        return super().__new__(cls, stream_id=stream_ptr, device_index=index, device_type=CUDA, **known)  # type: ignore[return-value]
+        index = check_index(torch.cuda._utils._get_device_index(device, optional=True))  # noqa: SLF001
+        return super().__new__(cls, stream_id=stream_ptr, device_index=index, device_type=CUDA, **known)
 
 
 class Event:
@@ -115,7 +117,8 @@ class Event:
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> None:
         del blocking, interprocess, external
-        self.enable_timing, self._time, self.device = enable_timing, 0.0, None
+        self.enable_timing, self._time = enable_timing, 0.0
+        self.device: torch.device | None = None
         self.cuda_event = 0
 
     def record(self, stream: Any = None) -> None:
@@ -150,5 +153,3 @@ class Event:
 
     def __repr__(self) -> str:
         return f"<torch.cuda.Event {self.cuda_event:#x}>" if self.cuda_event else "<torch.cuda.Event uninitialized>"
-
-

@@ -9,11 +9,17 @@ from pathlib import Path
 __all__ = ["suggest", "wants_gpus"]
 
 WANT = re.compile(
-    r"module 'torch\._C' has no attribute '_cuda_\w+'|Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available|no GPUs found"
-    r"|doesn't have NCCL built in|CUDA error: invalid device ordinal|torch\.cuda\.is_available\(\) is False"
-    r"|with arguments from the 'CUDA' backend|not linked with support for cuda devices|requires CUDA support"
-    r"|Unable to locate sufficient \d+ gpus|backend 'nccl' moves GPU tensors only|compiled without CUDA support"
-    r"|Attempting to deserialize object on (a )?CUDA device|nccl.{0,40}install a CUDA build of torch"
+    "|".join(  # noqa: FLY002  (one kind a line)
+        (
+            r"module 'torch\._C' has no attribute '_cuda_\w+'",
+            r"Torch not compiled with CUDA enabled|compiled without CUDA support|requires CUDA support",
+            r"Found no NVIDIA driver|No CUDA GPUs are available|no GPUs found|torch\.cuda\.is_available\(\) is False",
+            r"doesn't have NCCL built in|CUDA error: invalid device ordinal|backend 'nccl' moves GPU tensors only",
+            r"with arguments from the 'CUDA' backend|not linked with support for cuda devices",
+            r"Unable to locate sufficient \d+ gpus|Attempting to deserialize object on (a )?CUDA device",
+            r"nccl.{0,40}install a CUDA build of torch",
+        )
+    )
 )
 TAIL = 8192  # bytes of a log that are looked through
 
@@ -32,8 +38,8 @@ def suggest(command: str, program: str, gpus: int, ranks: int) -> str:
     """Returns the line that tells of `--fake-gpus`."""
     missing = "this host has none" if not gpus else f"this host has {gpus} for {ranks} ranks"
     return (
-        f"the script wants GPUs, and {missing}: `samestep {command} --fake-gpus {program}` runs it on CPUs, as if there "
-        "were one for each rank"
+        f"the script wants GPUs, and {missing}: `samestep {command} --fake-gpus {program}` runs it on CPUs, as if "
+        "there were one for each rank"
     )
 
 

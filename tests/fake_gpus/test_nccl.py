@@ -79,14 +79,19 @@ def _cpu_tensor():
 
 
 def test_a_cpu_tensor_in_a_collective_of_nccl_is_refused(two_ranks: Callable) -> None:
-    with pytest.raises(testing.RankFailure if hasattr(testing, "RankFailure") else Exception, match="No backend type associated with device type cpu"):
+    with pytest.raises(
+        testing.RankFailure if hasattr(testing, "RankFailure") else Exception,
+        match="No backend type associated with device type cpu",
+    ):
         two_ranks(_cpu_tensor)
 
 
 def _one_gpu():
     with nccl():
         torch.cuda.set_device(0)  # what a script does that forgets its local rank
-        with pytest.raises(dist.DistBackendError, match="Duplicate GPU detected : rank . and rank . both on CUDA device 0"):
+        with pytest.raises(
+            dist.DistBackendError, match="Duplicate GPU detected : rank . and rank . both on CUDA device 0"
+        ):
             dist.all_reduce(torch.ones(1, device="cuda"))
         return True
 
@@ -140,7 +145,7 @@ def _sharded():
     from torch.distributed.tensor import Shard, rand
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    with nccl() as (rank, device):
+    with nccl() as (_, device):
         ends = []
         for kind in ("alone", "fsdp", "tensor parallel"):
             torch.manual_seed(0)
