@@ -273,3 +273,4 @@ def patch_cuda(patches: Patches) -> None:
     patches.set(torch.backends.cudnn, "is_available", _constant(True))
     patches.set(torch.backends.cudnn, "version", _constant(CUDNN_VERSION))
     patches.set(torch, "compile", _compile)
+    patches.set(torch._C, "_show_config", _constant(torch._C._show_config()))  # noqa: SLF001  (it asks CUDA's hooks)

@@ -36,8 +36,12 @@ def install(gpus: int) -> None:
         raise UsageError("fake GPUs must be asked for before the first tensor on a real one")
     devices.forget(gpus)
     set_index(0)
-    _native.install(gpus)
-    patch_cuda(_patches)
+    try:
+        patch_cuda(_patches)  # asks torch for its configuration, which CUDA's hooks would be part of
+        _native.install(gpus)
+    except BaseException:
+        remove()
+        raise
     patch_loading(_patches)
     patch_models(_patches)
     if dist.is_available():
