@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from samestep.errors import UsageError
+from samestep import fake_gpus as fake
 from samestep.launch.nursery import PreforkServer
 from samestep.launch.pool import RankPool
 from samestep.launch.spawn import spawn
@@ -144,15 +144,8 @@ def fake_gpus(n: int = 1) -> Iterator[None]:
         ...     torch.ones(2, device="cuda:1") * 3
         tensor([3., 3.], device='cuda:1')
     """
-    from samestep import fake_gpus as fake
-
-    if fake.installed():
-        raise UsageError(f"there are {fake.installed()} fake GPUs in this process already")
-    fake.install(fake.number(str(n), "n"))
-    try:
+    with fake.made(n):
         yield
-    finally:
-        fake.remove()
 
 
 def _afresh(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

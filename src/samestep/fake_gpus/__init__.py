@@ -16,11 +16,13 @@ This package is imported only where fake GPUs are asked for; importing it change
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from samestep.errors import UsageError
 from samestep.rankenv import variable
 
-__all__ = ["VARIABLE", "about_fake_gpus", "asked", "install", "installed", "number", "remove"]
+__all__ = ["VARIABLE", "about_fake_gpus", "asked", "install", "installed", "made", "number", "remove"]
 
 VARIABLE = "SAMESTEP_FAKE_GPUS"
 LARGEST = 64  # what torch.cuda reads of CUDA_VISIBLE_DEVICES
@@ -82,6 +84,22 @@ def about_fake_gpus(gpus: int, ranks: int, real: int) -> list[str]:
     if real:
         lines.append(f"note: this host has {real} real GPU{'s' * (real > 1)}, which will not be used")
     return lines
+
+
+@contextmanager
+def made(gpus: int) -> Iterator[None]:
+    """Makes so many fake GPUs for a while.
+
+    Raises:
+        UsageError: `gpus` is not from 1 to 64, there are some already, or PyTorch has begun to use a real one.
+    """
+    if installed():
+        raise UsageError(f"there are {installed()} fake GPUs in this process already")
+    install(number(str(gpus), "n"))
+    try:
+        yield
+    finally:
+        remove()
 
 
 def installed() -> int:

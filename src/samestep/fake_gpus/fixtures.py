@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from samestep import testing
+from samestep.fake_gpus import made
 
 __all__ = ["fake_gpus"]
 
@@ -20,5 +20,5 @@ __all__ = ["fake_gpus"]
 def fake_gpus(request: pytest.FixtureRequest) -> Iterator[int]:
     """Makes fake GPUs for one test, two or as many as its parameter says; gives their number."""
     gpus = int(getattr(request, "param", 2))
-    with testing.fake_gpus(gpus):
+    with made(gpus):
         yield gpus
