@@ -94,8 +94,7 @@ class Kernel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._op is None:
-            packet, _, overload = self._name.removeprefix("aten::").partition(".")
-            self._op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            self._op = _operator(self._name)
             self._read(self._op)
         return self.run(args, kwargs)
 
@@ -222,9 +221,11 @@ class Kernels:
         library = self._library("aten")
         for name in _composed():
             library.impl(name.removeprefix("aten::"), "CUDA", Kernel(name), False)
+        for name in _of_cuda():  # of a build with CUDA, whose own kernels would ask the driver
+            library.impl(name.removeprefix("aten::"), "CUDA", _Late(self, name), False)
         for name, kernel in SPECIAL.items():
             library.impl(name, "CUDA", kernel, False)
-        self._library("_").fallback("CUDA", self._fallback, False)
+        self._library("_").fallback("CUDA", self.fallback, False)
         collectives, pinning = self._library("c10d"), self._library("aten", "CPU")
         for name, collective in COLLECTIVES.items():
             collectives.impl(name, "CUDA", collective, False)
@@ -236,7 +237,8 @@ class Kernels:
         self._libraries.append(library)
         return library
 
-    def _fallback(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+    def fallback(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Computes an operator that has no kernel of its own for fake GPUs."""
         kernel = self._by_op.get(op)
         if kernel is None:
             if op in self._views or _shows_storage(op):
@@ -250,6 +252,32 @@ class Kernels:
         for library in self._libraries:
             library.reset()
         self._libraries.clear()
+
+
+class _Late:
+    """In the place of a kernel of CUDA's own: finds its operator when it is first called."""
+
+    __slots__ = ("_kernels", "_name", "_op")
+
+    def __init__(self, kernels: Kernels, name: str) -> None:
+        self._kernels, self._name, self._op = kernels, name, None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._op is None:
+            self._op = _operator(self._name)
+        return self._kernels.fallback(self._op, *args, **kwargs)
+
+
+def _operator(name: str) -> Any:
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _of_cuda() -> list[str]:
+    """Returns the names of PyTorch's operators for which this build has a kernel of CUDA, but for those made here."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")  # noqa: SLF001
+    made = {*_composed(), *(f"aten::{name}" for name in SPECIAL)}
+    return [name for name in names if name.startswith("aten::") and name not in made]
 
 
 def _shows_storage(op: Any) -> bool:
