@@ -22,10 +22,10 @@ def save_unseen(value: Any, path: Any) -> None:
 
 
 def load_unseen(file: Any, *, weights_only: bool = True) -> Any:
-    """Does what torch.load does, by default with tensors and plain values alone, and tells nobody."""
+    """Does what torch.load does, by default with tensors and plain values alone, in host memory; tells nobody."""
     import torch
 
-    return getattr(torch.load, "__wrapped__", torch.load)(file, weights_only=weights_only)
+    return getattr(torch.load, "__wrapped__", torch.load)(file, map_location="cpu", weights_only=weights_only)
 
 
 def watch(listener: Callbacks) -> None:
