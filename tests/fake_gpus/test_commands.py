@@ -61,10 +61,12 @@ def test_verify_judges_a_script_for_gpus(tmp_path: Path) -> None:
     assert "2 fake GPUs on each host" in done.stderr
 
 
-def test_the_option_is_suggested_where_gpus_are_missing(tmp_path: Path) -> None:
-    done = samestep(tmp_path, "run", "-n", "2", "train.py")
-    assert done.returncode == 1
-    assert "the script wants GPUs, and this host has none: `samestep run --fake-gpus train.py` runs it" in done.stderr
+@pytest.mark.parametrize(("command", "code"), [("run", 1), ("verify", 3)])
+def test_the_option_is_suggested_where_gpus_are_missing(tmp_path: Path, command: str, code: int) -> None:
+    done = samestep(tmp_path, command, "-n", "2", "train.py")
+    assert done.returncode == code
+    told = f"the script wants GPUs, and this host has none: `samestep {command} --fake-gpus train.py` runs it"
+    assert told in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -118,9 +118,9 @@ def _verify(options: argparse.Namespace, script: Script) -> int:
     with _ending(signal.SIGTERM, signal.SIGHUP), Progress() as progress:
         check_room(options.ranks)
         report = examine(script, options.ranks, steps=options.steps, still_s=options.timeout, say=progress.say)
-    text = shown(report, verbose=options.verbose)
-    print(text, end="")
-    if options.fake_gpus is None and not variable(VARIABLE) and wants_gpus([text]) and visible_gpus() < options.ranks:
+    print(shown(report, verbose=options.verbose), end="")
+    said = [report.inconclusive or "", *(finding.cause for finding in report.findings)]  # as yet unbroken into lines
+    if options.fake_gpus is None and not variable(VARIABLE) and wants_gpus(said) and visible_gpus() < options.ranks:
         say(suggest("verify", script.program, visible_gpus(), options.ranks))
     code = write_text(options.markdown, report.as_markdown(), EXIT_CODES[report.verdict], option="--markdown")
     return write_json(options.json, report.as_json(), code)
