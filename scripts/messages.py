@@ -77,6 +77,12 @@ AREAS = (
         "fix most of them: [other launchers](launching.md#other-launchers), [backends](launching.md#backends).",
     ),
     Area(
+        "Fake GPUs",
+        ("fake_gpus/",),
+        "`--fake-gpus` with a number that is none, on a processor or a build of PyTorch that it does not know; what a "
+        "script does that real GPUs could and these cannot: [fake GPUs](fake-gpus.md).",
+    ),
+    Area(
         "MPI",
         ("runtime/mpi/",),
         "Ranks that no mpiexec has started, no mpi4py, an MPI that cannot do what torch asks, a rank that is gone: "

@@ -28,6 +28,7 @@ MISSION = (
     "data parallel and pipeline parallel together",
     "pictures of pipelines from real runs",
     "destroy_process_group always, also on error",
+    "scripts for CUDA and NCCL on CPUs",
     "verify",
 )
 
@@ -139,6 +140,11 @@ PROMISES: dict[str, list[str]] = {
     "mission: destroy_process_group always, also on error": [
         "tests/runtime/test_world.py::test_the_group_is_destroyed_on_the_way_out_of_an_error",
         "tests/runtime/test_world.py::test_what_fails_while_joining_leaves_no_group_behind",
+    ],
+    "mission: scripts for CUDA and NCCL on CPUs": [
+        "tests/fake_gpus/test_idioms.py::test_an_idiom_does_what_it_does_on_a_gpu",
+        "tests/fake_gpus/test_mistakes.py::test_a_mistake_raises_at_its_line",
+        "tests/fake_gpus/test_nccl.py::test_ddp_with_synchronised_statistics_is_the_training_of_one_process",
     ],
     "mission: verify": [
         "tests/verification/test_verify.py::test_a_broken_script_is_found_and_its_line_named",
@@ -277,6 +283,10 @@ PROMISES: dict[str, list[str]] = {
         "tests/launch/test_hosts.py::test_hosts_of_a_file_get_the_variables_that_are_taken_along",
         "tests/cli/test_cli.py::test_grace_and_variables_go_into_the_batch_script",
     ],
+    "samestep run --fake-gpus": [
+        "tests/fake_gpus/test_commands.py::test_a_script_for_gpus_runs_without_any",
+        "tests/fake_gpus/test_commands.py::test_the_option_is_suggested_where_gpus_are_missing",
+    ],
     "samestep run --grace": [
         "tests/launch/test_endings.py::test_a_save_that_outlasts_the_grace_is_told",
     ],
@@ -364,6 +374,9 @@ PROMISES: dict[str, list[str]] = {
     ],
     "samestep run -n": [
         "tests/launch/test_run.py::test_a_torchrun_style_script_runs_unchanged",
+    ],
+    "samestep verify --fake-gpus": [
+        "tests/fake_gpus/test_commands.py::test_verify_judges_a_script_for_gpus",
     ],
     "samestep verify --explain": [
         "tests/cli/test_effects.py::test_a_finding_is_explained",

@@ -27,12 +27,13 @@ from typing import Any
 
 import torch
 
+from samestep import fake_gpus as fake
 from samestep.launch.nursery import PreforkServer
 from samestep.launch.pool import RankPool
 from samestep.launch.spawn import spawn
 from samestep.runtime.digest import bytes_of
 
-__all__ = ["RankSet", "assert_same_bits", "largest_difference", "ranks", "run_ranks"]
+__all__ = ["RankSet", "assert_same_bits", "fake_gpus", "largest_difference", "ranks", "run_ranks"]
 
 VARIABLES = {"OMP_NUM_THREADS": "1"}  # of the ranks: as many as there are cores is too many for all of them
 
@@ -119,6 +120,32 @@ def ranks(n: int) -> Iterator[RankSet]:
         yield members
     finally:
         members.close()
+
+
+@contextmanager
+def fake_gpus(n: int = 1) -> Iterator[None]:
+    """Makes `n` GPUs that have no hardware, for code that wants CUDA: see docs/fake-gpus.md.
+
+    As a fixture of pytest:
+
+        @pytest.fixture
+        def two_gpus():
+            with samestep.testing.fake_gpus(2):
+                yield
+
+    Tensors that were made on them must not be used once it has ended. The ranks of :func:`ranks` are other processes,
+    whose functions open one of their own.
+
+    Raises:
+        UsageError: `n` is not from 1 to 64, fake GPUs are on already, or a real one is in use.
+
+    Example:
+        >>> with fake_gpus(2):
+        ...     torch.ones(2, device="cuda:1") * 3
+        tensor([3., 3.], device='cuda:1')
+    """
+    with fake.made(n):
+        yield
 
 
 def _afresh(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -12,8 +12,9 @@ from torch import nn
 
 from samestep.instrument.callbacks import Callbacks
 from samestep.instrument.training import watch_bare_forward
-from samestep.verification.journal import TraceWriter
+from samestep.verification.journal import TraceWriter, read
 from samestep.verification.recording.inputs import Inputs
+from samestep.verification.recording.rows import row_digests
 
 
 class Wrapper(nn.Module):
@@ -80,3 +81,19 @@ def test_an_evaluation_may_call_a_part_of_the_model(tmp_path: Path) -> None:
     with torch.no_grad():
         model["encoder"](torch.ones(1, 2))
     assert forwarded == [model["encoder"]]
+
+
+def test_what_a_model_has_computed_is_no_sample_of_another(tmp_path: Path) -> None:
+    """The pictures of a generator differ where its weights do; its noise, and real pictures, are samples."""
+    generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)
+    inputs = Inputs(TraceWriter(tmp_path, 0), lambda: 0)
+    for number, model in enumerate((generator, critic)):
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.samestep_number = number
+        inputs.watch(optimizer)
+    noise, real = torch.randn(4, 2), torch.randn(5, 3)
+    critic(generator(noise).detach())
+    critic(generator(noise))
+    critic(real)
+    told = [(len(event["rows"]), event["rows"]) for event in read(tmp_path, 0) if event["kind"] == "input"]
+    assert told == [(4, row_digests([noise])), (4, row_digests([noise])), (5, row_digests([real]))]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from journals import Event, chance_findings, ended, findings, passed, record, step, stepped, wrap
 
 from samestep.verification.judging import control
+from samestep.verification.recording.generators import held_by
 
 
 def scaler(*, scale: float = 65536.0, skipped: bool = False) -> Event:
@@ -154,12 +157,28 @@ def test_a_dataset_s_own_generator_draws_one_noise_for_the_samples_of_two_ranks(
 ) -> None:
     def rank(number: int) -> list[Event]:
         about, batch, *_ = passed(indices[number], samples=4)
-        noise = {key: batch[key] for key in ("key", "number", "index")} | {"kind": "noise", "state": states[number]}
+        noise = {key: batch[key] for key in ("key", "number", "index")} | {"kind": "noise", "where": "data.py:8"}
+        noise["state"] = states[number]
         stream = {"kind": "stream", "window": 0, "state": streams[number], "where": "model.py:3"}
         return [about, batch, noise, stream]
 
     found = [one for one in chance_findings(record(rank(0), rank(1))) if "the dataset of rank 1" in one.cause]
-    assert [one.severity for one in found] == ([] if severity is None else [severity])
+    assert [(one.severity, one.where) for one in found] == ([] if severity is None else [(severity, "data.py:8")])
+
+
+class Jittered:
+    def __init__(self, seed: int) -> None:
+        self.size = 4
+        self.rng: Any = np.random.default_rng(seed)
+
+
+def test_a_generator_s_line_is_where_the_dataset_s_class_takes_it() -> None:
+    text = Path(__file__).read_text().splitlines()
+    line = next(number for number, one in enumerate(text, 1) if "self.rng" in one)
+    held = held_by([Jittered(1)])
+    assert held is not None
+    assert held.where is not None
+    assert held.where.endswith(f"test_control_of_ranks.py:{line}")
 
 
 def test_a_step_that_one_rank_leaves_out_is_named_where_it_is_taken() -> None:

@@ -61,7 +61,9 @@ TRAIN = """
 def names(when: str, folder: Path) -> tuple[list[str], list[str]]:
     order = json.dumps({"folder": str(folder / when), "steps": None, "saves": str(folder / "saves")})
     program = [sys.executable, "-P", "-c", textwrap.dedent(UNWATCHED), when]
-    told = subprocess.run(program, env=os.environ | {"SAMESTEP_VERIFY": order}, capture_output=True, text=True, check=False)
+    told = subprocess.run(
+        program, env=os.environ | {"SAMESTEP_VERIFY": order}, capture_output=True, text=True, check=False
+    )
     assert not told.returncode, told.stderr
     changed, left = json.loads(told.stdout)
     return changed, left

@@ -195,6 +195,28 @@ def test_one_process_ends_after_the_ranks_steps_from_their_weights(
     assert in_step.may_become_known == (kept is None)
 
 
+@pytest.mark.parametrize(
+    ("rows", "more", "is_found"),
+    [("ab", [], True), ("cd", [], False), ("ab", [{"kind": "unjoinable", "why": "lists of different lengths"}], False)],
+    ids=["the same samples", "others", "ended for its batches"],
+)
+def test_steps_are_counted_without_a_loader_where_one_process_takes_the_samples(
+    rows: str, more: list[Event], *, is_found: bool
+) -> None:
+    """Patience that goes by rank 0's part of the held-out rows; one process has all of them."""
+    windows: list[Event] = [{"kind": "window", "number": number, "kept": 0} for number in range(2)]
+    steps = [step(number, "g") for number in range(2)]
+
+    def inputs(*names: str) -> list[Event]:
+        return [{"kind": "input", "window": number, "rows": [*names]} for number in range(2)]
+
+    ranks = record(*([*windows, *inputs(name), *steps, ended()] for name in "ab"))
+    rates: list[Event] = [{"kind": "rates", "event": number, "optimizer": 0, "rates": [0.1]} for number in range(3)]
+    alone = record([*rates, *inputs(*rows), *more, ended()])
+    in_step = InStep(ranks, Run(Ended(code=0, hung=False, failure=None, folder=Path()), alone))
+    assert [one.code for one in in_step.findings()] == (["steps-differ"] if is_found else [])
+
+
 def test_a_part_of_the_loss_that_is_a_sum_is_found(tmp_path: Path) -> None:
     """An L1 term is a mean, the rest is a sum that is divided by the batch of all ranks: no factor explains both."""
     sums = [torch.tensor([1.0, 0.0, 2.0, 1.0]), torch.tensor([0.0, 3.0, -1.0, 1.0])]

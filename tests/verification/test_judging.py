@@ -192,6 +192,15 @@ def test_a_sampler_may_leave_out_what_fills_no_batch_of_all_ranks(samples_held: 
     assert codes(samples, record(passed([0, 2], **about), passed([1, 3], **about))) == [("samples-missing", severity)]
 
 
+@pytest.mark.parametrize(("alone", "severity"), [([0, 1, 2, 3, 4, 5], "error"), ([0, 1, 2, 3], "note")])
+def test_what_one_process_leaves_out_as_well_is_no_mistake(alone: list[int], severity: str) -> None:
+    """A sampler of the script's own may cut batches of similar length, and leave their rests out."""
+    about: dict[str, Any] = {"samples": 6, "batch_size": None, "sampler": "Buckets"}
+    ranks, report = record(passed([0, 2], **about), passed([1, 3], **about)), Report(ranks=2)
+    samples.judge(ranks, report, lambda: record(passed(alone, **about)))
+    assert [(one.code, one.severity) for one in report.findings] == [("samples-missing", severity)]
+
+
 def test_the_same_shuffle_in_two_epochs_is_an_error() -> None:
     first = passed([2, 0], samples=4) + passed([2, 0], samples=4, number=1, window=1)
     other = passed([3, 1], samples=4) + passed([3, 1], samples=4, number=1, window=1)

@@ -32,10 +32,11 @@ def made() -> set[tuple[str, str]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Finding":
                 given = {one.arg: one.value for one in node.keywords}
-                name, code = given["property"], given["code"]
-                assert isinstance(name, ast.Constant), path
+                code, name = given["code"], given.get("property", ast.Constant(""))
                 assert isinstance(code, ast.Constant), path
-                found.add((str(name.value), str(code.value)))
+                assert isinstance(name, ast.Constant), path
+                finding = Finding(code=str(code.value), property=str(name.value), cause="")
+                found.add((finding.property, finding.code))
     return found
 
 

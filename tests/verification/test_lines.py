@@ -14,7 +14,7 @@ from torch import Tensor
 import samestep
 from samestep import Report
 from samestep.verification.journal import TraceWriter, read, value_path
-from samestep.verification.judging.lines import _relation
+from samestep.verification.judging.lines import _brought_apart, _lines, _relation
 from samestep.verification.recording.lines import LineTrace
 
 A, B = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])
@@ -128,3 +128,24 @@ def test_the_line_that_makes_gradients_differ_is_named(reports: Lazily[Report], 
     script = textwrap.dedent(TRAIN).replace("{loss}", LOSSES[name].replace("        ", "    ")).splitlines()
     assert line in script[int(error.where.rpartition(":")[2]) - 1]
     assert "(shows at" in error.cause
+
+
+def brought(*values: float, alone: float) -> tuple[dict[Any, Any], list[dict[Any, Any]]]:
+    place = ("forward", "train.py:9", "all_reduce", 1)
+    one, *ranks = ({place: kept(torch.tensor([value]), grad=False)} for value in (alone, *values))
+    return one, ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "alone", "is_found"),
+    [
+        ((16.0, 16.0), 16.0, False),  # tokens of all
+        ((3.0, 3.0), 1.5, False),  # a sum of means, to be divided by their number
+        ((26.0, 26.0), 16.0, True),  # summed up again and again
+    ],
+)
+def test_a_sum_on_the_way_to_the_loss_that_is_not_one_process_s_is_named(
+    ranks: tuple[float, ...], alone: float, *, is_found: bool
+) -> None:
+    found = _brought_apart(list(_lines(*brought(*ranks, alone=alone), ["forward"])))
+    assert (None if found is None else found.where) == ("train.py:9" if is_found else None)

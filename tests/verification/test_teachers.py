@@ -14,8 +14,9 @@ from torch import nn
 
 import samestep
 from samestep import Report
+from samestep.runtime.digest import digest
 from samestep.verification.journal import TraceWriter, value_path
-from samestep.verification.judging import moved
+from samestep.verification.judging import evaluation, moved
 from samestep.verification.judging.record import Rank, Record
 from samestep.verification.judging.single import Run
 from samestep.verification.recording.optimizers import Optimizers
@@ -116,3 +117,46 @@ def test_an_average_that_takes_other_weights_than_in_one_process_is_found(
     assert [(one.code, one.step, one.where) for one in report.errors] == (
         [("parameters-diverged", 1, "train.py:30")] if is_found else []
     )
+
+
+def swapped(folder: Path, value: torch.Tensor) -> Run:
+    """One process that evaluates with a value which its steps have not made."""
+    folder.mkdir()
+    journal = TraceWriter(folder, 0)
+    kept = journal.keep(lambda path: torch.save({"w": value}, path))
+    event = {"kind": "swapped", "window": 2, "kept": kept, "where": "train.py:40"}
+    ended = Ended(code=0, hung=False, failure=None, folder=folder)
+    return Run(ended, Record(folder, [Rank(0, [event])]))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "one", "rounded", "is_found"),
+    [
+        (1.3, 1.0, 1.0001, True),  # the average of another rank
+        (1.001, 1.0, 1.0001, False),
+        (1.3, 1.0, 1.2, False),  # rounding alone takes it as far
+        (2.0, 1.0, 1.0, False),  # a step has made it: the best so far, which is a choice
+    ],
+)
+def test_an_average_to_evaluate_with_is_held_against_one_process_s(
+    tmp_path: Path, ranks: float, one: float, rounded: float, *, is_found: bool
+) -> None:
+    kept = TraceWriter(tmp_path / "ranks", 0).keep(
+        lambda path: torch.save({"parameters": {0: {"w": torch.full((4,), ranks)}}, "buffers": {}}, path)
+    )
+    made = digest(torch.full((4,), 2.0))
+    steps = [step(0, "g", parameters={"w": made}), {"kind": "window", "number": 2, "kept": kept}]
+    record, report = Record(tmp_path / "ranks", [Rank(0, steps)]), Report(ranks=2)
+    alone, again = (
+        swapped(tmp_path / "one", torch.full((4,), one)),
+        swapped(tmp_path / "rounded", torch.full((4,), rounded)),
+    )
+    evaluation.judge_swapped(record, alone, lambda: again, report)
+    found = [(error.code, error.property, error.tensor, error.where) for error in report.errors]
+    assert found == ([("parameters-diverged", "evaluation", "w", "train.py:40")] if is_found else [])
+    searching = [{"kind": "evaluates", "phase": "1.1", "parameters": {"w": rank}, "loaded": None} for rank in "ab"]
+    other = [steps[0], {"kind": "window", "number": 2, "kept": None}, searching[1]]
+    two = [Rank(0, [*steps, searching[0]]), Rank(1, other)]
+    apart = Report(ranks=2)
+    evaluation.judge_swapped(Record(record.folder, two), alone, lambda: again, apart)
+    assert apart.errors == []  # each rank tries others

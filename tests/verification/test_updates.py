@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from journals import Event, record, step, stepped, trained
+from journals import Event, call, record, step, stepped, trained
 
 from samestep.verification.journal import value_path
 from samestep.verification.judging.others import Others
@@ -106,8 +106,17 @@ def test_an_optimizer_that_averages_in_its_step_is_judged_where_the_ranks_own_gr
 
 def test_state_that_each_rank_carries_by_itself_is_not_held_against_one_process() -> None:
     """What random-k compression has not sent yet."""
-    told = [{"kind": "updated", "event": 0, "kept": None, "carried": [[name]]} for name in "ab"]
+    told = [{"kind": "updated", "event": 0, "kept": None, "carried": {"w": [name]}} for name in "ab"]
     own = record(*([step(0, "g"), stepped(0), one] for one in told))
     assert own.carries_apart(own.ranks[0].steps[0])
     alike = record(*([step(0, "g"), stepped(0), told[0]] for _ in range(2)))
     assert not alike.carries_apart(alike.ranks[0].steps[0])
+    owners = [{**one, "carried": {name: ["a"]}} for one, name in zip(told, "wv", strict=True)]
+    dealt = record(*([step(0, "g"), stepped(0), one] for one in owners))  # each has the state of its own parameters
+    assert not dealt.carries_apart(dealt.ranks[0].steps[0])
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [("float16", 2**-11), ("bfloat16", 2**-8), ("float32", 0.0)])
+def test_what_ranks_reduce_in_16_bits_is_rounded_so(dtype: str, unit: float) -> None:
+    sent = record([call("train.py:9", "reduce_scatter_tensor", dtypes=[dtype]), step(0, "g"), stepped(0)])
+    assert sent.sent_in(sent.ranks[0].steps[0]) == unit

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from samestep.errors import UsageError
+from samestep.fake_gpus import number
 
 __all__: list[str] = []
 
@@ -18,6 +19,7 @@ class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, without its own exit on an error, and with a guess at a misspelt option."""
 
     verbatim: tuple[str, ...] = ()  # options whose values are options of another program
+    numbered: tuple[str, ...] = ()  # options whose number may be left out
 
     def __init__(self, command: str, **options: Any) -> None:
         super().__init__(
@@ -33,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UsageError: an option is unknown or malformed.
         """
-        options, unknown = self.parse_known_args(self._joined(arguments))
+        options, unknown = self.parse_known_args(self._joined(self._with_numbers(arguments)))
         if unknown:
             raise UsageError(self._unknown(unknown[0]))
         return options
@@ -42,6 +44,17 @@ class Parser(argparse.ArgumentParser):
         """Writes the options of :attr:`verbatim` and their values in one word: argparse refuses values with a dash."""
         words = iter(arguments)
         return [f"{word}={next(words, '')}" if word in self.verbatim else word for word in words]
+
+    def _with_numbers(self, arguments: Sequence[str]) -> list[str]:
+        """Writes `--fake-gpus` and its number in one word: argparse would take the script for the number."""
+        words = list(arguments)
+        for place in [place for place, word in enumerate(words) if word in self.numbered][:1]:
+            before, _ = self.parse_known_args(self._joined(words[:place]))
+            if not getattr(before, "program", None):  # else it is the script's own
+                number = words[place + 1 : place + 2]
+                given = bool(number) and re.fullmatch(r"[+-]?\d+", number[0]) is not None
+                words[place : place + 1 + given] = [f"{words[place]}={number[0] if given else ''}"]
+        return words
 
     def also(self, *spellings: str, dest: str, **options: Any) -> None:
         """Accepts further spellings of an option, which the help does not list."""
@@ -102,3 +115,27 @@ def add_local_rank(parser: Parser) -> None:
         help="pass --local-rank=K to the script (--pass-local_rank: --local_rank=K), as torch.distributed.launch does",
     )
     parser.also("--pass-local_rank", "--pass_local_rank", dest="local_rank", action="store_const", const="--local_rank")
+
+
+def add_fake_gpus(parser: Parser, ranks: str) -> None:
+    """Adds the option that has a script for GPUs run without them.
+
+    Args:
+        parser: of a command.
+        ranks: how many GPUs there are by default, in words.
+    """
+    parser.numbered = ("--fake-gpus",)
+    parser.add_argument(
+        "--fake-gpus",
+        metavar="N",
+        type=_fake_gpus,
+        help=f"run a script for CUDA and NCCL on CPUs, as if each host had N GPUs (default: {ranks}); what a GPU "
+        "refuses is refused, values are the CPU's, times and memory mean nothing",
+    )
+
+
+def _fake_gpus(text: str) -> int:
+    try:
+        return 0 if not text else number(text, "N")  # 0: one for each rank
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

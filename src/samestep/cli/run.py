@@ -13,9 +13,11 @@ from pathlib import Path
 from samestep.cli.before import check_json, check_program, check_run_path, run_path
 from samestep.cli.hosts import add_options, check_effect, listed, opened, own_ranks, place, taken_along
 from samestep.cli.mpi import under_mpiexec
-from samestep.cli.options import Parser, add_local_rank, seconds, whole
+from samestep.cli.options import Parser, add_fake_gpus, add_local_rank, seconds, whole
 from samestep.cli.result import write_json
 from samestep.errors import UsageError
+from samestep.fake_gpus import VARIABLE, about_fake_gpus
+from samestep.fake_gpus.suggestion import ends_of, suggest, wants_gpus
 from samestep.launch.cluster import HostRanks
 from samestep.launch.console import say
 from samestep.launch.cores import binding_warning, describe, read_cores, unbound_cores
@@ -31,7 +33,7 @@ from samestep.launch.sibling import JOIN_TIMEOUT_S, NodeSpec
 from samestep.launch.slurm import LEAVE_TIME_S, Batch, batch_script, submit, warning_for
 from samestep.launch.supervise import DEFAULT_GRACE_S
 from samestep.launch.verdict import RunResult, summary_lines
-from samestep.paths import RunDirectory
+from samestep.paths import RunDirectory, rank_file
 from samestep.rankenv import variable
 from samestep.verification.online.outcome import online_outcome
 
@@ -58,6 +60,7 @@ examples:
   samestep run -n 2 train.py --lr 0.1        two processes
   samestep run train.py                      one process per GPU; one where there is none
   samestep run -n 4 -m package.train --lr 1  a module, as with python -m
+  samestep run -n 4 --fake-gpus train.py     a script for CUDA and NCCL, on CPUs, as if there were 4 GPUs
   samestep run -n 2 --check train.py         say at once where the ranks are not one training
   samestep run -n 2 --restarts 3 train.py    start again after a failure, from the last checkpoint
   samestep run --mpi -n 4 train.py           mpiexec starts the ranks: for init_process_group("mpi")
@@ -105,6 +108,7 @@ def main(arguments: Sequence[str]) -> int:
         verdict = _launched(plan, head, replacement)
         if isinstance(where, NodeSpec):
             notify_end(head, _ended(verdict), verdict.exit_code)
+    _suggest_fake_gpus(plan, verdict)
     told, code = summary(plan, verdict), verdict.exit_code
     if options.check:
         checked = online_outcome(plan.directory.path, plan.size)
@@ -119,6 +123,7 @@ def _set(options: argparse.Namespace) -> None:
 
     found = Settings() if options.settings is None else load(options.settings)
     options.ranks = options.ranks or found.processes
+    options.ranks = options.ranks or options.fake_gpus or None  # one process for each GPU
     options.chosen, options.settings = options.settings, found.variables
 
 
@@ -137,6 +142,17 @@ def _ended(verdict: RunResult) -> str:
     return f"the run is over, exit code {verdict.exit_code}{cause.replace('samestep:', ':', 1)}"
 
 
+def _suggest_fake_gpus(plan: RunSpec, verdict: RunResult) -> None:
+    """Tells of `--fake-gpus` where the script has failed for want of GPUs."""
+    if plan.fake_gpus is not None or variable(VARIABLE):
+        return
+    ranks, gpus = max(part.ranks for part in plan.parts), visible_gpus()
+    if gpus < ranks:
+        logs = [rank_file(plan.logs(0)[0], 0, kind) for kind in ("out", "err")]
+        if wants_gpus([verdict.blamed.traceback] if verdict.blamed else []) or wants_gpus(ends_of(logs)):
+            say(suggest("run", plan.program, gpus, ranks))
+
+
 def _queue(options: argparse.Namespace) -> int:
     """Prints the batch script, or hands it to Slurm."""
     path = run_path(options.run_dir, options.program[0])
@@ -149,6 +165,7 @@ def _queue(options: argparse.Namespace) -> int:
     run += [] if options.json is None else ["--json", str(options.json)]
     run += [] if options.interface is None else ["--interface", options.interface]
     run += ["--check"] if options.check else []
+    run += [] if options.fake_gpus is None else [f"--fake-gpus={options.fake_gpus or ''}"]
     run += [] if options.hang_after == HANG_AFTER_S else ["--hang-after", f"{options.hang_after:g}"]
     run += [] if options.on_hang == "auto" else ["--on-hang", options.on_hang]
     run += [] if options.events else ["--no-events"]
@@ -188,6 +205,9 @@ def _announce(plan: RunSpec) -> None:
         chosen = variable("OMP_NUM_THREADS")
         line = describe(read_cores(), plan.size, plan.parts[0].threads, plan.pinned, chosen=chosen)
         say(line)
+    if plan.fake_gpus is not None:
+        for line in about_fake_gpus(plan.fake_gpus, max(part.ranks for part in plan.parts), visible_gpus()):
+            say(line)
     warning = binding_warning([read_cores().usable] * plan.size, unbound_cores(), launcher="env")
     if len(plan.parts) == 1 and warning is not None:
         say(f"note: {warning}")
@@ -240,6 +260,7 @@ def _parser() -> Parser:
     add("--on-hang", choices=("auto", "stop", "wait"), default="auto", help=ON_HANG)
     add("--settings", metavar="FILE", type=Path, help="start with what `samestep plan --apply FILE` has chosen")
     add("--no-events", dest="events", action="store_false", help="do not write down where each step's time goes")
+    add_fake_gpus(parser, "one for each of its ranks")
     add("--mpi", action="store_true", help="have mpiexec start the ranks, for scripts whose backend is mpi")
     add("--pin", action="store_true", help="bind each rank of this machine to cores of its own")
     add_options(parser)
@@ -284,6 +305,7 @@ def _plan(options: argparse.Namespace, parts: tuple[HostRanks, ...], path: Path)
         events=options.events,
         hash_seeds=getattr(options, "hash_seeds", False),
         settings=options.settings,
+        fake_gpus=options.fake_gpus,
     )
 
 

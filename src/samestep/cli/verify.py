@@ -14,12 +14,16 @@ from typing import NoReturn
 
 from samestep import errors
 from samestep.cli.before import check_json, check_program
-from samestep.cli.options import Parser, add_local_rank, some_seconds, whole
+from samestep.cli.options import Parser, add_fake_gpus, add_local_rank, some_seconds, whole
 from samestep.cli.result import write_json, write_text
 from samestep.errors import UsageError
+from samestep.fake_gpus import VARIABLE, about_fake_gpus
+from samestep.fake_gpus.suggestion import suggest, wants_gpus
 from samestep.launch import mpiexec
 from samestep.launch.console import say
+from samestep.launch.devices import visible_gpus
 from samestep.launch.memory import check_room
+from samestep.rankenv import set_variables, variable
 from samestep.verification.findings import EXIT_CODES
 from samestep.verification.pages import PAGES
 from samestep.verification.raised import KINDS
@@ -43,6 +47,7 @@ examples:
   samestep verify train.py                       two ranks against one process
   samestep verify -n 3 --steps 50 train.py --lr 0.1
   samestep verify -v train.py                    with every property that was compared, and how well it agrees
+  samestep verify --fake-gpus train.py           a script for CUDA and NCCL, on CPUs
   samestep verify --json report.json -m package.train
   samestep verify --markdown report.md train.py  for a pull request
   samestep verify --explain gradient-scale       the page of a finding, or of an error: --explain StepError
@@ -106,10 +111,17 @@ def _verify(options: argparse.Namespace, script: Script) -> int:
     from samestep.verification.text import Progress, shown
     from samestep.verification.verify import examine
 
+    if options.fake_gpus is not None:
+        set_variables({VARIABLE: str(options.fake_gpus or options.ranks)})  # all runs of the script find it
+        for line in about_fake_gpus(options.fake_gpus, options.ranks, visible_gpus()):
+            say(line)
     with _ending(signal.SIGTERM, signal.SIGHUP), Progress() as progress:
         check_room(options.ranks)
         report = examine(script, options.ranks, steps=options.steps, still_s=options.timeout, say=progress.say)
     print(shown(report, verbose=options.verbose), end="")
+    said = [report.inconclusive or "", *(finding.cause for finding in report.findings)]  # as yet unbroken into lines
+    if options.fake_gpus is None and not variable(VARIABLE) and wants_gpus(said) and visible_gpus() < options.ranks:
+        say(suggest("verify", script.program, visible_gpus(), options.ranks))
     code = write_text(options.markdown, report.as_markdown(), EXIT_CODES[report.verdict], option="--markdown")
     return write_json(options.json, report.as_json(), code)
 
@@ -156,6 +168,7 @@ def _parser() -> Parser:
     )
     add("-m", dest="module", action="store_true", help="what follows is a module's name, as with python -m")
     add("--mpi", action="store_true", help="have mpiexec start the ranks, for scripts whose backend is mpi")
+    add_fake_gpus(parser, "one for each rank")
     add_local_rank(parser)
     add(
         "--steps",

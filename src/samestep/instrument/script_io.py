@@ -26,10 +26,10 @@ def save_unreported(value: Any, path: Any) -> None:
 
 
 def load_unreported(file: Any, *, weights_only: bool = True) -> Any:
-    """Does what torch.load does, by default with tensors and plain values alone, and reports nothing."""
+    """Does what torch.load does, by default with tensors and plain values alone, in host memory; reports nothing."""
     import torch
 
-    return getattr(torch.load, "__wrapped__", torch.load)(file, weights_only=weights_only)
+    return getattr(torch.load, "__wrapped__", torch.load)(file, map_location="cpu", weights_only=weights_only)
 
 
 def saves_and_loads() -> None:

@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import NoReturn, cast
 
-from samestep import progress
+from samestep import fake_gpus, progress
 from samestep.errors import Preempted
 from samestep.launch import observers
 from samestep.launch.address import serve_store, use_store
@@ -111,6 +111,7 @@ def live(assignment: RankTask) -> NoReturn:
     if control is not None:
         control.obey()
     try:
+        _make_gpus()
         observers.begin(rank, size)
         _run(assignment, rank, size)
         observers.end(None)
@@ -119,6 +120,13 @@ def live(assignment: RankTask) -> NoReturn:
         _end_observers(error)
         leave(code)
     leave(0)
+
+
+def _make_gpus() -> None:
+    """Makes fake GPUs where they were asked for."""
+    gpus = fake_gpus.asked()
+    if gpus is not None:
+        fake_gpus.install(gpus)
 
 
 def _end_observers(error: BaseException) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from samestep._version import __version__
 from samestep.events import EventFile
+from samestep.fake_gpus import VARIABLE
 from samestep.launch.bootstrap import RankTask
 from samestep.launch.cluster import HostRanks
 from samestep.launch.console import Console, say
@@ -73,6 +74,7 @@ class RunSpec:
     events: bool = False
     hash_seeds: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
+    fake_gpus: int | None = None  # of each host; 0: one for each of its ranks
 
     @property
     def size(self) -> int:
@@ -110,6 +112,7 @@ class RunSpec:
         return {
             **self.settings,
             **theirs,
+            **({} if self.fake_gpus is None else {VARIABLE: str(self.fake_gpus or theirs["LOCAL_WORLD_SIZE"])}),
             **observed,
             "SAMESTEP_RUN_DIR": str(self.directory.path),
             "SAMESTEP_LOGS": str(logs),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from samestep.errors import ModelError
 from samestep.pipelines.cutting import Call
+from samestep.runtime import seeds
 
 __all__: list[str] = []
 
@@ -61,7 +62,7 @@ def _found(
         ModelError: it gives something else.
     """
     before = [buffer.clone() for buffer in model.buffers()]
-    with torch.random.fork_rng():
+    with seeds.keep_generators():
         torch.manual_seed(0)
         given = call(*sample)
     outputs: list[Tensor] = list(given) if isinstance(given, tuple | list) else [given]

@@ -30,6 +30,7 @@ from samestep.errors import UsageError
 from samestep.pipelines.chain import unpacked
 from samestep.pipelines.halves import Halves
 from samestep.pipelines.layers import Layer
+from samestep.runtime import seeds
 
 __all__: list[str] = []
 
@@ -278,7 +279,7 @@ def _kept(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
     for parameter in parameters:
         parameter.grad = None
     try:
-        with torch.random.fork_rng():
+        with seeds.keep_generators():
             yield
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):

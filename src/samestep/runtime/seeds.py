@@ -8,6 +8,7 @@ rank 1 and of seed 1, rank 0 are one). Here a stream is named, and its seed is t
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -74,6 +75,15 @@ class RngState:
         torch.default_generator.set_state(self.of_torch)
         if self.on_device is not None:
             torch.cuda.set_rng_state(self.on_device, self.device)
+
+
+def keep_generators() -> AbstractContextManager[None]:
+    """Leaves the random streams of the host and of all its GPUs as they were.
+
+    torch.random.fork_rng does so too, but warns wherever there is more than one GPU, and starts CUDA on each.
+    """
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if used else ())
 
 
 def use_deterministic_algorithms() -> None:

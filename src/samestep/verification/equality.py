@@ -106,7 +106,7 @@ def bit_for_bit(runner: Runner, size: int, steps: int, report: Report) -> None:
     if found is not None:
         step, tensor = found
         cause = f"as {size} virtual ranks, {size} processes and one have other bits in {tensor} at step {step}"
-        report.add([Finding(code="gradient-differs", property="gradients", step=step, tensor=tensor, cause=cause)])
+        report.add([Finding(code="gradient-differs", step=step, tensor=tensor, cause=cause)])
         return
     count = min(many.record.steps, one.record.steps)
     report.remarks.append(
@@ -152,16 +152,14 @@ def resumed(runner: Runner, record: Record, report: Report) -> None:
     if not begun:
         where = "at the beginning" if begun == 0 else "from parameters that the run which was not killed never had"
         cause = f"rank 0 was killed behind step {last}, after a save, and the run resumed {where}"
-        report.add([Finding(code="checkpoint-inexact", property="checkpoint", step=last, cause=cause)])
+        report.add([Finding(code="checkpoint-inexact", step=last, cause=cause)])
         return
     found = next(differences(whole[begun:], steps), None)
     if found is not None:
         cause = (
             f"resumed before step {begun}, the run has other bits in {found[1]} at step {found[0]} than without a stop"
         )
-        report.add(
-            [Finding(code="checkpoint-inexact", property="checkpoint", step=found[0], tensor=found[1], cause=cause)]
-        )
+        report.add([Finding(code="checkpoint-inexact", step=found[0], tensor=found[1], cause=cause)])
         return
     end = min(len(whole), begun + len(steps)) - 1
     report.cover("checkpoint", PROVED)

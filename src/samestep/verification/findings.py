@@ -146,7 +146,7 @@ class Finding:
     Attributes:
         code: of the table in :mod:`samestep.verification.pages`.
         severity: "error", or "note" for a difference that is declared.
-        property: which of PROPERTIES it is about.
+        property: which of PROPERTIES it is about; by default the first that has the code.
         cause: a sentence.
         fix: code or a sentence that fixes it.
         rank, step, tensor, factor, where: the culprit, as far as known; steps count from 0, `where` is "file:line".
@@ -154,7 +154,7 @@ class Finding:
 
     code: str
     severity: Severity = "error"
-    property: str
+    property: str = ""
     cause: str
     fix: str | None = None
     rank: int | None = None
@@ -165,7 +165,10 @@ class Finding:
 
     def __post_init__(self) -> None:
         """Refuses what the table does not have."""
-        if self.code not in LEGS[self.property].codes:
+        if not self.property:
+            first = next((name for name, leg in LEGS.items() if self.code in leg.codes), self.code)
+            object.__setattr__(self, "property", first)
+        if self.property not in LEGS or self.code not in LEGS[self.property].codes:
             raise ValueError(f"{self.code} is no finding about {self.property}")
 
     def as_json(self) -> dict[str, Any]:

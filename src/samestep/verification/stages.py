@@ -109,7 +109,6 @@ def judge_devices(runner: Runner, record: Record, report: Report) -> None:
 def _inexact(told: Event, step: int, tensor: str, cause: str) -> Finding:
     return Finding(
         code="pipeline-inexact",
-        property="pipeline",
         step=step,
         tensor=tensor,
         where=told["where"],
@@ -213,7 +212,7 @@ def _updates(many: Record, one: Record) -> Iterator[tuple[int, dict[str, Tensor 
 
 
 def judge_scheduled(record: Record, report: Report) -> None:
-    """Judges steps that were computed once more without micro-batches (see the room watching)."""
+    """Judges steps that were computed once more without micro-batches (see :mod:`samestep.instrument.pipelining`)."""
     told = scheduled(record)
     reason = next((event["why"] for _, event in told if event["why"] is not None), None)
     if reason is not None:

@@ -37,6 +37,7 @@ from samestep.verification.judging import (
 from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.lines import Lines
 from samestep.verification.judging.others import Others
+from samestep.verification.judging.paths import Paths
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
@@ -49,6 +50,7 @@ __all__ = ["verify"]
 
 NO_STEP = "no optimizer of torch.optim has stepped, and no parameter was changed in place behind a backward pass"
 _LOCATED = {"gradient-scale", "gradient-differs", "update-differs", "evaluation-inexact"}  # by the lines that make them
+_DECIDED = {"steps-differ", "learning-rate-differs", "parameters-diverged", "gradients-not-synchronised"}  # by numbers
 _MOST_TRACED = 2  # evaluations whose lines are looked at
 _MORE = 16  # times as many steps, where one rank takes all of them by itself
 AS_MANY = "let every rank come by every collective, as often as the others: samestep.shards gives all as many batches"
@@ -198,16 +200,18 @@ def _verified(runner: Runner, steps: int) -> Report:
         report.inconclusive = f"alone, with the samples of all ranks, the script fails: {_reason(whole.ended)}"
     with leaving_open(report):
         equality.judge(runner, record, report)
-    if foreign is None and not ended.hung and ended.code == 0:
+    if foreign is None and not ended.hung and ended.code == 0 and not record.is_by_hand:
         with leaving_open(report):
-            _locate(runner, record, steps, report)
+            _locate_lines(runner, record, steps, report)
+        with leaving_open(report):
+            _locate_decisions(runner, record, steps, report)
     report.remarks += _remarks(ended, report)
     return report
 
 
-def _locate(runner: Runner, record: Record, steps: int, report: Report) -> None:
+def _locate_lines(runner: Runner, record: Record, steps: int, report: Report) -> None:
     """Looks for the lines that make the errors, by what they compute on the ranks and in one process."""
-    if record.is_by_hand or record.is_averaged_within or any(rank.of("hook", "compressed") for rank in record.ranks):
+    if record.is_averaged_within or any(rank.of("hook", "compressed") for rank in record.ranks):
         return
     wanted = {one.property: one for one in reversed(report.errors) if one.code in _LOCATED}
     for name, found in wanted.items():
@@ -221,6 +225,25 @@ def _locate(runner: Runner, record: Record, steps: int, report: Report) -> None:
         ranks = runner.recorded(f"lines of {name} on {record.size} ranks", record.size, trace=trace, **until)
         alone = runner.alone(f"lines of {name}", ranks.record, trace=trace)
         report.relocate(found, Lines(ranks.record, alone).located(found))
+
+
+def _locate_decisions(runner: Runner, record: Record, steps: int, report: Report) -> None:
+    """Looks for the numbers by which ranks, or the ranks and one process, decide otherwise."""
+    wanted = [one for one in report.errors if one.code in _DECIDED]
+    if not wanted:
+        return
+    how: dict[str, Any] = {"steps": steps, "passes": PASSES, "trace": {"path": True}}
+    ranks = runner.recorded(f"decisions of {record.size} ranks", record.size, **how).record
+    between = {one.of: one for one in Paths.of_ranks(ranks)}
+    for found in wanted:
+        paths = between.get(f"rank {found.rank}")
+        if found.rank is None:
+            paths = Paths.with_one_process(ranks, runner.alone("decisions", ranks, trace={"path": True}).record)
+        until = None
+        if found.code in {"parameters-diverged", "gradients-not-synchronised"} and found.property != "evaluation":
+            until = record.ranks[0].steps[min(found.step or 0, record.steps - 1)]["window"] + 1
+        if paths is not None and (found.code != "gradients-not-synchronised" or paths.part_for_good):
+            report.relocate(found, paths.located(found, until))
 
 
 @contextmanager
@@ -296,7 +319,6 @@ def _crash(ended: runs.Ended, record: Record) -> Finding:
     busy = communication.waited_for(record, failure.get("rank"), failure.get("where"))
     return Finding(
         code="crash",
-        property="control",
         rank=failure.get("rank"),
         where=busy[0] if busy else failure.get("where") or _where_others_waited(failure),
         cause=f"{_reason(ended)}{busy[1] if busy else ''}; alone, the script ends well",
@@ -309,7 +331,6 @@ def _unlike(ended: runs.Ended, failure: dict[str, Any]) -> Finding:
     where = f" ({'; '.join(stood)})" if stood else ""
     return Finding(
         code="collective-mismatch",
-        property="communication",
         rank=failure.get("rank"),
         where=failure.get("where"),
         cause=f"{DIFFERENT_COLLECTIVES} when the run broke off{where}: one has more batches, or calls, than another, "
@@ -411,6 +432,8 @@ def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], 
         if states.evaluates_apart(record):
             report.cover("evaluation", unchecked("between two averages each rank evaluates parameters of its own"))
         else:
+            if not report.errors and states.averaged_behind(record) is None:
+                evaluation.judge_swapped(record, whole, permuted, report)
             evaluation.judge(record, whole.record, report)
         _conclude_on_data(record, whole.record, own_pace, report)
         if whole.record.ranks and whole.record.ranks[0].of("collated"):

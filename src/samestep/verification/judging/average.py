@@ -172,7 +172,6 @@ def _of_one_tensor(
         if any(_is_near(times, other) for other in (float(record.size), 1 / record.size)):
             yield Finding(
                 code="gradient-scale",
-                property="gradients",
                 step=step["event"],
                 tensor=name,
                 factor=round(times, 6),
@@ -188,7 +187,6 @@ def scaled(record: Record, step: Event, total: float) -> Finding:
     """Returns the finding for gradients that are a multiple of the mean of the ranks'."""
     return Finding(
         code="gradient-scale",
-        property="gradients",
         step=step["event"],
         factor=round(total, 6),
         where=record.ranks[0].backward_of(step),
@@ -202,7 +200,6 @@ def _mean_of_means(record: Record, step: Event, right: tuple[float, ...], shares
     told = [", ".join(f"{one:.3f}" for one in each) for each in (right, shares)]
     return Finding(
         code="gradient-differs",
-        property="gradients",
         step=step["event"],
         where=record.ranks[0].backward_of(step),
         cause=f"at step {step['event']} each rank's loss is a mean over its own number of values, and the ranks count "

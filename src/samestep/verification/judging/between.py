@@ -91,7 +91,6 @@ def _finding(step: Event, mine: float, alone: float) -> Finding:
     times = mine / alone if alone else mine
     return Finding(
         code="gradient-scale",
-        property="gradients",
         step=step["event"],
         factor=round(times, 6),
         where=step["where"],

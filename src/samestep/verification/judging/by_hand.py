@@ -49,7 +49,8 @@ def as_used(record: Record, whole: Run, steps: list[Event], report: Report) -> R
         mean, alone = numerics.mean(record.parts(step)), whole.gradients(step["event"])
         stepped[step["event"]], told = numerics.nearest(mean, alone, record.size)
         factors |= told
-        far = numerics.distance(stepped[step["event"]], alone).whole > numerics.limit(0.0, mean)
+        limit = numerics.limit(0.0, mean, record.sent_in(step))
+        far = numerics.distance(stepped[step["event"]], alone).whole > limit
         is_far |= far and _are_apart(record, step)
     if not is_far:
         if factors <= {1.0}:

@@ -33,7 +33,6 @@ def unequal_gradients(
     cause, fix, where = why or _of_gradients(first, step, bad)
     return Finding(
         code="gradients-not-synchronised",
-        property="gradients",
         rank=number,
         step=step["event"],
         tensor=bad[0],
@@ -117,7 +116,6 @@ def diverged(first: int, number: int, step: int, bad: list[str], when: str, caus
     """Returns the finding for parameters of the rank `number` that are not those of the rank `first` any more."""
     return Finding(
         code="parameters-diverged",
-        property="parameters",
         rank=number,
         step=step,
         tensor=bad[0],
@@ -143,7 +141,6 @@ def rates(record: Record, index: int, rank: int) -> Finding:
     where, why = (to_one[-1]["where"], _TO_ONE) if to_one else (where, "")
     return Finding(
         code="learning-rate-differs",
-        property="control",
         rank=record.ranks[rank].number,
         step=index,
         factor=_ratio(first["rates"], theirs["rates"]),

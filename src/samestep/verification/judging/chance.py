@@ -46,7 +46,6 @@ def _alike(record: Record, drawn: list[dict[str, dict[str, object]]], whole: Run
                 yield Finding(
                     code="random-streams",
                     severity="error" if place in alone else "note",
-                    property="random",
                     rank=record.ranks[rank].number,
                     step=int(window),
                     where=where,
@@ -67,7 +66,6 @@ def _workers(record: Record) -> Iterator[Finding]:
                 if first.setdefault(place, event["worker"]) != event["worker"]:
                     yield Finding(
                         code="random-streams",
-                        property="random",
                         rank=rank.number,
                         where=event["key"].rpartition("#")[0],
                         cause=f"workers {first[place]} and {event['worker']} of rank {rank.number} begin with the same "
@@ -82,9 +80,10 @@ def _noise(record: Record, drawn: list[dict[str, dict[str, object]]]) -> Iterato
 
     A mistake where the script lets ranks draw apart elsewhere, in dropout say; where it does so nowhere, a note.
     """
-    told = [{_batch(one): one["state"] for one in rank.of("noise")} for rank in record.ranks]
-    if not all(told):
+    noise = [{_batch(one): one for one in rank.of("noise")} for rank in record.ranks]
+    if not all(noise):
         return
+    told = [{place: one["state"] for place, one in theirs.items()} for theirs in noise]
     batches = [{_batch(one): one["indices"] for one in rank.of("batch") if one["training"]} for rank in record.ranks]
     for rank, theirs in enumerate(told[1:], 1):
         for place, state in theirs.items():
@@ -94,9 +93,8 @@ def _noise(record: Record, drawn: list[dict[str, dict[str, object]]]) -> Iterato
             yield Finding(
                 code="random-streams",
                 severity="error" if _draw_apart(record, rank, drawn) else "note",
-                property="random",
                 rank=record.ranks[rank].number,
-                where=place[0].rpartition("#")[0],
+                where=noise[rank][place]["where"] or place[0].rpartition("#")[0],
                 cause=f"the dataset of rank {record.ranks[rank].number} draws from a generator of its own the very "
                 "numbers that rank 0's draws, for other samples: both were seeded alike",
                 fix="seed the dataset's generator with the rank, or draw from (seed, epoch, index) of each sample",
@@ -132,7 +130,6 @@ def _masks(record: Record) -> Iterator[Finding]:
         yield Finding(
             code="random-streams",
             severity="note" if always else "error",
-            property="random",
             rank=record.ranks[rank].number,
             step=alike[0],
             where=where,

@@ -86,7 +86,6 @@ def _exchanged(mine: list[Event], theirs: list[Event]) -> bool:
 def _order(other: Rank, one: Event, two: Event) -> Finding:
     return Finding(
         code="collective-order",
-        property="communication",
         rank=other.number,
         step=two["window"],
         where=two["where"],
@@ -99,7 +98,6 @@ def _order(other: Rank, one: Event, two: Event) -> Finding:
 def _mismatch(other: Rank, one: Event, two: Event) -> Finding:
     return Finding(
         code="collective-mismatch",
-        property="communication",
         rank=other.number,
         where=two["where"],
         cause=f"rank {other.number} calls {_told(two)} where rank 0 calls {_told(one)}",
@@ -150,7 +148,6 @@ def stuck(record: Record) -> Finding:
         cause += f" for rank {culprit}, which {has}{behind}"
     return Finding(
         code="hang",
-        property="communication",
         rank=culprit,
         step=len(record.ranks[0].steps) if record.ranks else None,
         where=None if where is None else where["where"],

@@ -60,7 +60,6 @@ def unequal_steps(rank: int, counts: tuple[int, int], where: str | None, what: s
     """Returns the finding for a rank that takes other numbers of steps than rank 0: `counts` of both."""
     return Finding(
         code="steps-differ",
-        property="control",
         rank=rank,
         step=min(counts),
         where=where,
@@ -93,7 +92,6 @@ def scalers(record: Record) -> Iterator[Finding]:
                 does = "skips" if other[1] else "does not skip"
                 yield Finding(
                     code="steps-differ",
-                    property="control",
                     rank=record.ranks[rank].number,
                     step=index,
                     where=event["where"],
@@ -115,7 +113,6 @@ def _schedules_of_micro_batches(record: Record) -> Iterator[Finding]:
         if any(kinds[i : i + 3] == ["backward", "scheduler", "backward"] for i in range(len(kinds))):
             yield Finding(
                 code="learning-rate-differs",
-                property="control",
                 step=step["event"],
                 where=moved[0]["where"],
                 cause=f"the schedule steps after every micro-batch, {kinds.count('backward')} times for one step of "
@@ -137,7 +134,6 @@ def _clipped_scaled(record: Record) -> Iterator[Finding]:
         if event["scale"] != 1.0:
             yield Finding(
                 code="gradient-scale",
-                property="gradients",
                 step=event["window"],
                 factor=event["scale"],
                 where=event["where"],
@@ -159,7 +155,6 @@ def _clipped_apart(record: Record) -> Iterator[Finding]:
             if clips and abs(first["norm"] - other["norm"]) > _SAME_NORM * max(first["norm"], other["norm"]):
                 yield Finding(
                     code="gradient-differs",
-                    property="gradients",
                     rank=record.ranks[rank].number,
                     step=0,
                     factor=other["norm"] / first["norm"] if first["norm"] else None,
@@ -207,7 +202,6 @@ def _summed(step: Event, backwards: list[Event], factor: float, how: str) -> Fin
     count = len(backwards)
     return Finding(
         code="gradient-scale",
-        property="gradients",
         step=step["event"],
         factor=round(factor, 4),
         where=backwards[0]["where"],
@@ -254,7 +248,6 @@ def _data_parallel(record: Record) -> Iterator[Finding]:
             if event["wrapper"] == "DataParallel":
                 yield Finding(
                     code="data-parallel-module",
-                    property="control",
                     rank=rank.number,
                     where=event["where"],
                     cause="nn.DataParallel splits each batch over the devices of one process, with statistics and "

@@ -189,7 +189,6 @@ class Declared:
     def _finding(self, event: int, name: str, cause: str, fix: str, rank: int | None) -> Finding:
         return Finding(
             code="gradient-differs",
-            property="gradients",
             rank=rank,
             step=event,
             tensor=name,

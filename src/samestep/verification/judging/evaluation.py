@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from samestep.runtime.digest import digest
+from samestep.verification import numerics
 from samestep.verification.findings import (
     AGREES,
     NO_OUTCOME,
@@ -22,11 +25,12 @@ from samestep.verification.findings import (
     Finding,
     unchecked,
 )
-from samestep.verification.journal import Event
+from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.outcomes import Outcome, Place, outcomes
 from samestep.verification.judging.printed import Alike, Difference, metrics_alike
-from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.record import Rank, Record, part_at
 from samestep.verification.judging.samples import Pass, fills_up, loads_for_all, mean_the_same, passes
+from samestep.verification.judging.single import Run
 from samestep.verification.judging.states import differing, differing_ranks
 from samestep.verification.judging.words import listed, plural
 from samestep.verification.report import Report
@@ -34,6 +38,7 @@ from samestep.verification.report import Report
 __all__: list[str] = []
 
 _CHOSEN = {"MAX", "MIN"}  # reductions that bring one rank's number
+_OF_AVERAGES = 1e-2  # of a tensor's norm: so far apart are averages of what has drifted apart by rounding
 _CLOSE = 1e-4  # of a sum; the parameters are the same, so this is rounding
 
 Values = dict[tuple[int, str, int], Event]  # what samestep.evaluate has returned, by window, line and number
@@ -83,6 +88,76 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
         report.cover("evaluation", unchecked(unseen))
     else:
         report.cover("evaluation", AGREES, "each sample once; neither a sum nor a metric was seen")
+
+
+def judge_swapped(record: Record, whole: Run, permuted: Callable[[], Run], report: Report) -> None:
+    """Adds whether the parameters that a script evaluates with, and its steps have not made, are one process's.
+
+    It is an average of them, say. What a step has left there, such as the best parameters so far, is a choice: one
+    process may make it otherwise by rounding.
+
+    Args:
+        record: of the ranks.
+        whole: the script alone.
+        permuted: runs it with the samples of each batch in another order: how far rounding takes such parameters.
+        report: to add to.
+    """
+    for window, mine, where in _swapped(whole):
+        state = record.state(window)
+        theirs = {} if state is None else {n: one for each in state["parameters"].values() for n, one in each.items()}
+        theirs = {name: one for name, one in theirs.items() if name in mine and one.shape == mine[name].shape}
+        if not theirs or _were_made(record, theirs) or _evaluate_others(record, window):
+            continue
+        apart = numerics.distance(theirs, {name: mine[name] for name in theirs})
+        if apart.worst <= _OF_AVERAGES:
+            continue
+        again = next((values for other, values, _ in _swapped(permuted()) if other == window), None)
+        floor = math.inf if again is None else numerics.distance(again, mine).worst
+        if apart.worst > numerics.ABOVE_FLOOR * floor:
+            report.add([_evaluated_apart(window - 1, apart, where)])
+            return
+
+
+def _swapped(run: Run) -> Iterator[tuple[int, dict[str, Any], str]]:
+    for event in run.record.ranks[0].of("swapped") if run.record.ranks else ():
+        if event["kept"] is not None:
+            yield event["window"], run.record.value(0, event["kept"]), event["where"]
+
+
+def _evaluate_others(record: Record, window: int) -> bool:
+    """Whether ranks evaluate with parameters of their own there, as in a search."""
+    told = [[one for one in rank.of("evaluates") if int(one["phase"].split(".")[0]) <= window] for rank in record.ranks]
+    return all(told) and differing_ranks([events[-1] for events in told], "parameters") is not None
+
+
+def _were_made(record: Record, values: dict[str, Any]) -> bool:
+    """Whether all of some parameters are what a step has made of them, or has begun with."""
+    rank = record.ranks[0]
+    known: dict[str, set[str]] = {}
+    for step in rank.steps:
+        for told in (step["parameters"], step["after"] or {}):
+            for name, one in told.items():
+                known.setdefault(name, set()).add(one)
+    for name, value in values.items():
+        place = place_of(next(iter(known.get(name, ())), None))
+        own = f"{place} {digest(part_at(value, place))}" if place else digest(value)
+        if place != "nowhere" and own not in known.get(name, ()):
+            return False
+    return True
+
+
+def _evaluated_apart(step: int, apart: numerics.Distance, where: str) -> Finding:
+    return Finding(
+        code="parameters-diverged",
+        property="evaluation",
+        step=step,
+        tensor=apart.tensor,
+        where=where,
+        cause=f"behind step {step} the ranks evaluate with other values in {apart.tensor} than one process: an error "
+        f"of {apart.worst:.1e} of its norm. No step has made them: an average of the weights, say, that is another on "
+        "some rank, or was loaded from another rank's",
+        fix="keep, save and load for each rank its own part of such an average, or the whole on all",
+    )
 
 
 def _agrees_by_itself(record: Record, told: list[dict[str, Outcome]], alone: Record | None) -> bool:
@@ -145,7 +220,6 @@ def _printed(difference: Difference, record: Record) -> Finding:
     gathers = [event["where"] for event in record.ranks[0].of("collected") if "rows" in event]
     return Finding(
         code="evaluation-inexact",
-        property="evaluation",
         where=gathers[-1] if gathers else difference.where,
         cause=f"with the same weights the ranks come to {difference.name} {difference.mine}, one process to "
         f"{difference.theirs}",
@@ -166,7 +240,6 @@ def _tails(record: Record) -> Iterator[Finding]:
         if missing > 0 and missing not in _beside(one, record):
             yield Finding(
                 code="evaluation-inexact",
-                property="evaluation",
                 where=one.about["key"].rpartition("#")[0],
                 cause=f"{missing} of {plural(size, 'sample')} are in no batch: drop_last",
                 fix="drop_last=False for evaluation",
@@ -274,7 +347,6 @@ def _had(rank: Rank, event: Event, name: str) -> bool:
 def _buffers(record: Record, rank: int, key: str, bad: list[str]) -> Finding:
     return Finding(
         code="buffers-diverged",
-        property="buffers",
         rank=record.ranks[rank].number,
         tensor=bad[0],
         where=key.rpartition("#")[0],
@@ -332,7 +404,6 @@ def _inexact(where: str, mine: float, theirs: float, size: int) -> Finding:
     )
     return Finding(
         code="evaluation-inexact",
-        property="evaluation",
         where=where,
         cause=f"with the same weights {what}: samples are counted twice or left out, or means of unlike parts are "
         "averaged",
@@ -409,7 +480,6 @@ def _split(group: list[Pass], beside: set[int | None]) -> Iterator[Finding]:
         what += [f"{plural(missing, 'sample')} never"] if missing else []
         yield Finding(
             code="evaluation-inexact",
-            property="evaluation",
             where=group[0].about["key"].rpartition("#")[0],
             cause=f"the ranks together evaluate {' and '.join(what)}, of {size}",
             fix="evaluate range(rank, len(dataset), world_size) without padding, or samestep.evaluate(…)",

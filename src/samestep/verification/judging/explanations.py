@@ -65,7 +65,6 @@ class Explanations:
         )
         return Finding(
             code="gradient-differs",
-            property="gradients",
             step=event["event"],
             tensor=name,
             where=self._backward(event) if hook is None else hook["where"],
@@ -125,7 +124,6 @@ class Explanations:
     def _partly_sum(self, event: Event, size: int) -> Finding:
         return Finding(
             code="gradient-differs",
-            property="gradients",
             step=event["event"],
             where=self._backward(event),
             cause=f"at step {event['event']} a part of the loss is a sum over a rank's samples, and the rest a mean: "
@@ -137,7 +135,6 @@ class Explanations:
         told = listed([f"{one:g}" for one in counts])
         return Finding(
             code="gradient-differs",
-            property="gradients",
             step=event["event"],
             where=self._backward(event),
             cause=f"at step {event['event']} a part of the loss is a mean over {told} values on the ranks, which count "
@@ -161,7 +158,6 @@ class Explanations:
     def _carried(self, event: Event) -> Finding:
         return Finding(
             code="gradient-differs",
-            property="gradients",
             step=event["event"],
             where=self._backward(event),
             cause=f"the first steps agree, and at step {event['event']} the gradients are not those of one process: "
@@ -179,7 +175,6 @@ class Explanations:
             shares = ", ".join(f"{factor:.3g}" for factor in weights.factors)
             yield Finding(
                 code="gradient-differs",
-                property="gradients",
                 step=event["event"],
                 where=self._backward(event),
                 cause=f"at step {event['event']} the ranks' gradients count {shares} times, where a mean counts each "
@@ -190,7 +185,6 @@ class Explanations:
     def _added_up(self, event: Event, size: int) -> Finding:
         return Finding(
             code="gradient-differs",
-            property="gradients",
             step=event["event"],
             where=self._backward(event),
             cause=f"at step {event['event']} the ranks' gradients are added up, not averaged: what each rank's loss "
@@ -203,7 +197,6 @@ class Explanations:
         cause, fix = _meaning(factor, size, micro)
         return Finding(
             code="gradient-scale",
-            property="gradients",
             step=event["event"],
             factor=round(factor, 6),
             where=self._backward(event),
@@ -215,7 +208,6 @@ class Explanations:
         shares = ", ".join(f"{weight:.3f}" for weight in weights)
         return Finding(
             code="gradient-differs",
-            property="gradients",
             step=event["event"],
             where=self._backward(event),
             cause=f"at step {event['event']} the gradient is the mean of the ranks' means, though their parts are not "
@@ -228,7 +220,6 @@ class Explanations:
         return Finding(
             code="gradient-differs",
             severity="note",
-            property="gradients",
             step=event["event"],
             where=self._backward(event),
             cause="the loss of the whole batch is no mean over its parts (it compares samples with each other, say), "
@@ -244,7 +235,6 @@ class Explanations:
         return Finding(
             code="gradient-differs",
             severity="error" if lost else "note",
-            property="gradients",
             step=event["event"],
             where=hook["where"],
             cause=f"{hook['name']} changes the gradients by {apart.whole:.1e} of their norm at step {event['event']}"
@@ -258,7 +248,6 @@ class Explanations:
         why = f"; the buffer {buffer} is another on each rank, and nobody keeps it alike" if buffer else ""
         return Finding(
             code="gradient-differs",
-            property="gradients",
             step=event["event"],
             tensor=buffer or name,
             where=self._backward(event),

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
-from samestep.verification.judging.record import Rank, Record
+from samestep.verification.judging.record import Rank, Record, model_inputs
 from samestep.verification.judging.resumed import resumed
 from samestep.verification.judging.samples import are_loaded, passes
 from samestep.verification.judging.single import Run
@@ -108,7 +108,6 @@ class InStep:
         steps = [step for step in self.record.ranks[0].steps if step["window"] >= window]
         yield Finding(
             code="steps-differ",
-            property="control",
             rank=rank,
             step=window,
             where=steps[0]["where"] if steps else None,
@@ -124,10 +123,12 @@ class InStep:
         """
         alone = next(iter(self.whole.record.ranks), None)
         is_whole = all(rank.is_complete for rank in self.record.ranks) and not self.record.is_cut_short
-        if alone is None or alone.ended is None or not is_whole or not _reads_alone(self.record):
+        if alone is None or alone.ended is None or not is_whole or not _reads_alone(self.record, alone):
             return None
         if self.record.uneven is not None or alone.ended["error"] is not None or self.whole.has_failed:
             return None
+        if self.whole.unjoinable is not None:
+            return None  # it was ended there
         taken, steps = len(alone.of("rates")), len(self.record.ranks[0].steps)
         if alone.ended["enough"] or taken > steps:
             return True
@@ -155,7 +156,6 @@ class InStep:
         does = "goes on" if self._goes_on else "has ended before"
         yield Finding(
             code="steps-differ",
-            property="control",
             step=steps,
             where=self.record.ranks[0].steps[-1]["where"],
             cause=f"the ranks end after {plural(steps, 'step')}; one process, from the same weights, {does}",
@@ -176,11 +176,13 @@ def chance_of(whole: Run) -> str | None:
     return f"each rank draws by itself at {where} ({events[0]['name']}), and one process cannot draw the same"
 
 
-def _reads_alone(record: Record) -> bool:
-    """Whether all steps of the ranks are of batches that DataLoaders have yielded."""
-    if not are_loaded(record):
-        return False
+def _reads_alone(record: Record, alone: Rank) -> bool:
+    """Whether all steps of the ranks are of batches that DataLoaders have yielded, or that one process takes too."""
     rank = record.ranks[0]
+    if not are_loaded(record):
+        windows = {step["window"] for step in rank.steps} & {event["event"] for event in alone.of("rates")}
+        theirs = model_inputs([alone], windows)
+        return bool(theirs) and theirs == model_inputs(record.data.ranks, windows)
     read = {batch["window"] for one in passes(rank) if one.is_training for batch in one.batches}
     return {step["window"] for step in rank.steps} <= read
 

@@ -10,7 +10,7 @@ for only where an outcome differs, in runs of their own: it is the place of a mi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ _NEAR = 1e-3  # of a tensor's norm
 _LOOKED_AT = {"gradients": (FORWARD, GRADIENTS), "updates": (STEP,), "evaluation": (EVALUATION,)}
 
 Place = tuple[str, str, str, int]  # segment, line, function, how many there before
+Trace = dict[Place, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,14 @@ class Line:
         relation: "copies", "mean", "parts", "sum", "norm" or "unknown"; None where it is none of these.
         is_loss: whether it is one number of which gradients are taken.
         has_gradient: whether gradients are taken through it.
+        is_sum: whether ranks have added up what one process has, to divide it afterwards.
     """
 
     place: Place
     relation: str | None
     is_loss: bool = False
     has_gradient: bool = False
+    is_sum: bool = False
 
     @property
     def where(self) -> str:
@@ -68,8 +71,8 @@ class Lines:
     def located(self, finding: Finding) -> Finding:
         """Returns a finding with the line that is to blame, where one is found."""
         lines = self._of(_LOOKED_AT[finding.property])
-        line = _of_loss(lines) if finding.property == "gradients" else None
-        line = line or _first_apart(lines)
+        line = _brought_apart(lines) if finding.property == "gradients" else None
+        line = line or (_of_loss(lines) if finding.property == "gradients" else None) or _first_apart(lines)
         if line is None and finding.property == "gradients":
             where = self._without_gradient()
         else:
@@ -86,17 +89,12 @@ class Lines:
 
     def _of(self, segments: Sequence[str]) -> list[Line]:
         """The lines that all processes have come by equally often, in the order of the one."""
-        mine = [_by_place(rank.of("lines"), self.ranks, rank.number) for rank in self.ranks.ranks]
-        alone = (
-            _by_place(self.alone.record.ranks[0].of("lines"), self.alone.record, 0) if self.alone.record.ranks else {}
-        )
-        counts = [Counter(place[:3] for place in one) for one in (alone, *mine)]
-        found = []
-        for place, one in alone.items():
-            if place[0] in segments and all(each[place[:3]] == counts[0][place[:3]] for each in counts):
-                relation, grad = _relation(one, [theirs[place] for theirs in mine]), one["grad"]
-                found.append(Line(place, relation, is_loss=grad and one["shape"] == [], has_gradient=grad))
-        return found
+        alone = _traces(self.alone.record)[:1]
+        return [
+            line
+            for mine, *theirs in zip(*alone, *_traces(self.ranks), strict=False)
+            for line in _lines(mine, theirs, segments)
+        ]
 
     def _without_gradient(self) -> str | None:
         """The line of a collective before the backward pass that is given a tensor of which gradients are taken."""
@@ -104,9 +102,23 @@ class Lines:
         return calls[0]["where"] if calls else None
 
 
-def _by_place(events: list[dict[str, Any]], record: Record, rank: int) -> dict[Place, dict[str, Any]]:
-    kept = [record.value(rank, event["kept"]) for event in events if event["kept"] is not None]
-    return {one["place"]: one for lines in kept for one in lines}
+def _traces(record: Record) -> list[list[Trace]]:
+    """What each rank's lines have brought in the step, or in one evaluation after the other."""
+    kept = [
+        [(rank.number, one["kept"]) for one in rank.of("lines") if one["kept"] is not None] for rank in record.ranks
+    ]
+    return [[{one["place"]: one for one in record.value(*each)} for each in theirs] for theirs in kept]
+
+
+def _lines(alone: Trace, ranks: Sequence[Trace], segments: Sequence[str]) -> Iterator[Line]:
+    counts = [Counter(place[:3] for place in one) for one in (alone, *ranks)]
+    for place, one in alone.items():
+        if place[0] in segments and all(each[place[:3]] == counts[0][place[:3]] for each in counts):
+            others, grad = [theirs[place] for theirs in ranks], one["grad"]
+            is_sum = place[2] == "all_reduce" and _is_multiple(one, others)
+            yield Line(
+                place, _relation(one, others), is_loss=grad and one["shape"] == [], has_gradient=grad, is_sum=is_sum
+            )
 
 
 def _first_apart(lines: list[Line]) -> Line | None:
@@ -115,6 +127,19 @@ def _first_apart(lines: list[Line]) -> Line | None:
     first = next((place for place, line in enumerate(counted) if line.relation is None), None)
     agree = [line for line in counted[: first or 0] if line.relation not in {None, "unknown"}]
     return counted[first] if first is not None and agree else None
+
+
+def _brought_apart(lines: list[Line]) -> Line | None:
+    """The first sum over the ranks, on the way to the loss, that is neither one process's value nor its multiple."""
+    sums = [line for line in lines if line.place[0] == FORWARD and line.place[2] == "all_reduce"]
+    return next((line for line in sums if line.relation is None and not line.is_sum), None)
+
+
+def _is_multiple(one: dict[str, Any], ranks: list[dict[str, Any]]) -> bool:
+    values = [each["value"] for each in ranks]
+    if one["value"] is None or any(value is None or value.shape != one["value"].shape for value in values):
+        return False
+    return all(_is_near(value.double(), len(ranks) * one["value"].double()) for value in values)
 
 
 def _of_loss(lines: list[Line]) -> Line | None:

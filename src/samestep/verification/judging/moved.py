@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from samestep.verification import numerics
-from samestep.verification.findings import AGREES, DECLARED, Finding
+from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.single import Run
 from samestep.verification.recording.evaluations import STATISTICS
+from samestep.verification.recording.optimizers import TRAINED
 from samestep.verification.report import Report
 
 __all__: list[str] = []
@@ -27,6 +28,7 @@ __all__: list[str] = []
 _APART = 1e-3  # of a buffer's norm
 _OF_A_STEP = 1e-2  # of what a step adds to averaged parameters
 _ROUNDINGS = 10.0  # of a parameter: what a step adds to it may be smaller
+_BY_OWN_CODE = "the script's own code steps {}, beside an optimizer, by a multiple of what it does in one process"
 _FEWEST = 8  # numbers, or what is added may be a multiple by chance
 
 
@@ -34,7 +36,7 @@ def judge(record: Record, whole: Run, report: Report) -> None:
     """Adds what the buffers tell, where the gradients are known to be those of one process."""
     if report.coverage.get("gradients") in {AGREES, DECLARED} and whole.record.ranks:
         report.add(_moved(record, whole))
-        report.add(_followed(record, whole))
+        report.add(_followed(record, whole, report))
 
 
 def _moved(record: Record, whole: Run) -> Iterator[Finding]:
@@ -53,10 +55,11 @@ def _moved(record: Record, whole: Run) -> Iterator[Finding]:
                     return
 
 
-def _followed(record: Record, whole: Run) -> Iterator[Finding]:
+def _followed(record: Record, whole: Run, report: Report) -> Iterator[Finding]:
     """Of each such model, what one step has made of it from the ranks' values: it follows all that they have made.
 
-    One process may be at another place of a schedule, and take other shares: what a step adds is then a multiple.
+    One process may be at another place of a schedule, and take other shares: what a step adds is then a multiple. Of
+    parameters that the script's own code steps beside an optimizer it may be a rate that is scaled with the ranks.
     """
     for event in whole.record.ranks[0].of("moved"):
         after = record.state(event["window"])
@@ -72,6 +75,9 @@ def _followed(record: Record, whole: Run) -> Iterator[Finding]:
         if not added:
             continue
         all_ours, all_right = torch.cat([one[1] for one in added]), torch.cat([one[2] for one in added])
+        stepped = [one for one in added if one[0].startswith(TRAINED)]
+        if stepped and float((all_ours - all_right).norm()) > _OF_A_STEP * float(all_right.norm()):
+            report.cover("updates", unchecked(_BY_OWN_CODE.format(stepped[0][0].rpartition(": ")[2])))
         if all_ours.numel() >= _FEWEST and numerics.fit(all_ours, [all_right]).left > _OF_A_STEP:
             name, mine, other = max(added, key=lambda one: float((one[1] - one[2]).norm()))
             if float((mine - other).norm()) > _OF_A_STEP * float(other.norm()):
@@ -126,7 +132,6 @@ def _behind(record: Record, window: int, name: str) -> Finding:
     event = window if step is None else step["event"]
     return Finding(
         code="parameters-diverged",
-        property="parameters",
         step=event,
         tensor=name,
         where=None if step is None else step["where"],
@@ -141,7 +146,6 @@ def _finding(record: Record, window: int, name: str) -> Finding:
     step = next((one["event"] for one in told if one["kind"] == "step"), window)
     return Finding(
         code="buffers-diverged",
-        property="buffers",
         step=step,
         tensor=name,
         where=next((one["where"] for one in told if one["kind"] == "backward"), None),

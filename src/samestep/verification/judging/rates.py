@@ -173,7 +173,6 @@ class Rates:
         return Finding(
             code="learning-rate-differs",
             severity=severity,
-            property="control",
             step=pair.event["event"],
             factor=round(pair.mine / pair.theirs, 6) if pair.theirs else None,
             where=moved[-1]["where"] if moved and pair.event["event"] else made[0]["where"] if made else None,
@@ -187,7 +186,6 @@ class Rates:
         return Finding(
             code="learning-rate-differs",
             severity="note",
-            property="control",
             where=self.record.ranks[0].of("scheduler")[0]["where"],
             cause=f"{size} ranks move the schedule on {size} times where one process does once: it counts batches of "
             "one rank, and so does its length",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from samestep.verification.judging.averaged import Averaged
 __all__: list[str] = []
 
 BY_THEMSELVES = "each rank first trains models of its own; one process trains all of them, in other steps"
+_UNITS = {"float16": 2**-11, "bfloat16": 2**-8}  # roundoff of types in which gradients may be sent
 REDUCING = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor"}
 
 
@@ -221,9 +222,16 @@ class Record:
         return told[0] if told and told[0]["kept"] is not None else None
 
     def carries_apart(self, step: Event) -> bool:
-        """Whether replicas have other optimizer state behind a step: what one has not sent yet, say."""
-        told = [event.get("carried") for event in self._updates(step)]
-        return not self.is_cut and any(one != told[0] for one in told)
+        """Whether replicas have other state of one parameter behind a step: what one has not sent yet, say."""
+        known: dict[str, Any] = {}
+        told = [(name, one) for event in self._updates(step) for name, one in (event.get("carried") or {}).items()]
+        return not self.is_cut and any(known.setdefault(name, one) != one for name, one in told)
+
+    def sent_in(self, step: Event) -> float:
+        """Returns the unit roundoff of the coarsest type in which ranks reduce anything in a step; 0 of full ones."""
+        window = self.ranks[0].by_window.get(step["window"], [])
+        calls = [one for one in window if one["kind"] == "collective" and one["op"] in REDUCING]
+        return max((_UNITS.get(dtype, 0.0) for one in calls for dtype in one["dtypes"]), default=0.0)
 
     def update(self, step: Event) -> Any:
         """Returns the parameters and the optimizers' state that a step has made, of all ranks together."""
@@ -295,6 +303,12 @@ def _stepped(event: Event, after: dict[str, Any] | None) -> Event:
         changed = {name: one for name, one in event["gradients"].items() if event["parameters"][name] != after[name]}
         step["gradients"] = changed or event["gradients"]
     return step
+
+
+def model_inputs(ranks: Iterable[Rank], windows: Container[int]) -> set[tuple[int, str]]:
+    """Returns what the models have seen in some windows, by window; a wrapper may see it once more."""
+    inputs = [event for rank in ranks for event in rank.of("input") if event["window"] in windows]
+    return {(event["window"], row) for event in inputs for row in event["rows"]}
 
 
 def part_at(tensor: Any, place: str) -> Any:

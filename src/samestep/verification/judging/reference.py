@@ -18,7 +18,7 @@ from samestep.verification.judging.explanations import Explanations
 from samestep.verification.judging.in_step import InStep, chance_of
 from samestep.verification.judging.others import Others
 from samestep.verification.judging.rates import Rates
-from samestep.verification.judging.record import BY_THEMSELVES, Rank, Record
+from samestep.verification.judging.record import BY_THEMSELVES, Record, model_inputs
 from samestep.verification.judging.samples import are_loaded, loads_for_all
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.states import averaged_behind, local_steps
@@ -136,7 +136,9 @@ class Comparison:
             return None
         found = replace(self, whole=self.others.strided(), others=replace(self.others, strided=None))
         known = [event for event in common if event["event"] in found.whole.steps]
-        has_all = len(known) == len(common) and bool(_samples(found.whole.record.ranks, {e["window"] for e in common}))
+        has_all = len(known) == len(common) and bool(
+            model_inputs(found.whole.record.ranks, {e["window"] for e in common})
+        )
         return found if has_all and not found.has_other_samples(common) and not found.draws_others() else None
 
     def _are_those_of_one_process(self, common: list[Event]) -> bool:
@@ -238,7 +240,7 @@ class Comparison:
         for name, error in apart.errors.items():
             floor = floors(name)
             limit = found.limits[name] = self._limit(event, floor)
-            is_half = error > limit and numerics.is_too_coarse(0.0, recorded, event.get("unit", 0.0))
+            is_half = error > limit and numerics.is_too_coarse(0.0, recorded, self._coarsest(event))
             is_hidden = (floor > numerics.COARSEST and error <= max(1.0, limit)) or (
                 is_half and error <= _MOST_OF_HALF * limit
             )
@@ -277,8 +279,8 @@ class Comparison:
     def has_other_samples(self, common: list[Event]) -> bool:
         """Whether one process, which cuts the data by itself, trains on other samples than the ranks together."""
         windows = {event["window"] for event in common}
-        alone = _samples(self.whole.record.ranks, windows)
-        return bool(alone) and alone != _samples(self.record.data.ranks, windows)
+        alone = model_inputs(self.whole.record.ranks, windows)
+        return bool(alone) and alone != model_inputs(self.record.data.ranks, windows)
 
     @cached_property
     def _in_step(self) -> InStep:
@@ -301,7 +303,10 @@ class Comparison:
 
     def _limit(self, event: Event, floor: float = 0.0) -> float:
         """How far the gradients of a step may be apart."""
-        return numerics.limit(floor, self._recorded(event), event.get("unit", 0.0))
+        return numerics.limit(floor, self._recorded(event), self._coarsest(event))
+
+    def _coarsest(self, event: Event) -> float:
+        return max(float(event.get("unit", 0.0)), self.record.sent_in(event))
 
     def _apart(self, event: Event) -> numerics.Distance:
         return numerics.distance(self._recorded(event), self.whole.gradients(event["event"]))
@@ -352,9 +357,3 @@ def _why_unmeasured(again: Run) -> str:
     failure = again.ended.failure
     told = "it took other steps" if failure is None else f"{failure['exception']}: {failure['message'][:200]}"
     return f"alone, with its samples in another order, {'no rank makes progress' if again.ended.hung else told}"
-
-
-def _samples(ranks: list[Rank], windows: set[int]) -> set[tuple[int, str]]:
-    """What the models have seen in some windows; a wrapper may see it once more."""
-    inputs = [event for rank in ranks for event in rank.of("input") if event["window"] in windows]
-    return {(event["window"], row) for event in inputs for row in event["rows"]}

@@ -73,7 +73,6 @@ def _told(record: Record, pair: tuple[Rank, Rank], steps: Sequence[Event]) -> Fi
     return Finding(
         code="samples-repeated",
         severity="note" if is_fixed else "error",
-        property="data",
         rank=other.number,
         step=steps[0]["event"],
         where=_drawn_at(first, other, steps) or first.backward_of(steps[0]),

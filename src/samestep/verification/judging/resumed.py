@@ -134,7 +134,6 @@ _FIX = "skip what was used, or save the position in the data: samestep.checkpoin
 def _again(rank: Rank, one: Resumed) -> Finding:
     return Finding(
         code="samples-repeated",
-        property="data",
         rank=rank.number,
         where=one.where,
         cause=f"a state was saved after {plural(len(one.used), 'batch')} of an epoch, and when it was loaded the epoch "
@@ -146,7 +145,6 @@ def _again(rank: Rank, one: Resumed) -> Finding:
 def _twice(rank: Rank, one: Resumed, count: int) -> Finding:
     return Finding(
         code="samples-repeated",
-        property="data",
         rank=rank.number,
         where=one.where,
         cause=f"a state was saved after {plural(len(one.used), 'batch')} of an epoch, and when it was loaded "
@@ -158,7 +156,6 @@ def _twice(rank: Rank, one: Resumed, count: int) -> Finding:
 def _left_out(rank: Rank, one: Resumed, count: int) -> Finding:
     return Finding(
         code="samples-missing",
-        property="data",
         rank=rank.number,
         where=one.where,
         cause=f"a state was saved after {plural(len(one.used), 'batch')} of an epoch, and when it was loaded "

@@ -163,7 +163,6 @@ def _shared(record: Record) -> Iterator[Finding]:
             if event["training"] and other is not None and event["rows"] != other["rows"]:
                 yield Finding(
                     code="batches-differ",
-                    property="data",
                     rank=rank.number,
                     step=event["window"],
                     where=event["key"].rpartition("#")[0],
@@ -195,7 +194,6 @@ def _lengths(group: Sequence[Pass]) -> Iterator[Finding]:
 def _datasets(group: Sequence[Pass], rank: int, what: str) -> Finding:
     return Finding(
         code="datasets-differ",
-        property="data",
         rank=group[rank].rank,
         where=group[rank].about.get("made") or group[0].about["key"].rpartition("#")[0],
         cause=f"the dataset of rank {group[rank].rank} {what}",
@@ -260,7 +258,6 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
         yield Finding(
             code="samples-repeated",
             severity="note",
-            property="data",
             where=where,
             cause=f"{plural(extra, 'sample')} of {size} used twice in an epoch, so that every rank gets as many: "
             f"{group[0].about.get('cut_by') or group[0].about['sampler']} pads",
@@ -275,7 +272,9 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
     elif by_index and size is not None and all(one.is_known for one in group) and not group[0].about["drop_last"]:
         missing = size - len({*counts, *_begun_before(group, record)})
         if missing > 0 and _is_split(group):
-            yield _missing(group, missing, size, where)
+            is_plain = own_pace is None or _drops_incomplete_batch(group, missing)
+            as_alone = own_pace is not None and not is_plain and _misses_alone(group, own_pace(), missing)
+            yield _missing(group, missing, size, where, as_alone=as_alone)
 
 
 def _yields_twice(one: Pass) -> bool:
@@ -290,6 +289,16 @@ def _repeats_alone(group: Sequence[Pass], alone: Record, share: float) -> bool:
     for one in passes(alone.ranks[0]) if alone.ranks else ():
         if one.is_training and one.about["key"].rpartition("#")[0] == line and one.rows:
             return 1 - len(set(one.rows)) / len(one.rows) >= share / 2
+    return False
+
+
+def _misses_alone(group: Sequence[Pass], alone: Record, missing: int) -> bool:
+    """Whether one process, too, leaves samples out of a pass over this loader: at least half as many."""
+    line = group[0].about["key"].rpartition("#")[0]
+    for one in passes(alone.ranks[0]) if alone.ranks else ():
+        size = one.about["samples"]
+        if one.is_training and one.about["key"].rpartition("#")[0] == line and one.is_known and one.indices and size:
+            return 2 * (int(size) - len(set(one.indices))) >= missing
     return False
 
 
@@ -355,7 +364,6 @@ def _repeated(group: Sequence[Pass], identities: list[list[Any]], extra: int, co
         fix = "draw the order from a generator that all ranks seed alike, with the epoch: seed + epoch"
     return Finding(
         code="samples-repeated",
-        property="data",
         where=where,
         cause=f"in epoch {group[0].about['number']} {plural(count, 'sample')} are used more than once ({extra} uses "
         f"too many): {cause}",
@@ -379,27 +387,23 @@ def _same_rank(group: Sequence[Pass]) -> tuple[int, int] | None:
     return None if told or rank is None or replicas is None else (rank, replicas)
 
 
-def _leaves_incomplete_batch_out(group: Sequence[Pass], missing: int) -> bool:
+def _drops_incomplete_batch(group: Sequence[Pass], missing: int) -> bool:
     """Whether the sampler does what drop_last=True does: whole batches alone, and too few samples left for another."""
     size = group[0].about["batch_size"]
     return bool(size) and missing < size * len(group) and all(b["size"] == size for one in group for b in one.batches)
 
 
-def _missing(group: Sequence[Pass], missing: int, size: int, where: str) -> Finding:
-    if _leaves_incomplete_batch_out(group, missing):
-        return Finding(
-            code="samples-missing",
-            severity="note",
-            property="data",
-            where=where,
-            cause=f"in epoch {group[0].about['number']} {plural(missing, 'sample')} of {size} are used on no rank: "
-            f"{group[0].about['sampler']} leaves out what fills no batch of all ranks",
-        )
+def _missing(group: Sequence[Pass], missing: int, size: int, where: str, *, as_alone: bool) -> Finding:
+    cause = f"in epoch {group[0].about['number']} {plural(missing, 'sample')} of {size} are used on no rank"
+    if as_alone or _drops_incomplete_batch(group, missing):
+        why = f"{group[0].about['sampler']} leaves out what fills no batch of all ranks"
+        if as_alone:
+            why = "one process leaves samples out of a pass as well"
+        return Finding(code="samples-missing", severity="note", where=where, cause=f"{cause}: {why}")
     return Finding(
         code="samples-missing",
-        property="data",
         where=where,
-        cause=f"in epoch {group[0].about['number']} {plural(missing, 'sample')} of {size} are used on no rank",
+        cause=cause,
         fix=DIVIDE,
     )
 
@@ -411,7 +415,6 @@ def _alike(group: Sequence[Pass]) -> Iterator[Finding]:
         if theirs and theirs == drawn[0]:
             yield Finding(
                 code="samples-repeated",
-                property="data",
                 rank=group[rank].rank,
                 where=group[0].about["key"].rpartition("#")[0],
                 cause=f"rank {group[rank].rank} draws the very samples that rank 0 draws, in the same order "
@@ -451,7 +454,6 @@ def _same_order(key: str, one: Pass, common: int) -> Finding:
     fix = "sampler.set_epoch(epoch)    # at the start of every epoch" if sampler == "DistributedSampler" else None
     return Finding(
         code="same-order-every-epoch",
-        property="data",
         where=key.rpartition("#")[0],
         cause=f"epoch {one.about['number'] + 1} begins with the same {common} samples in the same order as epoch "
         f"{one.about['number']}, and the order is a shuffled one ({_whose(one, sampler)})",
@@ -510,7 +512,6 @@ def _backwards(rank: Rank, window: int) -> int:
 def _leaked(one: Pass, rest: list[Event], step: Event, backwards: int) -> Finding:
     return Finding(
         code="gradient-differs",
-        property="gradients",
         step=step["event"],
         where=step["where"],
         cause=f"the last {plural(len(rest), 'batch')} of epoch {one.about['number']} fill no whole window, and their "
@@ -523,7 +524,6 @@ def _unstepped(one: Pass, rest: list[Event]) -> Finding:
     samples = sum(batch["size"] for batch in rest)
     return Finding(
         code="samples-missing",
-        property="data",
         where=one.about["where"],
         cause=f"the last {plural(len(rest), 'batch')} of epoch {one.about['number']} ({plural(samples, 'sample')} on "
         "rank 0) were loaded, and no optimizer step used them",

@@ -98,7 +98,6 @@ def _compared(start: dict[str, str], own: dict[str, Any], ours: dict[str, Any]) 
 def _finding(record: Record, rank: int, name: str, cause: str, fix: str) -> Finding:
     return Finding(
         code="initial-state-differs",
-        property="initial_state",
         rank=record.ranks[rank].number,
         step=0,
         tensor=name,

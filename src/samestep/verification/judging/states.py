@@ -65,7 +65,6 @@ def _undone(record: Record) -> Iterator[Finding]:
             if lost:
                 yield Finding(
                     code="parameters-diverged",
-                    property="parameters",
                     rank=rank.number,
                     step=step["event"],
                     tensor=lost[0],
@@ -169,7 +168,6 @@ def _order(record: Record, kind: str, number: int, rank: int, first: list[str], 
     event = record.ranks[rank].of("wrap" if kind == "wrap" else "optimizer")
     return Finding(
         code="parameter-order-differs",
-        property="parameter_order",
         rank=record.ranks[rank].number,
         tensor=there,
         where=event[number]["where"] if number < len(event) else None,
@@ -193,7 +191,6 @@ def unequal_start(record: Record, rank: int, names: list[str], when: str = "befo
     first, other = record.ranks[0], record.ranks[rank]
     return Finding(
         code="initial-state-differs",
-        property="initial_state",
         rank=other.number,
         step=0,
         tensor=names[0],
@@ -359,24 +356,36 @@ def _stale(record: Record, report: Report) -> None:
     if not early or not record.is_alike:
         return
     event = early[-1]  # where several optimizers take turns, all have been made by then
+    stepped = _stepped_by_hand(record.ranks[0])
+    orphans, left_out = ([name for name in event[key] if name not in stepped] for key in ("orphans", "left_out"))
     idle = [name for name, digest in event["gradients"].items() if digest is None]
-    if event["orphans"] and idle:
+    if orphans and idle:
         cause = (
             f"{plural(len(idle), 'parameter')} of the optimizer never get a gradient, and "
-            f"{listed(event['orphans'], 'parameter')} of the model get one and are in no optimizer: it was made from "
+            f"{listed(orphans, 'parameter')} of the model get one and are in no optimizer: it was made from "
             "parameters that the model no longer has"
         )
-        report.add([_missed(record, event, event["orphans"], cause)])
-    elif event["left_out"]:
-        cause = f"{listed(event['left_out'], 'parameter')} get gradients and are in no optimizer, unlike the rest"
-        report.add([_missed(record, event, event["left_out"], cause)])
+        report.add([_missed(record, event, orphans, cause)])
+    elif left_out:
+        cause = f"{listed(left_out, 'parameter')} get gradients and are in no optimizer, unlike the rest"
+        report.add([_missed(record, event, left_out, cause)])
+
+
+def _stepped_by_hand(rank: Rank) -> set[str]:
+    """The parameters that change from step to step: one of no optimizer is stepped by the script's own code."""
+    known: dict[str, str] = {}
+    changed = set()
+    for step in rank.steps:
+        for name, digest in step["parameters"].items():
+            if known.setdefault(name, digest) != digest:
+                changed.add(name)
+    return changed
 
 
 def _missed(record: Record, event: Event, names: list[str], cause: str) -> Finding:
     made = [one for one in record.ranks[0].of("optimizer") if one["number"] == event["optimizer"]]
     return Finding(
         code="optimizer-misses-parameters",
-        property="parameters",
         step=event["event"],
         tensor=names[0],
         where=made[0]["where"] if made and made[0]["where"] else event["where"],

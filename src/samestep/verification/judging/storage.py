@@ -57,7 +57,6 @@ def _without_buffers(record: Record) -> Iterator[Finding]:
             if not set(state["buffers"].values()) & held:
                 yield Finding(
                     code="checkpoint-inexact",
-                    property="checkpoint",
                     rank=rank.number,
                     where=save["where"],
                     cause=f"all parameters are saved, and no buffer ({listed(list(state['buffers']), 'buffer')})"
@@ -126,7 +125,6 @@ def _partly_saved(record: Record, alone: Rank) -> Iterator[Finding]:
             if told and sum(told) < size:
                 yield Finding(
                     code="checkpoint-inexact",
-                    property="checkpoint",
                     tensor=name,
                     where=events[0]["where"],
                     cause=f"the file holds {sum(told)} of the {size} numbers that one process saves in {name}: each "
@@ -143,7 +141,6 @@ def _nothing_loaded(record: Record) -> Iterator[Finding]:
             if event["missing"] and event["missing"] == event["held"] and event["unexpected"]:
                 yield Finding(
                     code="checkpoint-inexact",
-                    property="checkpoint",
                     rank=rank.number,
                     where=event["where"],
                     cause=f"none of the {event['unexpected']} tensors that were given has a name that the model knows, "
@@ -248,7 +245,6 @@ def _holds(saved: dict[str, str], now: dict[str, str]) -> bool:
 def _lost(rank: Rank, event: Event, where: str | None, what: str, fix: str) -> Finding:
     return Finding(
         code="checkpoint-inexact",
-        property="checkpoint",
         rank=rank.number,
         step=event["event"],
         where=where,

@@ -119,16 +119,17 @@ class Updates:
         """Yields how far each parameter and each part of its state differs; NaN for a parameter that does not move."""
         before = record.state(step["window"])["parameters"].get(step["optimizer"], {})
         ours, theirs = record.update(step), alone.update(step["event"])
+        coarsest = record.sent_in(step) if record.averages_within(step) else 0.0
         for name, right in theirs["parameters"].items():
             mine, earlier = ours["parameters"].get(name), before.get(name)
             if mine is None or earlier is None or mine.shape != right.shape or earlier.shape != right.shape:
                 continue
-            yield _of_parameter(name, mine, right, earlier)
+            yield _of_parameter(name, mine, right, earlier, coarsest)
         for name, state in theirs["states"].items():
             for key, right in state.items():
                 mine = ours["states"].get(name, {}).get(key)
                 if mine is not None:
-                    yield _of_state(name, key, mine, right)
+                    yield _of_state(name, key, mine, right, coarsest)
 
     def _beyond_rounding(self, step: Event, wrong: list[_Difference]) -> list[_Difference]:
         """Those that neither the run in another order nor the run in float64 shows to be rounding."""
@@ -178,7 +179,6 @@ class Updates:
         what = f"the update of {found.name}" if found.key is None else f"the state {found.key!r} of {found.name}"
         return Finding(
             code="update-differs",
-            property="updates",
             step=step["event"],
             tensor=found.name,
             factor=None if found.factor is None else round(found.factor, 6),
@@ -192,7 +192,7 @@ class Updates:
         return ", the first behind a load" if step["event"] in resumed else ""
 
 
-def _of_parameter(name: str, mine: Any, right: Any, before: Any) -> _Difference:
+def _of_parameter(name: str, mine: Any, right: Any, before: Any, coarsest: float = 0.0) -> _Difference:
     one, other, start = (numerics.vector(value) for value in (mine, right, before))
     update, moved = other - start, one - start
     norm = max(float(update.norm()), float(moved.norm()))
@@ -203,11 +203,11 @@ def _of_parameter(name: str, mine: Any, right: Any, before: Any) -> _Difference:
     hidden = _ROUNDINGS_OF_VALUES * unit * float(other.norm()) / norm
     fitted = numerics.fit(moved, [update])
     is_multiple = fitted.left < max(hidden, _SAME) and abs(fitted.factors[0] - 1) > _SAME and bool(update.any())
-    limit = numerics.limit(0.0, {name: mine}) + hidden
+    limit = numerics.limit(0.0, {name: mine}, coarsest) + hidden
     return _Difference(name, None, error, limit, fitted.factors[0] if is_multiple else None)
 
 
-def _of_state(name: str, key: str, mine: Any, right: Any) -> _Difference:
+def _of_state(name: str, key: str, mine: Any, right: Any, coarsest: float = 0.0) -> _Difference:
     if not hasattr(mine, "layout") or not hasattr(right, "layout"):
         same = mine == right or (isinstance(mine, float) and math.isclose(mine, float(right), rel_tol=1e-4))
         return _Difference(name, key, 0.0 if same else 1.0, 0.0, None)
@@ -215,4 +215,4 @@ def _of_state(name: str, key: str, mine: Any, right: Any) -> _Difference:
         return _Difference(name, key, 0.0, 0.0, None)  # a step counter on one side, say
     one, other = numerics.vector(mine), numerics.vector(right)
     norm = max(float(one.norm()), float(other.norm()), 1e-300)
-    return _Difference(name, key, float((one - other).norm()) / norm, numerics.limit(0.0, {name: mine}), None)
+    return _Difference(name, key, float((one - other).norm()) / norm, numerics.limit(0.0, {name: mine}, coarsest), None)

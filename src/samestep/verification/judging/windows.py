@@ -97,7 +97,6 @@ class Windows:
         return Finding(
             code="gradient-differs",
             severity="note" if note else "error",
-            property="gradients",
             step=step["event"],
             where=rank.backward_of(step),
             cause=f"at step {step['event']} the {len(weights)} micro-batches count alike, {uneven}: in one batch of "

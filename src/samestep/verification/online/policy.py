@@ -114,7 +114,6 @@ def _schedules(summaries: Sequence[StepSummary], details: Details) -> Iterator[F
         mine, theirs = (_count(summaries[i], "scheduler") for i in (0, rank))
         yield Finding(
             code="steps-differ",
-            property="control",
             rank=rank,
             step=step,
             where=next((event["where"] for one in pair.ranks[::-1] for event in one.of("scheduler")[-1:]), None),
@@ -147,7 +146,6 @@ def _calls(summaries: Sequence[StepSummary], details: Details) -> Iterator[Findi
         last = _common(pair, "collective").ranks[1].events[-1:]
         yield Finding(
             code="collective-order",
-            property="communication",
             rank=rank,
             step=step,
             where=last[0]["where"] if last else None,

@@ -198,7 +198,6 @@ class _Bitmap:
         self._is_open = False
         return Finding(
             code="samples-repeated",
-            property="data",
             where=self._first.key.rpartition("#")[0],
             cause=f"in epoch {self._first.number} {plural(self._extra, 'sample')} of {self._first.size} came to more "
             f"than one rank by now: {UNDIVIDED.format(self._first.sampler)}",

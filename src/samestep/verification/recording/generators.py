@@ -2,43 +2,85 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from samestep.instrument.patch import is_own
+from samestep.launch.failure import relative_path
 from samestep.runtime.digest import digest, digest_of_bytes
 
 __all__: list[str] = []
 
+_Generator = tuple[Any, Any, str]  # itself, what holds it, and as which attribute
 _DEPTH = 3  # of objects in objects: a subset, its dataset, that one's transforms
 
 
-def state_of(dataset: Any) -> str | None:
-    """Returns a digest of the state of the generators that a dataset holds; None where it holds none.
+@dataclass(frozen=True)
+class Held:
+    """The generators that a dataset holds.
+
+    Attributes:
+        state: digest of their states.
+        where: the line of the user's that gives the first of them to what holds it; None where that is not known.
+    """
+
+    state: str
+    where: str | None
+
+
+def held_by(dataset: Any) -> Held | None:
+    """Returns the generators that a dataset holds; None where it holds none.
 
     >>> class Noisy:
     ...     def __init__(self, seed):
     ...         self.generator = np.random.default_rng(seed)
-    >>> state_of(Noisy(1)) == state_of(Noisy(1)), state_of(Noisy(1)) == state_of(Noisy(2)), state_of([1, 2])
-    (True, False, None)
+    >>> held_by(Noisy(1)).state == held_by(Noisy(1)).state, held_by(Noisy(1)).state == held_by(Noisy(2)).state
+    (True, False)
+    >>> held_by([1, 2]) is None
+    True
     """
-    told = [_state(generator) for generator in _within(dataset, _DEPTH, set())]
-    return digest_of_bytes(" ".join(told).encode()) if told else None
+    found = list(_within(dataset, _DEPTH, set()))
+    if not found:
+        return None
+    digest = digest_of_bytes(" ".join(_state(generator) for generator, _, _ in found).encode())
+    return Held(digest, next((where for _, owner, name in found if (where := _given_at(owner, name))), None))
 
 
-def _within(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+def _within(
+    value: Any, depth: int, seen: set[int], owner: Any = None, name: str = ""
+) -> Iterator[tuple[Any, Any, str]]:
+    """Yields generators, what holds each, and as which attribute."""
     if isinstance(value, np.random.Generator | np.random.RandomState | random.Random | torch.Generator):
-        yield value
+        yield value, owner, name
         return
     if id(value) in seen or not depth or isinstance(value, torch.Tensor | np.ndarray | str | bytes | type):
         return
     seen.add(id(value))
-    held = list(value)[:16] if isinstance(value, list | tuple) else list(getattr(value, "__dict__", {}).values())
-    for one in held:
-        yield from _within(one, depth - 1, seen)
+    if isinstance(value, list | tuple):
+        for one in value[:16]:
+            yield from _within(one, depth - 1, seen, owner, name)
+    else:
+        for attribute, one in list(getattr(value, "__dict__", {}).items()):
+            yield from _within(one, depth - 1, seen, value, attribute)
+
+
+def _given_at(owner: Any, name: str) -> str | None:
+    """The first line in the code of a user's class that assigns an attribute."""
+    try:
+        lines, first = inspect.getsourcelines(type(owner))
+        path = inspect.getsourcefile(type(owner)) or ""
+    except (OSError, TypeError):
+        return None
+    given = re.compile(rf"\bself\.{re.escape(name)}\s*(?::[^=]+)?=[^=]")
+    number = next((first + place for place, line in enumerate(lines) if given.search(line)), None)
+    return None if number is None or not is_own(path) else f"{relative_path(path)}:{number}"
 
 
 def _state(generator: Any) -> str:

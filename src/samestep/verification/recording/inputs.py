@@ -40,6 +40,7 @@ class Inputs:
         self._beside: set[int] = set()
         self.used = False  # a model has been called, since somebody has set this back
         self.cannot_tell = False  # of a compiled one
+        self._outputs: set[Any] = set()  # storages of what models have returned, weakly
         self._looks: Counter[tuple[int, int]] = Counter()
 
     def watch(self, optimizer: Any) -> None:
@@ -59,6 +60,7 @@ class Inputs:
             else:
                 self._known.add(id(root))
                 root.register_forward_pre_hook(Hook(self._note), with_kwargs=True, prepend=True)  # before FSDP gathers
+                root.register_forward_hook(Hook(self._note_outputs))
                 inner: Any = getattr(root, "module", None)  # of a wrapper, which an evaluation may leave out
                 is_wrapper = hasattr(inner, "register_forward_pre_hook")
                 for part in [inner, *inner.children()] if is_wrapper else root.children():
@@ -97,12 +99,41 @@ class Inputs:
             return
         self.used = True
         self._forwarding(model, args)
-        if not torch.is_grad_enabled():
-            if (phase := self.evaluated()) is not None:
-                self._journal.write("seen", phase=phase, rows=row_digests([*args, *kwargs.values()]))
+        phase = None if torch.is_grad_enabled() else self.evaluated()
+        window = self._wanted() if torch.is_grad_enabled() else None
+        given = [] if phase is None and window is None else self._given([*args, *kwargs.values()])
+        if phase is not None and given:
+            self._journal.write("seen", phase=phase, rows=row_digests(given))
+        if window is not None and given:
+            self._journal.write("input", window=window, rows=row_digests(given))
+
+    def _given(self, values: list[Any]) -> list[Any]:
+        """Leaves out what a model has computed, such as the pictures of a generator: that is no sample."""
+        from samestep.verification.recording.leaves import tensors_of
+
+        return [value for value in values if not any(map(self._is_computed, tensors_of(value)))]
+
+    def _is_computed(self, tensor: Any) -> bool:
+        import torch
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        if tensor.grad_fn is not None:
+            return True
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        return is_plain and StorageWeakRef(tensor.untyped_storage()) in self._outputs  # type: ignore[no-untyped-call]
+
+    def _note_outputs(self, _: Any, __: Any, result: Any) -> None:
+        """Remembers the tensors that a model has returned, also under other names (detach); not beyond their end."""
+        import torch
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        from samestep.verification.recording.leaves import tensors_of
+
+        if torch.compiler.is_compiling():
             return
-        if (window := self._wanted()) is not None:
-            self._journal.write("input", window=window, rows=row_digests([*args, *kwargs.values()]))
+        self._outputs = {one for one in self._outputs if not one.expired()}
+        found = [one for one in tensors_of(result) if type(one) is torch.Tensor and one.layout == torch.strided]
+        self._outputs |= {StorageWeakRef(one.untyped_storage()) for one in found}  # type: ignore[no-untyped-call]
 
 
 def mixes_samples(model: Any) -> bool:

@@ -18,17 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.instrument.patch import call_site
 from samestep.instrument.script_io import save_unreported
 from samestep.verification.journal import TraceWriter
 from samestep.verification.recording.leaves import tensors_of
-from samestep.verification.recording.modes import LooseMode
+from samestep.verification.recording.modes import LooseMode, line_of
 
 __all__: list[str] = []
 
 FORWARD, GRADIENTS, STEP, EVALUATION = "forward", "gradients", "step", "evaluation"
 _MOST_NUMBERS = 1 << 18  # of a tensor that is kept
-_BETWEEN = ("samestep.verification", "samestep.instrument")  # that stand between the script and what it calls
 _MOST_LINES = 4096
 _UNCHANGED = {"__get__", "__set__", "size", "dim", "numel", "detach", "requires_grad_", "backward", "__repr__", "to"}
 
@@ -57,6 +55,7 @@ class LineTrace(LooseMode):
         """Writes down what was computed."""
         self.leave()
         lines, self._lines, self.segment = self._lines, [], None
+        self._seen.clear()
         if lines:
             kept = self._journal.keep(lambda path: save_unreported(lines, path))
             self._journal.write("lines", kept=kept)
@@ -65,21 +64,29 @@ class LineTrace(LooseMode):
         """Calls, and keeps what it brings."""
         result = func(*args, **(kwargs or {}))
         if self.segment is not None and not self._is_busy and not torch.compiler.is_compiling():
-            name, frame = getattr(func, "__name__", ""), sys._getframe(1)  # noqa: SLF001
-            if name not in _UNCHANGED and not str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
-                self.note(name, result, frame)
+            name = getattr(func, "__name__", "")
+            if name not in _UNCHANGED:
+                self.note(name, result, sys._getframe(1))  # noqa: SLF001
         return result
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was kept since the last end."""
+        return not self._lines and self.segment is None
+
     def note(self, name: str, result: Any, frame: Any) -> None:
-        """Keeps the floating-point tensors of a result, with the user's line that `frame` belongs to."""
-        if self.segment is None or len(self._lines) >= _MOST_LINES:
+        """Keeps the floating-point tensors of a result, with the user's line that `frame` belongs to.
+
+        Before a segment has begun, it is the step's forward part that is being prepared.
+        """
+        if len(self._lines) >= _MOST_LINES:
             return
         self._is_busy = True
         try:
             found = [one for one in tensors_of(result) if one.is_floating_point() and one.layout == torch.strided]
-            where = call_site(frame) if found else ""
-            for one in found:
-                place = (self.segment, where, name)
+            where = line_of(frame) if found else None
+            for one in found if where is not None else ():
+                place = (self.segment or FORWARD, where or "", name)
                 self._seen[place] += 1
                 self._lines.append({"place": (*place, self._seen[place]), **_kept(one)})
         finally:

@@ -6,12 +6,17 @@ torch.set_default_device, and ends where it is the last.
 
 from __future__ import annotations
 
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from samestep.instrument.patch import call_site, is_own
+
 __all__: list[str] = []
+
+_RECORDING = ("samestep.verification.recording.", "samestep.verification.reference.")
 
 
 class LooseMode(TorchFunctionMode):
@@ -37,3 +42,13 @@ class LooseMode(TorchFunctionMode):
 
 def _stack() -> list[Any]:
     return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def line_of(frame: FrameType | None) -> str | None:
+    """Returns the user's line that a call belongs to; None where what records the script has made it."""
+    own = frame
+    while own is not None and not is_own(own.f_code.co_filename):
+        if str(own.f_globals.get("__name__")).startswith(_RECORDING):
+            return None
+        own = own.f_back
+    return call_site(own or frame)

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from samestep.verification.recording.modules import alive
+
 __all__: list[str] = []
 
 _WRAPPERS = ("module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -16,8 +18,10 @@ _WRAPPERS = ("module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.
 
 def roots() -> list[nn.Module]:
     """Returns the modules that no other module holds, in the order in which they were made."""
-    # the type is asked, not the object: some that torch deprecates warn when they are looked at
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    modules = alive()
+    if modules is None:
+        # the type is asked, not the object: some that torch deprecates warn when they are looked at
+        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]
 

@@ -11,6 +11,8 @@ from samestep.verification.journal import TraceWriter
 
 __all__: list[str] = []
 
+TRAINED = "trained model "  # one of which an optimizer holds a part
+
 
 class Optimizers:
     """All of them; torch is imported when the first one is there.
@@ -36,6 +38,10 @@ class Optimizers:
     def all(self) -> list[Any]:
         """Those that are alive, in the order in which they were made."""
         return [optimizer for made in self._made if (optimizer := made()) is not None]
+
+    def rates(self) -> list[float]:
+        """Returns the learning rates of all of them."""
+        return [float(group["lr"]) for optimizer in self.all for group in optimizer.param_groups if "lr" in group]
 
     def add(self, optimizer: Any, where: str) -> None:
         """Numbers an optimizer, unless it has its number."""
@@ -164,7 +170,7 @@ class Optimizers:
             if model not in self._models:
                 is_trained = any(owner_of(one) in held_ids for _, one in named(model))
                 number = next(self._numbered_trained if is_trained else self._numbered)
-                self._models[model] = f"trained model {number}" if is_trained else f"model {number}"
+                self._models[model] = f"{TRAINED}{number}" if is_trained else f"model {number}"
             found |= {f"{self._models[model]}: {name}": one for name, one in parameters.items()}
         return found
 
@@ -215,6 +221,15 @@ class Optimizers:
             ]
             told.append({"number": optimizer.samestep_number, "state": kept, "rates": rates, "names": names})
         return told
+
+    def state_digests(self, optimizer: Any) -> dict[str, list[str]]:
+        """Returns what tells the state of each parameter from others, of those that have one."""
+        from samestep.runtime.digest import digest
+        from samestep.verification.recording.passes import tensors_in
+
+        named = {name: getattr(one, "owner", one) for name, one in self.parameters(optimizer).items()}
+        states = {name: optimizer.state[one] for name, one in named.items() if one in optimizer.state}
+        return {name: sorted(digest(tensor) for _, tensor in tensors_in(state)) for name, state in states.items()}
 
     def orphans(self) -> list[str]:
         """Returns the parameters that have a gradient, and no optimizer."""

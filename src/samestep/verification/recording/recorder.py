@@ -11,12 +11,13 @@ passes over the data are ended early, for what stands behind them: :mod:`sameste
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pickle import PicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from samestep.instrument.callbacks import LoadedBatch, LoaderPass, PassIterator
 from samestep.instrument.collective_call import CollectiveCall
@@ -32,6 +33,9 @@ from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.recording.limit import Limit, Pass
 from samestep.verification.recording.optimizers import digests, held, settings_of
 from samestep.verification.recording.witness import StopRecording, Witness
+
+if TYPE_CHECKING:
+    from samestep.verification.recording.generators import Held
 
 __all__: list[str] = []
 
@@ -75,6 +79,7 @@ class Recorder(Witness):
         self._averaged: dict[int, dict[str, Any] | None] = {}  # model -> its event of this window; None: several values
         self._told_averaged = 0
         self._loaded_averaged: dict[str, str] = {}
+        self._collected_at = -1  # the event before which models that nobody holds were taken away last
         self._evaluates: str | None = None  # the evaluation whose parameters were written last
         self._loaded_at: str | None = None  # where parameters were loaded since the last step
         self._is_fed = False  # a DataLoader has yielded what is trained on
@@ -121,7 +126,8 @@ class Recorder(Witness):
         while not (is_cut := self._limit.ends(name)) and (batch := self.next_of(own)) is not None:
             self._note_batch(batch)
             if noise is not None and yielded < _NOISY and (after := self._noise_of(epoch)) != noise:
-                self.journal.write("noise", key=epoch.key, number=epoch.number, index=yielded, state=noise)
+                about = {"index": yielded, "state": noise.state, "where": noise.where}
+                self.journal.write("noise", key=epoch.key, number=epoch.number, **about)
                 noise = after
             yielded += 1
             yield self.given(batch.value)
@@ -133,12 +139,12 @@ class Recorder(Witness):
             self._whole[epoch.key] += 1
         self.journal.write("passed", key=epoch.key, number=epoch.number, cut=yielded if is_cut else None)
 
-    def _noise_of(self, epoch: LoaderPass) -> str | None:
-        """The state of the generators that a dataset which is loaded in this process holds itself."""
-        from samestep.verification.recording.generators import state_of
+    def _noise_of(self, epoch: LoaderPass) -> Held | None:
+        """The generators that a dataset which is loaded in this process holds itself."""
+        from samestep.verification.recording.generators import held_by
 
         is_seen = not epoch.loader.num_workers and hasattr(type(epoch.loader.dataset), "__getitem__")
-        return state_of(epoch.loader.dataset) if is_seen else None
+        return held_by(epoch.loader.dataset) if is_seen else None
 
     def _begin_pass(self, name: Pass, own: PassIterator) -> None:
         """Of a loader whose passes the script leaves before their end, the samples that it leaves out tell nothing."""
@@ -266,12 +272,20 @@ class Recorder(Witness):
         self._sampled = self.window in SAMPLED or late or bool(self.order.get("keep_all"))
         if self._loaded is not None:
             self._loaded_buffers = self.optimizers.digests()["buffers"]  # the forward will change them
-            self._loaded_averaged = digests(self.optimizers.untrained())
+            self._collected_at = -1  # the script may have made its model anew since it has saved
+            self._loaded_averaged = self._averages()
         if self.window == 0:
             self.journal.write("start", **self.optimizers.digests())
         self._note_window()
         if not evaluating:
             self.trace("forward")
+
+    def _averages(self) -> dict[str, Any]:
+        """Digests of the models that no optimizer holds; not of those that only wait to be collected."""
+        if self._collected_at != self._events and self.optimizers.untrained():
+            self._collected_at = self._events
+            gc.collect()
+        return digests(self.optimizers.untrained())
 
     def _watch_gradients(self) -> None:
         from samestep.verification.recording.own_gradients import OwnGradients
@@ -358,7 +372,7 @@ class Recorder(Witness):
         """Writes down the gradients that it will use."""
         import torch
 
-        if torch.compiler.is_compiling():
+        if self.is_preparing or torch.compiler.is_compiling():
             return
         self.on_optimizer(optimizer, "")
         by_hand, is_late = self.optimizers.is_by_hand(optimizer), not self.is_open
@@ -419,15 +433,17 @@ class Recorder(Witness):
         """Writes down what has become of the parameters, and ends the rank when that was enough."""
         import torch
 
-        if torch.compiler.is_compiling():
+        if self.is_preparing or torch.compiler.is_compiling():
             return
         self.end_trace()
+        if self.path is not None:
+            self.path.close(self.window)
         optimizer.samestep_steps += 1
         after = digests(self.optimizers.parameters(optimizer))
         self.journal.write("stepped", event=self._events, optimizer=optimizer.samestep_number, parameters=after)
         if self._sampled:
             kept, evaluations = self._keep(lambda: self.optimizers.updated(optimizer)), optimizer.samestep_evaluations
-            carried = [one["state"] for one in self.optimizers.states() if one["number"] == optimizer.samestep_number]
+            carried = self.optimizers.state_digests(optimizer)
             self.journal.write("updated", event=self._events, kept=kept, evaluations=evaluations, carried=carried)
         self._events += 1
         self.window += 1
@@ -506,7 +522,7 @@ class Recorder(Witness):
                 return  # a storage, which torch saves and loads by these functions when an object is sent
             if kind == "save":
                 with contextlib.suppress(Exception):  # a state that is not there yet is none of the script's business
-                    averaged = digests(self.optimizers.untrained())
+                    averaged = self._averages()
                     told = {"optimizers": self.optimizers.states(), "averaged": averaged}
                     fields["state"] = self.optimizers.digests() | told
             else:

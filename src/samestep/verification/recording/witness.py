@@ -22,9 +22,10 @@ from samestep.instrument import (
 )
 from samestep.instrument.callbacks import Callbacks, LoadedBatch, subscribe
 from samestep.instrument.collective_call import CollectiveCall
-from samestep.instrument.patch import install, on_import
+from samestep.instrument.patch import install, on_import, patch
 from samestep.launch.observers import Observer, RankContext
 from samestep.verification.journal import TraceWriter
+from samestep.verification.recording import modules
 from samestep.verification.recording.adjusting import adjusted, doubled
 from samestep.verification.recording.chance import Draws
 from samestep.verification.recording.evaluations import Evaluations
@@ -66,10 +67,12 @@ class Witness(Observer, Callbacks):
         self.draws = Draws()
         self.lines: Any = None  # a LineTrace, while this run looks for a line
         self._traced = 0  # evaluations whose lines were kept
+        self.path: Any = None  # a PathTrace, while this run looks for what was decided
         self.window = 0
         self.micro = 0  # backward passes of this window, so far
         self.is_open = False  # something of this window has been seen
         self.is_loading = False
+        self.is_preparing = False  # torch gives an optimizer a state to load into
         self._by_hand: Any = None  # a ByHand, once a backward has begun in a script that has no optimizer of torch's
         self._trained: weakref.ref[Any] | None = None  # what a model was given with gradients last
 
@@ -78,6 +81,8 @@ class Witness(Observer, Callbacks):
         with contextlib.suppress(StopRecording):
             self.settle()
         self.end_trace()
+        if self.path is not None:
+            self.path.end(self.window)
         self.evaluations.settle()
         name = None if error is None or isinstance(error, SystemExit) else type(error).__name__
         self.journal.write("end", error=name, message=str(error)[:500], enough=isinstance(error, StopRecording))
@@ -122,6 +127,11 @@ class Witness(Observer, Callbacks):
             self._by_hand.stop()
         self.optimizers.add(optimizer, where)
         self.inputs.watch(optimizer)
+        if self.path is None and (self.order.get("trace") or {}).get("path"):
+            from samestep.verification.recording.paths import PathTrace
+
+            self.path = PathTrace(self.journal, self.optimizers.rates)
+            self.path.enter()
 
     def begin_backward(self, outputs: Any, inputs: list[Any] | None = None) -> None:
         """A backward begins, or gradients of `inputs` have come: the script may be one that steps by its own code."""
@@ -154,14 +164,17 @@ class Witness(Observer, Callbacks):
         if self.lines is not None and self.lines.segment == "evaluation" and segment != "evaluation":
             self.end_trace()
         if is_step or is_evaluation:
-            from samestep.verification.recording.lines import LineTrace
-
-            self.lines = self.lines or LineTrace(self.journal)
+            self._make_lines()
             self.lines.begin(segment)
+
+    def _make_lines(self) -> None:
+        from samestep.verification.recording.lines import LineTrace
+
+        self.lines = self.lines or LineTrace(self.journal)
 
     def end_trace(self) -> None:
         """Writes down the lines of a step, or an evaluation, that is over."""
-        if self.lines is not None and self.lines.segment is not None:
+        if self.lines is not None and not self.lines.is_empty:
             self._traced += self.lines.segment == "evaluation"
             self.lines.end()
 
@@ -187,11 +200,24 @@ class Witness(Observer, Callbacks):
         self.journal.write("called", name=name, saves=name == "checkpoint" and path is not None)
         return adjusted(self.order, name, args, kwargs)
 
+    def _watch_state_dicts(self, module: Any) -> None:
+        """A step that torch takes to give an optimizer a state to load into is none of the script's."""
+
+        @patch(module, "_init_optim_state")
+        def init_optim_state(original: Any, *args: Any, **kwargs: Any) -> Any:
+            before, self.is_preparing = self.is_preparing, True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.is_preparing = before
+
     def begin_watching(self) -> None:
         """Watches everything from now on; a run in float64 computes so from the first tensor on."""
         if self.order.get("double"):
             on_import("torch", lambda torch: torch.set_default_dtype(torch.float64))
             on_import("torch.nn.modules.module", lambda module: module.register_module_forward_pre_hook(_double))
+        on_import("torch.nn.modules.module", modules.remember)
+        on_import("torch.distributed.checkpoint.state_dict", self._watch_state_dicts)
         if not self.order.get("chance"):
             install(randomness.without_dropout_and_autocast)
         subscribe(self, *_GROUPS)
@@ -225,6 +251,8 @@ class Witness(Observer, Callbacks):
         """Writes down what an evaluation's collectives bring; one without gradients may be its first sign."""
         import torch
 
+        if self.lines is None and (self.order.get("trace") or {}).get("window") == self.window:
+            self._make_lines()  # what is brought together before a forward may be what its loss is divided by
         if self.lines is not None:
             self.lines.note(call.name, call.tensors, sys._getframe(1))  # noqa: SLF001
         if self.window and not self.micro and not torch.is_grad_enabled():

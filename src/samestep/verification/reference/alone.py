@@ -18,14 +18,14 @@ from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 from samestep.instrument.callbacks import LoaderPass, PassIterator
-from samestep.instrument.patch import on_import
+from samestep.instrument.patch import call_site, on_import
 from samestep.instrument.script_io import save_unreported
 from samestep.launch.observers import RankContext
 from samestep.rankenv import variable
 from samestep.verification.journal import Event
 from samestep.verification.judging.record import Rank, Record, read
 from samestep.verification.judging.samples import passes
-from samestep.verification.recording.optimizers import state_of, uncut
+from samestep.verification.recording.optimizers import digests, state_of, uncut
 from samestep.verification.recording.witness import StopRecording, Witness
 from samestep.verification.reference.brought import Brought
 from samestep.verification.reference.updates import UpdateReplay
@@ -52,6 +52,7 @@ class Alone(Witness):
         self._event = 0
         self._put: int | None = None  # the window that began with recorded values last
         self._teachers: dict[str, Any] = {}  # what the next window has of parameters that no optimizer holds, as it was
+        self._made: dict[str, Any] = {}  # digests of the parameters that the last step has made
         self._known: set[int] = set()  # the optimizers whose parameters were put back when the window began
         self._placed = -1  # the window in which a new model was looked for
         self._compares = True  # the step at hand is taken from the ranks' parameters
@@ -236,11 +237,13 @@ class Alone(Witness):
         """Puts the values back that the ranks had when it began."""
         if self.is_open or not self.optimizers.all:
             return
-        self._begin_window()
+        self._begin_window(evaluating=evaluating)
         if not evaluating:
             self.trace("forward")
 
-    def _begin_window(self) -> None:
+    def _begin_window(self, *, evaluating: bool) -> None:
+        import torch
+
         self.is_open = True
         self._known = {one.samestep_number for one in self.optimizers.all}
         if not self.window and self.record.is_cut:
@@ -248,12 +251,23 @@ class Alone(Witness):
             kept = self.journal.keep(lambda path: save_unreported(self._locals(own), path))
             self.journal.write("own_start", kept=kept)
         if (state := self.record.state(self.window // self._turns)) is not None:
+            if self._turns == 1 and (evaluating or not torch.is_grad_enabled()):
+                self._note_swapped()
             if self._put == self.window - 1 and self._turns == 1:  # what that step has made, before it is put back
                 moved = {"buffers": self.optimizers.buffers(), "before": self._teachers, "teachers": self._moving()}
                 kept = self.journal.keep(lambda path: save_unreported(moved, path))
                 self.journal.write("moved", window=self.window, kept=kept)
             self._put_back(state)
             self._put_teachers()
+
+    def _note_swapped(self) -> None:
+        """Keeps the parameters with which the script evaluates, where it has put others there than its steps make."""
+        own = {name: one for each in self.optimizers.all for name, one in self.optimizers.parameters(each).items()}
+        told = digests(own)
+        if self._made and any(self._made.get(name, digest) != digest for name, digest in told.items()):
+            kept = self.journal.keep(lambda path: save_unreported(self._locals(own), path))
+            where = call_site(sys._getframe(3))  # noqa: SLF001
+            self.journal.write("swapped", window=self.window, kept=kept, where=where)
 
     def _watch_models(self, module: Any) -> None:
         def before(called: Any, _: Any) -> None:
@@ -366,6 +380,8 @@ class Alone(Witness):
 
     def before_step(self, optimizer: Any) -> None:
         """Keeps the gradients where the ranks' are kept."""
+        if self.is_preparing:
+            return
         number = getattr(optimizer, "samestep_number", 0)
         self._compares = self._begins_as_theirs(optimizer)
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
@@ -388,30 +404,38 @@ class Alone(Witness):
     def _begins_as_theirs(self, optimizer: Any) -> bool:
         """Whether a step is taken from the ranks' parameters; they were put back if they were known before it.
 
-        Which ones the script's own code changes is known only when it does so for the first time.
+        Which ones the script's own code changes is known only when it does so for the first time. Without a backward
+        pass the window may have begun with others, which a search has tried.
         """
         state = self.record.state(self.window // self._turns)
-        number = optimizer.samestep_number
-        if number in self._known or state is None or not self.optimizers.is_by_hand(optimizer):
+        number, is_by_hand = optimizer.samestep_number, self.optimizers.is_by_hand(optimizer)
+        if state is None or (number in self._known if is_by_hand else self.micro > 0):
             return True
         theirs = state["parameters"].get(number, {})
         is_theirs = all(
             name in theirs and theirs[name].equal(uncut(one))
             for name, one in self.optimizers.parameters(optimizer).items()
         )
+        if not is_by_hand:
+            return is_theirs
         if is_theirs:
             self._put_teachers()
         return is_theirs
 
     def after_step(self, optimizer: Any) -> None:
         """Keeps the update where the ranks' is kept, counts, and ends where the recording has ended."""
+        if self.is_preparing:
+            return
         self.end_trace()
+        if self.path is not None:
+            self.path.close(self.window)
         self._updates.after()
         if self._is_compared() and self._turns == 1:
             states = {name: self._locals(state) for name, state in state_of(self.optimizers).items()}
             made = {"parameters": self._locals(self.optimizers.parameters(optimizer)), "states": states}
             kept = self.journal.keep(lambda path: save_unreported(made, path))
             self.journal.write("updated", event=self._event, kept=kept)
+        self._made |= digests(self.optimizers.parameters(optimizer))
         self._event += 1
         self.window += 1
         self.is_open, self.micro = False, 0

@@ -1,0 +1,255 @@
+"""What only a real GPU can show, on one card: `make test-gpu`, or in parts `make test-gpu PART=1`, 2, 3.
+
+    python scripts/test_gpu.py --part 1            needs torch with CUDA and samestep's dependencies, and no network
+    SAMESTEP_FAKE_GPUS=1 python -m samestep.fake_gpus scripts/test_gpu.py --part 1     without a GPU: whether it runs
+
+Packages that the machine lacks may lie in build/gpu-packages, which is looked into first:
+`pip install --no-deps --target build/gpu-packages safetensors filelock rich jinja2 cloudpickle xxhash …`
+
+It prints a table for docs/benchmarks.md, and ends with 1 if a check has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "build" / "gpu-packages")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.utils.data import TensorDataset  # noqa: E402
+
+import samestep  # noqa: E402
+
+LIMIT_S = 8 * 60  # of a part
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+kind = sys.argv[1]
+torch.cuda.set_device(0)  # one card for both ranks, so the group is gloo's
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 8), torch.randint(3, (64,)))
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).cuda())
+optimizer = (torch.optim.AdamW if kind == "adamw" else torch.optim.SGD)(model.parameters(), lr=0.01)
+scale = dist.get_world_size() if kind == "scaled" else 1  # "scaled" is wrong: its gradients are twice the mean
+for x, y in DataLoader(data, batch_size=8, sampler=DistributedSampler(data), pin_memory=True):
+    optimizer.zero_grad()
+    (nn.functional.cross_entropy(model(x.cuda(non_blocking=True)), y.cuda(non_blocking=True)) * scale).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def network() -> nn.Sequential:
+    """Returns the same small network each time, in float64."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10)).double()
+
+
+def samples() -> TensorDataset:
+    """Returns 512 samples, always the same."""
+    generator = torch.Generator(device="cpu").manual_seed(1)
+    x = torch.randn(512, 32, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(0, 10, (512,), generator=generator))
+
+
+def trained(device: str | None, **options: bool) -> list[torch.Tensor]:
+    """Returns the state after two epochs."""
+    with samestep.world(device=device, **options) as world:
+        model = network().to(world.device)
+        replica = samestep.replicate(model, world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        batches = samestep.shards(samples(), world, batch_size=64)
+        for _ in range(2):
+            for x, y in batches:
+                batches.mean(F.cross_entropy(replica(x), y, reduction="none")).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [value.detach().cpu() for value in model.state_dict().values()]
+
+
+def apart(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    """Returns the largest difference."""
+    return max((a.double() - b.double()).abs().max().item() for a, b in zip(one, other, strict=True))
+
+
+def nccl_of_one() -> str:
+    """NCCL in a world of one: a collective of each kind."""
+    with tempfile.TemporaryDirectory() as folder:
+        device = torch.device("cuda", 0)
+        store = f"file://{folder}/store"
+        dist.init_process_group("nccl", init_method=store, rank=0, world_size=1, device_id=device)
+        try:
+            value, part = torch.ones(4, device=device), torch.empty(4, device=device)
+            dist.all_reduce(value)
+            dist.all_gather_into_tensor(part, value)
+            dist.reduce_scatter_tensor(value, part, dist.ReduceOp.AVG)
+            dist.broadcast(value, 0)
+            dist.barrier(device_ids=[0])
+            assert value.tolist() == [1, 1, 1, 1]
+        finally:
+            dist.destroy_process_group()
+    return f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+
+
+def same_as_cpu() -> str:
+    """Two epochs in float64 with prefetch from pinned memory, against the CPU."""
+    difference = apart(trained(None), trained("cpu"))
+    assert difference < 1e-9, difference
+    return f"at most {difference:.1e} apart"
+
+
+def deterministic() -> str:
+    """Two runs in deterministic mode, bit for bit."""
+    assert apart(trained(None, deterministic=True), trained(None, deterministic=True)) == 0
+    return "same bits"
+
+
+def halves() -> str:
+    """float16 with a scaler, and bfloat16: the loss falls."""
+    said = []
+    for dtype in (torch.float16, torch.bfloat16):
+        with samestep.world() as world:
+            model = network().float().to(world.device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
+            x, y = (tensor.to(world.device) for tensor in samples().tensors)
+            losses = []
+            for _ in range(10):
+                with torch.autocast("cuda", dtype=dtype):
+                    loss = F.cross_entropy(model(x.float()), y)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            assert losses[-1] < losses[0], losses
+            said.append(f"{str(dtype).removeprefix('torch.')} {losses[0]:.2f} to {losses[-1]:.2f}")
+    return ", ".join(said)
+
+
+def prefetch() -> str:
+    """Copies from pinned memory beside the computation, over copies before it: a ratio, no verdict."""
+    device, side = torch.device("cuda", 0), 64 if "fake" in torch.cuda.get_device_name() else 2048
+    weight = torch.randn(side, side, device=device)
+    host = [torch.randn(side, side).pin_memory() for _ in range(4)]
+    copying = torch.cuda.Stream(device)
+
+    def seconds(beside: bool) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for source in host * 4:
+            with torch.cuda.stream(copying if beside else torch.cuda.current_stream()):
+                arrived = source.to(device, non_blocking=True)
+            for _ in range(4):
+                torch.mm(weight, weight)
+            torch.cuda.current_stream().wait_stream(copying)
+            arrived.record_stream(torch.cuda.current_stream())
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    pairs = [(seconds(beside=True), seconds(beside=False)) for _ in range(6)][1:]
+    return f"ratio {statistics.median(one / other for one, other in pairs):.2f}"
+
+
+def pipeline() -> str:
+    """Two stages on one card, on streams of their own: gradients are those of the whole."""
+    grads = []
+    x, y = samples()[:64]
+    for devices in (["cuda:0", "cuda:0"], ["cpu", "cpu"]):
+        model = nn.Sequential(*[layer for layer in network() if not isinstance(layer, nn.BatchNorm1d)])
+        with samestep.world(device=devices[0]) as world:
+            plan = samestep.plan_pipeline(model, (x, y), F.cross_entropy, stages=2, repeats=1)
+            stage = samestep.pipeline(model, world, plan, devices=devices, split_size=8)
+            stage.step((x, y))
+            grads.append([parameter.grad.cpu() for parameter in stage.parameters()])
+    difference = apart(*grads)
+    assert difference < 1e-9, difference
+    return f"at most {difference:.1e} apart"
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs samestep in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])}
+    words = (sys.executable, "-m", "samestep", *words)
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+
+
+def bench_step() -> str:
+    """`bench step` in a world of one, against hand-written DistributedDataParallel."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "step.json"
+        done = command("bench", "step", "-n", "1", "--json", str(file))
+        assert file.exists(), done.stdout + done.stderr
+        told = json.loads(file.read_text(encoding="utf-8"))
+    return "; ".join(f"{one['name']}: {one['ratio']:.3f}" for one in told["comparisons"])
+
+
+def verify() -> str:
+    """Three scripts for CUDA, two ranks on one card over gloo: two are right, one scales its gradients."""
+    said = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "train.py"
+        file.write_text(SCRIPT, encoding="utf-8")
+        for kind, expected in (("sgd", 0), ("adamw", 0), ("scaled", 1)):
+            done = command("verify", str(file), kind)
+            assert done.returncode == expected, f"{kind}: {done.stdout}{done.stderr}"
+            said.append(f"{kind} {done.returncode}")
+    return "exit codes " + ", ".join(said)
+
+
+PARTS: dict[int, tuple[Callable[[], str], ...]] = {
+    1: (nccl_of_one, same_as_cpu, deterministic, halves, prefetch, pipeline),
+    2: (bench_step,),
+    3: (verify,),
+}
+
+
+def run(parts: list[int]) -> int:
+    """Runs the checks, prints the table, and returns how many have failed."""
+    card, failed = torch.cuda.get_device_name(), 0
+    print(f"| check, on {card}, torch {torch.__version__} | result | seconds |\n|---|---|---|")
+    for check in (check for part in parts for check in PARTS[part]):
+        began = time.perf_counter()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # releases of torch rename their functions
+                told = check()
+        except Exception as error:  # noqa: BLE001  (the others are still to be run)
+            told, failed = f"failed: {type(error).__name__}: {' '.join(str(error).split())[-400:]}", failed + 1
+        what = (check.__doc__ or "").rstrip(".")
+        print(f"| {what} | {told} | {time.perf_counter() - began:.1f} |", flush=True)
+    return failed
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", type=int, choices=[*PARTS], help="one part instead of all")
+    asked = parser.parse_args().part
+    if not torch.cuda.is_available():
+        print(
+            "no GPU is here: `SAMESTEP_FAKE_GPUS=1 python -m samestep.fake_gpus scripts/test_gpu.py` shows that it runs"
+        )
+        return 2
+    return int(run([*PARTS] if asked is None else [asked]) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""What torch.cuda asks its C++ for: every function and class of it that a build without CUDA lacks, answered here.
+
+torch.cuda's own Python code then behaves as on a GPU, with its checks and its messages. What can only be named is
+named by :func:`samestep.fake_gpus.notes.say_once` when a script first uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+
+from samestep.fake_gpus import devices, streams
+from samestep.fake_gpus.native import CUDA, current_index, set_index
+from samestep.fake_gpus.notes import not_faked, say_once
+from samestep.fake_gpus.patches import Patches
+
+__all__ = ["patch_cuda"]
+
+MEMORY = 80 << 30  # bytes of a card, as far as a script is told
+CAPABILITY = (9, 0)
+CUDA_VERSION, CUDNN_VERSION, NCCL_VERSION = "12.8", 91002, (2, 27, 3)
+NAME = "fake GPU of samestep"
+_COUNTED: tuple[str, ...] = (
+    "allocated_bytes",
+    "reserved_bytes",
+    "active_bytes",
+    "inactive_split_bytes",
+    "requested_bytes",
+)
+_COUNTED += ("allocation", "segment", "active", "inactive_split")
+_PLAIN: tuple[str, ...] = (
+    "num_alloc_retries",
+    "num_ooms",
+    "max_split_size",
+    "num_sync_all_streams",
+    "num_device_alloc",
+)
+_PLAIN += ("num_device_free",)
+
+
+class Properties(SimpleNamespace):
+    """As torch.cuda.get_device_properties."""
+
+
+def _properties(index: int) -> Properties:
+    number = devices.visible()[index]
+    return Properties(
+        name=NAME,
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
+        total_memory=MEMORY,
+        multi_processor_count=132,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_multiprocessor=233472,
+        L2_cache_size=50 << 20,
+        clock_rate=1_980_000,
+        memory_clock_rate=2_619_000,
+        memory_bus_width=5120,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        gcnArchName="",
+        pci_bus_id=number,
+        pci_device_id=0,
+        pci_domain_id=0,
+        uuid=uuid.UUID(devices.uuids()[number].removeprefix("GPU-")),
+    )
+
+
+def _device_count() -> int:
+    if devices.DEVICES.touched is None:
+        devices.DEVICES.touched = os.getpid()  # a process that is forked from here on can use no GPU
+    return devices.count()
+
+
+def _set_device(index: int) -> None:
+    set_index(devices.check_index(index))
+
+
+def _exchange_device(index: int) -> int:
+    return -1 if index < 0 else set_index(devices.check_index(index))
+
+
+def _memory_stats(_device: int = 0) -> dict[str, Any]:
+    zero = {
+        kind: dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
+        for kind in ("all", "small_pool", "large_pool")
+    }
+    counts = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
+    return {
+        **dict.fromkeys(_COUNTED, zero),
+        "oversize_allocations": counts,
+        "oversize_segments": counts,
+    } | dict.fromkeys(_PLAIN, 0)
+
+
+def _nothing(*_args: Any, **_named: Any) -> None:
+    return None
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    return lambda *_args, **_named: value
+
+
+class _Status(int):
+    """A result of the CUDA runtime: 0 is success."""
+
+    success = 0
+
+    def __new__(cls, value: int = 0) -> Self:
+        return super().__new__(cls, value)
+
+
+CUDART = SimpleNamespace(
+    cudaError=_Status,
+    cudaGetErrorString=_constant("no error"),
+    cudaMemGetInfo=_constant((MEMORY, MEMORY)),
+    cudaDeviceSynchronize=_constant(0),
+    cudaProfilerStart=_constant(0),
+    cudaProfilerStop=_constant(0),
+    cudaHostRegister=_constant(0),
+    cudaHostUnregister=_constant(0),
+)
+
+C_FUNCTIONS: dict[str, Any] = {
+    "_cuda_init": devices.begin,
+    "_cuda_getDeviceCount": _device_count,
+    "_cuda_getDevice": current_index,
+    "_cuda_setDevice": _set_device,
+    "_cuda_exchangeDevice": _exchange_device,
+    "_cuda_maybeExchangeDevice": _exchange_device,
+    "_cuda_isInBadFork": devices.is_forked,
+    "_cuda_canDeviceAccessPeer": lambda one, other: one != other,
+    "_cuda_synchronize": _nothing,
+    "_cuda_sleep": _nothing,
+    "_cuda_ipc_collect": _nothing,
+    "_cuda_emptyCache": _nothing,
+    "_cuda_memoryStats": _memory_stats,
+    "_cuda_hostMemoryStats": _constant({}),
+    "_cuda_memorySnapshot": _constant({"segments": [], "device_traces": []}),
+    "_cuda_record_memory_history": _nothing,
+    "_cuda_record_memory_history_legacy": _nothing,
+    "_cuda_setMemoryFraction": _nothing,
+    "_cuda_getMemoryFraction": _constant(1.0),
+    "_cuda_getAllocatorBackend": _constant("native"),
+    "_cuda_cudaCachingAllocator_enable": _nothing,
+    "_cuda_cudaCachingAllocator_is_enabled": _constant(True),
+    "_cuda_getArchFlags": _constant("sm_90 compute_90"),
+    "_cuda_getCurrentStream": streams.current,
+    "_cuda_getDefaultStream": lambda index: (0, devices.check_index(index), CUDA),
+    "_cuda_setStream": streams.select,
+    "_cuda_getCurrentRawStream": lambda index: streams.current(index)[0],
+    "_cuda_getCurrentBlasHandle": _constant(0),
+    "_cuda_set_sync_debug_mode": _nothing,
+    "_cuda_get_sync_debug_mode": _constant(0),
+    "_cuda_isCurrentStreamCapturing": _constant(False),
+    "_cuda_get_cudnn_benchmark_limit": _constant(10),
+    "_cuda_set_cudnn_benchmark_limit": _nothing,
+    "_cuda_lock_mutex": _nothing,
+    "_cuda_unlock_mutex": _nothing,
+    "_accelerator_setDeviceIndex": _set_device,
+    "_accelerator_isAllocatorInitialized": _constant(True),
+    "_accelerator_emptyCache": _nothing,
+    "_accelerator_emptyHostCache": _nothing,
+    "_accelerator_synchronizeDevice": _nothing,
+    "_accelerator_getDeviceStats": _memory_stats,
+    "_accelerator_getMemoryInfo": _constant((MEMORY, MEMORY)),
+    "_accelerator_getStream": torch.cuda.current_stream,
+    "_accelerator_setStream": torch.cuda.set_stream,
+}
+for _name in ("resetPeak", "resetAccumulated"):
+    C_FUNCTIONS |= {f"_cuda_{_name}{kind}Stats": _nothing for kind in ("Memory", "HostMemory")}
+    C_FUNCTIONS[f"_accelerator_{_name}Stats"] = _nothing
+
+
+class _Typed(type):
+    """The type of torch.cuda.FloatTensor and its kin: what isinstance says of a tensor."""
+
+    dtype: torch.dtype
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_cuda and value.dtype is cls.dtype
+
+    def __call__(cls, *args: Any, **named: Any) -> torch.Tensor:
+        named = {"dtype": cls.dtype, "device": "cuda", **named}
+        if len(args) == 1 and not isinstance(args[0], int | torch.Size):
+            return torch.tensor(args[0], **named) if not isinstance(args[0], torch.Tensor) else args[0].to(**named)
+        return torch.empty(*(args or (0,)), **named)
+
+
+TYPES = {
+    "Float": torch.float32,
+    "Double": torch.float64,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Byte": torch.uint8,
+    "Char": torch.int8,
+    "Short": torch.int16,
+    "Int": torch.int32,
+    "Long": torch.int64,
+    "Bool": torch.bool,
+}
+
+
+def _default_tensor_type(original: Callable[..., Any]) -> Callable[..., None]:
+    def set_default_tensor_type(kind: Any) -> None:
+        name = kind if isinstance(kind, str) else f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
+        typed = TYPES.get(name.removeprefix("torch.cuda.").removesuffix("Tensor")) if "torch.cuda." in name else None
+        if typed is None:
+            original(kind)
+            torch.set_default_device(None)
+        else:
+            torch.set_default_dtype(typed)
+            torch.set_default_device("cuda")
+
+    return set_default_tensor_type
+
+
+def _compile(model: Any = None, **_options: Any) -> Any:
+    say_once("torch.compile", "what it compiles runs as it is written, kernel by kernel")
+    return (lambda later: later) if model is None else model
+
+
+def patch_cuda(patches: Patches) -> None:
+    """Gives torch.cuda and its kin what they ask C++ for."""
+    cuda: Any = torch.cuda
+    for name, value in C_FUNCTIONS.items():
+        patches.set(torch._C, name, value)  # noqa: SLF001
+    for name, value in {
+        "_initialized": False,
+        "_cudart": CUDART,
+        "_cached_device_count": None,
+        "_queued_calls": list(cuda._queued_calls),  # noqa: SLF001
+        "_lazy_seed_tracker": type(cuda._lazy_seed_tracker)(),  # noqa: SLF001
+        "default_generators": (),
+        "_exchange_device": _exchange_device,
+        "_maybe_exchange_device": _exchange_device,
+        "_is_in_bad_fork": C_FUNCTIONS["_cuda_isInBadFork"],
+        "_get_device_properties": _properties,
+        "_raw_device_count_nvml": lambda: devices.DEVICES.total,
+        "_raw_device_uuid_nvml": devices.uuids,
+        "device_count": devices.count,
+        "Stream": streams.Stream,
+        "ExternalStream": streams.ExternalStream,
+        "Event": streams.Event,
+    }.items():
+        patches.set(cuda, name, value)
+    for name in ("Stream", "ExternalStream", "Event"):
+        patches.set(cuda.streams, name, getattr(streams, name))
+    patches.set(cuda.graphs, "is_current_stream_capturing", _constant(False))
+    patches.set(cuda, "is_current_stream_capturing", _constant(False))
+    for name in ("CUDAGraph", "graph", "make_graphed_callables"):
+        patches.set(cuda, name, not_faked(f"torch.cuda.{name}", "run the step without a graph"))
+    patches.set(cuda.nccl, "version", _constant(NCCL_VERSION))
+    patches.set(cuda.nccl, "is_available", _constant(False))  # of its C++, for several GPUs of one process
+    patches.set(torch.backends.cudnn, "is_acceptable", _constant(False))
+    patches.set(cuda.nvtx, "_nvtx", SimpleNamespace(rangePushA=_constant(0), rangePop=_constant(0), markA=_nothing))
+    for name, dtype in TYPES.items():
+        made = _Typed(f"{name}Tensor", (), {"dtype": dtype, "__module__": "torch.cuda"})
+        patches.set(cuda, f"{name}Tensor", made)
+    patches.set(torch, "set_default_tensor_type", _default_tensor_type(torch.set_default_tensor_type))
+    patches.set(torch.version, "cuda", CUDA_VERSION)
+    patches.set(torch.backends.cuda, "is_built", _constant(True))
+    patches.set(torch.backends.cudnn, "is_available", _constant(True))
+    patches.set(torch.backends.cudnn, "version", _constant(CUDNN_VERSION))
+    patches.set(torch, "compile", _compile)
+    patches.set(torch._C, "_show_config", _constant(torch._C._show_config()))  # noqa: SLF001  (it asks CUDA's hooks)

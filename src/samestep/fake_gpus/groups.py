@@ -1,0 +1,398 @@
+# ruff: noqa: ARG001  (the kernels have the arguments of their operators)
+"""NCCL on fake GPUs: a process group of gloo behind it, and NCCL's refusals before it.
+
+PyTorch hands a collective on tensors of a GPU to the dispatcher, by its name and the key `CUDA`. Here the kernels for
+that key pass the same bytes to gloo, in host memory. A group of NCCL is registered for GPUs alone, so that PyTorch
+itself refuses a CPU tensor. Two ranks on one GPU are found at the first collective of a group, where NCCL finds them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.fake_gpus import devices
+from samestep.fake_gpus.host_memory import to_host
+from samestep.fake_gpus.patches import Patches
+
+__all__ = ["COLLECTIVES", "patch_groups"]
+
+_work_of: Any = c10d.__dict__["_create_work_from_future"]
+CARD = torch.device("cuda")
+MARK = "fake NCCL"
+_numbers = itertools.count()
+_checked: set[str] = set()
+_factor: list[Any] = [1.0]  # of the latest PREMUL_SUM, which C++ does not tell
+_latest: list[Any] = []  # the group that was made last, until torch.distributed has asked of what class it is
+
+
+class _ClassOfGroup(type):
+    """Lets torch.distributed make a group, and ask at once whether it is one of NCCL."""
+
+    def __call__(cls, store: Any, rank: int, size: int, options: Any = None, timeout: Any = None) -> Any:
+        if devices.count() == 0:
+            raise ValueError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!")
+        own: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+        own._devices = [dist.ProcessGroupGloo.create_default_device()]  # noqa: SLF001
+        limit = getattr(options, "_timeout", timeout)
+        if limit is not None:
+            own._timeout = limit  # noqa: SLF001
+        own.group_name = f"{MARK} {next(_numbers)}"
+        _latest[:] = [dist.ProcessGroupGloo(store, rank, size, own)]
+        return _latest[0]
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return any(value is one for one in _latest)
+
+
+class ProcessGroupNCCL(metaclass=_ClassOfGroup):
+    """As torch.distributed.ProcessGroupNCCL: a group of gloo that serves tensors of fake GPUs."""
+
+    class Options:
+        """As torch.distributed.ProcessGroupNCCL.Options; only the timeout has an effect."""
+
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self._timeout: Any = None
+            self.config: Any = dist.distributed_c10d.__dict__.get("_NCCLConfig")
+
+    NCCLConfig = type("NCCLConfig", (), {})
+
+
+def _host(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if value.device.type != "cuda":
+            raise RuntimeError("No backend type associated with device type cpu")
+        host = to_host(value)
+        return host.view(torch.uint8) if host.dtype is torch.bool else host
+    return [_host(item) for item in value]
+
+
+def _check_dense(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise ValueError("Tensors must be dense")
+        if not tensor.is_contiguous() and not tensor.is_contiguous(memory_format=torch.channels_last):
+            raise ValueError("Tensors must be contiguous")
+
+
+def _flat(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [tensor for item in value for tensor in _flat(item)]
+
+
+class _Group:
+    """The group behind one collective."""
+
+    def __init__(self, boxed: Any, tensors: Any, timeout: int = -1) -> None:
+        devices.check_process()
+        group: Any = dist.ProcessGroup.unbox(boxed)
+        self.backend = group._get_backend(CARD)  # noqa: SLF001
+        self.timeout = timeout
+        self.tensors = _flat(tensors)
+        _check_dense(self.tensors)
+        self.name = str(getattr(getattr(self.backend, "options", None), "group_name", ""))
+
+    @property
+    def is_nccl(self) -> bool:
+        return self.name.startswith(MARK)
+
+    def meet(self) -> None:
+        """Refuses two ranks on one GPU, once a group, in its first collective."""
+        size, rank = self.backend.size(), self.backend.rank()
+        if not self.is_nccl or self.name in _checked or size == 1:
+            return
+        _checked.add(self.name)
+        index = self.tensors[0].get_device() if self.tensors else torch.cuda.current_device()
+        own = torch.tensor([zlib.crc32(socket.gethostname().encode()), devices.visible()[index]], device="cpu")
+        every = [torch.empty_like(own) for _ in range(size)]
+        self.backend.allgather([every], [own]).wait()
+        for other, place in enumerate(every):
+            if other != rank and torch.equal(place, own):
+                raise dist.DistBackendError(
+                    "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details). Last error:\n"
+                    f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {int(own[1])}\n"
+                    "(fake GPUs: each rank calls torch.cuda.set_device(LOCAL_RANK) before its first collective, and "
+                    "--fake-gpus N is at least the number of ranks of a host)"
+                )
+
+    def options(self, kind: Any, reduce_op: Any = None, root: int | None = None, root_tensor: int = 0) -> Any:
+        made = kind()
+        if self.timeout > 0:
+            made.timeout = timedelta(milliseconds=self.timeout)
+        if reduce_op is not None:
+            made.reduceOp = reduce_op
+        if root is not None:
+            made.rootRank = root
+            if hasattr(made, "rootTensor"):
+                made.rootTensor = root_tensor
+        return made
+
+    def reduction(
+        self, boxed: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> tuple[Any, Callable[[], None]]:
+        """Returns an operation that gloo knows, and what is to be done when it has ended."""
+        op: Any = c10d.ReduceOp.RedOpType(boxed.op())
+        if op == c10d.ReduceOp.AVG:
+            size = self.backend.size()
+            return c10d.ReduceOp.SUM, lambda: _divide(outputs, size)
+        if op == c10d.ReduceOp.PREMUL_SUM:
+            factor = _factor[-1]
+            for tensor in inputs:
+                tensor.mul_(to_host(factor) if isinstance(factor, Tensor) and factor.is_cuda else factor)
+            return c10d.ReduceOp.SUM, lambda: None
+        return c10d.ReduceOp(op), lambda: None
+
+    def issued(self, works: Sequence[Any], result: Any, finish: Callable[[], None] = lambda: None) -> Any:
+        """Returns the work of a collective whose future gives tensors on their GPU."""
+        cards: list[Any] = sorted({tensor.device for tensor in self.tensors}, key=str) or [torch.device("cuda", 0)]
+        future: Any = torch.futures.Future(devices=cards)
+        left = len(works)
+
+        def ended(one: Any) -> None:
+            nonlocal left
+            left -= 1
+            try:
+                one.value()
+                if left == 0:
+                    finish()
+                    future.set_result(result)
+            except Exception as error:  # noqa: BLE001  (whoever waits for the work gets it)
+                if not future.done():
+                    future.set_exception(error)
+
+        for work in works:
+            work.get_future().add_done_callback(ended)
+        return _work_of(future).boxed()
+
+
+def _divide(tensors: Sequence[Tensor], size: int) -> None:
+    for tensor in tensors:
+        tensor.div_(size)
+
+
+def _finish(made: Sequence[tuple[Any, Callable[[], None]]]) -> None:
+    for _, finish in made:
+        finish()
+
+
+def allreduce_(tensors: Any, group: Any, op: Any, sparse: Any = None, async_op: bool = True, timeout: int = -1) -> Any:
+    own = _Group(group, tensors, timeout)
+    own.meet()
+    host = _host(tensors)
+    known, finish = own.reduction(op, host, host)
+    work = own.backend.allreduce(host, own.options(c10d.AllreduceOptions, known))
+    return tensors, own.issued([work], tensors, finish)
+
+
+def allreduce_coalesced_(tensors: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1) -> Any:
+    own = _Group(group, tensors, timeout)
+    own.meet()
+    host = _host(tensors)
+    known, finish = own.reduction(op, host, host)
+    options = own.options(c10d.AllreduceOptions, known)
+    return own.issued([own.backend.allreduce([tensor], options) for tensor in host], tensors, finish)
+
+
+def broadcast_(tensors: Any, group: Any, root: int, place: int, async_op: bool = True, timeout: int = -1) -> Any:
+    own = _Group(group, tensors, timeout)
+    own.meet()
+    work = own.backend.broadcast(_host(tensors), own.options(c10d.BroadcastOptions, root=root, root_tensor=place))
+    return tensors, own.issued([work], tensors)
+
+
+def reduce_(tensors: Any, group: Any, op: Any, root: int, place: int, async_op: bool = True, timeout: int = -1) -> Any:
+    own = _Group(group, tensors, timeout)
+    own.meet()
+    host = _host(tensors)
+    known, finish = own.reduction(op, host, host if own.backend.rank() == root else ())
+    work = own.backend.reduce(host, own.options(c10d.ReduceOptions, known, root, place))
+    return own.issued([work], tensors, finish)
+
+
+def allgather_(outputs: Any, inputs: Any, group: Any, async_op: bool = True, timeout: int = -1) -> Any:
+    own = _Group(group, (outputs, inputs), timeout)
+    own.meet()
+    work = own.backend.allgather(_host(outputs), _host(inputs), own.options(c10d.AllgatherOptions))
+    return outputs, own.issued([work], outputs)
+
+
+def allgather_base_(output: Any, given: Any, group: Any, async_op: bool = True, timeout: int = -1) -> Any:
+    own = _Group(group, (output, given), timeout)
+    own.meet()
+    if output.numel() != given.numel() * own.backend.size():
+        raise ValueError("output tensor size must be equal to world_size times input tensor size")
+    return output, own.issued([_gathered(own, output, given)], [output])
+
+
+def _gathered(own: _Group, output: Tensor, given: Tensor) -> Any:
+    parts = _host(output).view(-1).chunk(own.backend.size())
+    return own.backend.allgather([list(parts)], [_host(given).reshape(-1)], own.options(c10d.AllgatherOptions))
+
+
+def allgather_into_tensor_coalesced_(outputs: Any, inputs: Any, group: Any, async_op: bool = True) -> Any:
+    own = _Group(group, (outputs, inputs))
+    own.meet()
+    return own.issued([_gathered(own, *pair) for pair in zip(outputs, inputs, strict=True)], outputs)
+
+
+def allgather_coalesced_(outputs: Any, inputs: Any, group: Any, async_op: bool = True) -> Any:
+    own = _Group(group, (outputs, inputs))
+    own.meet()
+    options = own.options(c10d.AllgatherOptions)
+    works = [
+        own.backend.allgather([[_host(rank[place]) for rank in outputs]], [_host(given)], options)
+        for place, given in enumerate(inputs)
+    ]
+    return own.issued(works, _flat(outputs))
+
+
+def _scattered(own: _Group, output: Tensor, parts: Sequence[Tensor], op: Any) -> tuple[Any, Callable[[], None]]:
+    """Adds by an all-reduce of a copy, of which each rank keeps its part: gloo has no reduce-scatter for all types."""
+    whole = torch.cat([_host(part).reshape(-1) for part in parts])
+    rank, host = own.backend.rank(), _host(output)
+    known, divide = own.reduction(op, [whole], [whole])
+    work = own.backend.allreduce([whole], own.options(c10d.AllreduceOptions, known))
+    start = sum(part.numel() for part in parts[:rank])
+
+    def finish() -> None:
+        divide()
+        host.view(-1).copy_(whole[start : start + host.numel()])
+
+    return work, finish
+
+
+def reduce_scatter_(outputs: Any, inputs: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1) -> Any:
+    own = _Group(group, (outputs, inputs), timeout)
+    own.meet()
+    work, finish = _scattered(own, outputs[0], inputs[0], op)
+    return outputs, own.issued([work], outputs, finish)
+
+
+def reduce_scatter_base_(output: Any, given: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1) -> Any:
+    own = _Group(group, (output, given), timeout)
+    own.meet()
+    if given.numel() != output.numel() * own.backend.size():
+        raise ValueError("input tensor must be the same size as output size times world size")
+    work, finish = _scattered(own, output, given.view(-1).chunk(own.backend.size()), op)
+    return output, own.issued([work], [output], finish)
+
+
+def reduce_scatter_tensor_coalesced_(
+    outputs: Any, inputs: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1
+) -> Any:
+    own = _Group(group, (outputs, inputs), timeout)
+    own.meet()
+    size = own.backend.size()
+    made = [
+        _scattered(own, output, given.view(-1).chunk(size), op) for output, given in zip(outputs, inputs, strict=True)
+    ]
+    return own.issued([work for work, _ in made], outputs, lambda: _finish(made))
+
+
+def gather_(outputs: Any, inputs: Any, group: Any, root: int, async_op: bool = True, timeout: int = -1) -> Any:
+    own = _Group(group, (outputs, inputs), timeout)
+    own.meet()
+    work = own.backend.gather(_host(outputs), _host(inputs), own.options(c10d.GatherOptions, root=root))
+    return own.issued([work], _flat(outputs))
+
+
+def scatter_(outputs: Any, inputs: Any, group: Any, root: int, async_op: bool = True, timeout: int = -1) -> Any:
+    own = _Group(group, (outputs, inputs), timeout)
+    own.meet()
+    work = own.backend.scatter(_host(outputs), _host(inputs), own.options(c10d.ScatterOptions, root=root))
+    return outputs, own.issued([work], outputs)
+
+
+def alltoall_base_(
+    output: Any, given: Any, group: Any, into: Any, out_of: Any, async_op: bool = True, timeout: int = -1
+) -> Any:
+    own = _Group(group, (output, given), timeout)
+    own.meet()
+    options = own.options(c10d.AllToAllOptions)
+    work = own.backend.alltoall_base(_host(output), _host(given), list(into), list(out_of), options)
+    return own.issued([work], [output])
+
+
+def alltoall_(outputs: Any, inputs: Any, group: Any, async_op: bool = True, timeout: int = -1) -> Any:
+    own = _Group(group, (outputs, inputs), timeout)
+    own.meet()
+    received = torch.cat([torch.empty_like(_host(one)).reshape(-1) for one in outputs])
+    sent = torch.cat([_host(one).reshape(-1) for one in inputs])
+    sizes = [[one.numel() for one in side] for side in (outputs, inputs)]
+    work = own.backend.alltoall_base(received, sent, *sizes, own.options(c10d.AllToAllOptions))
+
+    def finish() -> None:
+        for one, part in zip(outputs, received.split(sizes[0]), strict=True):  # type: ignore[no-untyped-call]
+            _host(one).view(-1).copy_(part)
+
+    return outputs, own.issued([work], outputs, finish)
+
+
+def barrier(tensor: Any, group: Any, device_ids: Any, async_op: bool = True, timeout: int = -1) -> Any:
+    own = _Group(group, [tensor], timeout)
+    own.meet()
+    return own.issued([own.backend.barrier(own.options(c10d.BarrierOptions))], [])
+
+
+def send(tensors: Any, group: Any, target: int, tag: int) -> Any:
+    return _Group(group, tensors).backend.send(_host(tensors), target, tag).boxed()
+
+
+def recv_(tensors: Any, group: Any, source: int, tag: int) -> Any:
+    return _Group(group, tensors).backend.recv(_host(tensors), source, tag).boxed()
+
+
+def recv_any_source_(tensors: Any, group: Any, tag: int) -> Any:
+    return _Group(group, tensors).backend.recv_anysource(_host(tensors), tag).boxed()
+
+
+COLLECTIVES: dict[str, Callable[..., Any]] = {
+    "allreduce_": allreduce_,
+    "allreduce_coalesced_": allreduce_coalesced_,
+    "broadcast_": broadcast_,
+    "reduce_": reduce_,
+    "allgather_": allgather_,
+    "_allgather_base_": allgather_base_,
+    "allgather_into_tensor_coalesced_": allgather_into_tensor_coalesced_,
+    "allgather_coalesced_": allgather_coalesced_,
+    "reduce_scatter_": reduce_scatter_,
+    "_reduce_scatter_base_": reduce_scatter_base_,
+    "reduce_scatter_tensor_coalesced_": reduce_scatter_tensor_coalesced_,
+    "gather_": gather_,
+    "scatter_": scatter_,
+    "alltoall_": alltoall_,
+    "alltoall_base_": alltoall_base_,
+    "barrier": barrier,
+    "send": send,
+    "recv_": recv_,
+    "recv_any_source_": recv_any_source_,
+}
+
+
+def _premul(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make(factor: Any) -> Any:
+        _factor[:] = [factor]
+        return original(factor)
+
+    return make
+
+
+def patch_groups(patches: Patches) -> None:
+    """Lets torch.distributed make groups of NCCL."""
+    made: Any = dist.distributed_c10d
+    patches.set(made, "_NCCL_AVAILABLE", True)
+    patches.set(made, "ProcessGroupNCCL", ProcessGroupNCCL)
+    patches.set(dist, "ProcessGroupNCCL", ProcessGroupNCCL)
+    patches.set(c10d.Logger, "set_runtime_stats_and_log", lambda _logger: None)  # it would read CUDA's clock
+    patches.set_everywhere(dist, "_make_nccl_premul_sum", _premul(dist._make_nccl_premul_sum))  # type: ignore[attr-defined]  # noqa: SLF001
+    if made.default_pg_nccl_timeout is None:
+        patches.set_everywhere(dist.constants, "default_pg_nccl_timeout", timedelta(minutes=10))  # NCCL's own

@@ -1,0 +1,365 @@
+"""What computes on fake GPUs: every operator of PyTorch on tensors of a fake GPU runs its CPU kernel on the same bytes.
+
+A fallback for the dispatch key `CUDA` catches the operators that have no kernel for it. Operators that PyTorch composes
+of others, for all devices alike, are caught too: they would take one call into Python for each part, and some look for
+kernels of CUDA in C++. Views stay C++'s, whose views share the storage of the tensor that they show.
+
+Here too is what a GPU would refuse: tensors of two devices, a device that is not there, CUDA in a forked process.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.fake_gpus import devices
+from samestep.fake_gpus.generators import borrowed, draw_from
+from samestep.fake_gpus.groups import COLLECTIVES
+from samestep.fake_gpus.host_memory import to_fake, to_host
+from samestep.fake_gpus.loading import PINNING
+from samestep.fake_gpus.normalisation import SYNCHRONISED
+
+__all__ = ["Kernels"]
+
+HOST = torch.device("cpu")
+NONE = -1
+# Operators that change how a tensor is laid out, not what it holds, and views: their C++ serves any device.
+LAYOUT = {
+    "squeeze_",
+    "unsqueeze_",
+    "t_",
+    "transpose_",
+    "swapaxes_",
+    "swapdims_",
+    "detach_",
+    "resize_as_",
+    "as_strided_",
+}
+# Operators some of whose tensors may lie in host memory, as on a GPU.
+MIXED = {"aten::copy_", "aten::_copy_from", "aten::_pad_packed_sequence", "aten::_pack_padded_sequence"}
+MIXED |= {"aten::_ctc_loss", "aten::_ctc_loss_backward", "aten::segment_reduce", "aten::_pack_padded_sequence_backward"}
+INDEXING = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index"}
+INDEXING |= {"aten::_unsafe_index_put", "aten::_index_put_impl"}
+STAYS = {"aten::_pack_padded_sequence": (1,)}  # results that a GPU leaves in host memory, by their place
+
+
+def two_devices(one: object, other: object) -> RuntimeError:
+    """Returns what PyTorch raises where an operator gets tensors of two devices."""
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}!"
+    )
+
+
+class _Host:
+    """The arguments of one call as they lie in host memory, and the devices that they were on."""
+
+    __slots__ = ("index", "mixed", "on_host")
+
+    def __init__(self, mixed: bool) -> None:
+        self.index, self.on_host, self.mixed = NONE, False, mixed
+
+    def tensor(self, value: Tensor) -> Tensor:
+        number = value.get_device()
+        if number < 0:
+            self.on_host |= value.ndim > 0  # a tensor of no dimension may lie in host memory, as a number would
+            return value
+        if self.index != number:
+            if self.index < 0:
+                self.index = number
+            elif not self.mixed:
+                raise two_devices(f"cuda:{self.index}", f"cuda:{number}")
+        return to_host(value)
+
+    def value(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.tensor(value)
+        if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
+            return [self.tensor(item) if isinstance(item, Tensor) else item for item in value]
+        return value
+
+
+class Kernel:
+    """One operator on fake GPUs; what it must know of its schema it looks up at its first call."""
+
+    __slots__ = ("_name", "_op", "mixed", "outputs", "seeded", "stays", "writes")
+
+    def __init__(self, name: str, op: Any = None) -> None:
+        self._name, self._op = name, op
+        if op is not None:
+            self._read(op)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._op is None:
+            self._op = _operator(self._name)
+            self._read(self._op)
+        return self.run(args, kwargs)
+
+    def _read(self, op: Any) -> None:
+        schema = op._schema  # noqa: SLF001
+        self._name = schema.name
+        names = [argument.name for argument in schema.arguments]
+        written = {
+            alias: (place, argument.name)
+            for place, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for alias in argument.alias_info.before_set
+        }
+        self.writes = tuple(
+            None if result.alias_info is None else next(map(written.get, result.alias_info.before_set), None)
+            for result in schema.returns
+        )
+        self.outputs = tuple(argument.name for argument in schema.arguments if argument.is_out)
+        self.mixed, self.stays = schema.name in MIXED, STAYS.get(schema.name, ())
+        without = NONE if torch.Tag.nondeterministic_seeded in op.tags else None
+        self.seeded = names.index("generator") if "generator" in names else without
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Computes the operator in host memory; returns tensors on the device of its arguments."""
+        op, on = self._op, _Host(self.mixed)
+        host = [on.value(value) for value in args]
+        host_kwargs, wanted = kwargs, None
+        if kwargs:
+            host_kwargs = {name: on.value(value) for name, value in kwargs.items()}
+            wanted = host_kwargs.pop("device", None)
+            host_kwargs.pop("pin_memory", None)
+            for name in self.outputs:
+                own = kwargs.get(name)
+                if isinstance(own, Tensor) and own.is_cuda and not own.numel():
+                    host_kwargs[name] = torch.empty(0, dtype=own.dtype, device=HOST)  # it may be resized
+        index = on.index
+        if index >= 0:
+            devices.check_process()
+            if on.on_host and not self.mixed:
+                self._refuse(args, kwargs, index)
+        if wanted is not None:
+            index = NONE if wanted.type == "cpu" else devices.check_index(wanted.index)
+        try:
+            result = op(*host, **host_kwargs) if self.seeded is None else self._seeded(host, host_kwargs, index)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{op} has no CPU kernel for these tensors: fake GPUs cannot run it") from error
+        return self._returned(result, args, kwargs, host, host_kwargs, index)
+
+    def _refuse(self, args: Sequence[Any], kwargs: dict[str, Any], index: int) -> None:
+        """Raises, unless what lies in host memory may: the indices of a tensor on a GPU."""
+        if self._name in INDEXING:
+            if args[0].get_device() < 0:
+                raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+            rest = [value for value in (*args[2:], *kwargs.values()) if isinstance(value, Tensor)]
+            if all(value.is_cuda or not value.ndim for value in rest):
+                return
+        raise two_devices(f"cuda:{index}", "cpu")
+
+    def _seeded(self, host: list[Any], kwargs: dict[str, Any], index: int) -> Any:
+        place = self.seeded
+        assert place is not None
+        if index < 0:
+            return self._op(*host, **kwargs)
+        if place == NONE:
+            with borrowed(index):
+                return self._op(*host, **kwargs)
+        given = host[place] if place < len(host) else kwargs.get("generator")
+        with draw_from(given, index) as generator:
+            if place < len(host):
+                host = [*host[:place], generator, *host[place + 1 :]]
+                return self._op(*host, **kwargs)
+            return self._op(*host, **{**kwargs, "generator": generator})
+
+    def _returned(
+        self, result: Any, args: Sequence[Any], kwargs: dict[str, Any], host: list[Any], host_kwargs: Any, index: int
+    ) -> Any:
+        def one(value: Any, place: int) -> Any:
+            if isinstance(value, list):
+                return [one(item, place) for item in value]
+            if not isinstance(value, Tensor) or place in self.stays:
+                return value
+            writes = self.writes[place]
+            if writes is not None:
+                position, name = writes
+                by_place = position < len(args)
+                own = args[position] if by_place else kwargs[name]
+                return _resized(own, host[position] if by_place else host_kwargs[name])
+            if index < 0:
+                return value
+            for given, own in zip(host, args, strict=True):
+                if given is value:
+                    return own
+            if value.layout is not torch.strided or value.is_quantized:
+                raise NotImplementedError(f"fake GPUs hold dense tensors only, and {self._name} gives {value.layout}")
+            return to_fake(value, index)
+
+        if isinstance(result, tuple):
+            return tuple(one(value, place) for place, value in enumerate(result))
+        return one(result, 0)
+
+
+def _resized(own: Tensor, alias: Tensor) -> Tensor:
+    """Returns a tensor that was written into, in the shape that the operator gave its alias: `out=` may be resized."""
+    if own is not alias and own.shape != alias.shape:
+        own.set_(to_fake(alias, own.get_device()))  # type: ignore[call-overload]
+    return own
+
+
+class Kernels:
+    """Registered with PyTorch's dispatcher from :meth:`install` to :meth:`remove`."""
+
+    def __init__(self) -> None:
+        self._libraries: list[Any] = []
+        self._by_op: dict[Any, Kernel] = {}
+        self._views: set[Any] = set()
+
+    def install(self) -> None:
+        """Registers the fallback, and a kernel for each operator that is composed of others."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the dispatcher tells of each kernel that takes another's place
+            self._install()
+
+    def _install(self) -> None:
+        library = self._library("aten")
+        for name in _composed():
+            library.impl(name.removeprefix("aten::"), "CUDA", Kernel(name), False)
+        for name in _of_cuda():  # of a build with CUDA, whose own kernels would ask the driver
+            library.impl(name.removeprefix("aten::"), "CUDA", _Late(self, name), False)
+        for name, kernel in SPECIAL.items():
+            library.impl(name, "CUDA", kernel, False)
+        self._library("_").fallback("CUDA", self.fallback, False)
+        collectives, pinning = self._library("c10d"), self._library("aten", "CPU")
+        for name, collective in COLLECTIVES.items():
+            collectives.impl(name, "CUDA", collective, False)
+        for name, function in PINNING.items():
+            pinning.impl(name, "CPU", function, False)
+
+    def _library(self, namespace: str, key: str = "CUDA") -> Any:
+        library = torch._C._dispatch_library("IMPL", namespace, key, __file__, 0)  # noqa: SLF001
+        self._libraries.append(library)
+        return library
+
+    def fallback(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Computes an operator that has no kernel of its own for fake GPUs."""
+        kernel = self._by_op.get(op)
+        if kernel is None:
+            if op in self._views or _shows_storage(op):
+                self._views.add(op)
+                return op._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)  # noqa: SLF001
+            kernel = self._by_op[op] = Kernel(op.name(), op)
+        return kernel.run(args, kwargs)
+
+    def remove(self) -> None:
+        """Takes everything out of the dispatcher."""
+        for library in self._libraries:
+            library.reset()
+        self._libraries.clear()
+
+
+class _Late:
+    """In the place of a kernel of CUDA's own: finds its operator when it is first called."""
+
+    __slots__ = ("_kernels", "_name", "_op")
+
+    def __init__(self, kernels: Kernels, name: str) -> None:
+        self._kernels, self._name, self._op = kernels, name, None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._op is None:
+            self._op = _operator(self._name)
+        return self._kernels.fallback(self._op, *args, **kwargs)
+
+
+def _operator(name: str) -> Any:
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _of_cuda() -> list[str]:
+    """Returns the names of PyTorch's operators for which this build has a kernel of CUDA, but for those made here."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")  # noqa: SLF001
+    made = {*_composed(), *(f"aten::{name}" for name in SPECIAL)}
+    return [name for name in names if name.startswith("aten::") and name not in made]
+
+
+def _shows_storage(op: Any) -> bool:
+    """Returns whether an operator gives a view, or sets a tensor's storage: its CPU kernel looks at no device."""
+    results = [result.alias_info for result in op._schema.returns]  # noqa: SLF001
+    return op._schema.name == "aten::set_" or any(info is not None and not info.is_write for info in results)  # noqa: SLF001
+
+
+def _composed() -> list[str]:
+    """Returns the names of PyTorch's operators on tensors that have one kernel, made of others, for all devices."""
+    found = []
+    for key in ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"):
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):  # noqa: SLF001
+            namespace, _, rest = name.partition("::")
+            packet, _, overload = rest.partition(".")
+            if namespace != "aten" or packet in LAYOUT or packet in SPECIAL or rest in SPECIAL:
+                continue
+            schema = torch._C._get_schema(f"aten::{packet}", overload)  # noqa: SLF001
+            shows = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+            makes = any(argument.name in {"device", "storage"} for argument in schema.arguments)
+            if not shows and not makes and packet not in {"set", "resize", "lift", "is_pinned", "set_"}:
+                found.append(name)
+    return found
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    del non_blocking  # every copy is done when it returns
+    devices.check_process()
+    to_host(target).copy_(
+        source if source.device.type != "cuda" else to_host(source)
+    ) if target.is_cuda else target.copy_(to_host(source))
+    return target
+
+
+def _resize(tensor: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
+    del memory_format
+    count = 1
+    for length in size:
+        count *= length
+    needed, held = (tensor.storage_offset() + count) * tensor.element_size(), tensor.untyped_storage().nbytes()
+    strides = torch.empty(tuple(size), device="meta").stride()
+    if needed <= held:
+        return tensor.as_strided_(tuple(size), strides)
+    fresh = torch.empty(tuple(size), dtype=tensor.dtype)
+    kept = min(count, tensor.numel())
+    fresh.view(-1)[:kept] = to_host(tensor).reshape(-1)[:kept]
+    return tensor.set_(to_fake(fresh, tensor.get_device()))  # type: ignore[call-overload,no-any-return]
+
+
+def _dropout(tensor: Tensor, probability: float, train: bool | None = None) -> tuple[Tensor, Tensor]:
+    mask = torch.empty_like(tensor, dtype=torch.bool)
+    if train is False:
+        return tensor.clone(), mask.fill_(value=True)
+    mask.bernoulli_(1 - probability)
+    return tensor * mask * (0.0 if probability == 1 else 1 / (1 - probability)), mask
+
+
+def on_host(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a kernel that computes with the host's tensors."""
+
+    def kernel(*args: Any) -> Any:
+        on = _Host(mixed=False)
+        host = [on.value(value) for value in args]
+        devices.check_process()
+        if on.on_host:
+            raise two_devices(f"cuda:{on.index}", "cpu")
+        result = compute(*host)
+        if isinstance(result, Tensor):
+            return to_fake(result, on.index)
+        return tuple(value if value is None else to_fake(value, on.index) for value in result)
+
+    return kernel
+
+
+def _no_op(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+SPECIAL: dict[str, Callable[..., Any]] = {
+    "copy_": _copy,
+    "resize_": _resize,
+    "native_dropout": _dropout,
+    "record_stream": _no_op,
+    **{name: on_host(compute) for name, compute in SYNCHRONISED.items()},
+}

@@ -1,0 +1,155 @@
+"""Streams, events and graphs of fake GPUs. What is put on a stream has run when the call returns, so order holds."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from typing import Any, Self
+
+import torch
+
+from samestep.fake_gpus.devices import check_index
+from samestep.fake_gpus.native import CUDA, set_index
+
+__all__ = ["Event", "ExternalStream", "Stream", "current", "select"]
+
+_numbers = itertools.count(1)
+_thread = threading.local()
+
+
+def select(stream_id: int, device_index: int, device_type: int = CUDA) -> None:
+    """Makes a stream the current one of its device, and its device the current one."""
+    del device_type
+    set_index(device_index)
+    _streams()[device_index] = stream_id
+
+
+def current(index: int) -> tuple[int, int, int]:
+    """Returns the current stream of a device: its number, the device's, and the type of device."""
+    index = check_index(index)
+    return _streams().get(index, 0), index, CUDA
+
+
+def _streams() -> dict[int, int]:
+    if not hasattr(_thread, "streams"):
+        _thread.streams = {}
+    streams: dict[int, int] = _thread.streams
+    return streams
+
+
+class Stream(torch.Stream):
+    """As torch.cuda.Stream."""
+
+    priority: int
+
+    def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Self:
+        """Makes a stream on a device, by default the current one."""
+        if "stream_id" not in known:
+            index = torch.cuda._utils._get_device_index(device, optional=True)  # noqa: SLF001
+            known = {"stream_id": next(_numbers), "device_index": check_index(index), "device_type": CUDA}
+        made = super().__new__(cls, **known)
+        made.priority = min(max(priority, -5), 0)
+        return made
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Returns the least and the greatest priority."""
+        return 0, -5
+
+    @property
+    def cuda_stream(self) -> int:
+        """A number in place of the handle."""
+        return self.stream_id
+
+    @property
+    def _as_parameter_(self) -> Any:
+        import ctypes
+
+        return ctypes.c_void_p(self.stream_id)
+
+    def wait_event(self, event: Any) -> None:
+        """Has nothing to wait for."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Has nothing to wait for."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """Records an event, by default a new one."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Returns True: all is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Has nothing to wait for."""
+
+    def __enter__(self) -> Self:
+        entered = getattr(self, "_entered", [])
+        entered.append(torch.cuda.stream(self))  # type: ignore[arg-type]
+        self._entered = entered
+        entered[-1].__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.pop().__exit__(*error)
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x}>"
+
+
+class ExternalStream(Stream):
+    """As torch.cuda.ExternalStream."""
+
+    def __new__(cls, stream_ptr: int, device: Any = None, **known: Any) -> Self:
+        """Makes a stream of that number."""
+        index = check_index(torch.cuda._utils._get_device_index(device, optional=True))  # noqa: SLF001
+        return super().__new__(cls, stream_id=stream_ptr, device_index=index, device_type=CUDA, **known)
+
+
+class Event:
+    """As torch.cuda.Event; times are the host's."""
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
+        del blocking, interprocess, external
+        self.enable_timing, self._time = enable_timing, 0.0
+        self.device: torch.device | None = None
+        self.cuda_event = 0
+
+    def record(self, stream: Any = None) -> None:
+        """Notes the time."""
+        self._time = time.perf_counter()
+        self.cuda_event = id(self)
+        self.device = torch.cuda.current_stream().device if stream is None else stream.device
+
+    def wait(self, stream: Any = None) -> None:
+        """Has nothing to wait for."""
+
+    def query(self) -> bool:
+        """Returns True: all is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Has nothing to wait for."""
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Returns the milliseconds of the host between two events.
+
+        Raises:
+            ValueError: one was made without `enable_timing=True`, or was not recorded.
+        """
+        if not (self.enable_timing and end_event.enable_timing):
+            raise ValueError(
+                "Both events must be created with argument 'enable_timing=True' before calculating elapsed time."
+            )
+        if not (self._time and end_event._time):
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        return (end_event._time - self._time) * 1e3
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Event {self.cuda_event:#x}>" if self.cuda_event else "<torch.cuda.Event uninitialized>"
