@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
 import samestep
+import samestep.testing
 from help_texts import options_of
 from samestep.cli import COMMANDS
 
@@ -292,6 +293,10 @@ def own_options(line):
 @pytest.fixture(scope="module")
 def known():
     return {name: options_of(name) for name in COMMANDS}
+
+
+def test_a_model_is_made_on_a_fake_gpu():
+    assert str(run(block("fake-gpus.md"))["model"].weight.device) == "cuda:1"
 
 
 def test_every_command_on_a_page_has_options_that_are_there(known):

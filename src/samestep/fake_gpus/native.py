@@ -107,6 +107,7 @@ HOOK_FUNCTIONS = {
     **dict.fromkeys(("isBuilt", "isAvailable", "hasCUDA"), "yes"),
     "hasPrimaryContext": "no",
     "init": "nothing",
+    "compiledWithCuDNN": "no",  # so BatchNorm takes the kernels that CPUs have, too
     "getPinnedMemoryAllocator": "allocator",
 }
 
@@ -132,6 +133,22 @@ def _table_of(thing: int, addresses: Mapping[str, int], functions: Mapping[str, 
     for name, code in functions.items():
         table[places[name]] = addresses[code]
     return table
+
+
+def _without_timer(libraries: Path) -> Callable[[], None]:
+    """Hides CUDA's timer from DistributedDataParallel, which would ask the driver; returns what shows it again.
+
+    The registry begins with a std::unordered_map, that with its buckets and their number. A build without CUDA has no
+    such timer, and DistributedDataParallel does without.
+    """
+    registry = ctypes.CDLL(str(libraries / "libtorch_cpu.so"))["_ZN4c10d13TimerRegistryEv"]
+    registry.restype = ctypes.c_void_p
+    buckets, count = (ctypes.c_uint64 * 2).from_address(registry())
+    if count <= CUDA:
+        return lambda: None
+    bucket = ctypes.c_void_p.from_address(buckets + 8 * (CUDA % count))
+    before, bucket.value = bucket.value, None
+    return partial(setattr, bucket, "value", before)
 
 
 class Native:
@@ -176,6 +193,7 @@ class Native:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object([memory, guard, hooks, thing]))  # C++ calls them until the very end
         self._undo.append(partial(registry.__setitem__, CUDA, registry[CUDA]))
         self._undo.append(partial(setattr, pointer, "value", pointer.value))
+        self._undo.append(_without_timer(libraries))
         registry[CUDA], pointer.value = ctypes.addressof(thing), ctypes.addressof(hooks)
 
     def remove(self) -> None:
