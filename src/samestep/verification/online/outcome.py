@@ -15,7 +15,9 @@ from samestep.verification.findings import PROPERTIES, unchecked
 __all__: list[str] = []
 
 FINDINGS, CHECKED = "findings.jsonl", "checked.json"
-NOT_CHECKED = "buffers, evaluations, checkpoints, and whether one process takes the same steps; `samestep verify` does"
+NOT_CHECKED = (
+    "buffers, evaluations, checkpoints, and whether one process takes the same steps: `samestep verify` checks these"
+)
 _ONLY = unchecked("--check compares the ranks with each other, and none with one process")
 
 
