@@ -49,7 +49,7 @@ def _imported() -> None:
 def replaced(value: object) -> bool:
     """Whether a function of ours stands in the place of another."""
     function = type(value) is types.FunctionType and hasattr(value, "__wrapped__")
-    return function and value.__globals__["__name__"].startswith("samestep.instrument")
+    return function and str(value.__globals__.get("__name__")).startswith("samestep.instrument")
 
 
 def everything() -> Iterator[tuple[str, object]]:

@@ -270,7 +270,10 @@ def test_orphans_of_a_rank_are_reaped_while_it_runs(folder):
             os.system("true &")
         until = time.monotonic() + 30
         def dead(process):
-            return open(f"/proc/{process}/stat").read().rpartition(")")[2].split()[0] == "Z"
+            try:
+                return open(f"/proc/{process}/stat").read().rpartition(")")[2].split()[0] == "Z"
+            except (FileNotFoundError, ProcessLookupError):  # reaped between two looks
+                return False
         while (left := [child for child in children(os.getppid()) if dead(child)]) and time.monotonic() < until:
             time.sleep(0.1)
         print(len(left))
