@@ -71,8 +71,9 @@ class Lines:
     def located(self, finding: Finding) -> Finding:
         """Returns a finding with the line that is to blame, where one is found."""
         lines = self._of(_LOOKED_AT[finding.property])
-        line = _brought_apart(lines) if finding.property == "gradients" else None
-        line = line or (_of_loss(lines) if finding.property == "gradients" else None) or _first_apart(lines)
+        line = (_of_loss(lines) if finding.property == "gradients" else None) or _first_apart(lines)
+        brought = _brought_apart(lines) if finding.property == "gradients" else None
+        line = min((one for one in (brought, line) if one is not None), key=lines.index, default=None)
         if line is None and finding.property == "gradients":
             where = self._without_gradient()
         else:
