@@ -93,7 +93,7 @@ def test_fewer_gpus_than_ranks_are_counted() -> None:
 @pytest.mark.parametrize("number", ["0", "-1", "65"])
 def test_a_number_that_is_none_is_refused(command: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--fake-gpus", number, "train.py"]) == 2
-    assert f"N is a number of GPUs from 1 to 64, and not '{number}'; leave it out for none" in capsys.readouterr().err
+    assert f"N must be a number of GPUs from 1 to 64, not '{number}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_the_variable_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(fake_gpus.VARIABLE, "4")
     assert fake_gpus.asked() == 4
     monkeypatch.setenv(fake_gpus.VARIABLE, "many")
-    with pytest.raises(UsageError, match="SAMESTEP_FAKE_GPUS is a number of GPUs from 1 to 64, and not 'many'"):
+    with pytest.raises(UsageError, match="SAMESTEP_FAKE_GPUS must be a number of GPUs from 1 to 64, not 'many'"):
         fake_gpus.asked()
 
 

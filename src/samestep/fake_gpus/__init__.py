@@ -39,13 +39,13 @@ def asked() -> int | None:
 
 
 def number(text: str, option: str) -> int:
-    """Returns a number of fake GPUs that somebody has written.
+    """Returns the number of fake GPUs that a text gives.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not a number from 1 to 64.
     """
     if not text.isdecimal() or not 1 <= int(text) <= LARGEST:
-        raise UsageError(f"{option} is a number of GPUs from 1 to {LARGEST}, and not {text!r}; leave it out for none")
+        raise UsageError(f"{option} must be a number of GPUs from 1 to {LARGEST}, not {text!r}")
     return int(text)
 
 

@@ -21,7 +21,7 @@ from samestep.fake_gpus.patches import Patches
 
 __all__ = ["patch_cuda"]
 
-MEMORY = 80 << 30  # bytes of a card, as far as a script is told
+MEMORY = 80 << 30  # bytes that every fake GPU reports
 CAPABILITY = (9, 0)
 CUDA_VERSION, CUDNN_VERSION, NCCL_VERSION = "12.8", 91002, (2, 27, 3)
 NAME = "fake GPU of samestep"

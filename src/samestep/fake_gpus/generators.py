@@ -28,8 +28,8 @@ _default: list[FakeGenerator] = []
 class FakeGenerator(BASE):
     """A generator of a fake GPU.
 
-    For C++ it is a CPU generator, which is handed through and drawn from by nobody. C++ forgets which object of Python
-    it was, so its seed is a mark by which it is found again.
+    For C++ it is a CPU generator, from which no operator draws. C++ does not keep the Python object, so the seed of
+    that generator is a mark by which the object is found again.
     """
 
     _index: int

@@ -165,7 +165,7 @@ class _Group:
                 if left == 0:
                     finish()
                     future.set_result(result)
-            except Exception as error:  # noqa: BLE001  (whoever waits for the work gets it)
+            except Exception as error:  # noqa: BLE001  (the work raises it where it is waited for)
                 if not future.done():
                     future.set_exception(error)
 

@@ -1,8 +1,8 @@
 """Tensors whose device is a GPU for all of PyTorch and whose bytes lie in host memory.
 
 PyTorch keeps the device of a tensor in C++, where autograd, DistributedDataParallel and the dispatcher read it; a
-Python attribute would not reach them. DLPack does: it passes memory together with a device, and PyTorch takes over the
-device that it is told. So a CPU tensor becomes one on `cuda:1` that shares its bytes, and back, without a copy.
+Python attribute would not reach them. DLPack does: it passes memory together with a device, and PyTorch takes over
+that device. So a CPU tensor becomes one on `cuda:1` that shares its bytes, and back, without a copy.
 
 What PyTorch does instead: FakeTensor keeps the device in Python and has no values at all.
 """

@@ -85,7 +85,7 @@ def _generator_class(base: Any) -> Any:
 
 
 class _Installer:
-    """Installs the fake GPUs in a process that has been spawned, when it unpickles what it is told first."""
+    """Installs the fake GPUs in a spawned process, when that unpickles its first argument."""
 
     def __init__(self, gpus: int) -> None:
         self.gpus = gpus

@@ -1,4 +1,4 @@
-"""What ranks report every so many steps, through the process group's store: ranks write, rank 0 reads, nobody waits.
+"""What ranks report every so many steps, through the process group's store. No rank waits for another.
 
     before step   1              17                   of every optimizer
     rank 0        StepSummary    StepSummary    …  FinalSummary     ┐ the same number, the same optimizer:
@@ -25,7 +25,6 @@ from datetime import timedelta
 from typing import Any
 
 from samestep.runtime.entries import decode_message
-from samestep.verification.journal import Event
 
 __all__: list[str] = []
 
@@ -113,10 +112,6 @@ class SummaryDetail:
     parameters: dict[str, str | None]
     gradients: dict[str, str | None]
     events: list[dict[str, Any]]
-
-    def of(self, kind: str) -> list[Event]:
-        """Returns the events of a kind."""
-        return [event for event in self.events if event["kind"] == kind]
 
 
 @dataclass(frozen=True, kw_only=True)
