@@ -70,6 +70,7 @@ JOINED = (
     "_version.py",
     "errors.py",
     "events.py",
+    "fake_gpus",
     "instrument",
     "machine.py",
     "paths.py",

@@ -131,12 +131,12 @@ def test_each_rank_is_told_how_many_there_are(tmp_path: Path) -> None:
 
 def test_the_variable_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(fake_gpus.VARIABLE, raising=False)
-    assert fake_gpus.asked() is None
+    assert fake_gpus.requested() is None
     monkeypatch.setenv(fake_gpus.VARIABLE, "4")
-    assert fake_gpus.asked() == 4
+    assert fake_gpus.requested() == 4
     monkeypatch.setenv(fake_gpus.VARIABLE, "many")
     with pytest.raises(UsageError, match="SAMESTEP_FAKE_GPUS must be a number of GPUs from 1 to 64, not 'many'"):
-        fake_gpus.asked()
+        fake_gpus.requested()
 
 
 def test_what_is_said_before_a_run() -> None:

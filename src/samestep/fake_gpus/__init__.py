@@ -1,8 +1,7 @@
 """Fake GPUs: a script that is written for CUDA and NCCL runs on a computer that has neither.
 
 Tensors "on" a fake GPU lie in host memory and say that they are on `cuda:k`; operators run their CPU kernels. What a
-GPU refuses is refused with PyTorch's own exceptions. :mod:`samestep.fake_gpus.table` lists what is faked and how
-strictly.
+GPU refuses is refused with PyTorch's own exceptions. docs/fake-gpus.md lists what is faked and how strictly.
 
     host_memory   a tensor's device, without moving its bytes        kernels   every operator, and mixed devices
     native        what C++ asks about CUDA                           cuda      what torch.cuda asks C++ for
@@ -15,20 +14,19 @@ This package is imported only where fake GPUs are asked for; importing it change
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from samestep.errors import UsageError
 from samestep.rankenv import variable
 
-__all__ = ["VARIABLE", "about_fake_gpus", "asked", "install", "installed", "made", "number", "remove"]
+__all__ = ["VARIABLE", "about_fake_gpus", "install", "made", "number", "requested"]
 
 VARIABLE = "SAMESTEP_FAKE_GPUS"
 LARGEST = 64  # what torch.cuda reads of CUDA_VISIBLE_DEVICES
 
 
-def asked() -> int | None:
+def requested() -> int | None:
     """Returns how many fake GPUs the environment asks for, or None.
 
     Raises:
@@ -88,28 +86,18 @@ def about_fake_gpus(gpus: int, ranks: int, real: int) -> list[str]:
 
 @contextmanager
 def made(gpus: int) -> Iterator[None]:
-    """Makes so many fake GPUs for a while.
+    """Makes so many fake GPUs for a while; tensors on them must not be used any more afterwards.
 
     Raises:
         UsageError: `gpus` is not from 1 to 64, there are some already, or PyTorch has begun to use a real one.
     """
-    if installed():
-        raise UsageError(f"there are {installed()} fake GPUs in this process already")
-    install(number(str(gpus), "n"))
+    from samestep.fake_gpus import devices, installing
+
+    gpus = number(str(gpus), "n")
+    if devices.DEVICES.total:
+        raise UsageError(f"there are {devices.DEVICES.total} fake GPUs in this process already")
+    installing.install(gpus)
     try:
         yield
     finally:
-        remove()
-
-
-def installed() -> int:
-    """Returns how many fake GPUs there are."""
-    there = sys.modules.get("samestep.fake_gpus.devices")
-    return 0 if there is None else int(there.DEVICES.total)
-
-
-def remove() -> None:
-    """Takes the fake GPUs away; tensors on them must not be used any more."""
-    from samestep.fake_gpus import installing
-
-    installing.remove()
+        installing.remove()

@@ -24,7 +24,7 @@ def main(words: list[str]) -> None:
     program, *arguments = words[is_module:] or [""]
     if not program:
         raise UsageError("no script is given: `python -m samestep.fake_gpus train.py`, or `-m module`")
-    fake_gpus.install(fake_gpus.asked() or int(variable("LOCAL_WORLD_SIZE") or 1))
+    fake_gpus.install(fake_gpus.requested() or int(variable("LOCAL_WORLD_SIZE") or 1))
     (run_module if is_module else run_script)(program, arguments)
 
 

@@ -10,70 +10,56 @@ import os
 import uuid
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from samestep.fake_gpus import devices, streams
 from samestep.fake_gpus.native import CUDA, current_index, set_index
 from samestep.fake_gpus.notes import not_faked, say_once
-from samestep.fake_gpus.patches import Patches
+from samestep.instrument.patch import Patches
 
 __all__ = ["patch_cuda"]
 
 MEMORY = 80 << 30  # bytes that every fake GPU reports
 CAPABILITY = (9, 0)
 CUDA_VERSION, CUDNN_VERSION, NCCL_VERSION = "12.8", 91002, (2, 27, 3)
-NAME = "fake GPU of samestep"
-_COUNTED: tuple[str, ...] = (
-    "allocated_bytes",
-    "reserved_bytes",
-    "active_bytes",
-    "inactive_split_bytes",
-    "requested_bytes",
-)
-_COUNTED += ("allocation", "segment", "active", "inactive_split")
-_PLAIN: tuple[str, ...] = (
-    "num_alloc_retries",
-    "num_ooms",
-    "max_split_size",
-    "num_sync_all_streams",
-    "num_device_alloc",
-)
-_PLAIN += ("num_device_free",)
+PROPERTIES = {  # torch.cuda.get_device_properties
+    "name": "fake GPU of samestep",
+    "major": CAPABILITY[0],
+    "minor": CAPABILITY[1],
+    "total_memory": MEMORY,
+    "multi_processor_count": 132,
+    "max_threads_per_multi_processor": 2048,
+    "max_threads_per_block": 1024,
+    "warp_size": 32,
+    "regs_per_multiprocessor": 65536,
+    "shared_memory_per_block": 49152,
+    "shared_memory_per_block_optin": 232448,
+    "shared_memory_per_multiprocessor": 233472,
+    "L2_cache_size": 50 << 20,
+    "clock_rate": 1_980_000,
+    "memory_clock_rate": 2_619_000,
+    "memory_bus_width": 5120,
+    "is_integrated": 0,
+    "is_multi_gpu_board": 0,
+    "gcnArchName": "",
+    "pci_device_id": 0,
+    "pci_domain_id": 0,
+}
+# torch.cuda.memory_stats: figures of each pool, of all memory, and plain numbers
+OF_POOLS = """
+    allocated_bytes reserved_bytes active_bytes inactive_split_bytes requested_bytes
+    allocation segment active inactive_split
+"""
+OF_ALL = "oversize_allocations oversize_segments"
+NUMBERS = "num_alloc_retries num_ooms max_split_size num_sync_all_streams num_device_alloc num_device_free"
 
 
-class Properties(SimpleNamespace):
-    """As torch.cuda.get_device_properties."""
-
-
-def _properties(index: int) -> Properties:
+def _properties(index: int) -> SimpleNamespace:
     number = devices.visible()[index]
-    return Properties(
-        name=NAME,
-        major=CAPABILITY[0],
-        minor=CAPABILITY[1],
-        total_memory=MEMORY,
-        multi_processor_count=132,
-        max_threads_per_multi_processor=2048,
-        max_threads_per_block=1024,
-        warp_size=32,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block=49152,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472,
-        L2_cache_size=50 << 20,
-        clock_rate=1_980_000,
-        memory_clock_rate=2_619_000,
-        memory_bus_width=5120,
-        is_integrated=0,
-        is_multi_gpu_board=0,
-        gcnArchName="",
-        pci_bus_id=number,
-        pci_device_id=0,
-        pci_domain_id=0,
-        uuid=uuid.UUID(devices.uuids()[number].removeprefix("GPU-")),
-    )
+    own = uuid.UUID(devices.uuids()[number].removeprefix("GPU-"))
+    return SimpleNamespace(**PROPERTIES, pci_bus_id=number, uuid=own)
 
 
 def _device_count() -> int:
@@ -91,16 +77,13 @@ def _exchange_device(index: int) -> int:
 
 
 def _memory_stats(_device: int = 0) -> dict[str, Any]:
-    zero = {
-        kind: dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
-        for kind in ("all", "small_pool", "large_pool")
-    }
-    counts = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
+    zeros = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
+    by_pool = dict.fromkeys(("all", "small_pool", "large_pool"), zeros)
     return {
-        **dict.fromkeys(_COUNTED, zero),
-        "oversize_allocations": counts,
-        "oversize_segments": counts,
-    } | dict.fromkeys(_PLAIN, 0)
+        **dict.fromkeys(OF_POOLS.split(), by_pool),
+        **dict.fromkeys(OF_ALL.split(), zeros),
+        **dict.fromkeys(NUMBERS.split(), 0),
+    }
 
 
 def _nothing(*_args: Any, **_named: Any) -> None:
@@ -116,9 +99,6 @@ class _Status(int):
 
     success = 0
 
-    def __new__(cls, value: int = 0) -> Self:
-        return super().__new__(cls, value)
-
 
 CUDART = SimpleNamespace(
     cudaError=_Status,
@@ -131,7 +111,16 @@ CUDART = SimpleNamespace(
     cudaHostUnregister=_constant(0),
 )
 
+NO_EFFECT = """
+    _cuda_synchronize _cuda_sleep _cuda_ipc_collect _cuda_emptyCache _cuda_record_memory_history
+    _cuda_record_memory_history_legacy _cuda_setMemoryFraction _cuda_cudaCachingAllocator_enable
+    _cuda_set_sync_debug_mode _cuda_set_cudnn_benchmark_limit _cuda_lock_mutex _cuda_unlock_mutex
+    _cuda_resetPeakMemoryStats _cuda_resetPeakHostMemoryStats _cuda_resetAccumulatedMemoryStats
+    _cuda_resetAccumulatedHostMemoryStats _accelerator_emptyCache _accelerator_emptyHostCache
+    _accelerator_synchronizeDevice _accelerator_resetPeakStats _accelerator_resetAccumulatedStats
+"""
 C_FUNCTIONS: dict[str, Any] = {
+    **dict.fromkeys(NO_EFFECT.split(), _nothing),
     "_cuda_init": devices.begin,
     "_cuda_getDeviceCount": _device_count,
     "_cuda_getDevice": current_index,
@@ -140,19 +129,11 @@ C_FUNCTIONS: dict[str, Any] = {
     "_cuda_maybeExchangeDevice": _exchange_device,
     "_cuda_isInBadFork": devices.is_forked,
     "_cuda_canDeviceAccessPeer": lambda one, other: one != other,
-    "_cuda_synchronize": _nothing,
-    "_cuda_sleep": _nothing,
-    "_cuda_ipc_collect": _nothing,
-    "_cuda_emptyCache": _nothing,
     "_cuda_memoryStats": _memory_stats,
     "_cuda_hostMemoryStats": _constant({}),
     "_cuda_memorySnapshot": _constant({"segments": [], "device_traces": []}),
-    "_cuda_record_memory_history": _nothing,
-    "_cuda_record_memory_history_legacy": _nothing,
-    "_cuda_setMemoryFraction": _nothing,
     "_cuda_getMemoryFraction": _constant(1.0),
     "_cuda_getAllocatorBackend": _constant("native"),
-    "_cuda_cudaCachingAllocator_enable": _nothing,
     "_cuda_cudaCachingAllocator_is_enabled": _constant(True),
     "_cuda_getArchFlags": _constant("sm_90 compute_90"),
     "_cuda_getCurrentStream": streams.current,
@@ -160,26 +141,16 @@ C_FUNCTIONS: dict[str, Any] = {
     "_cuda_setStream": streams.select,
     "_cuda_getCurrentRawStream": lambda index: streams.current(index)[0],
     "_cuda_getCurrentBlasHandle": _constant(0),
-    "_cuda_set_sync_debug_mode": _nothing,
     "_cuda_get_sync_debug_mode": _constant(0),
     "_cuda_isCurrentStreamCapturing": _constant(False),
     "_cuda_get_cudnn_benchmark_limit": _constant(10),
-    "_cuda_set_cudnn_benchmark_limit": _nothing,
-    "_cuda_lock_mutex": _nothing,
-    "_cuda_unlock_mutex": _nothing,
     "_accelerator_setDeviceIndex": _set_device,
     "_accelerator_isAllocatorInitialized": _constant(True),
-    "_accelerator_emptyCache": _nothing,
-    "_accelerator_emptyHostCache": _nothing,
-    "_accelerator_synchronizeDevice": _nothing,
     "_accelerator_getDeviceStats": _memory_stats,
     "_accelerator_getMemoryInfo": _constant((MEMORY, MEMORY)),
     "_accelerator_getStream": torch.cuda.current_stream,
     "_accelerator_setStream": torch.cuda.set_stream,
 }
-for _name in ("resetPeak", "resetAccumulated"):
-    C_FUNCTIONS |= {f"_cuda_{_name}{kind}Stats": _nothing for kind in ("Memory", "HostMemory")}
-    C_FUNCTIONS[f"_accelerator_{_name}Stats"] = _nothing
 
 
 class _Typed(type):

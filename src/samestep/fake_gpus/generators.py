@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-__all__ = ["FakeGenerator", "borrowed", "default_generators", "draw_from", "make_generators"]
+__all__ = ["FakeGenerator", "borrowed", "draw_from", "make_generators"]
 
 DEFAULT_SEED = 67280421310721  # torch's own
 STEP = 4  # what an operator moves the offset by: CUDA's moves in steps of four numbers, too
@@ -115,14 +115,8 @@ def make_generators(count: int) -> tuple[FakeGenerator, ...]:
     return tuple(_default)
 
 
-def default_generators() -> tuple[FakeGenerator, ...]:
-    """Returns the default generator of each GPU."""
-    return tuple(_default)
-
-
-@contextmanager
-def draw_from(given: Any, index: int) -> Iterator[torch.Generator]:
-    """Yields the CPU generator from which one operator on GPU `index` draws.
+def draw_from(given: Any, index: int) -> torch.Generator:
+    """Returns the CPU generator from which one operator on GPU `index` draws.
 
     Raises:
         RuntimeError: the script has passed a generator of another device.
@@ -133,8 +127,7 @@ def draw_from(given: Any, index: int) -> Iterator[torch.Generator]:
     scratch = getattr(_thread, "generator", None)
     if scratch is None:
         scratch = _thread.generator = BASE("cpu")
-    scratch.manual_seed(own.next_seed())
-    yield scratch
+    return scratch.manual_seed(own.next_seed())
 
 
 @contextmanager

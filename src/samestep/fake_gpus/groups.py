@@ -13,6 +13,7 @@ import socket
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from samestep.fake_gpus import devices
 from samestep.fake_gpus.host_memory import to_host
-from samestep.fake_gpus.patches import Patches
+from samestep.instrument.patch import Patches
 
 __all__ = ["COLLECTIVES", "patch_groups"]
 
@@ -89,28 +90,29 @@ def _flat(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [tensor for item in value for tensor in _flat(item)]
 
 
+def _nothing() -> None: ...
+
+
 class _Group:
     """The group behind one collective."""
 
-    def __init__(self, boxed: Any, tensors: Any, timeout: int = -1) -> None:
+    def __init__(self, boxed: Any, tensors: Any, timeout: int = -1, *, pair: bool = False) -> None:
         devices.check_process()
         group: Any = dist.ProcessGroup.unbox(boxed)
         self.backend = group._get_backend(CARD)  # noqa: SLF001
         self.timeout = timeout
         self.tensors = _flat(tensors)
         _check_dense(self.tensors)
-        self.name = str(getattr(getattr(self.backend, "options", None), "group_name", ""))
+        if not pair:
+            self._check_gpus()
 
-    @property
-    def is_nccl(self) -> bool:
-        return self.name.startswith(MARK)
-
-    def meet(self) -> None:
+    def _check_gpus(self) -> None:
         """Refuses two ranks on one GPU, once a group, in its first collective."""
+        name = str(getattr(getattr(self.backend, "options", None), "group_name", ""))
         size, rank = self.backend.size(), self.backend.rank()
-        if not self.is_nccl or self.name in _checked or size == 1:
+        if not name.startswith(MARK) or name in _checked or size == 1:
             return
-        _checked.add(self.name)
+        _checked.add(name)
         index = self.tensors[0].get_device() if self.tensors else torch.cuda.current_device()
         own = torch.tensor([zlib.crc32(socket.gethostname().encode()), devices.visible()[index]], device="cpu")
         every = [torch.empty_like(own) for _ in range(size)]
@@ -124,34 +126,30 @@ class _Group:
                     "--fake-gpus N is at least the number of ranks of a host)"
                 )
 
-    def options(self, kind: Any, reduce_op: Any = None, root: int | None = None, root_tensor: int = 0) -> Any:
+    def options(self, kind: Any, **fields: Any) -> Any:
         made = kind()
         if self.timeout > 0:
             made.timeout = timedelta(milliseconds=self.timeout)
-        if reduce_op is not None:
-            made.reduceOp = reduce_op
-        if root is not None:
-            made.rootRank = root
-            if hasattr(made, "rootTensor"):
-                made.rootTensor = root_tensor
+        for name, value in fields.items():
+            setattr(made, name, value)
         return made
 
     def reduction(
         self, boxed: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-    ) -> tuple[Any, Callable[[], None]]:
+    ) -> tuple[Any, Callable[[], object]]:
         """Returns an operation that gloo knows, and what is to be done when it has ended."""
         op: Any = c10d.ReduceOp.RedOpType(boxed.op())
         if op == c10d.ReduceOp.AVG:
             size = self.backend.size()
-            return c10d.ReduceOp.SUM, lambda: _divide(outputs, size)
+            return c10d.ReduceOp.SUM, lambda: [tensor.div_(size) for tensor in outputs]
         if op == c10d.ReduceOp.PREMUL_SUM:
             factor = _factor[-1]
             for tensor in inputs:
                 tensor.mul_(to_host(factor) if isinstance(factor, Tensor) and factor.is_cuda else factor)
-            return c10d.ReduceOp.SUM, lambda: None
-        return c10d.ReduceOp(op), lambda: None
+            return c10d.ReduceOp.SUM, _nothing
+        return c10d.ReduceOp(op), _nothing
 
-    def issued(self, works: Sequence[Any], result: Any, finish: Callable[[], None] = lambda: None) -> Any:
+    def issued(self, works: Sequence[Any], result: Any, finish: Callable[[], object] = _nothing) -> Any:
         """Returns the work of a collective whose future gives tensors on their GPU."""
         cards: list[Any] = sorted({tensor.device for tensor in self.tensors}, key=str) or [torch.device("cuda", 0)]
         future: Any = torch.futures.Future(devices=cards)
@@ -174,79 +172,72 @@ class _Group:
         return _work_of(future).boxed()
 
 
-def _divide(tensors: Sequence[Tensor], size: int) -> None:
-    for tensor in tensors:
-        tensor.div_(size)
+COLLECTIVES: dict[str, Callable[..., Any]] = {}  # by the name of the operator
 
 
-def _finish(made: Sequence[tuple[Any, Callable[[], None]]]) -> None:
-    for _, finish in made:
-        finish()
+def _collective(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    COLLECTIVES[kernel.__name__] = kernel
+    return kernel
 
 
+@_collective
 def allreduce_(tensors: Any, group: Any, op: Any, sparse: Any = None, async_op: bool = True, timeout: int = -1) -> Any:
-    own = _Group(group, tensors, timeout)
-    own.meet()
-    host = _host(tensors)
-    known, finish = own.reduction(op, host, host)
-    work = own.backend.allreduce(host, own.options(c10d.AllreduceOptions, known))
-    return tensors, own.issued([work], tensors, finish)
+    return tensors, allreduce_coalesced_(tensors, group, op, async_op, timeout)
 
 
+@_collective
 def allreduce_coalesced_(tensors: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1) -> Any:
-    own = _Group(group, tensors, timeout)
-    own.meet()
-    host = _host(tensors)
+    own, host = _Group(group, tensors, timeout), _host(tensors)
     known, finish = own.reduction(op, host, host)
-    options = own.options(c10d.AllreduceOptions, known)
+    options = own.options(c10d.AllreduceOptions, reduceOp=known)
     return own.issued([own.backend.allreduce([tensor], options) for tensor in host], tensors, finish)
 
 
+@_collective
 def broadcast_(tensors: Any, group: Any, root: int, place: int, async_op: bool = True, timeout: int = -1) -> Any:
     own = _Group(group, tensors, timeout)
-    own.meet()
-    work = own.backend.broadcast(_host(tensors), own.options(c10d.BroadcastOptions, root=root, root_tensor=place))
-    return tensors, own.issued([work], tensors)
+    options = own.options(c10d.BroadcastOptions, rootRank=root, rootTensor=place)
+    return tensors, own.issued([own.backend.broadcast(_host(tensors), options)], tensors)
 
 
+@_collective
 def reduce_(tensors: Any, group: Any, op: Any, root: int, place: int, async_op: bool = True, timeout: int = -1) -> Any:
-    own = _Group(group, tensors, timeout)
-    own.meet()
-    host = _host(tensors)
+    own, host = _Group(group, tensors, timeout), _host(tensors)
     known, finish = own.reduction(op, host, host if own.backend.rank() == root else ())
-    work = own.backend.reduce(host, own.options(c10d.ReduceOptions, known, root, place))
-    return own.issued([work], tensors, finish)
+    options = own.options(c10d.ReduceOptions, reduceOp=known, rootRank=root, rootTensor=place)
+    return own.issued([own.backend.reduce(host, options)], tensors, finish)
 
 
+@_collective
 def allgather_(outputs: Any, inputs: Any, group: Any, async_op: bool = True, timeout: int = -1) -> Any:
     own = _Group(group, (outputs, inputs), timeout)
-    own.meet()
     work = own.backend.allgather(_host(outputs), _host(inputs), own.options(c10d.AllgatherOptions))
     return outputs, own.issued([work], outputs)
 
 
-def allgather_base_(output: Any, given: Any, group: Any, async_op: bool = True, timeout: int = -1) -> Any:
-    own = _Group(group, (output, given), timeout)
-    own.meet()
-    if output.numel() != given.numel() * own.backend.size():
+@_collective
+def _allgather_base_(output: Any, given: Any, group: Any, async_op: bool = True, timeout: int = -1) -> Any:
+    if output.numel() != given.numel() * dist.ProcessGroup.unbox(group).size():
         raise ValueError("output tensor size must be equal to world_size times input tensor size")
-    return output, own.issued([_gathered(own, output, given)], [output])
+    return output, allgather_into_tensor_coalesced_([output], [given], group, async_op, timeout)
 
 
-def _gathered(own: _Group, output: Tensor, given: Tensor) -> Any:
-    parts = _host(output).view(-1).chunk(own.backend.size())
-    return own.backend.allgather([list(parts)], [_host(given).reshape(-1)], own.options(c10d.AllgatherOptions))
+@_collective
+def allgather_into_tensor_coalesced_(
+    outputs: Any, inputs: Any, group: Any, async_op: bool = True, timeout: int = -1
+) -> Any:
+    own = _Group(group, (outputs, inputs), timeout)
+    options, size = own.options(c10d.AllgatherOptions), own.backend.size()
+    works = [
+        own.backend.allgather([list(_host(output).view(-1).chunk(size))], [_host(given).reshape(-1)], options)
+        for output, given in zip(outputs, inputs, strict=True)
+    ]
+    return own.issued(works, outputs)
 
 
-def allgather_into_tensor_coalesced_(outputs: Any, inputs: Any, group: Any, async_op: bool = True) -> Any:
-    own = _Group(group, (outputs, inputs))
-    own.meet()
-    return own.issued([_gathered(own, *pair) for pair in zip(outputs, inputs, strict=True)], outputs)
-
-
+@_collective
 def allgather_coalesced_(outputs: Any, inputs: Any, group: Any, async_op: bool = True) -> Any:
     own = _Group(group, (outputs, inputs))
-    own.meet()
     options = own.options(c10d.AllgatherOptions)
     works = [
         own.backend.allgather([[_host(rank[place]) for rank in outputs]], [_host(given)], options)
@@ -255,76 +246,70 @@ def allgather_coalesced_(outputs: Any, inputs: Any, group: Any, async_op: bool =
     return own.issued(works, _flat(outputs))
 
 
-def _scattered(own: _Group, output: Tensor, parts: Sequence[Tensor], op: Any) -> tuple[Any, Callable[[], None]]:
-    """Adds by an all-reduce of a copy, of which each rank keeps its part: gloo has no reduce-scatter for all types."""
-    whole = torch.cat([_host(part).reshape(-1) for part in parts])
-    rank, host = own.backend.rank(), _host(output)
-    known, divide = own.reduction(op, [whole], [whole])
-    work = own.backend.allreduce([whole], own.options(c10d.AllreduceOptions, known))
-    start = sum(part.numel() for part in parts[:rank])
-
-    def finish() -> None:
-        divide()
-        host.view(-1).copy_(whole[start : start + host.numel()])
-
-    return work, finish
-
-
+@_collective
 def reduce_scatter_(outputs: Any, inputs: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1) -> Any:
     own = _Group(group, (outputs, inputs), timeout)
-    own.meet()
-    work, finish = _scattered(own, outputs[0], inputs[0], op)
-    return outputs, own.issued([work], outputs, finish)
+    return outputs, _reduce_scatter(own, outputs, inputs, op)
 
 
-def reduce_scatter_base_(output: Any, given: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1) -> Any:
-    own = _Group(group, (output, given), timeout)
-    own.meet()
-    if given.numel() != output.numel() * own.backend.size():
+@_collective
+def _reduce_scatter_base_(
+    output: Any, given: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1
+) -> Any:
+    if given.numel() != output.numel() * dist.ProcessGroup.unbox(group).size():
         raise ValueError("input tensor must be the same size as output size times world size")
-    work, finish = _scattered(own, output, given.view(-1).chunk(own.backend.size()), op)
-    return output, own.issued([work], [output], finish)
+    return output, reduce_scatter_tensor_coalesced_([output], [given], group, op, async_op, timeout)
 
 
+@_collective
 def reduce_scatter_tensor_coalesced_(
     outputs: Any, inputs: Any, group: Any, op: Any, async_op: bool = True, timeout: int = -1
 ) -> Any:
     own = _Group(group, (outputs, inputs), timeout)
-    own.meet()
-    size = own.backend.size()
-    made = [
-        _scattered(own, output, given.view(-1).chunk(size), op) for output, given in zip(outputs, inputs, strict=True)
-    ]
-    return own.issued([work for work, _ in made], outputs, lambda: _finish(made))
+    return _reduce_scatter(own, outputs, [given.view(-1).chunk(own.backend.size()) for given in inputs], op)
 
 
+def _reduce_scatter(own: _Group, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: Any) -> Any:
+    """Adds by an all-reduce of a copy, of which each rank keeps its part: gloo has no reduce-scatter for all types."""
+    works: list[Any] = []
+    finishes: list[Callable[[], object]] = []
+    for output, parts in zip(outputs, inputs, strict=True):
+        whole = torch.cat([_host(part).reshape(-1) for part in parts])
+        known, divide = own.reduction(op, [whole], [whole])
+        works.append(own.backend.allreduce([whole], own.options(c10d.AllreduceOptions, reduceOp=known)))
+        start = sum(part.numel() for part in parts[: own.backend.rank()])
+        part = whole[start : start + output.numel()]
+        finishes += [divide, partial(_host(output).view(-1).copy_, part)]
+    return own.issued(works, outputs, lambda: [finish() for finish in finishes])
+
+
+@_collective
 def gather_(outputs: Any, inputs: Any, group: Any, root: int, async_op: bool = True, timeout: int = -1) -> Any:
     own = _Group(group, (outputs, inputs), timeout)
-    own.meet()
-    work = own.backend.gather(_host(outputs), _host(inputs), own.options(c10d.GatherOptions, root=root))
+    work = own.backend.gather(_host(outputs), _host(inputs), own.options(c10d.GatherOptions, rootRank=root))
     return own.issued([work], _flat(outputs))
 
 
+@_collective
 def scatter_(outputs: Any, inputs: Any, group: Any, root: int, async_op: bool = True, timeout: int = -1) -> Any:
     own = _Group(group, (outputs, inputs), timeout)
-    own.meet()
-    work = own.backend.scatter(_host(outputs), _host(inputs), own.options(c10d.ScatterOptions, root=root))
+    work = own.backend.scatter(_host(outputs), _host(inputs), own.options(c10d.ScatterOptions, rootRank=root))
     return outputs, own.issued([work], outputs)
 
 
+@_collective
 def alltoall_base_(
     output: Any, given: Any, group: Any, into: Any, out_of: Any, async_op: bool = True, timeout: int = -1
 ) -> Any:
     own = _Group(group, (output, given), timeout)
-    own.meet()
     options = own.options(c10d.AllToAllOptions)
     work = own.backend.alltoall_base(_host(output), _host(given), list(into), list(out_of), options)
     return own.issued([work], [output])
 
 
+@_collective
 def alltoall_(outputs: Any, inputs: Any, group: Any, async_op: bool = True, timeout: int = -1) -> Any:
     own = _Group(group, (outputs, inputs), timeout)
-    own.meet()
     received = torch.cat([torch.empty_like(_host(one)).reshape(-1) for one in outputs])
     sent = torch.cat([_host(one).reshape(-1) for one in inputs])
     sizes = [[one.numel() for one in side] for side in (outputs, inputs)]
@@ -337,44 +322,24 @@ def alltoall_(outputs: Any, inputs: Any, group: Any, async_op: bool = True, time
     return outputs, own.issued([work], outputs, finish)
 
 
+@_collective
 def barrier(tensor: Any, group: Any, device_ids: Any, async_op: bool = True, timeout: int = -1) -> Any:
     own = _Group(group, [tensor], timeout)
-    own.meet()
     return own.issued([own.backend.barrier(own.options(c10d.BarrierOptions))], [])
 
 
-def send(tensors: Any, group: Any, target: int, tag: int) -> Any:
-    return _Group(group, tensors).backend.send(_host(tensors), target, tag).boxed()
+def _between_two(name: str) -> Callable[..., Any]:
+    def kernel(tensors: Any, group: Any, *rank_and_tag: int) -> Any:
+        backend = _Group(group, tensors, pair=True).backend
+        return getattr(backend, name)(_host(tensors), *rank_and_tag).boxed()
+
+    return kernel
 
 
-def recv_(tensors: Any, group: Any, source: int, tag: int) -> Any:
-    return _Group(group, tensors).backend.recv(_host(tensors), source, tag).boxed()
-
-
-def recv_any_source_(tensors: Any, group: Any, tag: int) -> Any:
-    return _Group(group, tensors).backend.recv_anysource(_host(tensors), tag).boxed()
-
-
-COLLECTIVES: dict[str, Callable[..., Any]] = {
-    "allreduce_": allreduce_,
-    "allreduce_coalesced_": allreduce_coalesced_,
-    "broadcast_": broadcast_,
-    "reduce_": reduce_,
-    "allgather_": allgather_,
-    "_allgather_base_": allgather_base_,
-    "allgather_into_tensor_coalesced_": allgather_into_tensor_coalesced_,
-    "allgather_coalesced_": allgather_coalesced_,
-    "reduce_scatter_": reduce_scatter_,
-    "_reduce_scatter_base_": reduce_scatter_base_,
-    "reduce_scatter_tensor_coalesced_": reduce_scatter_tensor_coalesced_,
-    "gather_": gather_,
-    "scatter_": scatter_,
-    "alltoall_": alltoall_,
-    "alltoall_base_": alltoall_base_,
-    "barrier": barrier,
-    "send": send,
-    "recv_": recv_,
-    "recv_any_source_": recv_any_source_,
+COLLECTIVES |= {
+    "send": _between_two("send"),
+    "recv_": _between_two("recv"),
+    "recv_any_source_": _between_two("recv_anysource"),
 }
 
 
@@ -393,6 +358,8 @@ def patch_groups(patches: Patches) -> None:
     patches.set(made, "ProcessGroupNCCL", ProcessGroupNCCL)
     patches.set(dist, "ProcessGroupNCCL", ProcessGroupNCCL)
     patches.set(c10d.Logger, "set_runtime_stats_and_log", lambda _logger: None)  # it would read CUDA's clock
-    patches.set_everywhere(dist, "_make_nccl_premul_sum", _premul(dist._make_nccl_premul_sum))  # type: ignore[attr-defined]  # noqa: SLF001
+    premul: Any = dist.__dict__["_make_nccl_premul_sum"]
+    patches.exchange("torch", {premul: _premul(premul)})
     if made.default_pg_nccl_timeout is None:
-        patches.set_everywhere(dist.constants, "default_pg_nccl_timeout", timedelta(minutes=10))  # NCCL's own
+        for module in (dist.constants, made):
+            patches.set(module, "default_pg_nccl_timeout", timedelta(minutes=10))  # NCCL's own

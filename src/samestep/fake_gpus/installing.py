@@ -19,7 +19,7 @@ from samestep.fake_gpus.loading import patch_loading
 from samestep.fake_gpus.models import patch_models
 from samestep.fake_gpus.native import Native, set_index
 from samestep.fake_gpus.notes import watch_imports
-from samestep.fake_gpus.patches import Patches
+from samestep.instrument.patch import Patches
 
 __all__ = ["install", "remove"]
 
@@ -48,7 +48,8 @@ def install(gpus: int) -> None:
         patch_groups(_patches)
     _patches.set(torch, "Generator", _generator_class(torch.Generator))
     graph: Any = torch.autograd.graph
-    _patches.set_everywhere(graph, "_engine_run_backward", _on_this_thread(graph._engine_run_backward))  # noqa: SLF001
+    run = graph._engine_run_backward  # noqa: SLF001
+    _patches.exchange("torch", {run: _on_this_thread(run)})
     _patches.set(multiprocessing.spawn, "get_preparation_data", _preparing(multiprocessing.spawn.get_preparation_data))
     watch_imports(_patches)
     _kernels.install()

@@ -83,24 +83,13 @@ class _Host:
 
 
 class Kernel:
-    """One operator on fake GPUs; what it must know of its schema it looks up at its first call."""
+    """One operator on fake GPUs, and what of its schema matters there."""
 
     __slots__ = ("_name", "_op", "mixed", "outputs", "seeded", "stays", "writes")
 
-    def __init__(self, name: str, op: Any = None) -> None:
-        self._name, self._op = name, op
-        if op is not None:
-            self._read(op)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._op is None:
-            self._op = _operator(self._name)
-            self._read(self._op)
-        return self.run(args, kwargs)
-
-    def _read(self, op: Any) -> None:
+    def __init__(self, op: Any) -> None:
         schema = op._schema  # noqa: SLF001
-        self._name = schema.name
+        self._op, self._name = op, schema.name
         names = [argument.name for argument in schema.arguments]
         written = {
             alias: (place, argument.name)
@@ -162,11 +151,10 @@ class Kernel:
             with borrowed(index):
                 return self._op(*host, **kwargs)
         given = host[place] if place < len(host) else kwargs.get("generator")
-        with draw_from(given, index) as generator:
-            if place < len(host):
-                host = [*host[:place], generator, *host[place + 1 :]]
-                return self._op(*host, **kwargs)
-            return self._op(*host, **{**kwargs, "generator": generator})
+        generator = draw_from(given, index)
+        if place < len(host):
+            return self._op(*host[:place], generator, *host[place + 1 :], **kwargs)
+        return self._op(*host, **{**kwargs, "generator": generator})
 
     def _returned(
         self, result: Any, args: Sequence[Any], kwargs: dict[str, Any], host: list[Any], host_kwargs: Any, index: int
@@ -219,10 +207,8 @@ class Kernels:
 
     def _install(self) -> None:
         library = self._library("aten")
-        for name in _composed():
-            library.impl(name.removeprefix("aten::"), "CUDA", Kernel(name), False)
-        for name in _of_cuda():  # of a build with CUDA, whose own kernels would ask the driver
-            library.impl(name.removeprefix("aten::"), "CUDA", _Late(self, name), False)
+        for name in {*_composed(), *_of_cuda()}:
+            library.impl(name.removeprefix("aten::"), "CUDA", self._late(name), False)
         for name, kernel in SPECIAL.items():
             library.impl(name, "CUDA", kernel, False)
         self._library("_").fallback("CUDA", self.fallback, False)
@@ -244,8 +230,20 @@ class Kernels:
             if op in self._views or _shows_storage(op):
                 self._views.add(op)
                 return op._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)  # noqa: SLF001
-            kernel = self._by_op[op] = Kernel(op.name(), op)
+            kernel = self._by_op[op] = Kernel(op)
         return kernel.run(args, kwargs)
+
+    def _late(self, name: str) -> Callable[..., Any]:
+        """Returns a kernel that looks its operator up at its first call."""
+        op: Any = None
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            nonlocal op
+            if op is None:
+                op = _operator(name)
+            return self.fallback(op, *args, **kwargs)
+
+        return kernel
 
     def remove(self) -> None:
         """Takes everything out of the dispatcher."""
@@ -254,30 +252,15 @@ class Kernels:
         self._libraries.clear()
 
 
-class _Late:
-    """In the place of a kernel of CUDA's own: finds its operator when it is first called."""
-
-    __slots__ = ("_kernels", "_name", "_op")
-
-    def __init__(self, kernels: Kernels, name: str) -> None:
-        self._kernels, self._name, self._op = kernels, name, None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._op is None:
-            self._op = _operator(self._name)
-        return self._kernels.fallback(self._op, *args, **kwargs)
-
-
 def _operator(name: str) -> Any:
     packet, _, overload = name.removeprefix("aten::").partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def _of_cuda() -> list[str]:
-    """Returns the names of PyTorch's operators for which this build has a kernel of CUDA, but for those made here."""
+    """Returns the names of PyTorch's operators for which this build has a kernel of CUDA: it would ask the driver."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")  # noqa: SLF001
-    made = {*_composed(), *(f"aten::{name}" for name in SPECIAL)}
-    return [name for name in names if name.startswith("aten::") and name not in made]
+    return [name for name in names if name.startswith("aten::") and name.removeprefix("aten::") not in SPECIAL]
 
 
 def _shows_storage(op: Any) -> bool:

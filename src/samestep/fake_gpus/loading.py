@@ -16,7 +16,7 @@ from torch.utils._device import _device_constructors
 
 from samestep.fake_gpus import devices
 from samestep.fake_gpus.host_memory import to_fake
-from samestep.fake_gpus.patches import Patches
+from samestep.instrument.patch import Patches
 
 __all__ = ["PINNING", "patch_loading"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from samestep.fake_gpus.kernels import two_devices
-from samestep.fake_gpus.patches import Patches
+from samestep.instrument.patch import Patches
 
 __all__ = ["patch_models"]
 

@@ -18,6 +18,8 @@ from torch import Tensor
 
 __all__ = ["SYNCHRONISED"]
 
+Maybe = Tensor | None
+
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
@@ -37,68 +39,40 @@ def _stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _gather_stats(
-    x: Tensor,
-    means: Tensor,
-    invstds: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    counts: Tensor,
+    _x: Tensor, means: Tensor, invstds: Tensor, mean: Maybe, var: Maybe, momentum: float, eps: float, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    del x
     weights = counts.view(-1, 1).to(means.dtype)  # [ranks, 1]; means and invstds are [ranks, channels]
     total = weights.sum()
-    mean = (means * weights).sum(0) / total
-    variance = ((invstds.pow(-2) - eps + (means - mean).square()) * weights).sum(0) / total
-    if running_mean is not None:
-        running_mean.mul_(1 - momentum).add_(momentum * mean)
-    if running_var is not None:
-        running_var.mul_(1 - momentum).add_(momentum * variance * total / (total - 1))
-    return mean, torch.rsqrt(variance + eps)
+    new_mean = (means * weights).sum(0) / total
+    new_var = ((invstds.pow(-2) - eps + (means - new_mean).square()) * weights).sum(0) / total
+    if mean is not None:
+        mean.mul_(1 - momentum).add_(momentum * new_mean)
+    if var is not None:
+        var.mul_(1 - momentum).add_(momentum * new_var * total / (total - 1))
+    return new_mean, torch.rsqrt(new_var + eps)
 
 
-def _elements(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, _eps: float
-) -> Tensor:
+def _elements(x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, invstd: Tensor, _eps: float) -> Tensor:
     y = (_wide(x) - _channels(mean, x)) * _channels(invstd, x)
     y = y if weight is None else y * _channels(weight, x)
     return (y if bias is None else y + _channels(bias, x)).to(x.dtype)
 
 
 def _backward_sums(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    _x: bool,
-    for_weight: bool,
-    for_bias: bool,
-) -> tuple[Tensor | None, ...]:
+    dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Maybe, _for_x: bool, for_weight: bool, for_bias: bool
+) -> tuple[Maybe, ...]:
     dims, wide = _dims(x), _wide(dy)
     sum_dy, sum_dy_xmu = wide.sum(dims), (wide * (_wide(x) - _channels(mean, x))).sum(dims)
     kind = dy.dtype if weight is None else weight.dtype
-    return (
-        sum_dy,
-        sum_dy_xmu,
-        (sum_dy_xmu * invstd).to(kind) if for_weight else None,
-        sum_dy.to(kind) if for_bias else None,
-    )
+    d_weight = (sum_dy_xmu * invstd).to(kind) if for_weight else None
+    return sum_dy, sum_dy_xmu, d_weight, sum_dy.to(kind) if for_bias else None
 
 
 def _backward_elements(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    sum_dy: Tensor,
-    sum_dy_xmu: Tensor,
-    counts: Tensor,
+    dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Maybe, sum_dy: Tensor, sum_xmu: Tensor, counts: Tensor
 ) -> Tensor:
     total = counts.sum()
-    slope = invstd.square() * sum_dy_xmu / total
+    slope = invstd.square() * sum_xmu / total
     centred = _wide(dy) - _channels(sum_dy / total, x) - (_wide(x) - _channels(mean, x)) * _channels(slope, x)
     scale = invstd if weight is None else invstd * weight
     return (centred * _channels(scale, x)).to(dy.dtype)

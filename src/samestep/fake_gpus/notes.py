@@ -6,7 +6,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from typing import Any, NoReturn
 
-from samestep.fake_gpus.patches import Patches
+from samestep.instrument.patch import Patches
 from samestep.rankenv import variable
 
 __all__ = ["not_faked", "say_once", "watch_imports"]
@@ -33,11 +33,11 @@ class _Extensions(MetaPathFinder):
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         """Says so, where a script imports one, and not where somebody asks whether it is there."""
         del path, target
-        if fullname in EXTENSIONS and _asked_by_a_script():
+        if fullname in EXTENSIONS and _imported_by_script():
             say_once(f"the kernels of {fullname}", "calling them fails; use what PyTorch has, or a real GPU")
 
 
-def _asked_by_a_script() -> bool:
+def _imported_by_script() -> bool:
     frame = sys._getframe(2)  # noqa: SLF001
     while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib._bootstrap"):
         frame = frame.f_back  # type: ignore[assignment]

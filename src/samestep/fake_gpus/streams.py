@@ -1,10 +1,13 @@
-"""Streams, events and graphs of fake GPUs. What is put on a stream has run when the call returns, so order holds."""
+"""Streams and events of fake GPUs: what is put on a stream has run when the call returns, so order holds.
+
+Their methods are those of torch.Stream and torch.Event, which ask the device guard (:mod:`.native`).
+"""
 
 from __future__ import annotations
 
 import itertools
 import threading
-import time
+from time import perf_counter
 from typing import Any, Self
 
 import torch
@@ -68,24 +71,11 @@ class Stream(torch.Stream):
 
         return ctypes.c_void_p(self.stream_id)
 
-    def wait_event(self, event: Any) -> None:
-        """Has nothing to wait for."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Has nothing to wait for."""
-
     def record_event(self, event: Any = None) -> Any:
         """Records an event, by default a new one."""
         event = Event() if event is None else event
         event.record(self)
         return event
-
-    def query(self) -> bool:
-        """Returns True: all is done."""
-        return True
-
-    def synchronize(self) -> None:
-        """Has nothing to wait for."""
 
     def __enter__(self) -> Self:
         entered = getattr(self, "_entered", [])
@@ -110,34 +100,27 @@ class ExternalStream(Stream):
         return super().__new__(cls, stream_id=stream_ptr, device_index=index, device_type=CUDA, **known)
 
 
-class Event:
+class Event(torch.Event):
     """As torch.cuda.Event; times are the host's."""
 
-    def __init__(
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
-    ) -> None:
+    enable_timing: bool
+    time = 0.0  # of the host, in seconds, when it was recorded
+
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> Self:
+        """Makes an event that is not recorded yet."""
         del blocking, interprocess, external
-        self.enable_timing, self._time = enable_timing, 0.0
-        self.device: torch.device | None = None
-        self.cuda_event = 0
+        made = super().__new__(cls, torch.device("cuda"))
+        made.enable_timing = enable_timing
+        return made
 
     def record(self, stream: Any = None) -> None:
         """Notes the time."""
-        self._time = time.perf_counter()
-        self.cuda_event = id(self)
-        self.device = torch.cuda.current_stream().device if stream is None else stream.device
+        super().record(torch.cuda.current_stream() if stream is None else stream)
+        self.time = perf_counter()
 
-    def wait(self, stream: Any = None) -> None:
-        """Has nothing to wait for."""
-
-    def query(self) -> bool:
-        """Returns True: all is done."""
-        return True
-
-    def synchronize(self) -> None:
-        """Has nothing to wait for."""
-
-    def elapsed_time(self, end_event: Event) -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         """Returns the milliseconds of the host between two events.
 
         Raises:
@@ -147,9 +130,14 @@ class Event:
             raise ValueError(
                 "Both events must be created with argument 'enable_timing=True' before calculating elapsed time."
             )
-        if not (self._time and end_event._time):
+        if not (self.time and end_event.time):
             raise ValueError("Both events must be recorded before calculating elapsed time.")
-        return (end_event._time - self._time) * 1e3
+        return float(end_event.time - self.time) * 1e3
+
+    @property
+    def cuda_event(self) -> int:
+        """A number in place of the handle; 0 until it is recorded."""
+        return id(self) if self.time else 0
 
     def __repr__(self) -> str:
-        return f"<torch.cuda.Event {self.cuda_event:#x}>" if self.cuda_event else "<torch.cuda.Event uninitialized>"
+        return f"<torch.cuda.Event {self.cuda_event:#x}>" if self.time else "<torch.cuda.Event uninitialized>"

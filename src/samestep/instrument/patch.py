@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -22,8 +23,37 @@ __all__: list[str] = []
 
 Group = Callable[[], None]
 
+
+class Patches:
+    """What has been replaced, and puts it back."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    def on_undo(self, act: Callable[[], object]) -> None:
+        """Calls `act` when what was replaced is put back."""
+        self._undo.append(act)
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replaces `owner.name`, which the owner may inherit or not have."""
+        held = vars(owner)
+        self.on_undo(partial(setattr, owner, name, held[name]) if name in held else partial(delattr, owner, name))
+        setattr(owner, name, value)
+
+    def exchange(self, package: str, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+        """Replaces functions in all modules of a package that have them, under whatever name."""
+        replace_function(package, functions)
+        self.on_undo(partial(replace_function, package, {new: old for old, new in functions.items()}))
+
+    def undo(self) -> None:
+        """Puts everything back, the latest first."""
+        while self._undo:
+            self._undo.pop()()
+
+
+_patches = Patches()  # those of all groups
+on_undo, exchange = _patches.on_undo, _patches.exchange
 _installed: set[Group] = set()
-_undo: list[Callable[[], object]] = []
 _users: dict[str, bool] = {}  # by file name: whether it is the user's own
 
 
@@ -37,14 +67,8 @@ def install(*groups: Group) -> None:
 
 def uninstall() -> None:
     """Takes all patches back, and those that wait for a module to be imported."""
-    while _undo:
-        _undo.pop()()
+    _patches.undo()
     _installed.clear()
-
-
-def on_undo(act: Callable[[], object]) -> None:
-    """Calls `act` when patches are taken back."""
-    _undo.append(act)
 
 
 def on_import(name: str, act: Act) -> None:
@@ -63,21 +87,14 @@ def patch(owner: Any, name: str, *, compiled: bool = False, package: str | None 
     """
 
     def replace(replacement: Callable[..., Any]) -> Any:
-        is_inherited, original = name not in vars(owner), getattr(owner, name)
+        original = getattr(owner, name)
         replaced = wrap(original, replacement, getattr(owner, "__module__", owner.__name__), compiled=compiled)
-        setattr(owner, name, replaced)
-        on_undo(lambda: delattr(owner, name) if is_inherited else setattr(owner, name, original))
+        _patches.set(owner, name, replaced)
         if package is not None:
             exchange(package, {original: replaced})
         return replaced
 
     return replace
-
-
-def exchange(package: str, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
-    """Replaces functions in all modules of a package that have them, under whatever name."""
-    replace_function(package, functions)
-    on_undo(lambda: replace_function(package, {new: old for old, new in functions.items()}))
 
 
 def wrap(

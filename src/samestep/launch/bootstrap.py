@@ -124,7 +124,7 @@ def live(assignment: RankTask) -> NoReturn:
 
 def _make_gpus() -> None:
     """Makes fake GPUs where they were asked for."""
-    gpus = fake_gpus.asked()
+    gpus = fake_gpus.requested()
     if gpus is not None:
         fake_gpus.install(gpus)
 
