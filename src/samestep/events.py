@@ -1,41 +1,10 @@
-"""What happened in a run: lines of JSON, written by its ranks while they train, read by whoever wants to see.
+"""What happened in a run: lines of JSON that its ranks write while they train; docs/events.md describes them.
 
     {"v": 1, "t": 1795371394.035884, "rank": 0, "attempt": 0, "kind": "step", "step": 12, …}
 
-`t` is when it began, in seconds since 1970; `rank` is null in what the launcher says; `step` counts the optimizer
-steps that were finished. The other fields, by kind; seconds, unless said otherwise:
-
-    begin       host, pid, size, python                            a rank's script begins
-    machine     torch, backend, device, threads                    what is known when its first step is over
-    step        steps, seconds, spent, spans, more, buckets, work  steps up to this one, the last of them in pieces
-    values      values                                             what the script logged: name -> number
-    checkpoint  seconds, path, bytes, reason                       something was saved, by samestep.checkpoint
-    pipeline    schedule, stages, actions                          of a step: [kind, stage, micro-batch, begin, end]
-    end         error                                              its exception in a line; whom it lost; or null
-    dropped     lines, why                                         what the writer had no room for
-    at          phase, operation, site                             a piece of a step has lasted for 2 s, and goes on
-    hang · moves · straggler · network · keeps-up · restart
-                text, ranks                                        what the launcher had to say, and of whom
-
-A step is what lies between the ends of two optimizer steps, in pieces that add up to `seconds`. What comes behind the
-last is a line of 0 steps, or belongs to the last line:
-
-    spent       {"data": s, "forward": s, "backward": s, "wait": s, "collective": s, "optimizer": s, "other": s,
-                 "evaluate": s, "save": s, "load": s}              sums over `steps` steps; what did not occur is absent
-    spans       [["forward", 1200, 2300], …]                       the last step: what, its begin and its length in
-                                                                   microseconds; a collective with name and line,
-                                                                   if the script's own line calls it
-    more        how many spans were left out of a step that has too many
-    buckets     [[number, bytes, ready, begun, done], …]           gradient buckets of the last step: microseconds
-                                                                   from the step's begin, null where torch does not say
-    work        {"samples": …, "weight": …, "epoch": …}            this rank's share of the last step
-    values      a number that is none is a text: "nan", "inf", "-inf"
-
-Every step has a line up to the 10,000th; beyond, one line stands for 2, 4, 8… steps, so that the longest run keeps a
-readable file. A rank hands its lines to a thread that writes them twice a second: what a rank that is killed had not
-yet written is lost, up to that; a last line may be torn. A full disk drops lines, and never a step.
-
-torch.profiler records every operator of a few steps; this is every step, in a few words.
+A step is what lies between the ends of two optimizer steps. Every step has a line up to the 10,000th; beyond, one line
+stands for 2, 4, 8… steps, so that the longest run keeps a readable file. A rank hands its lines to a thread that writes
+them twice a second; a rank that is killed loses what was not yet written. A full disk drops lines, and never a step.
 """
 
 from __future__ import annotations
@@ -51,28 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from samestep.paths import make_private
-
-__all__: list[str] = []
+from samestep.files import make_private
 
 VERSION = 1
-KINDS = {
-    "begin": ("host", "pid", "size", "python"),
-    "machine": ("torch", "backend", "device", "threads"),
-    "step": ("steps", "seconds", "spent", "spans", "more", "buckets", "work"),
-    "values": ("values",),
-    "checkpoint": ("seconds", "path", "bytes", "reason"),
-    "pipeline": ("schedule", "stages", "actions"),
-    "end": ("error",),
-    "dropped": ("lines", "why"),
-    "at": ("phase", "operation", "site"),
-    "hang": ("text", "ranks"),
-    "moves": ("text", "ranks"),
-    "straggler": ("text", "ranks"),
-    "network": ("text", "ranks"),
-    "keeps-up": ("text", "ranks"),
-    "restart": ("text", "ranks"),
-}
 PHASES = ("data", "forward", "backward", "wait", "collective", "optimizer", "other", "evaluate", "save", "load")
 NON_TRAINING = ("evaluate", "save", "load")  # of a step's seconds, what is no training
 LINE_FOR_EACH = 10_000  # steps with a line of their own
@@ -284,11 +234,11 @@ def is_event(event: dict[str, Any]) -> bool:
     kind, rank = event.get("kind"), event.get("rank")
     head = isinstance(kind, str) and _is_number(event.get("t")) and isinstance(event.get("step"), int)
     head = head and (rank is None or isinstance(rank, int)) and isinstance(event.get("attempt"), int)
-    return head and all(name in event and _FITS[name](event[name]) for name in KINDS.get(str(kind), ()))
+    return head and all(name in event and fits(event[name]) for name, fits in KINDS.get(str(kind), {}).items())
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it can be reckoned with: no truth value, not infinite, not an integer beyond every double."""
+    """Whether it can be computed with: no bool, not infinite, not an integer beyond every double."""
     return type(value) in _NUMBERS and -_MOST < value < _MOST
 
 
@@ -300,8 +250,8 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_text_or_null(value: Any) -> bool:
-    return value is None or isinstance(value, str)
+def _or_null(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or fits(value)
 
 
 def _are_numbers(value: Any) -> bool:
@@ -336,44 +286,51 @@ def _are_buckets(value: Any) -> bool:
 
 
 def _are_actions(value: Any) -> bool:
-    """[kind, stage, micro-batch, begin, end] of a pipeline's step."""
     return isinstance(value, list) and all(
         isinstance(one, list) and len(one) == 5 and isinstance(one[0], str) and all(map(_is_number, one[1:]))
         for one in value
     )
 
 
+def _are_ranks(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_whole, value))
+
+
 _NUMBERS = {int, float}
 _MOST = 1e300
-_FITS: dict[str, Callable[[Any], bool]] = {
-    "host": _is_text,
-    "pid": _is_whole,
-    "size": _is_whole,
-    "python": _is_text,
-    "torch": _is_text_or_null,
-    "backend": _is_text_or_null,
-    "device": _is_text_or_null,
-    "threads": lambda value: value is None or _is_whole(value),
-    "steps": _is_whole,
-    "seconds": _is_number,
-    "spent": _are_numbers,
-    "spans": _are_spans,
-    "more": _is_whole,
-    "buckets": _are_buckets,
-    "work": _are_numbers,
-    "values": _are_values,
-    "path": _is_text,
-    "bytes": _is_whole,
-    "reason": _is_text_or_null,
-    "schedule": _is_text,
-    "stages": _is_whole,
-    "actions": _are_actions,
-    "error": _is_text_or_null,
-    "lines": _is_whole,
-    "why": _is_text,
-    "phase": _is_text,
-    "operation": _is_text_or_null,
-    "site": _is_text_or_null,
-    "text": _is_text,
-    "ranks": lambda value: isinstance(value, list) and all(map(_is_whole, value)),
+_ABOUT_RANKS: dict[str, Callable[[Any], bool]] = {"text": _is_text, "ranks": _are_ranks}
+KINDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # kind -> field -> its check
+    # a rank's script begins
+    "begin": {"host": _is_text, "pid": _is_whole, "size": _is_whole, "python": _is_text},
+    # known when its first step is over
+    "machine": {
+        "torch": _or_null(_is_text),
+        "backend": _or_null(_is_text),
+        "device": _or_null(_is_text),
+        "threads": _or_null(_is_whole),
+    },
+    # steps up to this one, the last of them in pieces
+    "step": {
+        "steps": _is_whole,
+        "seconds": _is_number,
+        "spent": _are_numbers,  # by phase, sums over `steps` steps; what did not occur is absent
+        "spans": _are_spans,  # [phase, begin, length] in microseconds; a collective with name and line
+        "more": _is_whole,  # spans left out of a step that has too many
+        "buckets": _are_buckets,  # [number, bytes, ready, begun, done], null where torch does not say
+        "work": _are_numbers,  # this rank's share of the last step: samples, weight, epoch
+    },
+    # numbers that the script logged
+    "values": {"values": _are_values},
+    # something was saved by samestep.checkpoint
+    "checkpoint": {"seconds": _is_number, "path": _is_text, "bytes": _is_whole, "reason": _or_null(_is_text)},
+    # of a step: [kind, stage, micro-batch, begin, end]
+    "pipeline": {"schedule": _is_text, "stages": _is_whole, "actions": _are_actions},
+    # the exception in a line, or the lost peers, or null
+    "end": {"error": _or_null(_is_text)},
+    # what the writer had no room for
+    "dropped": {"lines": _is_whole, "why": _is_text},
+    # a piece of a step has lasted for 2 s, and goes on
+    "at": {"phase": _is_text, "operation": _or_null(_is_text), "site": _or_null(_is_text)},
+    # of the launcher
+    **dict.fromkeys(("hang", "moves", "straggler", "network", "keeps-up", "restart"), _ABOUT_RANKS),
 }

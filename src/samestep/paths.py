@@ -24,11 +24,9 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Literal
 
 from samestep.errors import RankVariablesError
-
-__all__: list[str] = []
 
 Stream = Literal["out", "err"]
 
@@ -75,27 +73,6 @@ def default_run_path(program: str, parent: Path | None = None) -> Path:
     stem = re.sub(r"[^\w.-]+", "-", Path(stem).name).strip("-.") or "run"
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     return (parent or Path.cwd()) / "runs" / name
-
-
-def make_private(path: Path) -> None:
-    """Makes a directory that nobody but its user can enter; one that is there is left as it is."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(mode=0o700, exist_ok=True)
-
-
-def open_private(path: Path, mode: str, **more: Any) -> IO[Any]:
-    """Opens a file; one that is made here nobody but its user can read, whatever the umask and the folder."""
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags, 0o600)
-
-    return open(path, mode, opener=opener, **more)  # the caller closes it
-
-
-def write_private(path: Path, text: str) -> None:
-    """Writes a text into such a file."""
-    with open_private(path, "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 def own_folder() -> Path:

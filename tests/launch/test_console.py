@@ -81,9 +81,11 @@ def test_a_reader_that_left_does_not_end_the_run(folder):
     os.close(write)
     os.read(read, 10)
     os.close(read)
-    process.communicate(timeout=60)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 0
     assert (folder.path / "finished").exists()
+    note = "samestep: note: nobody reads standard output any more; the run goes on, its output is in runs/train-"
+    assert said.count(note) == 1
 
 
 def test_rank_zero_draws_on_a_terminal_and_the_others_do_not(folder):

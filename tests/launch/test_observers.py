@@ -25,7 +25,7 @@ class Watch(Observer):
     def end(self, error):
         read = progress._listeners[0]
         told = {"rank": self.seat.rank, "size": self.seat.size, "spawned": self.seat.spawned, "process": os.getpid()}
-        told |= {"steps": progress.finished_steps(), "collectives": read._entered}
+        told |= {"steps": progress.finished_steps(), "collectives": read.fields.entered}
         told |= {"torch": self.early, "error": repr(error)}
         (self.seat.folder / f"rank{self.seat.rank}.watch").write_text(json.dumps(told))
 """
@@ -163,8 +163,8 @@ def test_where_a_rank_was_killed_is_known_from_its_record(folder):
         import threading
         from samestep import progress
         def kill_in_barrier():
-            record = progress._listeners[0]._memory
-            while progress._parsed(record[: progress._END]).operation != "barrier":
+            record = progress._listeners[0].fields
+            while record.operation != b"barrier":
                 pass
             os.kill(os.getpid(), 9)
         join()

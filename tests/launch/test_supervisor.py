@@ -204,6 +204,18 @@ def test_what_is_not_saved_when_the_grace_is_over_is_killed_and_told_of(start, n
     assert (verdict.overdue, verdict.exit_code, verdict.failures) == (8.0, 143, ())
 
 
+def test_ctrl_c_soon_after_sigterm_does_not_say_that_the_time_to_save_was_up(start):
+    run = start([0, 1], grace=30.0)
+    run.supervisor.signalled(signal.SIGTERM)
+    run.passes(2.0)
+    run.supervisor.signalled(signal.SIGINT)
+    assert run.orders() == [("kill", [0, 1], 0)]
+    run.ends(0, -9)
+    run.ends(1, -9)
+    verdict = run.supervisor.verdict()
+    assert (verdict.overdue, verdict.exit_code) == (None, 143)
+
+
 def test_a_rank_that_cannot_save_gets_the_signal_itself(start):
     run = start([0, 1], grace=8.0)
     run.supervisor.signalled(signal.SIGTERM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,15 @@ def test_a_rank_that_waited_in_vain_is_not_called_the_culprit():
 def test_of_ranks_that_wait_for_each_other_none_is_said_to_be_waited_for(why, others):
     hung = failed(0, exception="Hang", message=f"no progress for 9 s: {why}", exit_code=124)
     assert lines(judge({0: -9, 1: -9}, [hung], {}, None))[-2].endswith(others)
+
+
+def test_a_hang_which_was_explained_when_it_was_found_is_not_explained_again():
+    message = "no progress for 9 s: rank 0 is asleep; rank 1 is waiting for it"
+    hung = failed(0, exception="Hang", message=message, exit_code=124, where="train.py:8")
+    told = lines(replace(judge({0: -9, 1: -9}, [hung], {}, None), standing={1: "train.py:20"}))
+    assert told[0] == "samestep: error: the run hung and was stopped: no progress for 9 s"
+    assert told[1].startswith("    at train.py:8")
+    assert not [line for line in told if "train.py:20" in line]
 
 
 def test_an_interrupted_run_blames_nobody():

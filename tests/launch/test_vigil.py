@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -69,6 +69,24 @@ def test_long_steps_in_which_nobody_waits_are_no_hang_and_the_recorders_are_aske
     said, orders = watched(flights)
     assert said == []
     assert orders == [("flight", [0, 1])]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_hang_that_a_signal_interrupts_for_a_moment_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks are asked for may wake one; for one look nothing seems to hang."""
+    monkeypatch.setattr(vigil, "SETTLED", 0.1)
+    loop, said = Loop(), []
+    watch = Watchdog(loop, lambda: [0, 1], lambda *_: None, said.append, lambda _: None)
+    asleep = replace(computing(1), state="S", idle=12.0)
+    waits = replace(computing(0), operation="all_reduce", site="train.py:20", idle=12.0)
+    for pulse in (waits, asleep):
+        watch.hear("node1", "pulse", asdict(pulse))
+    loop.at(0.05, lambda: watch.hear("node1", "pulse", asdict(replace(asleep, still=0.1))))
+    loop.at(0.08, lambda: watch.hear("node1", "pulse", asdict(asleep)))
+    loop.at(0.6, loop.stop)
+    loop.run()
+    watch.close()
+    assert [text.partition(":")[0] for text in said] == ["no progress for 12 s"]
 
 
 @pytest.mark.parametrize(("machines", "said"), [(1, []), (2, ["slow for all"])])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from samestep.errors import UsageError
-from samestep.network.links import Link, Links, bytes_text, fit, seconds_text
+from samestep.network.links import Link, Links, fit
+from samestep.text import bytes_text, seconds_text
 
 
 def test_a_message_takes_its_latency_and_its_bytes():

@@ -14,8 +14,8 @@ import pytest
 from made_runs import OWN, T0, Made
 
 from samestep.errors import UsageError
+from samestep.files import write_atomic
 from samestep.reporting.analysis import analyse
-from samestep.reporting.draft import write_atomic
 from samestep.reporting.page import check_library, embedded, render_page
 from samestep.reporting.record import open_run
 from samestep.reporting.summary import summary

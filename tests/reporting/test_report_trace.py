@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from made_runs import OWN, T0, Made
 
-from samestep.reporting.draft import write_atomic
+from samestep.files import write_atomic
 from samestep.reporting.record import open_run
 from samestep.reporting.trace import LAUNCHER, trace
 

@@ -20,8 +20,9 @@ from samestep.bench.harness import Options, Report
 from samestep.errors import UsageError
 from samestep.launch.devices import visible_gpus
 from samestep.launch.spawn import spawn
-from samestep.network.links import Link, Links, bytes_text, fit, seconds_text
+from samestep.network.links import Link, Links, fit
 from samestep.rankenv import read_rank_variables
+from samestep.text import bytes_text, seconds_text
 
 __all__: list[str] = []
 

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write(file: Path, text: str) -> None:
-    from samestep.reporting.draft import write_atomic
+    from samestep.files import write_atomic
 
     write_atomic(file, [text])
     print(f"{file} is written: samestep plan --cluster {shlex.quote(str(file))} train.py")

@@ -12,7 +12,7 @@ from samestep.cli.before import check_json
 from samestep.cli.options import Parser, some_seconds, whole
 from samestep.cli.result import write_json
 from samestep.errors import CheckpointError, UsageError
-from samestep.reporting.words import escape_control, format_bytes, plural
+from samestep.text import escape_control, format_bytes, plural
 
 if TYPE_CHECKING:
     import argparse

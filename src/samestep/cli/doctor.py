@@ -16,7 +16,7 @@ from samestep.cli.result import write_json
 from samestep.doctor.line import Finding, worst_level
 from samestep.errors import RankVariablesError, UsageError
 from samestep.rankenv import RankVariables, read_rank_variables
-from samestep.reporting.words import escape_control
+from samestep.text import escape_control
 
 __all__ = ["main"]
 

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _started(found: TrainingPlan, settings: Path) -> str:
     """What the settings start: a pipeline is the script's own to make."""
-    from samestep.network.links import seconds_text
+    from samestep.text import seconds_text
 
     step, best = found.as_it_is, found.best
     if step is None or best is None:
@@ -186,7 +186,7 @@ def _profile(options: argparse.Namespace) -> Profile:
 
 
 def _write(options: argparse.Namespace, found: TrainingPlan) -> None:
-    from samestep.reporting.draft import write_atomic
+    from samestep.files import write_atomic
 
     if options.json is not None:
         write_atomic(options.json, [json.dumps(found.as_json(), indent=2, allow_nan=False), "\n"])

@@ -42,7 +42,7 @@ exit code: 0, whatever became of the run; 2 for a usage error."""
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options = _parser().parse(arguments)
-    from samestep.reporting.words import escape_control
+    from samestep.text import escape_control
 
     try:
         return _report(options)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 def _report(options: argparse.Namespace) -> int:
     from samestep.reporting.record import latest_run
     from samestep.reporting.summary import lines
-    from samestep.reporting.words import escape_control
+    from samestep.text import escape_control
 
     options.path = options.path or latest_run(Path("runs"))
     page = options.output or options.path / "report.html"
@@ -116,8 +116,8 @@ def _read(options: argparse.Namespace) -> tuple[RunAnalysis, Summary]:
 
 
 def _write(options: argparse.Namespace, page: Path, analysis: RunAnalysis, told: Summary) -> None:
+    from samestep.files import write_atomic
     from samestep.reporting.content import json_safe
-    from samestep.reporting.draft import write_atomic
     from samestep.reporting.page import render_page
     from samestep.reporting.summary import as_json
     from samestep.reporting.trace import trace

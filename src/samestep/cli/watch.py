@@ -58,7 +58,7 @@ def _watch(options: argparse.Namespace) -> int:
     from samestep.reporting.live.latest import open_latest
     from samestep.reporting.live.view import WatchApp
     from samestep.reporting.record import latest_run
-    from samestep.reporting.words import escape_control
+    from samestep.text import escape_control
 
     path = options.path or latest_run(Path("runs"))
     try:

@@ -22,7 +22,8 @@ from samestep.collectives.plan import Operation, Plan, check_ranks
 from samestep.errors import UsageError
 from samestep.network.cost import Price, price
 from samestep.network.formulas import best_chunks, best_segments
-from samestep.network.links import Links, bytes_text, seconds_text
+from samestep.network.links import Links
+from samestep.text import bytes_text, seconds_text
 
 __all__: list[str] = []
 

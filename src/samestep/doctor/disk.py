@@ -14,7 +14,7 @@ from statistics import median
 from filelock import FileLock, Timeout
 
 from samestep.doctor.line import Finding, ok
-from samestep.reporting.words import format_bytes, format_duration
+from samestep.text import format_bytes, format_duration
 
 __all__: list[str] = []
 

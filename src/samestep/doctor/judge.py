@@ -9,7 +9,7 @@ from typing import Any
 
 from samestep.doctor.fixes import as_root, hosts_entry, samestep
 from samestep.doctor.line import Finding, ok
-from samestep.reporting.words import format_bytes, format_duration, plural
+from samestep.text import format_bytes, format_duration, plural
 
 __all__: list[str] = []
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from samestep.reporting.words import escape_control
+from samestep.text import escape_control
 
 __all__: list[str] = []
 

@@ -14,7 +14,7 @@ from samestep.doctor.line import Finding, Level, ok
 from samestep.launch.busy import busy_cores
 from samestep.launch.cores import MACHINE, Cores, groups, read_cores
 from samestep.launch.memory import read_memory
-from samestep.reporting.words import format_bytes
+from samestep.text import format_bytes
 
 __all__: list[str] = []
 

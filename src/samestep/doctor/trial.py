@@ -21,7 +21,7 @@ from samestep.doctor.software import visible_gpus
 from samestep.errors import SamestepError
 from samestep.launch import mpiexec
 from samestep.rankenv import fresh_environment, variable
-from samestep.reporting.words import format_duration, plural
+from samestep.text import format_duration, plural
 
 __all__: list[str] = []
 

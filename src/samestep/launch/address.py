@@ -59,8 +59,12 @@ def listen_on_loopback() -> socket.socket:
 def listen(address: str) -> socket.socket:
     """Returns a socket that listens on a free port of `address`, one of this host's own, and on no other."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((address, 0))
-    listener.listen(BACKLOG)
+    try:
+        listener.bind((address, 0))
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 

@@ -21,6 +21,7 @@ command line.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -161,8 +162,7 @@ class Agent:
             case "prepare":
                 self._tell("prepared", note=self._team.prepare(job_from(body["job"])))
             case "bind":
-                self._listener = listen(body["address"])
-                self._tell("bound", port=self._listener.getsockname()[1])
+                self._bind(body["address"])
             case "start":
                 self._start(job_from(body["job"]))
             case "order":
@@ -185,6 +185,16 @@ class Agent:
                 self.exit_code = body["exit"]
             case "clear":
                 self._tell("cleared", left=self._team.clear())
+
+    def _bind(self, address: str) -> None:
+        try:
+            self._listener = listen(address)
+        except OSError as error:  # EADDRINUSE: of all ports that the kernel gives, none is free
+            fix = "; `sysctl net.ipv4.ip_local_port_range` says which ports there are, `ss -tan` who has them"
+            reason = f"cannot listen at {address}, where the ranks meet: {error.strerror}"
+            self._tell("unable", reason=reason + (fix if error.errno == errno.EADDRINUSE else ""))
+        else:
+            self._tell("bound", port=self._listener.getsockname()[1])
 
     def _start(self, job: Job) -> None:
         listener, self._listener = self._listener, None

@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from samestep.files import open_private
 from samestep.launch.folding import HOLD, Folder
 from samestep.launch.terminal import harmless, is_terminal
-from samestep.paths import Stream, open_private, rank_file
+from samestep.paths import Stream, rank_file
 
 __all__: list[str] = []
 
@@ -62,7 +63,8 @@ class Screen:
 
     descriptor: int
     cursor: Cursor = field(default_factory=Cursor)
-    gone: bool = False
+    gone: bool = False  # its reader
+    told: bool = False  # that it is
     held: bytearray = field(default_factory=bytearray)
     dropped: int = 0  # bytes
 
@@ -245,10 +247,18 @@ class Console:
             if lines:
                 self._screens[stream].show_line(b"\n".join(lines))
             self._screens[stream].flush()
+        self._tell_who_left()
         due = [due - now for folder in self._folders.values() if (due := folder.due()) is not None]
         if self.backlog:
             due.append(AGAIN)
         return max(0.0, min(due)) if due else None
+
+    def _tell_who_left(self) -> None:
+        """Says once that nobody reads standard output any more: a training goes on, and its user may not expect so."""
+        out = self._screens["out"]
+        if out.gone and not out.told:
+            out.told = True
+            self.tell(f"note: nobody reads standard output any more; the run goes on, its output is in {self.logs}")
 
     @property
     def backlog(self) -> int:

@@ -31,8 +31,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from samestep.errors import RendezvousError, SamestepError, UsageError
+from samestep.files import write_private
 from samestep.launch.memory import KERNEL_KILLED, counts_own_kills
-from samestep.paths import write_private
 
 __all__: list[str] = []
 
@@ -81,10 +81,8 @@ class FailureRecord:
     in_short: bool = False
 
     def write(self, path: Path) -> None:
-        """Writes the record beside the rank's logs; it is there whole or not at all."""
-        draft = path.with_suffix(".tmp")
-        write_private(draft, json.dumps(asdict(self), indent=2) + "\n")
-        draft.replace(path)
+        """Writes the record beside the rank's logs."""
+        write_private(path, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def describe(error: BaseException, rank: int) -> FailureRecord:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import RendezvousError, UsageError
+from samestep.files import write_private
 from samestep.launch.wire import new_token
 from samestep.paths import own_folder, rendezvous_file
 from samestep.rankenv import RankVariables, variable
@@ -72,14 +73,7 @@ def publish(path: Path, facts: dict[str, Any]) -> None:
         RendezvousError: it cannot be written there.
     """
     try:
-        descriptor, draft = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # mode 0600
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(facts, file)
-            Path(draft).replace(path)
-        except BaseException:
-            Path(draft).unlink(missing_ok=True)
-            raise
+        write_private(path, json.dumps(facts))
     except OSError as error:
         raise RendezvousError(
             f"task 0 cannot say where it is, in {path}: {error.strerror}; start in a directory that you may write and "

@@ -19,6 +19,7 @@ from typing import Any
 from samestep._version import __version__
 from samestep.events import EventFile
 from samestep.fake_gpus import VARIABLE
+from samestep.files import make_private, open_private, write_private
 from samestep.launch.bootstrap import RankTask
 from samestep.launch.cluster import HostRanks
 from samestep.launch.console import Console, say
@@ -34,7 +35,7 @@ from samestep.launch.terminal import is_terminal
 from samestep.launch.variables import RankLayout, lay_out, rank_variables, threads_per_rank
 from samestep.launch.verdict import RunResult, summary_lines, understood
 from samestep.launch.vigil import Note, OnHang
-from samestep.paths import RunDirectory, make_private, open_private, rank_file, write_private
+from samestep.paths import RunDirectory, rank_file
 from samestep.rankenv import variable
 
 __all__: list[str] = []
@@ -299,9 +300,7 @@ def _write_record(plan: RunSpec, began: float, verdict: RunResult | None, restar
         "exit": None if verdict is None else verdict.exit_code,
         "failure": None if verdict is None else summary(plan, verdict)["failure"],
     }
-    draft = plan.directory.record.with_suffix(".tmp")
-    write_private(draft, json.dumps(record, indent=2) + "\n")
-    draft.replace(plan.directory.record)
+    write_private(plan.directory.record, json.dumps(record, indent=2) + "\n")
 
 
 def _cause(plan: RunSpec, verdict: RunResult, attempt: int) -> list[str]:

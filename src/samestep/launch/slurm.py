@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.errors import UsageError
-from samestep.paths import write_private
+from samestep.files import write_private
 
 __all__: list[str] = []
 

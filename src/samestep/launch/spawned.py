@@ -18,9 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from samestep import progress
+from samestep.files import open_private
 from samestep.launch.failure import FailureRecord, cut, describe, own_line, signal_name, text_in, tried
 from samestep.launch.stacks import STACKS_SIGNAL, place_in
-from samestep.paths import open_private, rank_file, spawned_folder
+from samestep.paths import rank_file, spawned_folder
 from samestep.rankenv import variable
 
 __all__: list[str] = []

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 from samestep import progress
 from samestep.rankenv import variable
+from samestep.text import format_elapsed, plural
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -158,7 +159,7 @@ class Status:
         if now >= self.due:
             self.due = now + PERIOD
             self._drawn = True
-            state = f"{returned} of {_ranks(self._size)} returned"
+            state = f"{returned} of {plural(self._size, 'rank')} returned"
             self._surface.show([self._line(state, records), *([] if bar is None else [bar])])
 
     def clear(self) -> None:
@@ -170,17 +171,13 @@ class Status:
         """Says how it ended, unless it was over before there was anything to see."""
         if self._drawn:
             all_there = returned == self._size
-            state = "returned" if all_there else f"stopped, {returned} of {_ranks(self._size)} had returned"
-            self._surface.close(self._line(f"{_ranks(self._size)} returned" if all_there else state, records))
+            state = "returned" if all_there else f"stopped, {returned} of {plural(self._size, 'rank')} had returned"
+            self._surface.close(self._line(f"{plural(self._size, 'rank')} returned" if all_there else state, records))
 
     def _line(self, state: str, records: Sequence[int]) -> str:
         took = format_elapsed(time.monotonic() - self._since)
         steps = range_of([progress.read(record).step for record in records])
         return "  ".join(filter(None, [self._name, state, took, steps]))
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'' if number == 1 else 's'}"
 
 
 def range_of(steps: Sequence[int]) -> str:
@@ -193,16 +190,3 @@ def range_of(steps: Sequence[int]) -> str:
     if slowest == fastest:
         return f"step {fastest}" if fastest else ""
     return f"step {slowest} (rank {steps.index(slowest)}) to {fastest} (rank {steps.index(fastest)})"
-
-
-def format_elapsed(seconds: float) -> str:
-    """Returns a time in the two largest units that it has.
-
-    >>> format_elapsed(12.3), format_elapsed(185), format_elapsed(7384)
-    ('12 s', '3 min 5 s', '2 h 3 min')
-    """
-    minutes, rest = divmod(int(seconds), 60)
-    if not minutes:
-        return f"{rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

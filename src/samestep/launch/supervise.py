@@ -239,8 +239,11 @@ class Supervisor:
         self._order("terminate", spare=self._leaving())
         self._set(GRACE, self._kill)
 
-    def _kill(self) -> None:
+    def _save_timed_out(self) -> None:
         self._overdue = self._saving
+        self._kill()
+
+    def _kill(self) -> None:
         self._stopping = True
         self._order("kill")
         self._set(None)
@@ -260,7 +263,7 @@ class Supervisor:
             self._saving = True
             self._order("preempt", number)
             if number == signal.SIGTERM:
-                self._set(self._grace, self._kill)
+                self._set(self._grace, self._save_timed_out)
         else:
             self._order("signal", number)
             self._set(GRACE, self._kill)

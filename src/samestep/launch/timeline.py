@@ -25,7 +25,7 @@ from samestep import events, progress
 from samestep.launch.failure import lost_peer, one_line, text_in
 from samestep.launch.observers import Observer, RankContext
 from samestep.paths import rank_file
-from samestep.progress_listener import ProgressListener
+from samestep.progress import ProgressListener
 from samestep.rankenv import variable
 
 __all__: list[str] = []
@@ -118,7 +118,7 @@ class Timeline(Observer, ProgressListener):
             self._close(time.monotonic_ns())
             self._phase = name
 
-    def enter_collective(self, operation: str, site: str, *, direct: bool) -> None:
+    def enter_collective(self, operation: str, site: str, *, direct: bool = True) -> None:
         """Closes what it was at, unless the collective is part of that; of one within a call no line is told."""
         if threading.get_ident() == self._thread and self._phase not in _WHOLE:
             self._close(time.monotonic_ns())

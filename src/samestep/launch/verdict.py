@@ -129,7 +129,8 @@ def _cause(verdict: RunResult, logs: Path | None) -> list[str]:
         lines += [f"    its last line: {said}" for said in _last_line(rank_file(logs, failure.rank, "err"))]
     if failure.where is not None:
         lines.append(f"    at {failure.where}  {failure.source or ''}".rstrip())
-    return [*lines, f"    {_particulars(failure, verdict)}", *_standing(verdict)]
+    positions = [] if failure.exception == "Hang" else _standing(verdict)
+    return [*lines, f"    {_particulars(failure, verdict)}", *positions]
 
 
 def _standing(verdict: RunResult) -> list[str]:
@@ -181,8 +182,8 @@ def _headline(failure: FailureRecord, verdict: RunResult) -> str:
     if failure.lost_peer:
         lost = "lost its connection to other ranks, and no rank reported a cause"
         return f"{_who(failure, verdict)} {lost}: {one_line(failure.message)}"
-    if failure.exception == "Hang":
-        return failure.message
+    if failure.exception == "Hang":  # explained in full when it was found
+        return f"the run hung and was stopped: {failure.message.partition(':')[0]}"
     what = f"{failure.exception}: {failure.message}".rstrip(": ")
     if failure.exception == "SystemExit":
         what = f"exit code {failure.exit_code}"

@@ -19,7 +19,7 @@ from samestep.launch.failure import FailureRecord
 from samestep.launch.flight import Flight, missing
 from samestep.launch.flight import lines as recorder_lines
 from samestep.launch.hang import FROZEN, HANG_AFTER_S, Hang, diagnose, is_doubtful, told
-from samestep.launch.loop import Loop
+from samestep.launch.loop import Alarm, Loop
 from samestep.launch.pulse import Pace, RankHeartbeat
 from samestep.launch.stragglers import Stragglers
 
@@ -80,7 +80,9 @@ class Watchdog:
         self._steps: dict[int, int] = {}  # that each rank has finished
         self._stragglers = Stragglers()
         self._asked = -AGAIN  # when the flight recorders were, while all ranks compute
-        self._since: float | None = None  # when the last rank moved, once a hang is being told
+        self._since: float | None = None  # when the last rank moved, once a hang is being examined
+        self._telling: Alarm | None = None  # when it is told
+        self._told = False
         self._closed = False
         self._compare()
         self._look()
@@ -132,10 +134,16 @@ class Watchdog:
             self._order("flight", list(pulses))
             self._order("ask", [rank for rank, pulse in pulses.items() if pulse.state not in FROZEN])
             self._loop.at(ANSWER, lambda: self._order("waiting", list(pulses)))
-            self._loop.at(ANSWER + SETTLED, self._tell)
+            self._telling = self._loop.at(ANSWER + SETTLED, self._tell)
         elif hang is None and self._since is not None and pulses:
-            self._tell_of("moves", [], f"progress again after {time.monotonic() - self._since:.0f} s")
-            self._since = None
+            if self._told:
+                self._tell_of("moves", [], f"progress again after {time.monotonic() - self._since:.0f} s")
+            self._forget_hang()
+
+    def _forget_hang(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()  # else a second one, found soon after, would be told twice
+        self._since, self._telling, self._told = None, None, False
 
     def _diagnosed(self, pulses: Mapping[int, RankHeartbeat]) -> Hang | None:
         return diagnose(list(pulses.values()), self._least, missing(self._told_of(pulses)))
@@ -175,8 +183,9 @@ class Watchdog:
         pulses = self._known()
         hang = self._diagnosed(pulses)
         if self._closed or hang is None:
-            self._since = None  # it has moved in the meantime
+            self._forget_hang()  # it has moved in the meantime
             return
+        self._told = True
         lines = told(hang, pulses, self._standing)
         lines += [f"    {line}" for line in recorder_lines(self._told_of(pulses))]
         stops = hang.certain if self._on_hang == "auto" else self._on_hang == "stop" and not hang.early

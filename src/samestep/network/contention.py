@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from samestep.errors import UsageError
 from samestep.network.cost import Price
-from samestep.network.links import seconds_text
 from samestep.network.load import Load, load
 from samestep.network.placement import Placement
 from samestep.network.rounds import Exchange, Messages, Round, Shift, Some, of_messages
 from samestep.network.routing import MINIMAL, Routing
 from samestep.network.topologies.topology import Topology
+from samestep.text import seconds_text
 
 if TYPE_CHECKING:
     from samestep.network.topologies.topology import Floats, Ints

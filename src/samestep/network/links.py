@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from samestep.errors import UsageError
+from samestep.text import bytes_text, seconds_text
 
 __all__: list[str] = []
 
@@ -156,37 +157,3 @@ def _lines(samples: Sequence[tuple[float, float]]) -> Iterator[tuple[float, floa
 def _deviation(line: tuple[float, float], samples: Sequence[tuple[float, float]]) -> float:
     alpha, beta = line
     return sum(abs(math.log((alpha + beta * n) / t)) if alpha + beta * n else math.inf for n, t in samples)
-
-
-def seconds_text(seconds: float) -> str:
-    """Returns a time with three digits and its unit.
-
-    >>> [seconds_text(s) for s in (0, 2.5e-8, 1.234e-5, 0.0099999, 12, -1.5e-4)]
-    ['0 s', '25 ns', '12.3 µs', '10 ms', '12 s', '-150 µs']
-    """
-    if seconds < 0:
-        return f"-{seconds_text(-seconds)}"
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds == 0 or float(f"{seconds:.3g}") >= scale:
-            return f"{_three(seconds / scale)} {unit}"
-    return f"{_three(seconds / 1e-9)} ns"
-
-
-def bytes_text(nbytes: float) -> str:
-    """Returns a size with three digits and its decimal unit.
-
-    >>> [bytes_text(n) for n in (17, 1000, 2.5e6, 3.21e11, float("inf"))]
-    ['17 B', '1 kB', '2.5 MB', '321 GB', 'unlimited B']
-    """
-    if nbytes == float("inf"):
-        return "unlimited B"
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if float(f"{nbytes:.3g}") >= scale:
-            return f"{_three(nbytes / scale)} {unit}"
-    return f"{_three(nbytes)} B"
-
-
-def _three(number: float) -> str:
-    """Three significant digits, never an exponent."""
-    rounded = float(f"{number:.3g}")
-    return f"{rounded:.0f}" if rounded >= 100 else f"{rounded:g}"

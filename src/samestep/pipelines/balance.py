@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from samestep.errors import UsageError
-from samestep.network.links import bytes_text
 from samestep.pipelines.bounds import Chain
 from samestep.pipelines.dealt import Dealt
 from samestep.pipelines.layers import Device, Layer, Link, check_chain
 from samestep.schedule.plan import Schedule
 from samestep.schedule.simulate import Costs, simulate
+from samestep.text import bytes_text
 
 __all__: list[str] = []
 

@@ -32,7 +32,7 @@ from samestep.instrument.script_io import spawns
 from samestep.instrument.training import Hook, optimizers
 from samestep.launch.observers import Observer, RankContext
 from samestep.planning.moments import Mark, Moments, mark
-from samestep.progress_listener import ProgressListener
+from samestep.progress import ProgressListener
 from samestep.rankenv import variable
 from samestep.verification.journal import SPAWNED, TraceWriter
 from samestep.verification.recording.adjusting import adjusted

@@ -9,7 +9,6 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.network.cluster import Cluster
-from samestep.network.links import seconds_text
 from samestep.network.routing import ECMP
 from samestep.planning import advice, replicas, told, work
 from samestep.planning.advice import Change
@@ -18,6 +17,7 @@ from samestep.planning.profile import Profile
 from samestep.planning.search import Planner, Point, Unfit
 from samestep.planning.settings import Settings
 from samestep.planning.step import Step
+from samestep.text import seconds_text
 
 __all__: list[str] = []
 

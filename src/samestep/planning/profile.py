@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
+from samestep.files import write_atomic
 from samestep.pipelines.layers import Layer
-from samestep.reporting.draft import write_atomic
 
 __all__: list[str] = []
 

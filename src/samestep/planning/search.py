@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from samestep.errors import UsageError
-from samestep.network.links import bytes_text
 from samestep.planning import replicas, stages
 from samestep.planning.fabric import Fabric
 from samestep.planning.profile import Profile
 from samestep.planning.step import Step, Way
+from samestep.text import bytes_text
 
 __all__: list[str] = []
 

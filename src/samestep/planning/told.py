@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from samestep.network.links import bytes_text, seconds_text
 from samestep.planning.search import KINDS, Planner, Point, Unfit
 from samestep.planning.step import WORDS, Step
+from samestep.text import bytes_text, seconds_text
 
 __all__: list[str] = []
 

@@ -30,7 +30,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from samestep.network.links import Link, seconds_text
+from samestep.network.links import Link
+from samestep.text import seconds_text
 
 __all__: list[str] = []
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from samestep.reporting.analysis import RunAnalysis
 from samestep.reporting.gantt import idle
-from samestep.reporting.words import escape_control, format_duration, format_percent
+from samestep.text import escape_control, format_duration, format_percent
 
 __all__: list[str] = []
 

@@ -17,15 +17,15 @@ from samestep.reporting.gantt import Gantt
 from samestep.reporting.moments import Moment, moments
 from samestep.reporting.record import RankLog
 from samestep.reporting.summary import checkpoints
-from samestep.reporting.words import (
+from samestep.text import (
     escape_control,
     escape_lines,
     format_bytes,
     format_duration,
     format_number,
     format_percent,
+    spans,
 )
-from samestep.text import spans
 
 __all__: list[str] = []
 

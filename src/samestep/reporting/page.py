@@ -20,7 +20,7 @@ from samestep.reporting import content
 from samestep.reporting.analysis import RunAnalysis
 from samestep.reporting.state import program
 from samestep.reporting.summary import Summary
-from samestep.reporting.words import escape_lines, format_percent
+from samestep.text import escape_lines, format_percent
 
 __all__: list[str] = []
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from samestep.reporting.record import Event, Run
-from samestep.reporting.words import escape_control, join_and, plural
+from samestep.text import escape_control, join_and, plural
 
 __all__: list[str] = []
 

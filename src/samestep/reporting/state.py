@@ -12,8 +12,7 @@ from samestep.launch.verdict import PREEMPTED
 from samestep.reporting.account import last
 from samestep.reporting.analysis import RunAnalysis
 from samestep.reporting.record import Event, RankLog
-from samestep.reporting.words import escape_control, format_duration, join_and, plural
-from samestep.text import spans
+from samestep.text import escape_control, format_duration, join_and, plural, spans
 
 __all__: list[str] = []
 

@@ -13,7 +13,7 @@ from samestep.reporting.analysis import RunAnalysis
 from samestep.reporting.record import Event
 from samestep.reporting.sameness import Sameness, sameness
 from samestep.reporting.state import State, state
-from samestep.reporting.words import escape_control, format_bytes, format_duration, format_percent, plural
+from samestep.text import escape_control, format_bytes, format_duration, format_percent, plural
 
 __all__: list[str] = []
 

@@ -23,12 +23,11 @@ from textwrap import wrap
 from rich.cells import cell_len
 from rich.text import Text
 
-from samestep.launch.status import format_elapsed
-from samestep.reporting import words
 from samestep.reporting.live.choice import KEYS
 from samestep.reporting.live.marks import LEVELS, PHASES, Marks
 from samestep.reporting.live.scene import Row, Scene, Value, path_as_said
 from samestep.reporting.live.standing import Happening
+from samestep.text import escape_control, format_duration, format_elapsed
 
 __all__: list[str] = []
 
@@ -183,7 +182,7 @@ class Picture:
         if self.host_width:
             text.append(f" {self.marks.cut(row.host, self.host_width)}")
         step = self.marks.cut(f"{row.step:>9,}", 9) if row.step < 10**12 else f"{'?':>9}"
-        took = words.format_duration(row.pace.seconds) if row.pace.seconds else ""
+        took = format_duration(row.pace.seconds) if row.pace.seconds else ""
         text.append(f" {step}{took:>10.10}")
         text.append(" ").append_text(self.marks.bar(row.pace.spent, self._bar_width))
         text.append(f" {self.marks.cut(row.at.text, self.at_width).rstrip()}", LEVELS[row.at.level])
@@ -226,7 +225,7 @@ class Picture:
 
     def _output(self, output: Sequence[str], count: int) -> list[Text]:
         rank, stream = self.scene.rank, TITLES[self.scene.panel]
-        file = words.escape_control(path_as_said(self.scene.output()))
+        file = escape_control(path_as_said(self.scene.output()))
         lines = [self._line(f" {line}") for line in output[-count:]] if count else []
         return [self._rule(f"rank {rank}, {stream}", file), *(lines or [self._line(" nothing so far", "dim")])]
 

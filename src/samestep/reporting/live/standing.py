@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 from samestep import progress
 from samestep.events import LOST_PEERS
-from samestep.launch.status import format_elapsed
 from samestep.launch.verdict import PREEMPTED
 from samestep.paths import rank_file
-from samestep.reporting import words
 from samestep.reporting.live.pace import Pace, measured, pace
 from samestep.reporting.record import Event, RankLog, Run
+from samestep.text import escape_control, escape_lines, format_bytes, format_elapsed
 
 __all__: list[str] = []
 
@@ -121,9 +120,7 @@ def standing(log: RankLog | None, pace: Pace, told: Said, now: float, *, is_over
 def _ended(error: str | None) -> Standing:
     if error is None:
         return Standing("finished", "good")
-    return (
-        Standing(LOST_PEERS, "warn") if error.startswith(LOST_PEERS) else Standing(words.escape_control(error), "bad")
-    )
+    return Standing(LOST_PEERS, "warn") if error.startswith(LOST_PEERS) else Standing(escape_control(error), "bad")
 
 
 def _at(log: RankLog, pace: Pace, now: float) -> str:
@@ -151,7 +148,7 @@ def _told(log: RankLog, now: float) -> str:
         return ""
     name = log.at["operation"] or DOING.get(log.at["phase"], log.at["phase"])
     where = f" at {log.at['site']}" if log.at["site"] else ""
-    return words.escape_control(f"{name} for {roughly(now - log.at['t'] + log.ahead)}{where}")
+    return escape_control(f"{name} for {roughly(now - log.at['t'] + log.ahead)}{where}")
 
 
 def _noted(log: RankLog) -> str:
@@ -162,7 +159,7 @@ def _noted(log: RankLog) -> str:
         record = progress.read_file(rank_file(log.folder, log.rank, "progress"))
     except (OSError, struct.error):
         return ""
-    return words.escape_control(record)
+    return escape_control(record)
 
 
 def last_sign(log: RankLog) -> float:
@@ -191,7 +188,7 @@ def state(run: Run, told: Said, now: float) -> Standing:
             failed = any(log.end is not None and log.end["error"] is not None for log in run.ranks.values())
             return Standing("failed", "bad") if failed else Standing("finished", "good")
         known = ENDED.get(code) if isinstance(code, int) else None
-        return known or Standing(f"failed, exit code {words.escape_control(code)}", "bad")
+        return known or Standing(f"failed, exit code {escape_control(code)}", "bad")
     if told.hangs:
         return Standing("hangs", "bad")
     quiet = now - max(filter(None, map(last_sign, run.ranks.values())), default=now)
@@ -233,7 +230,7 @@ def happenings(run: Run) -> list[Happening]:
     """Returns what has happened, in its order; what has no time comes last."""
     timed = [*_from_launcher(run), *_saved(run)]
     timed.sort(key=lambda each: each.at or 0.0)
-    problems = [Happening("note", words.escape_control(problem), "warn") for problem in run.problems]
+    problems = [Happening("note", escape_control(problem), "warn") for problem in run.problems]
     return [*timed, *map(_finding, run.findings), *problems]
 
 
@@ -242,7 +239,7 @@ def _from_launcher(run: Run) -> Iterator[Happening]:
     levels |= {"moves": "good", "keeps-up": "good"}
     for event in run.said:
         if event["kind"] in levels:
-            kind, text = event["kind"], words.escape_lines(event["text"])
+            kind, text = event["kind"], escape_lines(event["text"])
             yield Happening(kind, text, levels[kind], measured(event["t"]), tuple(event["ranks"]))
 
 
@@ -251,9 +248,9 @@ def _saved(run: Run) -> Iterator[Happening]:
     saves = [event for log in run.ranks.values() for event in log.checkpoints]
     if saves:
         last = max(saves, key=lambda event: measured(event["t"]))
-        reason = f", {words.escape_control(last['reason'])}" if last["reason"] else ""
-        size = words.format_bytes(measured(last["bytes"]))
-        text = f"step {last['step']:,}, {size}{reason}: {words.escape_control(last['path'])}"
+        reason = f", {escape_control(last['reason'])}" if last["reason"] else ""
+        size = format_bytes(measured(last["bytes"]))
+        text = f"step {last['step']:,}, {size}{reason}: {escape_control(last['path'])}"
         yield Happening("saved", text, "dim", measured(last["t"]))
 
 
@@ -262,10 +259,10 @@ def _finding(found: Event) -> Happening:
     place = "".join(f", {key} {_text(found[key])}" for key in ("rank", "step") if found.get(key) is not None)
     where = f" at {_text(found['where'])}" if found.get("where") else ""
     text = f"{_text(found.get('code'))}{place}{where}: {_text(found.get('cause'))}"
-    fix = f"\n{words.escape_lines(found['fix'])}" if found.get("fix") else ""
+    fix = f"\n{escape_lines(found['fix'])}" if found.get("fix") else ""
     rank = found.get("rank")
     return Happening("finding", text + fix, level, ranks=(rank,) if isinstance(rank, int) else ())
 
 
 def _text(value: Any) -> str:
-    return "?" if value is None else words.escape_control(value)
+    return "?" if value is None else escape_control(value)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from samestep.data.lock import NamedLock
 from samestep.errors import CheckpointError
-from samestep.paths import make_private
+from samestep.files import make_private
 from samestep.running.checkpoints import identity
 
 __all__ = ["Directory", "Keep", "reason", "sync_folder"]

@@ -17,7 +17,7 @@ import os
 import secrets
 from pathlib import Path
 
-from samestep.paths import open_private
+from samestep.files import open_private
 from samestep.running.checkpoints.manifest import RUN_NAME
 
 __all__: list[str] = []

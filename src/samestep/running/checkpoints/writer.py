@@ -26,11 +26,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from samestep.errors import CheckpointError
-from samestep.network.links import bytes_text
 from samestep.running.checkpoints.directory import Directory, reason, sync_folder
 from samestep.running.checkpoints.format import MANIFEST, PAYLOAD, Manifest, to_text
 from samestep.running.checkpoints.grid import file_of
 from samestep.running.checkpoints.payload import measure
+from samestep.text import bytes_text
 
 __all__ = ["write"]
 

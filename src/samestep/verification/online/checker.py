@@ -14,13 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from samestep.files import open_private, write_private
 from samestep.instrument import collectives, dataloader, training
 from samestep.instrument.callbacks import Callbacks, LoaderPass, PassIterator, subscribe
 from samestep.instrument.collective_call import CollectiveCall
 from samestep.instrument.patch import call_site
 from samestep.launch.observers import Observer, RankContext
 from samestep.launch.telling import write_stderr
-from samestep.paths import open_private, write_private
 from samestep.rankenv import variable
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event

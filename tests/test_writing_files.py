@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from samestep.errors import UsageError
-from samestep.reporting.draft import write_atomic
+from samestep.files import write_atomic
 
 
 def test_a_link_stays_a_link_and_its_file_gets_the_text(tmp_path):
