@@ -70,6 +70,7 @@ def step(event: int, gradient: str, parameter: str = "p", **more: Any) -> Event:
         "parameters": {"w": f"{parameter}{event}"},
         "orphans": [],
         "left_out": [],
+        "empty_groups": 0,
         "probe": 1.0,
         "kept": None,
         **more,

@@ -19,6 +19,14 @@ def test_what_all_ranks_have_drawn_is_one_draw(own: Any) -> None:
     assert np.array_equal(whole, own)
 
 
+def test_permutations_are_of_each_rank_s_own_samples() -> None:
+    """Partners of a mixup, by position in a batch."""
+    parts = [torch.tensor([1, 0]), torch.tensor([0, 2, 1])]
+    whole = joined("numpy.random.permutation", np.arange(5), parts)
+    assert whole is not None
+    assert whole.tolist() == [1, 0, 2, 4, 3]
+
+
 def test_draws_of_ranks_that_take_turns_are_joined_in_turns() -> None:
     """As data[rank::world_size] cuts them, of which one rank has one more."""
     parts = [torch.tensor([0.0, 2.0, 4.0]), torch.tensor([1.0, 3.0])]

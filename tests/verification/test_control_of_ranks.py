@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from journals import Event, chance_findings, ended, findings, passed, record, step, stepped, wrap
 
+from samestep.verification.findings import Finding
 from samestep.verification.judging import control
 from samestep.verification.recording.generators import held_by
+from samestep.verification.report import Report
 
 
 def scaler(*, scale: float = 65536.0, skipped: bool = False) -> Event:
@@ -52,11 +54,16 @@ def test_a_rate_that_differs_is_told_with_what_a_schedule_has_seen() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_gradients_that_are_clipped_while_they_are_scaled_are_found(scale: float) -> None:
-    clipped = {"kind": "clipped_scaled", "window": 0, "scale": scale, "where": "train.py:27"}
+    clipped = {"kind": "clipped_scaled", "window": 0, "scale": scale, "most": 1.0, "where": "train.py:27"}
     found = findings(control, record([clipped, step(0, "g")], [step(0, "g")]))
     assert [(one.code, one.factor, one.where) for one in found] == (
         [("gradient-scale", 1024.0, "train.py:27")] if scale > 1 else []
     )
+
+
+def test_a_threshold_that_is_multiplied_by_the_scale_is_right() -> None:
+    clipped = {"kind": "clipped_scaled", "window": 0, "scale": 1024.0, "most": 0.5 * 1024, "where": "train.py:27"}
+    assert findings(control, record([clipped, step(0, "g")], [step(0, "g")])) == []
 
 
 @pytest.mark.parametrize(
@@ -65,8 +72,22 @@ def test_gradients_that_are_clipped_while_they_are_scaled_are_found(scale: float
 )
 def test_ranks_that_clip_norms_of_their_own_are_found(norm: float, most: float, window: int, *, is_found: bool) -> None:
     clip = {"kind": "clip", "norm": 2.0, "most": most, "window": window, "where": "train.py:27"}
-    found = findings(control, record([clip, step(0, "g")], [{**clip, "norm": norm}, step(0, "g")]))
-    assert [(one.code, one.rank, one.factor) for one in found] == ([("gradient-differs", 1, 1.5)] if is_found else [])
+    report = Report(ranks=2)
+    control.judge(record([clip, step(0, "g")], [{**clip, "norm": norm}, step(0, "g")]), report)
+    found = [(one.code, one.rank, one.factor) for one in report.evidence]
+    assert found == ([("gradient-differs", 1, 1.5)] if is_found else [])
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_clipping_of_each_rank_explains_gradients_that_differ(*, differs: bool) -> None:
+    clip = {"kind": "clip", "norm": 2.0, "most": 1.0, "window": 0, "where": "train.py:27"}
+    report = Report(ranks=2)
+    control.judge(record([clip, step(0, "g")], [{**clip, "norm": 3.0}, step(0, "g")]), report)
+    report.add([Finding(code="update-differs", cause="an error")] if differs else [])
+    report.conclude()
+    assert [one.severity for one in report.findings if one.code == "gradient-differs"] == [
+        "error" if differs else "note"
+    ]
 
 
 def micro_batches(count: int, factor: float, *, probe: float = 1.0, window: int = 0, **more: Any) -> list[Event]:
@@ -101,6 +122,14 @@ def test_micro_batches_whose_sum_is_no_mean_are_found(steps: list[Event], factor
     found = findings(control, record([OPTIMIZER, *steps], [OPTIMIZER, *steps]))
     assert [(one.code, one.where) for one in found] == ([] if factor is None else [("gradient-scale", "train.py:25")])
     assert factor is None or found[0].factor == pytest.approx(factor, rel=1e-4)
+
+
+def test_one_loss_over_two_sources_is_a_sum_of_means() -> None:
+    """What a script labels and what it does not, each by its own loader and in its own backward pass."""
+    rank: list[Event] = [OPTIMIZER, *micro_batches(2, 1.0)]
+    first = next(event for event in rank if event["kind"] == "batch")
+    rank[rank.index(first)] = {**first, "key": "train.py:11#1"}
+    assert findings(control, record(rank, rank)) == []
 
 
 def test_a_model_in_data_parallel_is_found() -> None:

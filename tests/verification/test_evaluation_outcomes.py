@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from samestep.verification import journal
 from samestep.verification.judging import evaluation
 from samestep.verification.judging.outcomes import outcomes
 from samestep.verification.judging.record import Rank
+from samestep.verification.judging.single import Run
 from samestep.verification.recording.evaluations import Evaluations
 from samestep.verification.recording.inputs import Inputs, mixes_samples
 from samestep.verification.recording.naming import buffers_of
 from samestep.verification.report import Report
+from samestep.verification.runs import Ended
 
 VALIDATION, REST = "train.py:10#1", "train.py:11#1"
 
@@ -165,7 +168,7 @@ def test_samples_that_one_loader_leaves_out_and_another_brings_are_evaluated() -
     assert found([rank(first, 1), rank(other, 1)], alone) == []
     line, whole = prints("accuracy 0.7778"), [*alone, prints("accuracy 0.7778")]
     assert judged([rank(first, 1, line), rank(other, 1)], whole).coverage["evaluation"] == "agrees"
-    assert found([rank(first, 0), rank(other, 0)], alone) == ["train.py:30"]
+    assert found([rank(first, 0), rank(other, 0)], alone) == ["train.py:10"]
     assert found([rank(first, 3), rank(other, 3)], alone) == ["train.py:10"]  # no loader for as many
 
 
@@ -192,6 +195,66 @@ def test_what_may_differ_is_not_accused(*, drew: str | None, by_batch: bool, sai
     assert judged([evaluates("0.500", drew), [ran()]], evaluates("0.500", None)).coverage["evaluation"] == "agrees"
     if drew:  # the same numbers alone
         assert found([evaluates("0.500", drew), [ran()]], evaluates("0.600", drew)) == ["train.py:30"]
+
+
+def test_numbers_that_one_process_comes_to_otherwise_when_it_runs_again_tell_nothing() -> None:
+    """Samples a second, say; the accuracy in another line is one process's."""
+
+    def evaluates(speed: str, accuracy: str) -> list[Event]:
+        return [ran(), sums(float(speed)), prints(f"test {speed} items", "train.py:39"), prints(f"accuracy {accuracy}")]
+
+    def judged_again(accuracy: str) -> Report:
+        report, alone = Report(ranks=2, steps=4), evaluates("300.25", "0.812")
+        ended_well = Ended(code=0, hung=False, failure=None, folder=Path())
+        again = Run(ended_well, record([*evaluates("296.75", "0.812"), ended()]))
+        ranks = record([*evaluates("512.5", accuracy), ended()], [ran(), sums(512.5), ended()])
+        evaluation.judge(ranks, record([*alone, ended()]), report, lambda: again)
+        return report
+
+    assert (judged_again("0.812").findings, judged_again("0.812").coverage["evaluation"]) == ([], "agrees")
+    assert [one.where for one in judged_again("0.625").errors] == ["train.py:40"]
+
+
+def test_a_number_of_no_known_meaning_that_differs_leaves_an_evaluation_open() -> None:
+    def evaluates(kappa: str) -> list[Event]:
+        gathers = {name: value for name, value in sums().items() if name != "values"} | {"op": "all_gather"}
+        return [ran(), gathers, prints(f"kappa {kappa}")]
+
+    report = judged([evaluates("0.7712"), [ran()]], evaluates("0.8035"))
+    assert report.coverage["evaluation"] == (
+        "not checked: a number that is printed at train.py:40 is not one process's, and what it means is not known"
+    )
+
+
+@pytest.mark.parametrize(
+    ("dropped", "alone", "severity"),
+    [([3], 2.0, "note"), ([3], 3.0, "error")],
+    ids=["one process leaves as much out", "one process comes to more"],
+)
+def test_a_tail_that_an_evaluation_leaves_out_is_wrong_where_its_outcome_differs(
+    dropped: list[int], alone: float, severity: str
+) -> None:
+    def evaluates(total: float) -> list[Event]:
+        return [*loads([0, 1, 2], samples=3 + len(dropped)), sums(total)]
+
+    report = judged([evaluates(2.0)] * 2, evaluates(alone))
+    assert [(one.severity, one.where) for one in report.findings] == [(severity, "train.py:10")]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "brings", "severity"),
+    [("seen", True, "note"), ("running_mean", True, "error"), ("running_mean", False, "note")],
+    ids=["a counter", "statistics", "of a rank that nobody asks"],
+)
+def test_buffers_that_differ_are_wrong_where_they_make_an_outcome(buffer: str, *, brings: bool, severity: str) -> None:
+    def evaluates(value: str, *more: Event) -> list[Event]:
+        told = {"kind": "buffers", "phase": 1, "key": VALIDATION, "number": 0, "digests": {buffer: value}}
+        return [*loads([0, 1], samples=2), told, *more]
+
+    line = prints("accuracy 0.7778")
+    first, other = evaluates("a", sums(4), line), evaluates("b", *([sums(4)] if brings else []))
+    report = judged([first, other], evaluates("a", sums(4), line))
+    assert [(one.code, one.severity) for one in report.findings] == [("buffers-diverged", severity)]
 
 
 def test_rollouts_of_which_one_process_has_one_rank_s_may_differ() -> None:

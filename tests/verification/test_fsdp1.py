@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from journals import Event, findings, record, step, stepped
+from journals import Event, record, step, stepped
 from lazily import Lazily
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
@@ -333,7 +333,9 @@ def test_parts_that_are_clipped_by_their_own_norms_are_told_as_such() -> None:
     clips = [{"kind": "clip", "window": 0, "norm": norm, "most": 1.0, "where": "train.py:28"} for norm in (2.0, 3.0)]
     starts: list[Event] = [{"kind": "start", "parameters": {"w": f"[{rank}]+[1] x"}} for rank in (0, 1)]
     ranks = [[start, clip, step(0, "g"), stepped(0)] for start, clip in zip(starts, clips, strict=True)]
-    (found,) = findings(control, record(*ranks))
+    report = Report(ranks=2)
+    control.judge(record(*ranks), report)
+    (found,) = report.evidence
     assert (found.code, found.where) == ("gradient-differs", "train.py:28")
     assert "its own parts of the gradients" in found.cause
 

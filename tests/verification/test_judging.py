@@ -95,8 +95,10 @@ def test_ranks_with_the_same_gradients_stay_alike_until_they_step_by_themselves(
 
 def test_clipping_is_each_rank_s_own_where_steps_are() -> None:
     clips = [{"kind": "clip", "window": 0, "norm": norm, "most": 1.0, "where": "train.py:28"} for norm in (3.0, 4.0)]
-    assert codes(control, record([step(0, "g"), clips[0]], [step(0, "h"), clips[1]])) == [("gradient-differs", "error")]
-    assert codes(control, record([DECLARED, step(0, "g"), clips[0]], [DECLARED, step(0, "h"), clips[1]])) == []
+    for declared, found in (([], ["gradient-differs"]), ([DECLARED], [])):
+        report = Report(ranks=2)
+        control.judge(record([*declared, step(0, "g"), clips[0]], [*declared, step(0, "h"), clips[1]]), report)
+        assert [one.code for one in report.evidence] == found
 
 
 def test_another_rate_is_found_with_its_ratio() -> None:
@@ -207,6 +209,30 @@ def test_the_same_shuffle_in_two_epochs_is_an_error() -> None:
     assert codes(samples, record(first, other)) == [("same-order-every-epoch", "error")]
 
 
+@pytest.mark.parametrize(("draws", "shuffles"), [(False, True), (True, False), (False, False)])
+def test_an_order_that_no_sampler_is_asked_to_shuffle_may_repeat(*, draws: bool, shuffles: bool) -> None:
+    """By length, say."""
+    orders = [
+        passed(order, samples=4, number=i, window=i, sampler="ByLength", shuffles=shuffles)
+        for order in ([2, 0], [3, 1])
+        for i in range(2)
+    ]
+    drawn: list[Event] = [{"kind": "order", "where": "train.py:9", "digest": "o"}] if draws else []
+    found = codes(samples, record([*drawn, *orders[0], *orders[1]], [*drawn, *orders[2], *orders[3]]))
+    assert found == ([("same-order-every-epoch", "error")] if draws or shuffles else [])
+
+
+@pytest.mark.parametrize(
+    ("alone", "code"), [([0, 0, 1, 1, 2, 3, 4, 5], None), ([0, 1, 2, 3, 4, 5], "samples-repeated")]
+)
+def test_samples_that_one_process_uses_as_often_may_come_twice(alone: list[int], code: str | None) -> None:
+    """A sampler that repeats rare samples deals them to different ranks."""
+    about = {"samples": 6, "sampler": "Balanced"}
+    report, ranks = Report(ranks=2, steps=1), record(passed([0, 1, 2, 3], **about), passed([0, 1, 4, 5], **about))
+    samples.judge(ranks, report, lambda: record(passed(alone, **about)))
+    assert [one.code for one in report.errors] == ([] if code is None else [code])
+
+
 def test_an_order_that_nobody_drew_may_repeat() -> None:
     first = passed([0, 2], samples=4) + passed([0, 2], samples=4, number=1, window=1)
     other = passed([1, 3], samples=4) + passed([1, 3], samples=4, number=1, window=1)
@@ -256,8 +282,8 @@ def backward(window: int = 0) -> Event:
     return {"kind": "backward", "window": window, "where": "train.py:25"}
 
 
-def scheduled() -> Event:
-    return {"kind": "scheduler", "window": 0, "event": 0, "where": "train.py:31"}
+def scheduled(moved: int = 9, length: int | None = 8) -> Event:
+    return {"kind": "scheduler", "window": 0, "event": 0, "where": "train.py:31", "moved": moved, "length": length}
 
 
 def skips() -> Event:
@@ -271,6 +297,12 @@ def test_a_schedule_that_steps_between_the_micro_batches_of_a_step_is_an_error()
     assert "after every micro-batch, 2 times for one step" in finding.cause
     again = [backward(), skips(), scheduled(), *rank]
     assert codes(control, record(again, again)) == [("learning-rate-differs", "error")]
+
+
+@pytest.mark.parametrize("length", [None, 9])
+def test_a_schedule_whose_length_counts_micro_batches_may_step_between_them(length: int | None) -> None:
+    rank = [backward(), scheduled(9, length), backward(), step(0, "g"), stepped(0)]
+    assert codes(control, record(rank, rank)) == [("learning-rate-differs", "note")]
 
 
 def test_a_schedule_that_steps_where_a_scaler_left_the_step_out_is_none_of_micro_batches() -> None:

@@ -250,7 +250,7 @@ def test_a_part_of_the_state_in_a_file_is_found(saved: Sequence[Any], *, is_foun
 
     ours = record(*([save(*one)] if one else [] for one in saved))
     report = Report(ranks=2)
-    storage.judge_with(ours, Rank(0, [save(8, {"m": 4})]), set(), report)
+    storage.judge_saved(ours, Record(Path(), [Rank(0, [save(8, {"m": 4})])]), report)
     assert [(one.code, one.tensor, one.where) for one in report.errors] == (
         [("checkpoint-inexact", "m", "train.py:40")] if is_found else []
     )

@@ -43,7 +43,8 @@ def resumed(**more: Any) -> Event:
 
 def judged(*events: Event) -> Report:
     report = Report(ranks=1)
-    storage.judge(record([step(0, "g", rates=[0.2]), stepped(0), *events, step(1, "h"), stepped(1)]), report)
+    begun: Event = {"kind": "start", "parameters": {"w": "p0"}, "buffers": {"mean": "m0", "mask": "constant"}}
+    storage.judge(record([begun, step(0, "g", rates=[0.2]), stepped(0), *events, step(1, "h"), stepped(1)]), report)
     return report
 
 
@@ -58,7 +59,6 @@ def test_a_state_that_comes_back_whole_is_proved() -> None:
 @pytest.mark.parametrize(
     ("state", "after", "lost"),
     [
-        ({"parameters": {"w": "other"}}, {}, "and the parameters did not come back"),
         ({}, {"buffers": {"mean": "other"}}, "and mean did not come back"),
         (
             {},
@@ -139,6 +139,23 @@ def test_parameters_that_are_saved_without_their_buffers_are_found() -> None:
     assert (error.code, error.where) == ("checkpoint-inexact", "train.py:40")
     assert "all parameters are saved, and no buffer (mean)" in error.cause
     assert judged(save({"v": "another model's"})).findings == []
+    assert judged(save({"w": "p1"}), save({"mean": "m1"}, path="statistics.pt")).findings == []
+    assert judged(save({"w": "p1"}, state=STATE | {"buffers": {"mask": "constant"}})).findings == []
+
+
+def test_parameters_that_do_not_come_back_are_named() -> None:
+    report, going_on = Report(ranks=1), [step(1, "h", parameters={"w": "drawn anew"}), stepped(1)]
+    events = [save(WHOLE), load(WHOLE), resumed()]
+    storage.judge(record([step(0, "g"), stepped(0), *events, *going_on]), report)
+    assert ["and the parameters did not come back" in one.cause for one in report.errors] == [True]
+
+
+def test_a_file_that_another_model_is_evaluated_with_is_no_resume() -> None:
+    """The best weights are loaded for a test while the training goes on."""
+    digests = {"w": "p0", "mean": "m0"}
+    state = STATE | {"parameters": {"w": "p0"}, "buffers": {"mean": "m0"}}
+    events = [save(digests, state=state), load(digests), resumed(buffers={"mean": "m1"})]
+    assert judged(*events).findings == []
 
 
 @pytest.mark.parametrize(

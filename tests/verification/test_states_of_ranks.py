@@ -28,12 +28,17 @@ def alike(*more: Event) -> list[Event]:
     return [*more, step(0, "g"), stepped(0)]
 
 
+def begun_with(value: str, *more: Event, **others: str) -> list[Event]:
+    """A rank that begins with a value of w, and steps from there."""
+    return [*more, start(**others, w=value), step(0, "g", parameters={"w": value}), stepped(0)]
+
+
 @pytest.mark.parametrize(
     ("made", "where", "fix"),
     [([wrap("w")], "train.py:12", "before DistributedDataParallel(model)"), ([], "train.py:15", "dist.broadcast")],
 )
 def test_other_parameters_before_the_first_step_are_found(made: list[Event], where: str, fix: str) -> None:
-    first, other = (alike(*made, OPTIMIZER, start(v="a", w=value)) for value in "bc")
+    first, other = (begun_with(value, *made, OPTIMIZER, v="a") for value in "bc")
     (finding,) = findings(states, record(first, first, other))
     assert (finding.code, finding.rank, finding.step, finding.tensor) == ("initial-state-differs", 2, 0, "w")
     assert finding.where == where
@@ -41,7 +46,7 @@ def test_other_parameters_before_the_first_step_are_found(made: list[Event], whe
 
 
 def test_parts_that_lie_at_other_places_are_not_compared() -> None:
-    first, other, third = (alike(start(w=part)) for part in ("0:2 a", "2:4 b", "2:4 c"))
+    first, other, third = map(begun_with, ("0:2 a", "2:4 b", "2:4 c"))
     report = Report(ranks=2)
     states.judge(record(first, other), report)
     assert (report.findings, report.coverage["initial_state"]) == ([], "agrees")
@@ -54,7 +59,6 @@ def test_parts_that_lie_at_other_places_are_not_compared() -> None:
     [
         (wrap("a", "b"), wrap("b", "a"), "rank 1 registers b where rank 0 has a (parameter 0)"),
         (wrap("a", "b"), wrap("a", "c"), "rank 1 registers c where rank 0 has b (parameter 1)"),
-        (names("a", "b"), names("b", "a"), "rank 1 gives its optimizer b where rank 0 has a (parameter 0)"),
         (names("a"), names("b"), None),  # an optimizer for each rank's own part
         (names("a", "b"), names("a", "b"), None),
     ],
@@ -69,7 +73,7 @@ def test_another_order_of_the_parameters_is_found(first: Event, other: Event, sa
     ("more", "said"),
     [
         ({"gradients": {"w": None}, "orphans": ["model.w"]}, "parameters that the model no longer has"),
-        ({"left_out": ["head.w"]}, "head.w get gradients and are in no optimizer"),
+        ({"left_out": ["head.w"], "empty_groups": 1}, "head.w get gradients and are in no optimizer"),
         ({"left_out": ["w"]}, None),  # it changes from step to step: the script's own code steps it
         ({"orphans": ["model.w"]}, None),
         ({"gradients": {"w": None}}, None),
@@ -82,6 +86,28 @@ def test_parameters_that_train_and_are_in_no_optimizer_are_found(more: dict[str,
         [] if said is None else [("optimizer-misses-parameters", "train.py:15")]
     )
     assert said is None or said in found[0].cause
+
+
+@pytest.mark.parametrize(("held", "severity"), [(["w"], "note"), (["w", "head.w"], "error")])
+def test_parameters_that_no_optimizer_of_one_process_holds_either_are_meant_to_stay(
+    held: list[str], severity: str
+) -> None:
+    rank = [OPTIMIZER, step(0, "g", left_out=["head.w"]), stepped(0), step(1, "g", window=2), stepped(1)]
+    report = Report(ranks=2)
+    states.judge(record(rank, rank), report, lambda: record([names(*held)]))
+    assert [one.severity for one in report.findings] == [severity]
+
+
+@pytest.mark.parametrize(("gradient", "severity"), [("g", "note"), ("h", "error")])
+def test_another_order_in_an_optimizer_is_wrong_where_values_differ_by_name(gradient: str, severity: str) -> None:
+    ranks = [[names("w", "b"), step(0, "g"), stepped(0)], [names("b", "w"), step(0, gradient), stepped(0)]]
+    found = findings(states, record(*ranks))
+    assert ("parameter-order-differs", severity) in [(one.code, one.severity) for one in found]
+
+
+def test_parameters_may_be_made_equal_while_the_first_batch_is_there() -> None:
+    ranks = [[start(w=value), step(0, "g"), stepped(0)] for value in ("a", "b")]
+    assert findings(states, record(*ranks)) == []
 
 
 def test_values_that_are_written_over_what_a_rank_alone_has_stepped_are_found() -> None:
@@ -309,8 +335,9 @@ def test_ranks_that_have_joined_no_process_group_are_told_so(differs: str) -> No
     """A script for one process, run on two."""
 
     def rank(value: str) -> list[Event]:
-        begun = start(w=value if differs == "start" else "p0")
-        return [begun, step(0, value if differs == "gradients" else "g", in_group=False), stepped(0, value)]
+        begun = value if differs == "start" else "p0"
+        gradient = value if differs == "gradients" else "g"
+        return [start(w=begun), step(0, gradient, in_group=False, parameters={"w": begun}), stepped(0, value)]
 
     (finding,) = findings(states, record(rank("a"), rank("b")))
     assert "joined no process group, so each trains a model of its own" in finding.cause

@@ -13,6 +13,7 @@ from samestep.instrument.patch import call_site, caller, on_import, on_undo, pat
 __all__: list[str] = []
 
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_LENGTHS = ("T_max", "total_steps")  # of schedules that are made for so many steps
 
 
 class Hook:
@@ -131,7 +132,9 @@ def _patch_schedules(module: Any) -> None:
     def step(original: Any, *args: Any, **kwargs: Any) -> Any:
         frame = caller()
         if not nested and frame.f_code.co_name not in {"__init__", "_initial_step"}:
-            notify("scheduler", where=call_site(frame))
+            schedule = args[0] if args else None
+            length = next((one for name in _LENGTHS if (one := getattr(schedule, name, None)) is not None), None)
+            notify("scheduler", where=call_site(frame), moved=getattr(schedule, "last_epoch", 0) + 1, length=length)
         nested.append(True)
         try:
             return original(*args, **kwargs)
@@ -349,7 +352,7 @@ def _patch_clipping(module: Any) -> None:
         if not hasattr(parameters, "grad"):
             parameters = list(parameters)
         where = user_line()
-        notify("clipping", parameters=parameters, where=where)
+        notify("clipping", parameters=parameters, most=float(max_norm), where=where)
         norm = original(parameters, max_norm, *args, **kwargs)
         if not hasattr(norm, "_local_tensor"):  # of cut gradients: its value would take a collective of its own
             notify("clip", norm=float(norm), most=float(max_norm), where=where)
@@ -365,7 +368,7 @@ def _patch_sharded_clipping(module: Any) -> None:
         if not any(handle.uses_sharded_strategy for handle in handles if handle is not None):
             return original(model, max_norm, *args, **kwargs)
         where = user_line()
-        notify("clipping", parameters=list(model.parameters()), where=where)
+        notify("clipping", parameters=list(model.parameters()), most=float(max_norm), where=where)
         norm = original(model, max_norm, *args, **kwargs)
         notify("clip", norm=float(norm), most=float(max_norm), where=where)
         return norm

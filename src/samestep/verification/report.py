@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from samestep.verification.findings import (
@@ -21,6 +21,8 @@ from samestep.verification.text import as_markdown, shown
 
 __all__ = ["Report"]
 
+_STEPS = {"gradients", "updates", "parameters", "pipeline"}  # outcomes of a step
+
 
 @dataclass(kw_only=True)
 class Report:
@@ -35,6 +37,7 @@ class Report:
         remarks: what else a reader must know.
         inconclusive: why nothing can be concluded, whatever else agrees; None where it can.
         script: the script and its arguments.
+        evidence: what suggests a difference, until it is known whether an outcome differs.
     """
 
     ranks: int
@@ -45,6 +48,7 @@ class Report:
     remarks: list[str] = field(default_factory=list)
     inconclusive: str | None = None
     script: tuple[str, ...] = ()
+    evidence: list[Finding] = field(default_factory=list)
 
     @property
     def errors(self) -> list[Finding]:
@@ -98,6 +102,18 @@ class Report:
                 self.coverage[finding.property] = REFUTED
                 self.margins.pop(finding.property, None)
         self.findings.sort(key=lambda finding: finding.severity != "error")
+
+    def suspect(self, findings: Iterable[Finding]) -> None:
+        """Remembers what suggests a difference: it explains one that is found, or becomes a note."""
+        self.evidence += findings
+
+    def conclude(self) -> None:
+        """Adds what was suspected: as an error where the outcome that it would explain differs."""
+        differs = any(finding.property in _STEPS for finding in self.errors)
+        for finding in self.evidence:
+            is_error = differs and finding.property in _STEPS
+            self.add([finding if is_error else replace(finding, severity="note", fix=None)])
+        self.evidence.clear()
 
     def relocate(self, found: Finding, located: Finding) -> None:
         """Gives a finding the place that was found for it."""

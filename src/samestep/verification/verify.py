@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from samestep.verification.judging import (
     states,
     storage,
 )
+from samestep.verification.judging.causes import OUTSIDE
 from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.lines import Lines
 from samestep.verification.judging.others import Others
@@ -41,6 +43,7 @@ from samestep.verification.judging.paths import Paths
 from samestep.verification.judging.record import Record
 from samestep.verification.judging.reference import Comparison
 from samestep.verification.judging.single import Run
+from samestep.verification.judging.sources import Sources
 from samestep.verification.judging.updates import Updates
 from samestep.verification.recording.limit import PASSES, STEPS
 from samestep.verification.report import Report
@@ -51,6 +54,7 @@ __all__ = ["verify"]
 NO_STEP = "no optimizer of torch.optim has stepped, and no parameter was changed in place behind a backward pass"
 _LOCATED = {"gradient-scale", "gradient-differs", "update-differs", "evaluation-inexact"}  # by the lines that make them
 _DECIDED = {"steps-differ", "learning-rate-differs", "parameters-diverged", "gradients-not-synchronised"}  # by numbers
+_OF_SAMPLES = {"samples-repeated", "samples-missing", "datasets-differ", "batches-differ"}
 _MOST_TRACED = 2  # evaluations whose lines are looked at
 _MORE = 16  # times as many steps, where one rank takes all of them by itself
 AS_MANY = "let every rank come by every collective, as often as the others: samestep.shards gives all as many batches"
@@ -152,7 +156,13 @@ def _both(runner: Runner, steps: int, passes: int, name: str, *, keep_all: bool 
     recorded = runner.first(steps, passes, keep_all=keep_all)
     record = recorded.record
     is_pipeline = states.staged(record) or states.several(record) or states.scheduled(record)
-    return recorded, None if is_pipeline and not recorded.has_failed else runner.alone(name, record)
+    if is_pipeline and not recorded.has_failed:
+        return recorded, None
+    whole = runner.alone(name, record)
+    if whole.unjoinable is not None and not recorded.has_failed:  # what does not depend on the samples is compared
+        alone = runner.alone(f"{name}, of one rank", record, [record.data.ranks[0].number])
+        whole = whole if alone.has_failed else replace(alone, apart=whole.unjoinable)
+    return recorded, whole
 
 
 def _verified(runner: Runner, steps: int) -> Report:
@@ -173,7 +183,7 @@ def _verified(runner: Runner, steps: int) -> Report:
             (communication.judge, storage.judge)
             if foreign
             else (
-                states.judge,
+                functools.partial(states.judge, own_pace=own_pace),
                 functools.partial(samples.judge, own_pace=own_pace),
                 control.judge,
                 communication.judge,
@@ -186,9 +196,11 @@ def _verified(runner: Runner, steps: int) -> Report:
         with leaving_open(report):
             chance.judge(record, whole, report)
             shards.judge(record, whole, report)
+            storage.judge_saved(record, whole.record, report)
     if whole is None:
         with leaving_open(report):
             _judge_pipeline(runner, record, report)
+        report.conclude()
         report.remarks += _remarks(ended, report)
         return report
     if foreign is None:
@@ -200,11 +212,11 @@ def _verified(runner: Runner, steps: int) -> Report:
         report.inconclusive = f"alone, with the samples of all ranks, the script fails: {_reason(whole.ended)}"
     with leaving_open(report):
         equality.judge(runner, record, report)
-    if foreign is None and not ended.hung and ended.code == 0 and not record.is_by_hand:
-        with leaving_open(report):
-            _locate_lines(runner, record, steps, report)
-        with leaving_open(report):
-            _locate_decisions(runner, record, steps, report)
+    if foreign is None and not ended.hung and ended.code == 0:
+        for locate in (_locate_lines, _locate_decisions, _locate_sources):
+            with leaving_open(report):
+                locate(runner, record, steps, report)
+    report.conclude()
     report.remarks += _remarks(ended, report)
     return report
 
@@ -244,6 +256,24 @@ def _locate_decisions(runner: Runner, record: Record, steps: int, report: Report
             until = record.ranks[0].steps[min(found.step or 0, record.steps - 1)]["window"] + 1
         if paths is not None and (found.code != "gradients-not-synchronised" or paths.part_for_good):
             report.relocate(found, paths.located(found, until))
+
+
+def _locate_sources(runner: Runner, record: Record, steps: int, report: Report) -> None:
+    """Looks for draws, hashes and writes by which ranks begin to differ."""
+    of_samples = [one for one in report.errors if one.code in _OF_SAMPLES]
+    of_parameters = [one for one in report.errors if one.cause.endswith(OUTSIDE)]
+    if not of_samples and not of_parameters:
+        return
+    how: dict[str, Any] = {"steps": steps, "passes": PASSES, "trace": {"sources": True}}
+    ranks = runner.recorded(f"draws, hashes and writes of {record.size} ranks", record.size, **how).record
+    again = Report(ranks=record.size)
+    samples.judge(ranks, again)
+    sources = Sources(ranks, are_alike=runner.nursery is not None)
+    codes = {one.code for one in again.errors}
+    for found in of_samples:
+        report.relocate(found, sources.of_samples(found, still_found=bool(codes & _OF_SAMPLES)))
+    for found in of_parameters:
+        report.relocate(found, sources.of_parameters(found))
 
 
 @contextmanager
@@ -359,7 +389,7 @@ def _remarks(ended: runs.Ended, report: Report) -> list[str]:
 def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], Record], report: Report) -> None:
     """Adds what the script alone tells, with all samples, and what further runs do."""
     everybody = [rank.number for rank in record.data.ranks]
-    alone = functools.partial(runner.alone, record=record)
+    alone = functools.partial(runner.alone, record=record, ranks=None if whole.apart is None else everybody[:1])
 
     def of_ranks(ranks: Sequence[int] = everybody) -> list[Run]:
         return runner.side_by_side(lambda rank: alone(f"samples of rank {rank}", ranks=[rank]), ranks)
@@ -421,12 +451,13 @@ def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], 
         if record.is_averaged_within:  # by its update it is known how such a step uses gradients
             compared = Updates(record, whole, others).judge(report)
             if record.is_by_hand:
-                storage.judge_with(record, whole.record.ranks[0], compared, report)
+                storage.judge_with(record, compared, report)
             report.remarks.append(by_hand.REMARK if record.is_by_hand else by_hand.WITHIN)
         Comparison(record, whole, others).judge(report)
         if not record.is_averaged_within:
             Updates(record, whole, others).judge(report)
-        declared.judge(record, whole, report)
+        if whole.apart is None:
+            declared.judge(record, whole, report)
         if states.local_steps(record) is None:  # else the buffers are each rank's own
             moved.judge(record, whole, report)
         if states.evaluates_apart(record):
@@ -434,7 +465,7 @@ def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], 
         else:
             if not report.errors and states.averaged_behind(record) is None:
                 evaluation.judge_swapped(record, whole, permuted, report)
-            evaluation.judge(record, whole.record, report)
+            evaluation.judge(record, whole.record, report, permuted)
         _conclude_on_data(record, whole.record, own_pace, report)
         if whole.record.ranks and whole.record.ranks[0].of("collated"):
             report.remarks.append("batches of unlike shapes were made anew from their samples, by their collate_fn")

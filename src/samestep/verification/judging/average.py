@@ -25,50 +25,56 @@ from samestep.verification.report import Report
 __all__: list[str] = []
 
 EVERY_ZERO = "every gradient is zero, on the ranks and in one process"
-REMARK = (
-    "the samples come from no DataLoader, and one process takes others: the ranks' gradients were compared with the "
-    "mean of what each computes by itself"
-)
+OWN = "the ranks' gradients were compared with the mean of what each computes by itself"
+REMARK = f"the samples come from no DataLoader, and one process takes others: {OWN}"
 _NEAR = 1e-3  # of a weight
 _FEWEST = 8  # numbers in a gradient that is no multiple of others by chance
 _BRINGING = {"all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "all_to_all"}
 _NO_LOADER = "no DataLoader tells which samples were trained on"
-_OTHERS = "one process takes other samples"
-_UNKNOWN = f"{_OTHERS}, and what each rank computes by itself is not known"
-_CHANGED = f"{_OTHERS}, and the ranks' gradients are not a weighted sum of what each computes by itself"
-_BROUGHT = f"{_OTHERS}, and the loss depends on what the ranks bring together at {{}}"
-_NO_MEANS = (
-    f"{_OTHERS}, and no rank's loss is a plain mean over its samples: whether the average is that of all is open"
-)
+OTHERS = "one process takes other samples"
+_UNKNOWN = "what each rank computes by itself is not known"
+_CHANGED = "the ranks' gradients are not a weighted sum of what each computes by itself"
+_BROUGHT = "the loss depends on what the ranks bring together at {}"
+_NO_MEANS = "no rank's loss is a plain mean over its samples: whether the average is that of all is open"
 
 
-def judge(record: Record, steps: list[Event], report: Report) -> None:
-    """Adds what the gradients of these steps, whose values were kept, are beside those of each rank."""
+def judge(record: Record, steps: list[Event], report: Report, because: str = OTHERS) -> None:
+    """Adds what the gradients of these steps, whose values were kept, are beside those of each rank.
+
+    Args:
+        record: of the ranks.
+        steps: those of the first rank.
+        report: to add to.
+        because: why one process cannot be given the ranks' samples.
+    """
+
+    def leave_open(why: str) -> None:
+        report.cover("gradients", unchecked(f"{because}, and {why}"))
+
     worst, seen = 0.0, 0
     for step in steps:
         own = record.own(step)
         if own is None:
-            report.cover("gradients", unchecked(_UNKNOWN))
+            leave_open(_UNKNOWN)
             return
         used = record.gradients(step)
         ours, parts = numerics.flat(used, *own), [numerics.flat(one, used, *own) for one in own]
         if not ours.any() and not any(part.any() for part in parts):
             continue
         if not numerics.are_finite(used):
-            why = f"{_OTHERS}, and from step {step['event']} on gradients are not finite"
-            report.cover("gradients", unchecked(why))
+            leave_open(f"from step {step['event']} on gradients are not finite")
             return
         found = numerics.fit(ours, parts)
         if not found.left <= numerics.limit(0.0, used):
             report.add(_of_one_tensor(record, step, used, own))
-            report.cover("gradients", unchecked(_CHANGED))
+            leave_open(_CHANGED)
             return
         if (where := brings_together(record.ranks[0], steps[0])) is not None:
-            report.cover("gradients", unchecked(_BROUGHT.format(where)))
+            leave_open(_BROUGHT.format(where))
             return
         weights = means.weights(record, step)
         if weights is None or not _judge(record, step, ours, parts, weights, report):
-            report.cover("gradients", unchecked(_NO_MEANS))
+            leave_open(_NO_MEANS)
             return
         if report.errors:
             return
@@ -76,7 +82,7 @@ def judge(record: Record, steps: list[Event], report: Report) -> None:
     if not seen:
         report.cover("gradients", unchecked(EVERY_ZERO))
         return
-    report.remarks.append(REMARK)
+    report.remarks.append(REMARK if because == OTHERS else f"{because}: {OWN}")
     report.cover("gradients", DECLARED, f"worst error {worst:.1e}, {plural(seen, 'step')}")
 
 

@@ -12,6 +12,7 @@ from samestep.verification.judging.words import listed, numbers, plural
 
 __all__: list[str] = []
 
+OUTSIDE = "something changes them outside the optimizer, on some ranks only"
 NO_GROUP = "the ranks have joined no process group, so each trains a model of its own"
 JOIN = (
     'torch.distributed.init_process_group("gloo"); '
@@ -107,7 +108,7 @@ def of_parameters(record: Record, index: int, rank: int, bad: list[str]) -> Find
     elif loads:
         cause, where = "they were loaded, and the ranks have loaded different ones", loads[0]["where"]
     else:
-        cause = "something changes them outside the optimizer, on some ranks only"
+        cause = OUTSIDE
     step = max(index - 1, 0)
     return diverged(record.ranks[0].number, number, step, bad, f"after step {step}", cause, where)
 

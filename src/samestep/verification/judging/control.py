@@ -24,7 +24,7 @@ def judge(record: Record, report: Report) -> None:
     report.add(scalers(record))
     report.add(_schedules_of_micro_batches(record))
     report.add(_clipped_scaled(record))
-    report.add(_clipped_apart(record))
+    report.suspect(_clipped_apart(record))
     report.add(_accumulated(record))
     report.add(_data_parallel(record))
     uneven = record.uneven
@@ -111,13 +111,15 @@ def _schedules_of_micro_batches(record: Record) -> Iterator[Finding]:
         kinds = [event["kind"] for event in told[_last_skip(told) :]]
         moved = [event for event in window if event["kind"] == "scheduler"]
         if any(kinds[i : i + 3] == ["backward", "scheduler", "backward"] for i in range(len(kinds))):
+            is_over = any(one["moved"] > one["length"] for one in rank.of("scheduler") if one.get("length"))
             yield Finding(
                 code="learning-rate-differs",
+                severity="error" if is_over else "note",
                 step=step["event"],
                 where=moved[0]["where"],
                 cause=f"the schedule steps after every micro-batch, {kinds.count('backward')} times for one step of "
-                "the optimizer: its rates are over too soon",
-                fix="step the schedule where the optimizer steps",
+                f"the optimizer: {'its rates are over too soon' if is_over else 'its length must count micro-batches'}",
+                fix="step the schedule where the optimizer steps" if is_over else None,
             )
             return
 
@@ -131,7 +133,7 @@ def _last_skip(told: list[Event]) -> int:
 
 def _clipped_scaled(record: Record) -> Iterator[Finding]:
     for event in record.ranks[0].of("clipped_scaled"):
-        if event["scale"] != 1.0:
+        if event["scale"] != 1.0 and not _is_round((event.get("most") or 0.0) / event["scale"]):
             yield Finding(
                 code="gradient-scale",
                 step=event["window"],
@@ -142,6 +144,11 @@ def _clipped_scaled(record: Record) -> Iterator[Finding]:
                 fix="scaler.unscale_(optimizer)    # before clip_grad_norm_",
             )
             return
+
+
+def _is_round(number: float) -> bool:
+    """Whether somebody may have written a number down: a threshold that is multiplied by the scale is such a one."""
+    return number > 0 and float(f"{number:.3g}") == number
 
 
 def _clipped_apart(record: Record) -> Iterator[Finding]:
@@ -194,6 +201,7 @@ def _micro_batches(rank: Rank, step: Event) -> list[Event]:
     backwards = [event for event in window if event["kind"] == "backward"]
     batches = [event for event in window if event["kind"] == "batch" and event["training"]]
     alike = len({event["where"] for event in backwards}) == 1 and len(batches) == len(backwards)
+    alike = alike and len({event["key"] for event in batches}) <= 1  # a loss over two sources is a sum of two means
     means = all(event.get("loss") in _MEANS and event["mean"] for event in backwards)
     return backwards if alike and means and len(rank.of("optimizer")) == 1 else []
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from samestep.runtime.digest import digest
@@ -27,26 +28,34 @@ from samestep.verification.findings import (
 )
 from samestep.verification.journal import Event, place_of
 from samestep.verification.judging.outcomes import Outcome, Place, outcomes
-from samestep.verification.judging.printed import Alike, Difference, metrics_alike
+from samestep.verification.judging.printed import Alike, Difference, metrics_alike, numbers_of
 from samestep.verification.judging.record import Rank, Record, part_at
 from samestep.verification.judging.samples import Pass, fills_up, loads_for_all, mean_the_same, passes
 from samestep.verification.judging.single import Run
 from samestep.verification.judging.states import differing, differing_ranks
 from samestep.verification.judging.words import listed, plural
+from samestep.verification.recording.evaluations import STATISTICS
 from samestep.verification.report import Report
 
 __all__: list[str] = []
 
 _CHOSEN = {"MAX", "MIN"}  # reductions that bring one rank's number
 _OF_AVERAGES = 1e-2  # of a tensor's norm: so far apart are averages of what has drifted apart by rounding
+_STEADY = 1e-3  # of a number that one process comes to twice
 _CLOSE = 1e-4  # of a sum; the parameters are the same, so this is rounding
 
 Values = dict[tuple[int, str, int], Event]  # what samestep.evaluate has returned, by window, line and number
 
 
-def judge(record: Record, alone: Record | None, report: Report) -> None:
-    """Adds what evaluations tell; `alone` is the script run alone, if it ran."""
-    _judge_buffers(record, report)
+def judge(record: Record, alone: Record | None, report: Report, permuted: Callable[[], Run] | None = None) -> None:
+    """Adds what evaluations tell.
+
+    Args:
+        record: of the ranks.
+        alone: the script run alone, if it ran.
+        report: to add to.
+        permuted: runs it once more from the same weights; numbers that are other ones then (times, say) tell nothing.
+    """
     report.add(_averaged(record))
     report.add(_loaded_apart(record))
     out_of_step = alone is not None and any(rank.of("out_of_step") for rank in alone.ranks)
@@ -60,6 +69,7 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
     report.add([finding for finding in compared if finding is not None][:1])
     told = [outcomes(rank) for rank in record.ranks]
     if not any(told):
+        _judge_buffers(record, told, report, confirmed=False)
         if any(rank.of("metrics") for rank in record.ranks):
             why = "the script did not run alone" if alone is None else "no number of it could be compared"
             report.cover("evaluation", AGREES if compared else unchecked(why))
@@ -69,25 +79,70 @@ def judge(record: Record, alone: Record | None, report: Report) -> None:
     theirs = {} if alone is None else outcomes(alone.ranks[0])
     by_batch = {phase for mine in told for phase, one in mine.items() if one.by_batch}
     may_differ = by_batch | _drawn_apart(told) | _of_others(record, alone)
-    sums = _sums(record, told[0], theirs, may_differ)
-    printed = metrics_alike([_lines(one) for one in told], _lines(theirs), may_differ, known=None in sums)
     sampled = list(_samples(record))
-    found = [] if printed.whole and not printed.different and not sampled else [one for one in sums if one is not None]
-    if not found and printed.different is not None:
-        found = [_printed(printed.different, record)]
+    found, printed, sums = _compared(record, told, theirs, may_differ, has_samples=bool(sampled))
+    if (found or printed.unknown) and permuted is not None and permuted().record.ranks:
+        steady = _steady(theirs, outcomes(_placed(permuted().record).ranks[0]))
+        found, printed, sums = _compared(record, told, steady, may_differ, has_samples=bool(sampled))
     confirmed = printed.alike or None in [*sums, *compared] or (not found and printed.unnamed)
     confirmed = confirmed or _agrees_by_itself(record, told, unplaced)
     of_parts = not any(one.brings_together for mine in told for one in mine.values())
-    if not found and not confirmed and not of_parts:
-        found = sampled
-    report.add(found[:1])
-    report.add(_tails(record) if not found else [])
+    tails = list(_tails(record))
+    if found and tails:
+        found = tails  # what is left out is the cause
+    elif not found and not confirmed:
+        found = ([] if of_parts else sampled) or tails
+    report.add(found[:1] or [replace(one, severity="note", fix=None) for one in tails])
+    _judge_buffers(record, told, report, confirmed=confirmed and not found)
     if confirmed:
         report.cover("evaluation", AGREES)
     elif unseen := _unseen(record) or _incomparable(printed, record, by_batch=bool(by_batch), of_parts=of_parts):
         report.cover("evaluation", unchecked(unseen))
     else:
         report.cover("evaluation", AGREES, "each sample once; neither a sum nor a metric was seen")
+
+
+def _compared(
+    record: Record,
+    told: list[dict[str, Outcome]],
+    theirs: dict[str, Outcome],
+    may_differ: set[str],
+    *,
+    has_samples: bool,
+) -> tuple[list[Finding], Alike, list[Finding | None]]:
+    """Compares sums and lines with one process's: returns what is wrong, how lines compare, and sums one by one."""
+    sums = _sums(record, told[0], theirs, may_differ)
+    printed = metrics_alike([_lines(one) for one in told], _lines(theirs), may_differ, known=None in sums)
+    is_right = printed.whole and not printed.different and not has_samples
+    found = [] if is_right else [one for one in sums if one is not None]
+    if not found and printed.different is not None:
+        found = [_printed(printed.different, record)]
+    return found, printed, sums
+
+
+def _steady(theirs: dict[str, Outcome], again: dict[str, Outcome]) -> dict[str, Outcome]:
+    """Leaves out sums and lines of one process that come to other numbers when it runs once more."""
+    found = {}
+    for phase, one in theirs.items():
+        other = again.get(phase, one)
+        sums = {
+            place: event
+            for place, event in one.sums.items()
+            if place not in other.sums or _are_close(event["values"], other.sums[place]["values"])
+        }
+        lines = {
+            place: event
+            for place, event in one.lines.items()
+            if place not in other.lines or _are_close(numbers_of(event), numbers_of(other.lines[place]))
+        }
+        found[phase] = replace(one, sums=sums, lines=lines)
+    return found
+
+
+def _are_close(mine: Sequence[float], theirs: Sequence[float]) -> bool:
+    return len(mine) == len(theirs) and all(
+        _close(one, other, _STEADY) for one, other in zip(mine, theirs, strict=True)
+    )
 
 
 def judge_swapped(record: Record, whole: Run, permuted: Callable[[], Run], report: Report) -> None:
@@ -208,6 +263,8 @@ def _incomparable(printed: Alike, record: Record, *, by_batch: bool, of_parts: b
     """Why its outcome could not be compared."""
     if by_batch:
         return "the model is in training mode, and its BatchNorm makes of a sample what the others of its batch are"
+    if printed.unknown is not None:
+        return f"a number that is printed at {printed.unknown} is not one process's, and what it means is not known"
     if printed.unsure:
         return "it draws random numbers, alone other ones, and comes to another metric"
     if not any(_splits(record)) and printed.local is None:
@@ -273,16 +330,24 @@ def _returned(record: Record) -> Values:
     return returned
 
 
-def _judge_buffers(record: Record, report: Report) -> None:
-    told = [
-        {(event["key"], event["number"]): event["digests"] for event in rank.of("buffers")} for rank in record.ranks
-    ]
-    for rank, theirs in enumerate(told[1:], 1):
-        for place, digests in theirs.items():
-            if place in told[0] and (bad := differing(told[0][place], digests)):
-                report.add([_buffers(record, rank, place[0], bad)])
-                return
-    if any(told):
+def _judge_buffers(record: Record, told: list[dict[str, Outcome]], report: Report, *, confirmed: bool) -> None:
+    """Adds the first buffers with which a rank evaluates otherwise than rank 0.
+
+    What a rank comes to with statistics of its own is an error where it counts: its numbers are brought together, or
+    printed. Other buffers, a counter say, do no harm where the evaluation comes to one process's numbers.
+    """
+    held = [{(event["key"], event["number"]): event for event in rank.of("buffers")} for rank in record.ranks]
+    for rank, theirs in enumerate(held[1:], 1):
+        for place, event in theirs.items():
+            if place not in held[0] or not (bad := differing(held[0][place]["digests"], event["digests"])):
+                continue
+            outcome = told[rank].get(event["phase"]) if "phase" in event else None
+            counts = outcome is None or outcome.brings_together or bool(outcome.lines)
+            is_used = counts and (not confirmed or any(name.endswith(STATISTICS) for name in bad))
+            found = _buffers(record, rank, place[0], bad)
+            report.add([found if is_used else replace(found, severity="note", fix=None)])
+            return
+    if any(held):
         report.cover("buffers", PROVED)
 
 
@@ -389,10 +454,10 @@ def _agree(mine: float, theirs: float, sizes: set[int], reduce: str | None) -> b
     return _close(mine, theirs) or (summed and any(_close(mine / size, theirs) for size in sizes))
 
 
-def _close(mine: float, theirs: float) -> bool:
+def _close(mine: float, theirs: float, share: float = _CLOSE) -> bool:
     if not (math.isfinite(mine) and math.isfinite(theirs)):
         return mine == theirs or (math.isnan(mine) and math.isnan(theirs))
-    return abs(mine - theirs) <= _CLOSE * max(abs(mine), abs(theirs), 1e-12)
+    return abs(mine - theirs) <= share * max(abs(mine), abs(theirs), 1e-12)
 
 
 def _inexact(where: str, mine: float, theirs: float, size: int) -> Finding:

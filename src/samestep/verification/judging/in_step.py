@@ -65,6 +65,8 @@ class InStep:
         first = self._apart[0]
         if self._skips or self._is_skip_behind_load:
             return None
+        if self.whole.apart is not None:
+            return f"from step {_begin(first)} on one process, with the samples of one rank, steps at other batches"
         if (draws := self._draws_others) is not None:
             return f"from step {_begin(first)} on one process steps at other batches; {draws}"
         if first["placed"] or skipper(self.record) is not None:
@@ -74,7 +76,7 @@ class InStep:
     @property
     def may_become_known(self) -> bool:
         """Whether it is not known, and would be if one process had the ranks' weights in all steps."""
-        return self.unknown is not None and self._draws_others is None
+        return self.unknown is not None and self._draws_others is None and self.whole.apart is None
 
     @property
     def _draws_others(self) -> str | None:
@@ -127,8 +129,8 @@ class InStep:
             return None
         if self.record.uneven is not None or alone.ended["error"] is not None or self.whole.has_failed:
             return None
-        if self.whole.unjoinable is not None:
-            return None  # it was ended there
+        if self.whole.unjoinable is not None or self.whole.apart is not None:
+            return None  # it was ended there, or has other samples
         taken, steps = len(alone.of("rates")), len(self.record.ranks[0].steps)
         if alone.ended["enough"] or taken > steps:
             return True

@@ -35,7 +35,7 @@ _FEWEST = 8  # numbers, or what is added may be a multiple by chance
 def judge(record: Record, whole: Run, report: Report) -> None:
     """Adds what the buffers tell, where the gradients are known to be those of one process."""
     if report.coverage.get("gradients") in {AGREES, DECLARED} and whole.record.ranks:
-        report.add(_moved(record, whole))
+        report.add(_moved(record, whole) if whole.apart is None else ())
         report.add(_followed(record, whole, report))
 
 

@@ -29,6 +29,7 @@ _METRIC = re.compile(rf"(?<![a-z])({_NAMES})(?![a-z])(?:@\d+)?{_BETWEEN}{_NUMBER
 _ANY = re.compile(rf"(?<!lr)(?<!rate)[ =:]+{_NUMBER}", re.IGNORECASE)
 _AVERAGE = re.compile(r"\s*\(\s*([-+]?\d*\.\d+(?:e[-+]?\d+)?)\s*\)", re.IGNORECASE)
 _OF_TRAINING = re.compile(r"train\w*[ _]*$", re.IGNORECASE)
+_ABOUT_TRAINING = re.compile(r"loss|train|\blr\b|rate|time|sec|step|speed|norm|grad|/s\b", re.IGNORECASE)
 _DIGITS = 3  # of a number, or it agrees by chance
 
 
@@ -53,6 +54,7 @@ class Alike:
         local: where each rank prints numbers of its part, and says so or prints others of the whole too.
         unsure: lines that differ, and that may: by random numbers, or by what a batch is made of.
         unnamed: whether a line agrees in all its numbers, none of which has a known name.
+        unknown: where the first line is that does not, and that is not about the training.
     """
 
     alike: bool = False
@@ -61,6 +63,7 @@ class Alike:
     local: str | None = None
     unsure: int = 0
     unnamed: bool = False
+    unknown: str | None = None
 
 
 def metrics_alike(
@@ -90,12 +93,13 @@ def metrics_alike(
 
 
 def _compared(lines: Mapping[Place, Event], alone: Mapping[Place, Event], may_differ: Container[str]) -> Alike:
-    alike, whole, different, unsure, unnamed = False, True, None, 0, False
+    alike, whole, different, unsure, unnamed, unknown = False, True, None, 0, False, None
     for place, here in lines.items():
         there = alone.get(place)
         pairs = list(zip(metrics(here), metrics(there), strict=False)) if there is not None else []
         if there is None or not pairs:
-            unnamed = unnamed or (there is not None and _has_same_numbers(here, there))
+            same = _have_same_numbers(here, there) if there is not None else None
+            unnamed, unknown = unnamed or same is True, unknown or (here["where"] if same is False else None)
             continue
         apart = list(_apart(here, there))
         if len(apart) == len(pairs) and (here["drew"] != there["drew"] or place[0] in may_differ):
@@ -105,13 +109,23 @@ def _compared(lines: Mapping[Place, Event], alone: Mapping[Place, Event], may_di
         whole = whole and not apart
         if len(apart) == len(pairs) and different is None:
             different = apart[0]
-    return Alike(alike, whole and alike, different, unsure=unsure, unnamed=unnamed)
+    return Alike(alike, whole and alike, different, unsure=unsure, unnamed=unnamed, unknown=unknown)
 
 
-def _has_same_numbers(here: Event, there: Event) -> bool:
-    """Whether all numbers of a line agree, which are called by names of the script's own: "area 0.9912"."""
+def _have_same_numbers(here: Event, there: Event) -> bool | None:
+    """Whether all numbers of a line agree, which are called by names of the script's own: "area 0.9912".
+
+    None where there are none, or a line that differs may be about the training.
+    """
     told = [[number for number in _ANY.findall(line["text"]) if _is_precise(number)] for line in (here, there)]
-    return bool(told[0]) and told[0] == told[1]
+    if told[0] and told[0] == told[1]:
+        return True
+    return None if not (told[0] and told[1]) or _ABOUT_TRAINING.search(here["text"]) else False
+
+
+def numbers_of(line: Event) -> list[float]:
+    """Returns all numbers of a line that may be metrics."""
+    return [float(number) for number in [*(one for _, one in metrics(line)), *_ANY.findall(line["text"])]]
 
 
 def _is_precise(number: str) -> bool:

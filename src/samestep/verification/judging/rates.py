@@ -87,8 +87,9 @@ class Rates:
                 yield self._counted_in_parts()
                 wrong, scaled = None, then_scaled
         elif wrong is not None and not self._is_often(wrong.event, alone) and self.own_pace is not None:
-            other, then_scaled = self._judged(list(self._by_samples(self.own_pace())))
-            if other is None and then_scaled is not None:
+            pairs = list(self._by_samples(self.own_pace()))
+            other, then_scaled = self._judged(pairs)
+            if pairs and other is None:
                 wrong, scaled = None, then_scaled
         if scaled is not None:
             yield self._finding(scaled, "scaled with the number of ranks", None, "note")

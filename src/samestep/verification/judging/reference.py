@@ -115,6 +115,11 @@ class Comparison:
 
     def judge_known(self, common: list[Event], report: Report) -> None:
         """Compares steps for which the ranks' gradients are known."""
+        if self.whole.apart is not None:
+            average.judge(
+                self.record, common, report, f"the ranks' batches cannot be joined to one: {self.whole.apart}"
+            )
+            return
         others = self.has_other_samples(common) or self.draws_others()
         if others and (strided := self._strided(common)) is not None:
             strided.judge_known(common, report)
@@ -197,7 +202,7 @@ class Comparison:
         worst = max(one.worst for one in apart.values())
         chance = None if are_multiples else chance_of(self.whole)
         if chance is not None and worst > self._limit(common[0]):
-            report.cover("gradients", unchecked(chance))
+            average.judge(self.record, common, report, chance)
             return
         broken = next((event for event in common if math.isinf(apart[event["event"]].worst)), None)
         if broken is not None:

@@ -134,7 +134,7 @@ def judge(record: Record, report: Report, own_pace: OwnPace | None = None) -> No
         report.add(
             _first_of_its_kind([*_lengths(group), *_same_data(group, record), *_once(group, record, own_pace)], report)
         )
-    report.add(_orders(training))
+    report.add(_orders(training, draws=any(rank.of("order") for rank in record.ranks)))
     report.add(_dropped(record, training))
     report.add(resumed.judge(record))
     whole = [group for group in training if _is_whole(group, record)]
@@ -265,9 +265,9 @@ def _once(group: Sequence[Pass], record: Record, own_pace: OwnPace | None) -> It
         )
     elif extra > (0 if by_index else _BY_CHANCE * sum(counts.values())):
         share = extra / sum(counts.values())
-        is_copied = by_index or any(map(_yields_twice, group))
+        is_copied = any(map(_yields_twice, group))
         if not is_copied and own_pace is not None and _repeats_alone(group, own_pace(), share):
-            return  # a stream may draw its samples as it likes
+            return  # a stream, or a sampler that repeats rare samples, may draw as it likes
         yield _repeated(group, identities, extra, len(repeated), _drawn_apart(record) or where)
     elif by_index and size is not None and all(one.is_known for one in group) and not group[0].about["drop_last"]:
         missing = size - len({*counts, *_begun_before(group, record)})
@@ -287,8 +287,9 @@ def _repeats_alone(group: Sequence[Pass], alone: Record, share: float) -> bool:
     """Whether one process, too, meets samples again in a pass over this loader: at least half as often."""
     line = group[0].about["key"].rpartition("#")[0]
     for one in passes(alone.ranks[0]) if alone.ranks else ():
-        if one.is_training and one.about["key"].rpartition("#")[0] == line and one.rows:
-            return 1 - len(set(one.rows)) / len(one.rows) >= share / 2
+        used: list[Any] = one.indices or one.rows
+        if one.is_training and one.about["key"].rpartition("#")[0] == line and used:
+            return 1 - len(set(used)) / len(used) >= share / 2
     return False
 
 
@@ -424,8 +425,11 @@ def _alike(group: Sequence[Pass]) -> Iterator[Finding]:
             return
 
 
-def _orders(training: list[list[Pass]]) -> Iterator[Finding]:
-    """Whether the order changes from epoch to epoch, where it is one that was drawn."""
+def _orders(training: list[list[Pass]], draws: bool) -> Iterator[Finding]:
+    """Whether the order changes from epoch to epoch, where it is one that was drawn; `draws`: by a line of the script.
+
+    An order that no sampler is asked to shuffle, such as one by length, may be the same in all of them.
+    """
     by_key: dict[str, list[list[Pass]]] = {}
     for group in training:
         by_key.setdefault(group[0].about["key"], []).append(group)
@@ -433,7 +437,8 @@ def _orders(training: list[list[Pass]]) -> Iterator[Finding]:
         for earlier, later in pairwise(groups):
             first, second = _order(earlier), _order(later)
             common = min(len(first), len(second))
-            if common > 1 and first[:common] == second[:common] and _was_drawn(first, earlier[0], later[0]):
+            was_drawn = _was_drawn(first, earlier[0], later[0], draws)
+            if common > 1 and first[:common] == second[:common] and was_drawn:
                 yield _same_order(key, earlier[0], common)
                 return
 
@@ -442,11 +447,12 @@ def _order(group: Sequence[Pass]) -> list[Any]:
     return group[0].indices if group[0].indices is not None else group[0].rows
 
 
-def _was_drawn(order: list[Any], earlier: Pass, later: Pass) -> bool:
+def _was_drawn(order: list[Any], earlier: Pass, later: Pass, draws: bool) -> bool:
     """Whether somebody shuffled: an order that simply ascends was meant, and so is a stream's, unless it has epochs."""
     if earlier.about.get("dataset_epoch") != later.about.get("dataset_epoch"):
         return True
-    return earlier.indices is not None and order != sorted(order)
+    is_asked_for = draws or earlier.about.get("shuffles", True)
+    return is_asked_for and earlier.indices is not None and order != sorted(order)
 
 
 def _same_order(key: str, one: Pass, common: int) -> Finding:

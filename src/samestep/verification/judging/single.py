@@ -14,10 +14,17 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class Run:
-    """The script alone: how it ended, and what it has written down."""
+    """The script alone: how it ended, and what it has written down.
+
+    Attributes:
+        ended: how.
+        record: what it has written.
+        apart: why it was given the samples of one rank alone, where those of all cannot be joined.
+    """
 
     ended: Ended
     record: Record
+    apart: str | None = None
 
     @property
     def has_failed(self) -> bool:

@@ -9,7 +9,7 @@ What differs later only follows from what differed first, so the first differenc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -29,8 +29,8 @@ _SOON = 16  # steps within which ranks that step by themselves average their par
 _ONE_COPY = "each rank holds parts, and of a part there is one copy"  # or copies that agree, with replicated groups
 
 
-def judge(record: Record, report: Report) -> None:
-    """Adds what the states of the ranks tell."""
+def judge(record: Record, report: Report, own_pace: Callable[[], Record] | None = None) -> None:
+    """Adds what the states of the ranks tell; `own_pace` records one process that goes its own way."""
     if record.steps == 0:
         for name in ("initial_state", "gradients", "parameters"):
             report.cover(name, unchecked("no optimizer step was seen"))
@@ -51,7 +51,7 @@ def judge(record: Record, report: Report) -> None:
         why = f"ranks step by themselves, as {declared['how']} declares"
         report.cover("gradients", unchecked(why))
         report.cover("parameters", copies, f"{why}: alike before the first step and behind every average")
-    _stale(record, report)
+    _stale(record, report, own_pace)
     report.add(_undone(record))
 
 
@@ -152,13 +152,23 @@ def scheduled(record: Record) -> list[tuple[int, Event]]:
 
 def orders(record: Record) -> Iterator[Finding]:
     """Yields the first of the ranks' models or optimizers that have their parameters in different orders."""
-    for kind, key in (("wrap", "names"), ("names", "names")):
-        told = [[event[key] for event in rank.of(kind)] for rank in record.ranks]
+    for kind in ("wrap", "names"):
+        told = [[event["names"] for event in rank.of(kind)] for rank in record.ranks]
         for rank, theirs in enumerate(told[1:], 1):
             for number, (first, other) in enumerate(zip(told[0], theirs, strict=False)):
                 if first != other and (kind == "wrap" or sorted(first) == sorted(other)):
                     yield _order(record, kind, number, rank, first, other)
                     return
+
+
+def _differ_by_name(record: Record) -> bool:
+    """Whether gradients, or parameters behind a step, of one name are not alike on all ranks."""
+    return any(
+        differing_ranks(events, key) is not None
+        for events in map(record.events_of_step, range(record.steps))
+        for key in ("gradients", "after")
+        if all(event[key] is not None for event in events)
+    )
 
 
 def _order(record: Record, kind: str, number: int, rank: int, first: list[str], other: list[str]) -> Finding:
@@ -168,6 +178,7 @@ def _order(record: Record, kind: str, number: int, rank: int, first: list[str], 
     event = record.ranks[rank].of("wrap" if kind == "wrap" else "optimizer")
     return Finding(
         code="parameter-order-differs",
+        severity="error" if kind == "wrap" or _differ_by_name(record) else "note",
         rank=record.ranks[rank].number,
         tensor=there,
         where=event[number]["where"] if number < len(event) else None,
@@ -181,9 +192,14 @@ def _initial(record: Record) -> Iterator[Finding]:
     starts = [next(iter(rank.of("start")), None) for rank in record.ranks]
     told = [(rank, start) for rank, start in zip(record.ranks, starts, strict=True) if start is not None]
     bad = differing_ranks([start for _, start in told], "parameters")
-    if starts[0] is None or bad is None:
+    if starts[0] is None or bad is None or _are_equal_by_the_first_step(record):
         return
     yield unequal_start(record, record.ranks.index(told[bad[0]][0]), bad[1])
+
+
+def _are_equal_by_the_first_step(record: Record) -> bool:
+    """Whether ranks have made their parameters equal before they step: gradients tell whether that was soon enough."""
+    return record.steps > 0 and differing_ranks(record.events_of_step(0), "parameters") is None
 
 
 def unequal_start(record: Record, rank: int, names: list[str], when: str = "before the first step") -> Finding:
@@ -350,7 +366,7 @@ def differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [name for name, value in first.items() if name in other and other[name] != value]
 
 
-def _stale(record: Record, report: Report) -> None:
+def _stale(record: Record, report: Report, own_pace: Callable[[], Record] | None) -> None:
     """Whether the optimizer holds the parameters that the loss depends on."""
     early = [event for event in record.ranks[0].steps if event["window"] <= 1]
     if not early or not record.is_alike:
@@ -368,7 +384,16 @@ def _stale(record: Record, report: Report) -> None:
         report.add([_missed(record, event, orphans, cause)])
     elif left_out:
         cause = f"{listed(left_out, 'parameter')} get gradients and are in no optimizer, unlike the rest"
-        report.add([_missed(record, event, left_out, cause)])
+        is_meant = not event["empty_groups"] and not _are_held_alone(left_out, own_pace)
+        found = _missed(record, event, left_out, cause)
+        report.add([replace(found, severity="note", fix=None) if is_meant else found])
+
+
+def _are_held_alone(names: list[str], own_pace: Callable[[], Record] | None) -> bool:
+    """Whether an optimizer of one process holds parameters that none of a rank does."""
+    ranks = [] if own_pace is None else own_pace().ranks
+    held = {name.rpartition(": ")[2] for rank in ranks for one in rank.of("names") for name in one["names"]}
+    return any(name in held for name in names)
 
 
 def _stepped_by_hand(rank: Rank) -> set[str]:

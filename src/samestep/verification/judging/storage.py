@@ -48,18 +48,24 @@ def judge(record: Record, report: Report) -> None:
 
 
 def _without_buffers(record: Record) -> Iterator[Finding]:
-    """Whether a file holds all parameters of a model and none of its buffers."""
+    """Whether a file holds all parameters of a model and none of its buffers that training changes.
+
+    They may lie in another file that is saved before the next step.
+    """
     for rank in record.ranks:
+        begun = {name: one for start in rank.of("start")[:1] for name, one in start["buffers"].items()}
         for save in rank.of("save"):
             held, state = set(save["digests"].values()), save.get("state")
-            if not state or not state["buffers"] or not set(state["parameters"].values()) <= held:
+            if not state or not set(state["parameters"].values()) <= held:
                 continue
-            if not set(state["buffers"].values()) & held:
+            changed = {name: one for name, one in state["buffers"].items() if begun.get(name) != one}
+            beside = [one for one in rank.of("save") if one["event"] == save["event"]]
+            if changed and not set(changed.values()) & {one for each in beside for one in each["digests"].values()}:
                 yield Finding(
                     code="checkpoint-inexact",
                     rank=rank.number,
                     where=save["where"],
-                    cause=f"all parameters are saved, and no buffer ({listed(list(state['buffers']), 'buffer')})"
+                    cause=f"all parameters are saved, and no buffer ({listed(list(changed), 'buffer')})"
                     ": whoever loads this normalises with other statistics",
                     fix="torch.save(model.state_dict(), …), which has both",
                 )
@@ -92,16 +98,19 @@ def _is_of(save: Event, rank: Rank, resumed: Event) -> bool:
     return bool(loads) and save["event"] <= resumed["event"] and same(save["digests"], loads[-1]["digests"])
 
 
-def judge_with(record: Record, alone: Rank, compared: set[int], report: Report) -> None:
+def judge_saved(record: Record, whole: Record, report: Report) -> None:
+    """Adds whether the ranks save as much of the optimizers' state as one process does."""
+    report.add(_partly_saved(record, whole.ranks[0]) if whole.ranks else ())
+
+
+def judge_with(record: Record, compared: set[int], report: Report) -> None:
     """Adds what saves and loads of the state of a script's own code tell.
 
     Args:
         record: of the ranks.
-        alone: the script by itself, which saves and loads as well.
         compared: the steps whose updates are as in one process.
         report: to add to.
     """
-    report.add(_partly_saved(record, alone))
     resumed = {event["event"] for rank in record.ranks for event in rank.of("resumed")}
     if report.coverage.get("checkpoint") == unchecked(OWN_STATE) and resumed <= compared:
         report.cover(
@@ -120,18 +129,17 @@ def _partly_saved(record: Record, alone: Rank) -> Iterator[Finding]:
         whole = saves_alone.get(place)
         if whole is None or sum(event["numbers"] for event in events) >= whole["numbers"]:
             continue
-        for name, size in whole["own_state"].items():
-            told = [event["own_state"][name] for event in events if name in event["own_state"]]
-            if told and sum(told) < size:
-                yield Finding(
-                    code="checkpoint-inexact",
-                    tensor=name,
-                    where=events[0]["where"],
-                    cause=f"the file holds {sum(told)} of the {size} numbers that one process saves in {name}: each "
-                    "rank has a part of the optimizer's state, and not all parts are saved",
-                    fix="gather the parts of all ranks before rank 0 saves, or let every rank save its own",
-                )
-                return
+        held = sum(size for event in events for size in event["own_state"].values())
+        if 0 < held < sum(whole["own_state"].values()):
+            yield Finding(
+                code="checkpoint-inexact",
+                tensor=next(iter(whole["own_state"])),
+                where=events[0]["where"],
+                cause=f"the file holds {held:,} of the {sum(whole['own_state'].values()):,} numbers of the optimizer's "
+                "state that one process saves: each rank has a part of it, and not all parts are saved",
+                fix="gather the parts of all ranks before rank 0 saves, or let every rank save its own",
+            )
+            return
 
 
 def _nothing_loaded(record: Record) -> Iterator[Finding]:
@@ -158,7 +166,8 @@ def _compared(rank: Rank, event: Event, state: Event) -> Iterator[Finding]:
     if not state["parameters"]:
         return  # saved before there was an optimizer
     if not _holds(state["parameters"], step["parameters"]):
-        yield _lost(rank, event, where, "the parameters", "load the model's state before the first step")
+        if not _goes_on_as_before(rank, step):
+            yield _lost(rank, event, where, "the parameters", "load the model's state before the first step")
         return
     if lost := differing(state["buffers"], event["buffers"]):
         yield _lost(
@@ -172,6 +181,13 @@ def _compared(rank: Rank, event: Event, state: Event) -> Iterator[Finding]:
     for new in event["optimizers"]:
         if _goes_on(rank, state["optimizers"], new):
             yield from _optimizer(rank, event, where, state["optimizers"], new)
+
+
+def _goes_on_as_before(rank: Rank, step: Event) -> bool:
+    """Whether a step begins with what the last one of its optimizer has left: something else was loaded into."""
+    before = [one for one in rank.steps if one["event"] < step["event"] and one["optimizer"] == step["optimizer"]]
+    after = before[-1]["after"] if before else None
+    return after is not None and all(step["parameters"].get(name) == one for name, one in after.items())
 
 
 def _averaged_anew(saved: Event, event: Event, parameters: dict[str, str]) -> list[str] | None:

@@ -213,7 +213,7 @@ class _Writes(LooseMode):
             name = getattr(func, "__name__", "")
             if "out" in kwargs:
                 self._by_hand.wrote(tensors_of(kwargs["out"]))
-            elif _is_write(func, name):
+            elif is_write(func, name):
                 self._by_hand.wrote(tensors_of(args[0] if args else list(kwargs.values())))
             else:
                 result = func(*args, **kwargs)
@@ -232,7 +232,8 @@ def _is_of_samestep(frame: Any) -> bool:
     return False
 
 
-def _is_write(func: Any, name: str) -> bool:
+def is_write(func: Any, name: str) -> bool:
+    """Returns whether a function of torch, called by this name, writes to its first argument."""
     if name == "__set__":
         return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
     in_place = name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES

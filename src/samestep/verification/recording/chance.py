@@ -90,13 +90,20 @@ def joined(name: str, own: Any, parts: list[Any], *, strided: bool = False) -> A
     if all(torch.equal(part, parts[0]) for part in parts) and parts[0].shape == mine.shape:
         whole = parts[0]
     elif parts[0].dim() and sum(len(part) for part in parts) == (len(mine) if mine.dim() else -1):
-        if name == "torch.randperm":  # of positions in each rank's part
+        if name == "torch.randperm" or all(map(_is_permutation, parts)):  # of positions in each rank's part
             starts = [sum(len(part) for part in parts[:i]) for i in range(len(parts))]
             parts = [part + start for part, start in zip(parts, starts, strict=True)]
         whole = in_turns(parts) if strided else torch.cat(parts)
     else:
         return None
     return _in_the_form_of(own, whole) if whole.shape == mine.shape else None
+
+
+def _is_permutation(part: Any) -> bool:
+    import torch
+
+    is_whole = part.dim() == 1 and len(part) > 1 and not part.is_floating_point() and not part.is_complex()
+    return is_whole and bool(part.sort().values.equal(torch.arange(len(part), dtype=part.dtype)))
 
 
 def _in_the_form_of(own: Any, whole: Any) -> Any:

@@ -1,6 +1,7 @@
 """What a rank's dataset holds: digests of a few samples, loaded once more when the script has ended.
 
-The generators are seeded alike for it on all ranks, so that augmentation makes no difference, and are put back after.
+The generators, those that the dataset holds too, are seeded alike for it on all ranks, so that augmentation makes no
+difference, and are put back after.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import xxhash
 
 from samestep.runtime.digest import digest
+from samestep.verification.recording.generators import own_generators_seeded
 from samestep.verification.recording.rows import leaves
 
 __all__: list[str] = []
@@ -25,7 +27,7 @@ _SAMPLES = 5
 def fingerprint(dataset: Any) -> dict[str, str]:
     """Returns index -> digest of a few samples; empty for a dataset without an index, or one that refuses.
 
-    And for one that draws from a generator of its own: a sample is then another one whenever it is loaded.
+    And for one whose samples are other ones whenever they are loaded, though generators are seeded.
     """
     try:
         size = len(dataset)
@@ -37,7 +39,7 @@ def fingerprint(dataset: Any) -> dict[str, str]:
 
 
 def _samples(dataset: Any, places: list[int]) -> Iterator[tuple[str, str]]:
-    with _seeded_alike():
+    with _seeded_alike(), own_generators_seeded(dataset):
         for place in places:
             yield str(place), sample_digest(dataset[place])
 

@@ -6,6 +6,7 @@ import inspect
 import random
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,55 @@ def held_by(dataset: Any) -> Held | None:
     return Held(digest, next((where for _, owner, name in found if (where := _given_at(owner, name))), None))
 
 
+@contextmanager
+def own_generators_seeded(dataset: Any) -> Iterator[None]:
+    """Seeds the generators that a dataset holds, all alike, and restores their states at the end.
+
+    >>> class Noisy:
+    ...     def __init__(self, seed):
+    ...         self.generator = np.random.default_rng(seed)
+    >>> first, other = Noisy(1), Noisy(2)
+    >>> with own_generators_seeded(first), own_generators_seeded(other):
+    ...     first.generator.random() == other.generator.random()
+    True
+    """
+    found = [one for one, _, _ in _within(dataset, _DEPTH, set())]
+    before = [(one, _get_state(one)) for one in found]
+    for one in found:
+        _set_state(one, _get_state(_made_alike(one)))
+    try:
+        yield
+    finally:
+        for one, state in before:
+            _set_state(one, state)
+
+
+def _made_alike(generator: Any) -> Any:
+    """A new generator of the same kind, with the seed 0."""
+    if isinstance(generator, torch.Generator):
+        return torch.Generator(generator.device).manual_seed(0)
+    if isinstance(generator, np.random.Generator):
+        return np.random.Generator(type(generator.bit_generator)(0))
+    return np.random.RandomState(0) if isinstance(generator, np.random.RandomState) else random.Random(0)  # noqa: S311
+
+
+def _get_state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
 def _within(
     value: Any, depth: int, seen: set[int], owner: Any = None, name: str = ""
 ) -> Iterator[tuple[Any, Any, str]]:
@@ -84,10 +134,8 @@ def _given_at(owner: Any, name: str) -> str | None:
 
 
 def _state(generator: Any) -> str:
-    if isinstance(generator, torch.Generator):
-        return digest(generator.get_state())
-    if isinstance(generator, np.random.Generator):
-        return digest_of_bytes(repr(generator.bit_generator.state).encode())
-    told = generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False)
+    told = _get_state(generator)
+    if isinstance(told, torch.Tensor):
+        return digest(told)
     with np.printoptions(threshold=2**16):
         return digest_of_bytes(repr(told).encode())

@@ -66,7 +66,8 @@ class LineTrace(LooseMode):
         if self.segment is not None and not self._is_busy and not torch.compiler.is_compiling():
             name = getattr(func, "__name__", "")
             if name not in _UNCHANGED:
-                self.note(name, result, sys._getframe(1))  # noqa: SLF001
+                counts = self.segment == EVALUATION and next(tensors_of([*args]), None) is not None
+                self.note(name, result, sys._getframe(1), counts=counts)  # noqa: SLF001
         return result
 
     @property
@@ -74,8 +75,10 @@ class LineTrace(LooseMode):
         """Whether nothing was kept since the last end."""
         return not self._lines and self.segment is None
 
-    def note(self, name: str, result: Any, frame: Any) -> None:
+    def note(self, name: str, result: Any, frame: Any, *, counts: bool = False) -> None:
         """Keeps the floating-point tensors of a result, with the user's line that `frame` belongs to.
+
+        With `counts` also others: predicted classes, and which of them are right.
 
         Before a segment has begun, it is the step's forward part that is being prepared.
         """
@@ -83,7 +86,8 @@ class LineTrace(LooseMode):
             return
         self._is_busy = True
         try:
-            found = [one for one in tensors_of(result) if one.is_floating_point() and one.layout == torch.strided]
+            found = [one for one in tensors_of(result) if one.layout == torch.strided]
+            found = [one for one in found if counts or one.is_floating_point()]
             where = line_of(frame) if found else None
             for one in found if where is not None else ():
                 place = (self.segment or FORWARD, where or "", name)

@@ -1,7 +1,7 @@
 """A TorchFunctionMode that begins and ends anywhere in a script.
 
-Modes end in the order in which they have begun. So it begins only where no other one has, but for the one of
-torch.set_default_device, and ends where it is the last.
+Modes end in the reverse order of their beginnings. So it begins only where no other one has, but for these and the one
+of torch.set_default_device, and ends where it is the last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LooseMode(TorchFunctionMode):
     def enter(self) -> None:
         """Sees calls from now on, where that can be."""
         device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # noqa: SLF001  (set_default_device)
-        if not self._is_entered and _stack() in ([], [device]):
+        if not self._is_entered and all(one is device or isinstance(one, LooseMode) for one in _stack()):
             self.__enter__()  # type: ignore[no-untyped-call]
             self._is_entered = True
 

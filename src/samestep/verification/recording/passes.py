@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from samestep.data.iterable import dataset_length
 from samestep.instrument.dataloader import made_at, samplers_of
@@ -15,6 +15,7 @@ from samestep.verification.recording.naming import bare
 __all__: list[str] = []
 
 _MOST_LINKS = 8
+_OF_SHUFFLING = ("set_epoch", "epoch", "seed", "generator", "rng", "random_state")  # what only a shuffling sampler has
 _POWERS = {"MulBackward0": 1, "DivBackward0": -1}
 
 
@@ -33,10 +34,20 @@ def described(loader: Any) -> dict[str, Any]:
         "replacement": bool(getattr(sampler, "replacement", False)),
         "epoch": getattr(sampler, "epoch", None),
         "dataset_epoch": _number(getattr(loader.dataset, "epoch", None)),
+        "shuffles": any(map(_shuffles, (sampler, *cutting))),
         "drop_last": any(getattr(one, "drop_last", False) for one in (loader, sampler, *cutting)),
         "batch_size": loader.batch_size,
         "workers": loader.num_workers,
     }
+
+
+def _shuffles(sampler: Any) -> bool:
+    """Whether a sampler is asked for another order in every epoch."""
+    if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+        return True
+    if hasattr(sampler, "shuffle"):
+        return bool(sampler.shuffle)
+    return any(hasattr(sampler, name) for name in _OF_SHUFFLING)
 
 
 def _number(value: Any) -> int | None:

@@ -327,6 +327,8 @@ class Recorder(Witness):
 
         if kind == "DistributedDataParallel":
             watch_bare_forward(self, model)
+        if self.sources is not None:
+            self.sources.enter()
         self.journal.write(
             "wrap",
             wrapper=kind,
@@ -378,6 +380,8 @@ class Recorder(Witness):
         by_hand, is_late = self.optimizers.is_by_hand(optimizer), not self.is_open
         self.open_window()
         self.trace("step")
+        if self.sources is not None:
+            self.sources.is_stepping = True
         if by_hand and self._loaded is not None:  # what came back of the state of such code, only its step tells
             self._sampled = True
             self._note_window()
@@ -412,6 +416,7 @@ class Recorder(Witness):
             probe=self.optimizers.probe(),
             orphans=self.optimizers.orphans() if self.window <= 1 else [],
             left_out=self.optimizers.left_out() if self.window <= 1 else [],
+            empty_groups=sum(not group["params"] for group in optimizer.param_groups),
             kept=kept,
             own=self._keep_own(parameters) if self._sampled else None,
             unit=self._unit,
@@ -438,6 +443,8 @@ class Recorder(Witness):
         self.end_trace()
         if self.path is not None:
             self.path.close(self.window)
+        if self.sources is not None:
+            self.sources.is_stepping = False
         optimizer.samestep_steps += 1
         after = digests(self.optimizers.parameters(optimizer))
         self.journal.write("stepped", event=self._events, optimizer=optimizer.samestep_number, parameters=after)
@@ -511,7 +518,7 @@ class Recorder(Witness):
                 self.journal.write(kind, window=self.window)
             return
         if kind == "clipping":
-            self._note_scaled_clipping(fields["where"])
+            self._note_scaled_clipping(fields["where"], fields["most"])
             self.journal.write(kind, window=self.window, where=fields["where"])
             return
         if kind in {"save", "load"}:
@@ -542,6 +549,8 @@ class Recorder(Witness):
 
     def on_random(self, name: str, where: str, value: Any) -> Any:
         """Writes down what the script draws while it trains."""
+        if self.sources is not None:
+            self.sources.drew()
         if self.is_loading and name in ORDERING:
             note_order(self.journal, where, name, value)
         if self.optimizers.all and not self.is_loading:
@@ -555,14 +564,15 @@ class Recorder(Witness):
             keep(self.journal, place, name, value, within=within)
         return value
 
-    def _note_scaled_clipping(self, where: str) -> None:
+    def _note_scaled_clipping(self, where: str, most: float) -> None:
         """Clipping sees gradients that a scaler has made larger, unless they were unscaled before."""
         scaler = self._scaled
         if scaler is None or not scaler.is_enabled():
             return
         stages = [state["stage"].name for state in scaler._per_optimizer_states.values()]  # noqa: SLF001
         if "UNSCALED" not in stages:
-            self.journal.write("clipped_scaled", window=self.window, where=where, scale=scaler.get_scale())
+            scale = scaler.get_scale()
+            self.journal.write("clipped_scaled", window=self.window, where=where, scale=scale, most=most)
 
 
 def _held_against(right: dict[str, Any], added: dict[str, Any], **fields: Any) -> dict[str, Any]:

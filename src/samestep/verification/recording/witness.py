@@ -68,6 +68,7 @@ class Witness(Observer, Callbacks):
         self.lines: Any = None  # a LineTrace, while this run looks for a line
         self._traced = 0  # evaluations whose lines were kept
         self.path: Any = None  # a PathTrace, while this run looks for what was decided
+        self.sources: Any = None  # a SourceTrace, while it looks for draws, hashes and writes
         self.window = 0
         self.micro = 0  # backward passes of this window, so far
         self.is_open = False  # something of this window has been seen
@@ -83,6 +84,8 @@ class Witness(Observer, Callbacks):
         self.end_trace()
         if self.path is not None:
             self.path.end(self.window)
+        if self.sources is not None:
+            self.sources.end()
         self.evaluations.settle()
         name = None if error is None or isinstance(error, SystemExit) else type(error).__name__
         self.journal.write("end", error=name, message=str(error)[:500], enough=isinstance(error, StopRecording))
@@ -127,6 +130,8 @@ class Witness(Observer, Callbacks):
             self._by_hand.stop()
         self.optimizers.add(optimizer, where)
         self.inputs.watch(optimizer)
+        if self.sources is not None:
+            self.sources.enter()
         if self.path is None and (self.order.get("trace") or {}).get("path"):
             from samestep.verification.recording.paths import PathTrace
 
@@ -179,12 +184,18 @@ class Witness(Observer, Callbacks):
             self.lines.end()
 
     def sizes_of_saved(self, value: Any) -> dict[str, Any]:
-        """Returns how many numbers are saved, and of tensors that are state of the script's own code how many each."""
+        """Returns how many numbers are saved, and how many of tensors that are an optimizer's state, by their names."""
+        from samestep.runtime.digest import digest
         from samestep.verification.recording.passes import tensors_in
 
         own = [] if self._by_hand is None else [one.untyped_storage().data_ptr() for one in self._by_hand.state()]
+        known = {one for state in self.optimizers.states() for one in state["state"]}
         told = list(tensors_in(value))
-        mine = {name: one.numel() for name, one in told if own and one.untyped_storage().data_ptr() in own}
+        mine = {
+            name: one.numel()
+            for name, one in told
+            if (own and one.untyped_storage().data_ptr() in own) or (known and one.numel() > 1 and digest(one) in known)
+        }
         return {"own_state": mine, "numbers": sum(one.numel() for _, one in told)}
 
     def settle(self) -> None:
@@ -221,6 +232,16 @@ class Witness(Observer, Callbacks):
         if not self.order.get("chance"):
             install(randomness.without_dropout_and_autocast)
         subscribe(self, *_GROUPS)
+        if (self.order.get("trace") or {}).get("sources"):
+            on_import("torch.nn.modules.module", lambda _: self._trace_sources())
+
+    def _trace_sources(self) -> None:
+        from samestep.verification.recording.sources import SourceTrace
+
+        def parameters() -> dict[str, Any]:
+            return {name: one for each in self.optimizers.all for name, one in self.optimizers.parameters(each).items()}
+
+        self.sources = SourceTrace(self.journal, parameters, lambda: self.window)
 
     def given(self, batch: Any) -> Any:
         """Returns a batch as the script gets it: in float64 where the run computes so."""

@@ -1,0 +1,85 @@
+"""The line at which a difference between ranks begins, where no number of a tensor tells: draws, hashes, writes.
+
+rank 0    plan.py:30 ◄ loop.py:64     plan.py:30 ◄ loop.py:100      it draws once more, at loop.py:64
+rank 1                                plan.py:30 ◄ loop.py:100
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any
+
+from samestep.verification.findings import Finding
+from samestep.verification.judging.record import Record
+
+__all__: list[str] = []
+
+_SOON = 1  # windows behind a step in which what it has begun with may have been written
+
+
+@dataclass
+class Sources:
+    """Of a run that kept them.
+
+    Attributes:
+        ranks: recorded once more.
+        are_alike: whether texts had the same hashes on all ranks of this run, which they had not before.
+    """
+
+    ranks: Record
+    are_alike: bool
+
+    @cached_property
+    def _told(self) -> list[dict[str, Any]]:
+        kept = [(rank.number, one["kept"]) for rank in self.ranks.ranks for one in rank.of("sources")]
+        return [self.ranks.value(*each) for each in kept if each[1] is not None]
+
+    def of_samples(self, finding: Finding, still_found: bool) -> Finding:
+        """Returns a finding about samples with the line that makes ranks differ, where one is found.
+
+        Args:
+            finding: that ranks use samples twice, or never, or have other ones.
+            still_found: whether it was found in this run too.
+        """
+        if self.are_alike and not still_found:
+            hashes = [where for told in self._told for where in told["hashes"]]
+            why = "where texts have one hash on all ranks it does not occur: hash(), or the order of a set, decides"
+            return _at(finding, next(iter(hashes), finding.where), why)
+        if (where := self._drawn_by_one()) is not None:
+            return _at(
+                finding, where, "one rank alone draws random numbers here, and is ahead of the others from then on"
+            )
+        return finding
+
+    def _drawn_by_one(self) -> str | None:
+        """The outermost line of the first draw that only one of two ranks makes."""
+        first, *others = [[lines for _, lines in told["draws"]] for told in self._told] or [[]]
+        for other in others:
+            known = [{line for lines in each for line in lines} for each in (first, other)]
+            for mine, theirs in zip_longest(first, other, fillvalue=()):
+                if mine != theirs:
+                    own = [line for line in mine if line not in known[1]] or [
+                        line for line in theirs if line not in known[0]
+                    ]
+                    return own[-1] if own else None
+        return None
+
+    def of_parameters(self, finding: Finding) -> Finding:
+        """Returns a finding about parameters with the line that writes to them behind its step, where one is found."""
+        until = (finding.step or 0) + _SOON
+        places = [where for window, where in self._writes(finding.tensor or "") if window <= until]
+        return _at(finding, places[-1], "this line writes to it") if places else finding
+
+    def _writes(self, name: str) -> Iterator[tuple[int, str]]:
+        for told in self._told:
+            yield from told["writes"].get(name, [])
+
+
+def _at(finding: Finding, where: str | None, why: str) -> Finding:
+    if where is None or where == finding.where:
+        return replace(finding, cause=f"{finding.cause}; {why}")
+    shows = f" (shows at {finding.where})" if finding.where else ""
+    return replace(finding, where=where, cause=f"{finding.cause}; {why}{shows}")

@@ -1,0 +1,113 @@
+"""Where ranks may begin to differ, unseen: lines that draw random numbers, hash texts, or write to parameters.
+
+    train.py:94  random.choice      on rank 0 alone: from here on its generator is ahead of the others'
+    train.py:36  hash("the cat")    another number in each process, unless PYTHONHASHSEED is set
+    train.py:26  weight.copy_(…)    behind the wrapper's broadcast, from a rank's own samples
+
+Kept only in a run that looks for the line of a difference, from the first model or optimizer on; draws from the start.
+"""
+
+from __future__ import annotations
+
+import builtins
+import random
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+
+from samestep.instrument.patch import call_site, is_own, patch
+from samestep.instrument.script_io import save_unreported
+from samestep.verification.journal import TraceWriter
+from samestep.verification.recording.leaves import tensors_of
+from samestep.verification.recording.modes import LooseMode
+
+__all__: list[str] = []
+
+_MOST = 1 << 16  # draws, and lines of texts that are hashed
+_MOST_WRITES = 8  # to one parameter: the last ones
+_SILENT = ("shuffle", "choices")  # of Python's random: draws that nothing else reports
+
+
+class SourceTrace(LooseMode):
+    """Keeps them in memory, and writes them down when the script ends.
+
+    Args:
+        journal: to write to.
+        parameters: returns the parameters of all optimizers, by name.
+        window: returns the number of the window at hand.
+    """
+
+    def __init__(
+        self, journal: TraceWriter, parameters: Callable[[], dict[str, Any]], window: Callable[[], int]
+    ) -> None:
+        super().__init__()
+        self._journal = journal
+        self._parameters = parameters
+        self._window = window
+        self._draws: list[tuple[int, tuple[str, ...]]] = []
+        self._hashes: dict[str, None] = {}
+        self._writes: dict[int, list[tuple[int, str]]] = {}
+        self.is_stepping = False
+        for name in _SILENT:
+            patch(random, name)(self._silent)
+        patch(builtins, "hash")(self._hash)
+
+    def drew(self) -> None:
+        """The script has drawn random numbers."""
+        if len(self._draws) < _MOST:
+            self._draws.append((self._window(), tuple(_own_lines(sys._getframe(1)))))  # noqa: SLF001
+
+    def _silent(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self.drew()
+        return original(*args, **kwargs)
+
+    def _hash(self, original: Any, value: Any) -> Any:
+        if isinstance(value, str | bytes) and len(self._hashes) < _MOST:
+            frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+            while frame is not None and not is_own(frame.f_code.co_filename) and _is_a_wrapper(frame):
+                frame = frame.f_back
+            if frame is not None and is_own(frame.f_code.co_filename):
+                self._hashes[call_site(frame)] = None
+        return original(value)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls, and keeps where it writes to what may be a parameter."""
+        from samestep.verification.recording.by_hand import is_write
+
+        name = getattr(func, "__name__", "")
+        if not self.is_stepping and is_write(func, name) and not torch.compiler.is_compiling():
+            for one in tensors_of(args[0] if args else None):
+                if (one.layout == torch.strided and not one.requires_grad) or one.is_leaf:
+                    known = self._writes.setdefault(one.untyped_storage().data_ptr(), [])
+                    known.append((self._window(), call_site(sys._getframe(1))))  # noqa: SLF001
+                    del known[:-_MOST_WRITES]
+        return func(*args, **(kwargs or {}))
+
+    def end(self) -> None:
+        """Writes everything down."""
+        self.leave()
+        told = {"draws": self._draws, "hashes": list(self._hashes), "writes": dict(self._named())}
+        self._journal.write("sources", kept=self._journal.keep(lambda path: save_unreported(told, path)))
+
+    def _named(self) -> Iterator[tuple[str, list[tuple[int, str]]]]:
+        for name, one in self._parameters().items():
+            data = getattr(one, "data", one)
+            if isinstance(data, torch.Tensor) and data.layout == torch.strided:
+                found = self._writes.get(data.untyped_storage().data_ptr())
+                if found:
+                    yield name, found
+
+
+def _is_a_wrapper(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("samestep.")
+
+
+def _own_lines(frame: FrameType | None) -> Iterator[str]:
+    """The user's lines on the way to a call, the innermost first."""
+    while frame is not None:
+        if is_own(frame.f_code.co_filename):
+            yield call_site(frame)
+        frame = frame.f_back
