@@ -35,7 +35,7 @@ from samestep.verification.judging import (
     states,
     storage,
 )
-from samestep.verification.judging.causes import OUTSIDE
+from samestep.verification.judging.causes import OUTSIDE, UNREACHED
 from samestep.verification.judging.in_step import InStep
 from samestep.verification.judging.lines import Lines
 from samestep.verification.judging.others import Others
@@ -254,7 +254,8 @@ def _locate_decisions(runner: Runner, record: Record, steps: int, report: Report
         until = None
         if found.code in {"parameters-diverged", "gradients-not-synchronised"} and found.property != "evaluation":
             until = record.ranks[0].steps[min(found.step or 0, record.steps - 1)]["window"] + 1
-        if paths is not None and (found.code != "gradients-not-synchronised" or paths.part_for_good):
+        is_unknown = found.cause.endswith(UNREACHED)
+        if paths is not None and (found.code != "gradients-not-synchronised" or is_unknown or paths.part_for_good):
             report.relocate(found, paths.located(found, until))
 
 
@@ -269,9 +270,9 @@ def _locate_sources(runner: Runner, record: Record, steps: int, report: Report) 
     again = Report(ranks=record.size)
     samples.judge(ranks, again)
     sources = Sources(ranks, are_alike=runner.nursery is not None)
-    codes = {one.code for one in again.errors}
+    is_found = any(one.code in _OF_SAMPLES for one in again.errors) or not samples.are_loaded(ranks)
     for found in of_samples:
-        report.relocate(found, sources.of_samples(found, still_found=bool(codes & _OF_SAMPLES)))
+        report.relocate(found, sources.of_samples(found, still_found=is_found))
     for found in of_parameters:
         report.relocate(found, sources.of_parameters(found))
 

@@ -28,6 +28,8 @@ EVERY_ZERO = "every gradient is zero, on the ranks and in one process"
 OWN = "the ranks' gradients were compared with the mean of what each computes by itself"
 REMARK = f"the samples come from no DataLoader, and one process takes others: {OWN}"
 _NEAR = 1e-3  # of a weight
+_CUT = 0.75  # of the samples of one process, at most, that a rank has where the data are cut
+_BY_CHANCE = 0.02  # of the samples that may be alike without being one
 _FEWEST = 8  # numbers in a gradient that is no multiple of others by chance
 _BRINGING = {"all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "all_to_all"}
 _NO_LOADER = "no DataLoader tells which samples were trained on"
@@ -122,7 +124,9 @@ def judge_samples(record: Record, whole: Record, own_pace: Callable[[], Record],
         report.cover("data", DECLARED, f"each rank draws them at {where}, other ones than the other ranks")
         return
     mine, theirs = rows_of(record), rows_of(own_pace())
-    if not mine or not theirs:
+    if (count := _overlap(record, own_pace())) > _BY_CHANCE * len(mine):
+        report.add([_parts_that_overlap(record, count)])
+    elif not mine or not theirs:
         report.cover("data", unchecked(f"{_NO_LOADER}, and the inputs of the models have no rows to compare"))
     elif mine == theirs:
         report.cover("data", AGREES, f"the {len(mine)} samples that one process uses, by what the models get")
@@ -148,6 +152,39 @@ def _drawn_at(record: Record, whole: Record) -> str | None:
             where: str = place.partition("|")[2].rpartition("|")[0]
             return where
     return None
+
+
+def _overlap(record: Record, alone: Record) -> int:
+    """How many samples several ranks use before any of them begins again, where each goes over a part of the data.
+
+    A rank that draws from all data meets a sample again after as many others as one process does, not after an Nth.
+    """
+    parts = [_until_repeated(rank) for rank in record.data.ranks]
+    whole = _until_repeated(alone.ranks[0]) if alone.ranks else set()
+    are_cut = all(part and len(part) <= _CUT * len(whole) for part in parts)
+    return sum(map(len, parts)) - len(set().union(*parts)) if are_cut else 0
+
+
+def _until_repeated(rank: Rank) -> set[str]:
+    """The rows that a rank's models get before one comes again; none where that is not seen, or at once."""
+    seen: set[str] = set()
+    calls = dict.fromkeys((event["window"], tuple(event["rows"])) for event in rank.of("input") if event["rows"])
+    for _, call in calls:
+        if seen & set(call):
+            return seen
+        seen |= set(call)
+    return set()
+
+
+def _parts_that_overlap(record: Record, count: int) -> Finding:
+    first = record.ranks[0]
+    return Finding(
+        code="samples-repeated",
+        where=first.backward_of(first.steps[0]),
+        cause=f"each rank goes over a part of the data, and {plural(count, 'sample')} are in several ranks' parts "
+        "before any rank begins again: the parts are cut out of orders that differ",
+        fix="draw the order from a generator that all ranks seed alike, with the epoch, and that nothing else uses",
+    )
 
 
 def rows_of(record: Record) -> set[str]:

@@ -12,6 +12,7 @@ from samestep.verification.judging.words import listed, numbers, plural
 
 __all__: list[str] = []
 
+UNREACHED = "the reducer did not reach them"
 OUTSIDE = "something changes them outside the optimizer, on some ranks only"
 NO_GROUP = "the ranks have joined no process group, so each trains a model of its own"
 JOIN = (
@@ -71,7 +72,7 @@ def _of_gradients(rank: Rank, step: Event, bad: list[str]) -> tuple[str, str, st
     if step["micro"] and not forwards:
         cause = "no forward went through the wrapper"
         return cause, "call the DistributedDataParallel model itself", _where(window, "backward")
-    return "the reducer did not reach them", "see `samestep verify --explain gradients-not-synchronised`", None
+    return UNREACHED, "see `samestep verify --explain gradients-not-synchronised`", None
 
 
 def _by_hand(rank: Rank, window: list[Event], step: Event, bad: list[str]) -> tuple[str, str, str | None]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from samestep.verification.findings import Finding
+from samestep.verification.judging.causes import UNREACHED
 from samestep.verification.judging.record import Record
 from samestep.verification.recording.paths import RATES
 
@@ -58,12 +59,24 @@ class Paths:
         """
         of_rates = finding.code == "learning-rate-differs"
         where = self._before_rates(until) if of_rates else self._before_parting(until)
+        if where is None and finding.cause.endswith(UNREACHED):
+            return self._at(finding, self._before_step((until or 1) - 1), "its gradients may be multiplied by it")
         if where is None or where == finding.where:
             return finding
-        does = "steps with other rates" if of_rates else "goes another way"
+        return self._at(finding, where, "steps with other rates" if of_rates else "goes another way")
+
+    def _at(self, finding: Finding, where: str | None, does: str) -> Finding:
+        if where is None or where == finding.where:
+            return finding
         shows = f" (shows at {finding.where})" if finding.where else ""
         cause = f"{finding.cause}; rank 0 takes another number out of a tensor at this line than {self.of}, and {does}"
         return replace(finding, where=where, cause=cause + shows)
+
+    def _before_step(self, window: int) -> str | None:
+        """The last number that differs in a window before its first backward pass."""
+        entries = self.first.get(window, [])
+        until = next((place for place, (one, _) in enumerate(entries) if one[1] == "backward"), None)
+        return None if until is None else self._last_number(window, until)
 
     @property
     def part_for_good(self) -> bool:

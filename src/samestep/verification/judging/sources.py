@@ -1,7 +1,9 @@
 """The line at which a difference between ranks begins, where no number of a tensor tells: draws, hashes, writes.
 
-rank 0    plan.py:30 ◄ loop.py:64     plan.py:30 ◄ loop.py:100      it draws once more, at loop.py:64
-rank 1                                plan.py:30 ◄ loop.py:100
+    rank 0    plan.py:30 ◄ plan.py:64     plan.py:30 ◄ loop.py:100      it draws once more, at plan.py:64
+    rank 1                                plan.py:30 ◄ loop.py:100
+
+Looked for only where an outcome differs, in a run of its own.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class Sources:
         return finding
 
     def _drawn_by_one(self) -> str | None:
-        """The outermost line of the first draw that only one of two ranks makes."""
+        """The innermost line, on the way to the first draw that only one of two ranks makes, that it alone comes by."""
         first, *others = [[lines for _, lines in told["draws"]] for told in self._told] or [[]]
         for other in others:
             known = [{line for lines in each for line in lines} for each in (first, other)]
@@ -64,7 +66,7 @@ class Sources:
                     own = [line for line in mine if line not in known[1]] or [
                         line for line in theirs if line not in known[0]
                     ]
-                    return own[-1] if own else None
+                    return own[0] if own else None
         return None
 
     def of_parameters(self, finding: Finding) -> Finding:

@@ -381,7 +381,7 @@ class Recorder(Witness):
         self.open_window()
         self.trace("step")
         if self.sources is not None:
-            self.sources.is_stepping = True
+            self.sources.begin_step()
         if by_hand and self._loaded is not None:  # what came back of the state of such code, only its step tells
             self._sampled = True
             self._note_window()
@@ -444,7 +444,7 @@ class Recorder(Witness):
         if self.path is not None:
             self.path.close(self.window)
         if self.sources is not None:
-            self.sources.is_stepping = False
+            self.sources.end_step()
         optimizer.samestep_steps += 1
         after = digests(self.optimizers.parameters(optimizer))
         self.journal.write("stepped", event=self._events, optimizer=optimizer.samestep_number, parameters=after)

@@ -29,6 +29,7 @@ __all__: list[str] = []
 _MOST = 1 << 16  # draws, and lines of texts that are hashed
 _MOST_WRITES = 8  # to one parameter: the last ones
 _SILENT = ("shuffle", "choices")  # of Python's random: draws that nothing else reports
+_OF_GENERATORS = (*_SILENT, "sample", "choice", "randint", "randrange", "uniform", "gauss")  # of random.Random
 
 
 class SourceTrace(LooseMode):
@@ -50,9 +51,12 @@ class SourceTrace(LooseMode):
         self._draws: list[tuple[int, tuple[str, ...]]] = []
         self._hashes: dict[str, None] = {}
         self._writes: dict[int, list[tuple[int, str]]] = {}
-        self.is_stepping = False
+        self._names: dict[int, str] = {}  # of parameters, by their storage
+        self._is_stepping = False
         for name in _SILENT:
             patch(random, name)(self._silent)
+        for name in _OF_GENERATORS:
+            patch(random.Random, name)(self._silent)
         patch(builtins, "hash")(self._hash)
 
     def drew(self) -> None:
@@ -78,7 +82,7 @@ class SourceTrace(LooseMode):
         from samestep.verification.recording.by_hand import is_write
 
         name = getattr(func, "__name__", "")
-        if not self.is_stepping and is_write(func, name) and not torch.compiler.is_compiling():
+        if not self._is_stepping and is_write(func, name) and not torch.compiler.is_compiling():
             for one in tensors_of(args[0] if args else None):
                 if (one.layout == torch.strided and not one.requires_grad) or one.is_leaf:
                     known = self._writes.setdefault(one.untyped_storage().data_ptr(), [])
@@ -89,16 +93,21 @@ class SourceTrace(LooseMode):
     def end(self) -> None:
         """Writes everything down."""
         self.leave()
-        told = {"draws": self._draws, "hashes": list(self._hashes), "writes": dict(self._named())}
+        writes = {name: self._writes[place] for place, name in self._names.items() if place in self._writes}
+        told = {"draws": self._draws, "hashes": list(self._hashes), "writes": writes}
         self._journal.write("sources", kept=self._journal.keep(lambda path: save_unreported(told, path)))
 
-    def _named(self) -> Iterator[tuple[str, list[tuple[int, str]]]]:
+    def begin_step(self) -> None:
+        """An optimizer steps: what it writes is no difference; the script may let its parameters go before the end."""
+        self._is_stepping = True
         for name, one in self._parameters().items():
             data = getattr(one, "data", one)
             if isinstance(data, torch.Tensor) and data.layout == torch.strided:
-                found = self._writes.get(data.untyped_storage().data_ptr())
-                if found:
-                    yield name, found
+                self._names[data.untyped_storage().data_ptr()] = name
+
+    def end_step(self) -> None:
+        """It has stepped."""
+        self._is_stepping = False
 
 
 def _is_a_wrapper(frame: FrameType) -> bool:
