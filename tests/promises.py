@@ -39,7 +39,7 @@ PROMISES: dict[str, list[str]] = {
     ],
     "mission: process groups over gloo, nccl and mpi": [
         "tests/runtime/test_process_group.py::test_every_operation_and_dtype_gives_what_gloo_gives",
-        "tests/runtime/test_backend.py::test_the_table_decides_where_nothing_is_asked",
+        "tests/runtime/test_backends.py::test_by_default_gloo_serves_host_tensors_and_nccl_those_of_a_gpu",
         "tests/runtime/test_mpi.py::test_every_operation_on_every_type_gives_the_same_on_all_ranks",
     ],
     "mission: env://, tcp:// and file://, and the variables of Slurm, Open MPI and MPICH": [
@@ -84,7 +84,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/launch/test_run.py::test_ranks_in_different_collectives_are_told_as_that_though_one_was_aborted",
     ],
     "mission: BatchNorm statistics over all ranks": [
-        "tests/replicas/test_norm.py::test_two_ranks_equal_one_process_whatever_the_options",
+        "tests/replicas/test_batchnorm.py::test_two_ranks_equal_one_process_whatever_the_options",
     ],
     "mission: one process saves: atomic checkpoints for any device and number of ranks": [
         "tests/running/checkpoints/test_kills.py::test_killed_at_a_random_moment_every_checkpoint_is_one_whole_state",
@@ -600,7 +600,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/verification/test_verify.py::test_a_crash_on_one_rank_is_a_difference",
     ],
     "error BackendError": [
-        "tests/runtime/test_backend.py::test_an_unknown_backend_is_refused_with_the_nearest_known",
+        "tests/runtime/test_backends.py::test_an_unknown_backend_is_refused_with_the_nearest_known",
     ],
     "error CheckpointError": [
         "tests/running/checkpoints/test_commit.py::test_a_model_that_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded",
@@ -789,7 +789,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/replicas/test_reduction.py::test_added_in_order_over_messages_they_are_the_same_bits",
     ],
     "samestep.replicate(batchnorm)": [
-        "tests/replicas/test_norm.py::test_local_statistics_are_another_training",
+        "tests/replicas/test_batchnorm.py::test_local_statistics_are_another_training",
     ],
     "samestep.replicate(find_unused_parameters)": [
         "tests/replicas/test_replicate.py::test_parameters_left_out_of_some_forwards_are_allowed_when_said",
@@ -803,7 +803,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/replicas/test_compression.py::test_real_ranks_come_to_the_simulated_ones_bits",
     ],
     "samestep.replicate(average_every)": [
-        "tests/replicas/test_local_steps.py::test_ranks_take_the_steps_that_one_process_computes_for_them",
+        "tests/replicas/test_local_sgd.py::test_ranks_take_the_steps_that_one_process_computes_for_them",
     ],
     "samestep.replicate(guard)": [
         "tests/replicas/test_drift.py::test_what_changes_at_any_time_is_found_at_the_next_multiple",
@@ -925,9 +925,9 @@ PROMISES: dict[str, list[str]] = {
         "tests/runtime/test_world.py::test_missing_ranks_are_named",
     ],
     "samestep.world(run_dir)": [
-        "tests/runtime/test_tracking.py::test_a_script_that_nobody_launched_keeps_them_too",
+        "tests/runtime/test_metric_log.py::test_a_script_that_nobody_launched_keeps_them_too",
     ],
     "samestep.world(tensorboard)": [
-        "tests/runtime/test_tracking.py::test_ranks_of_another_launcher_keep_events_where_the_world_has_a_folder",
+        "tests/runtime/test_metric_log.py::test_ranks_of_another_launcher_keep_events_where_the_world_has_a_folder",
     ],
 }

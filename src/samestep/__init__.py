@@ -26,9 +26,9 @@ from samestep.launch.imports import when_imported
 
 if TYPE_CHECKING:
     from samestep import compress as compress
+    from samestep.data.create import shards as shards
     from samestep.data.once import once as once
     from samestep.data.shards import Shards as Shards
-    from samestep.data.sharing import shards as shards
     from samestep.errors import RankFailure as RankFailure
     from samestep.errors import SamestepError as SamestepError
     from samestep.errors import UsageError as UsageError
@@ -71,7 +71,7 @@ _HOMES = {
     "pipeline": "samestep.pipelines.planned",
     "plan_pipeline": "samestep.pipelines.choose",
     "replicate": "samestep.replicas.replicate",
-    "shards": "samestep.data.sharing",
+    "shards": "samestep.data.create",
     "spawn": "samestep.launch.spawn",
     "verify": "samestep.verification.verify",
     "world": "samestep.runtime.world",

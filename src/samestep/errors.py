@@ -18,10 +18,8 @@
 
     Preempted (a SystemExit)         75   asked to make room, every rank has saved and leaves
 
-PyTorch raises RuntimeError for most of these, often on the rank that merely noticed. A class of its own lets
-the launcher tell a culprit from a victim, and lets a script catch what it can fix.
-
-A message is a lower-case sentence that carries the rank, the numbers, the cause and the next step.
+A class of its own lets the launcher tell a culprit from a victim, and lets a script catch what it can fix. A message is
+a lower-case sentence that carries the rank, the numbers, the cause and the next step.
 """
 
 from __future__ import annotations
@@ -113,7 +111,7 @@ class NonFiniteError(SamestepError):
         self.ranks = ranks
         self.secondary = bool(ranks) and mine not in ranks
 
-    def saying(self, message: str) -> NonFiniteError:
+    def with_message(self, message: str) -> NonFiniteError:
         """Returns the same error with another message."""
         other = NonFiniteError(message, ranks=self.ranks)
         other.secondary = self.secondary

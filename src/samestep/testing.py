@@ -1,7 +1,7 @@
-"""Real ranks in tests, at the price of milliseconds, and comparisons that leave no room.
+"""Real ranks in tests, at the price of milliseconds, and comparisons that allow no tolerance.
 
-A process that imports torch costs a second or more, so a suite that starts fresh ones for every test runs few of
-them. :func:`ranks` keeps N rank processes alive and sends functions to them; every call has a rendezvous of its own:
+A process that imports torch costs a second or more. :func:`ranks` keeps N rank processes alive and sends functions to
+them; every call has a rendezvous of its own:
 
     @pytest.fixture(scope="session")
     def three_ranks():
@@ -14,9 +14,6 @@ them. :func:`ranks` keeps N rank processes alive and sends functions to them; ev
 
     def test_every_rank_sees_the_sum(three_ranks):
         assert three_ranks(total) == [6, 6, 6]
-
-PyTorch's own suite (`torch.testing._internal.common_distributed`) starts fresh processes for each test, and compares
-with tolerances.
 """
 
 from __future__ import annotations

@@ -9,17 +9,17 @@ from samestep.bench import buckets
 from samestep.bench.harness import Options
 from samestep.bench.networks import MLP
 from samestep.errors import UsageError
-from samestep.replicas import tuning
+from samestep.replicas import bucket_tuner
 
 
 def compared(case):
     """With fewer steps until a decision."""
-    before = tuning.BLOCK, tuning.PROFILED
-    tuning.BLOCK = tuning.PROFILED = 1
+    before = bucket_tuner.BLOCK, bucket_tuner.PROFILED
+    bucket_tuner.BLOCK = bucket_tuner.PROFILED = 1
     try:
         return buckets.compare(case)
     finally:
-        tuning.BLOCK, tuning.PROFILED = before
+        bucket_tuner.BLOCK, bucket_tuner.PROFILED = before
 
 
 @pytest.mark.parametrize("reduce", buckets.WAYS)

@@ -10,7 +10,7 @@ import samestep
 from samestep.collectives import memory, shared_memory
 from samestep.collectives.shared_memory import ALIGNED, RegisteredBuffer, SharedMemoryAllReduce, divide_, pairs, share
 from samestep.errors import StepError
-from samestep.runtime.neighbours import open_counters
+from samestep.runtime.hosts import open_counters
 from samestep.topology import tree_sum
 
 SIZES = (0, 1, 7, 64, 1001, 40_000)

@@ -11,9 +11,18 @@ from torch.utils.data import Dataset, TensorDataset
 
 import samestep
 from samestep.data.audit import audit
-from samestep.data.buckets import Bucketed, Buckets
-from samestep.data.costs import NEARLY, Costs, Dealt, by_cost, cut_by_cost, cut_step, padded
-from samestep.data.order import Cut, SampleOrder
+from samestep.data.costs import (
+    TOLERANCE,
+    BucketedOrder,
+    Buckets,
+    CostBalancedOrder,
+    Costs,
+    by_cost,
+    cut_by_cost,
+    cut_step,
+    padded_cost,
+)
+from samestep.data.order import SampleOrder, StepPartitioner
 from samestep.errors import DataError, PeerError, StepError
 
 LENGTHS = np.random.default_rng(0).lognormal(3, 1, 500).astype(int) + 1
@@ -24,7 +33,7 @@ def dearest_of_the_best(costs, parts, most):
     edges = itertools.combinations_with_replacement(range(len(costs) + 1), parts - 1)
     cuts = [list(itertools.pairwise([0, *inner, len(costs)])) for inner in edges]
     return min(
-        max(padded(costs, span) for span in cut)
+        max(padded_cost(costs, span) for span in cut)
         for cut in cuts
         if most is None or all(stop - start <= most for start, stop in cut)
     )
@@ -39,9 +48,9 @@ def test_no_cut_has_a_much_cheaper_dearest_part(costs, parts, room, capped):
     assert [position for span in spans for position in range(*span)] == list(range(len(costs)))
     assert sum(stop == start for start, stop in spans) == max(0, parts - len(costs))
     assert most is None or max(stop - start for start, stop in spans) <= most
-    dearest = max(padded(costs, span) for span in spans)
+    dearest = max(padded_cost(costs, span) for span in spans)
     # the search ends within 1/1024; one sample less is what that may come to where costs are whole numbers
-    assert dearest <= dearest_of_the_best(costs, parts, most) * (1 + 2 / NEARLY) + 1e-9
+    assert dearest <= dearest_of_the_best(costs, parts, most) * (1 + 2 / TOLERANCE) + 1e-9
 
 
 #                   sorted          1 2 2 3 4 7 8 9
@@ -57,7 +66,9 @@ def micro_batches(ranks, micro, n=500, batch=40, start=80, order=None):
     order = order or SampleOrder(n, seed=2)
     costs = Costs(LENGTHS, n)
     size = -(-batch // (ranks * micro))
-    dealt = [Dealt(order, Cut(n, batch, size, rank, ranks), costs, origin=0) for rank in range(ranks)]
+    dealt = [
+        CostBalancedOrder(order, StepPartitioner(n, batch, size, rank, ranks), costs, origin=0) for rank in range(ranks)
+    ]
     steps = [part.step(start) for part in dealt]
     return [[dealt[0].take(*step.micro[place]).tolist() for step in steps] for place in range(len(steps[0].micro))]
 
@@ -84,8 +95,8 @@ def test_micro_batches_go_from_the_cheapest_to_the_dearest():
 def test_all_ranks_together_take_every_sample_of_every_step_once(total, batch, micro, ranks, cursor):
     order, costs = SampleOrder(total, seed=1), Costs(LENGTHS[:total], total)
     for start in range(cursor, total, batch):
-        cuts = [Cut(total, batch, micro, rank, ranks) for rank in range(ranks)]
-        dealt = [Dealt(order, cut, costs, cursor) for cut in cuts]
+        cuts = [StepPartitioner(total, batch, micro, rank, ranks) for rank in range(ranks)]
+        dealt = [CostBalancedOrder(order, cut, costs, cursor) for cut in cuts]
         steps = [part.step(start) for part in dealt]
         assert len({len(step.micro) for step in steps}) == 1
         assert all(micro is None or stop - first <= micro for step in steps for first, stop in step.micro)
@@ -99,10 +110,10 @@ def test_the_slowest_rank_waits_for_less():
     costs, order = Costs(LENGTHS, 500), SampleOrder(500, seed=1)
     worst = {"as it lies": 0.0, "by cost": 0.0}
     for start in range(0, 480, 40):
-        ranks = [order.take(*Cut(500, 40, None, rank, 4).step(start).micro[0]) for rank in range(4)]
+        ranks = [order.take(*StepPartitioner(500, 40, None, rank, 4).step(start).micro[0]) for rank in range(4)]
         worst["as it lies"] += max(len(part) * LENGTHS[part].max() for part in ranks)
         arranged = costs.of(by_cost(order.take(start, start + 40), costs))
-        worst["by cost"] += max(padded(arranged, part[0]) for part in cut_step(arranged, 1, 4))
+        worst["by cost"] += max(padded_cost(arranged, part[0]) for part in cut_step(arranged, 1, 4))
     assert worst["by cost"] < worst["as it lies"] / 2
 
 
@@ -110,7 +121,7 @@ def test_the_slowest_rank_waits_for_less():
 
 
 def bucketed(n, steps, batch, *, epoch=0, shuffle=True, end=None):
-    return Bucketed(
+    return BucketedOrder(
         SampleOrder(n, 3, epoch, shuffle), Buckets(Costs(LENGTHS[:n], n), steps, batch, n if end is None else end)
     )
 
@@ -152,8 +163,8 @@ def test_a_billion_samples_take_the_memory_of_two_windows():
     tracemalloc.start()
     try:
         costs = Costs(lambda index: index % 1000, 10**9)
-        order = Bucketed(SampleOrder(10**9, seed=1), Buckets(costs, 10, 256, 10**9))
-        dealt = Dealt(order, Cut(10**9, 256, None, 0, 4), costs, 0)
+        order = BucketedOrder(SampleOrder(10**9, seed=1), Buckets(costs, 10, 256, 10**9))
+        dealt = CostBalancedOrder(order, StepPartitioner(10**9, 256, None, 0, 4), costs, 0)
         for start in (0, 256 * 10**6, 0):
             dealt.take(*dealt.step(start).micro[0])
         assert tracemalloc.get_traced_memory()[1] < 4 << 20

@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 import samestep
 from samestep.data.audit import audit
 from samestep.data.ledger import Ledger, Skip
-from samestep.data.order import Cut, SampleOrder
+from samestep.data.order import SampleOrder, StepPartitioner
 from samestep.errors import DataError
 
 # Golden: two epochs of 10 samples in steps of 4, seed 0. A change is a new LEDGER_VERSION.
@@ -22,7 +22,7 @@ def kept(n, batch_size, epochs, *, stops=(), ranks=(1,), seed=0):
         order = SampleOrder(n, seed, epoch)
         for start in range(0, n, batch_size):
             size = ranks[step % len(ranks)]
-            micro = [Cut(n, batch_size, 3, rank, size).step(start).micro for rank in range(size)]
+            micro = [StepPartitioner(n, batch_size, 3, rank, size).step(start).micro for rank in range(size)]
             parts = [order.take(*span) for together in zip(*micro, strict=True) for span in together]
             ledger.enter(epoch, start, np.concatenate(parts), batch_size=batch_size)
             step += 1

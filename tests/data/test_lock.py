@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from samestep.data.lock import Holder, NamedLock
+from samestep.data.once import Holder, NamedLock
 
 HOLD = """
     import os, signal, sys
     from pathlib import Path
-    from samestep.data.lock import NamedLock
+    from samestep.data.once import NamedLock
     lock = NamedLock(Path(sys.argv[1]))
     assert lock.acquire(0)
     if (child := os.fork()) == 0:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.order import BLOCK, Cut, SampleOrder
+from samestep.data.order import BLOCK, SampleOrder, StepPartitioner
 
 # Golden: a resume must find the same order for ever, under any version of anything. A change is a new ORDER_VERSION.
 GOLDEN = {  # samples, seed, epoch: the first four, four from the middle on, the last four
@@ -62,6 +62,10 @@ def test_not_one_sample_of_it_ever_changes(what):
     assert hashlib.blake2b(indices, digest_size=8).hexdigest() == WHOLE[what]
 
 
+def steps_from(partitioner, cursor):
+    return [partitioner.step(start) for start in range(cursor, partitioner.end, partitioner.batch_size)]
+
+
 def test_a_billion_samples_take_no_more_memory_than_a_thousand():
     tracemalloc.start()
     try:
@@ -76,7 +80,7 @@ def test_a_billion_samples_take_no_more_memory_than_a_thousand():
 @pytest.mark.parametrize("ranks", [1, 2, 7])
 def test_ranks_ask_a_billion_samples_for_the_same_steps(ranks):
     start, order = 10**9 - 1000, SampleOrder(10**9, seed=1)
-    spans = [Cut(10**9, 600, 50, rank, ranks).step(start).micro for rank in range(ranks)]
+    spans = [StepPartitioner(10**9, 600, 50, rank, ranks).step(start).micro for rank in range(ranks)]
     taken = [order.take(*span) for together in zip(*spans, strict=True) for span in together]
     assert np.concatenate(taken).tolist() == SampleOrder(10**9, seed=1).take(start, start + 600).tolist()
 
@@ -116,7 +120,7 @@ def test_without_shuffle_the_samples_come_as_they_lie():
 # rank 1 of 3              2             6             9
 # rank 2 of 3              3             7             none, and takes the step all the same
 def test_the_cut_looks_like_the_picture():
-    micro = [[step.micro for step in Cut(10, 4, None, rank, 3).steps(0)] for rank in range(3)]
+    micro = [[step.micro for step in steps_from(StepPartitioner(10, 4, None, rank, 3), 0)] for rank in range(3)]
     assert micro == [
         [((0, 2),), ((4, 6),), ((8, 9),)],
         [((2, 3),), ((6, 7),), ((9, 10),)],
@@ -125,7 +129,7 @@ def test_the_cut_looks_like_the_picture():
 
 
 def test_micro_batches_are_as_many_on_every_rank_and_cut_evenly():
-    micro = [Cut(10, 10, 2, rank, 3).step(0).micro for rank in range(3)]
+    micro = [StepPartitioner(10, 10, 2, rank, 3).step(0).micro for rank in range(3)]
     assert micro == [((0, 2), (5, 7)), ((2, 4), (7, 9)), ((4, 5), (9, 10))]
 
 
@@ -138,16 +142,16 @@ def test_micro_batches_are_as_many_on_every_rank_and_cut_evenly():
 )
 def test_all_ranks_together_take_every_position_once_in_equally_many_micro_batches(total, batch, micro, ranks, cursor):
     cursor = min(cursor, total)
-    plans = [list(Cut(total, batch, micro, rank, ranks).steps(cursor)) for rank in range(ranks)]
+    plans = [list(steps_from(StepPartitioner(total, batch, micro, rank, ranks), cursor)) for rank in range(ranks)]
     taken: list[int] = []
     for steps in zip(*plans, strict=True):
         for together in zip(*(step.micro for step in steps), strict=True):  # one micro-batch of all ranks
             taken += [position for start, stop in together for position in range(start, stop)]
             assert all(micro is None or stop - start <= micro for start, stop in together)
     assert taken == list(range(cursor, total))
-    assert len(plans[0]) == Cut(total, batch, micro, 0, ranks).steps_from(cursor)
+    assert len(plans[0]) == StepPartitioner(total, batch, micro, 0, ranks).steps_from(cursor)
 
 
 def test_a_short_last_step_can_be_left_out():
-    steps = list(Cut(10, 4, drop_last=True).steps(0))
+    steps = list(steps_from(StepPartitioner(10, 4, drop_last=True), 0))
     assert [(step.start, step.stop) for step in steps] == [(0, 4), (4, 8)]

@@ -6,8 +6,8 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import samestep
+from samestep.data.fetch import SampleSeeds, is_deterministic_dataset, preserve_rng, seed_global_rngs
 from samestep.data.order import SampleOrder
-from samestep.data.streams import SampleSeeds, is_deterministic_dataset, preserve_rng, seed_global_rngs
 
 # Golden: what samples are augmented with must stay the same over a resume.
 WORDS = [10582652636192401712, 17984425106276887542, 14019343095577395773]

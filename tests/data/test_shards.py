@@ -151,7 +151,7 @@ def mean_of_everything():
     with samestep.world() as world:
         data = TensorDataset(torch.tensor([4.0, 5.0, 0.0], dtype=torch.float64))
         batches = samestep.shards(data, world, batch_size=3, shuffle=False)
-        batches._cut = type(batches._cut)(2, 3, None, world.rank, 3)
+        batches._partitioner = type(batches._partitioner)(2, 3, None, world.rank, 3)
         factor = torch.ones((), dtype=torch.float64, requires_grad=True)
         for (x,) in batches:
             loss = batches.mean(x * factor)

@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import samestep
-from samestep.data.buckets import Bucketed, Buckets
-from samestep.data.costs import Costs
+from samestep.data.costs import BucketedOrder, Buckets, Costs
 from samestep.data.order import SampleOrder
 
 SAMPLES, EPOCHS, TOLERANCE = 40, 3, 1e-12
@@ -105,7 +104,7 @@ def train_alone(case: Case):
     for epoch in range(EPOCHS):
         order = SampleOrder(SAMPLES, 3, epoch)
         if case.bucket is not None:
-            order = Bucketed(order, Buckets(Costs(LENGTHS, SAMPLES), case.bucket, 12, SAMPLES))
+            order = BucketedOrder(order, Buckets(Costs(LENGTHS, SAMPLES), case.bucket, 12, SAMPLES))
         for start in range(0, SAMPLES, 12):
             x, lengths, y = collate([data[index] for index in order.take(start, min(start + 12, SAMPLES)).tolist()])
             loss = F.cross_entropy(model(x, lengths), y)

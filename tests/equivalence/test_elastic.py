@@ -25,10 +25,10 @@ import torch
 
 import samestep
 from samestep.data.audit import audit
-from samestep.data.ledger import START, linked
+from samestep.data.ledger import START, chain_digest
 from samestep.data.order import SampleOrder
 from samestep.running.checkpoints.format import Encoder, decode
-from samestep.runtime.axes import Axis
+from samestep.runtime.axis import Axis
 
 PAIRS = list(itertools.product((1, 2, 3, 4), repeat=2))
 BOUNDARIES = ("anywhere", "at the last step of an epoch", "behind an epoch", "twice at one place")
@@ -54,7 +54,7 @@ class Case:
     def digest(self):
         digest = START
         for epoch, indices in self.expected():
-            digest = linked(digest, epoch, indices)
+            digest = chain_digest(digest, epoch, indices)
         return digest.hex()
 
 

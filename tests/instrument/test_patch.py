@@ -35,7 +35,7 @@ MODULES = (  # that are patched
     "torch.distributed.algorithms.model_averaging.hierarchical_model_averager",
     *("samestep.running.evaluation", "samestep.replicas.compression", "samestep.pipelines.pipeline"),
     *("samestep.replicas.replicate", "samestep.pipelines.planned", "samestep.running.checkpoints.commit"),
-    *("samestep.replicas.local_steps", "samestep.data.sharing", "samestep.runtime.world"),
+    *("samestep.replicas.local_sgd", "samestep.data.create", "samestep.runtime.world"),
 )
 GROUPS = (*_GROUPS, randomness.without_dropout_and_autocast)
 

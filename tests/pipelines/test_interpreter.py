@@ -15,7 +15,7 @@ from samestep.errors import ModelError
 from samestep.pipelines.interpreter import Interpreter
 from samestep.pipelines.messages import Messages
 from samestep.pipelines.stage import Stage
-from samestep.runtime.axes import Axis
+from samestep.runtime.axis import Axis
 from samestep.schedule.choose import STRAIGHT, make_schedule
 from samestep.schedule.forward_only import forward_only
 from samestep.testing import assert_same_bits

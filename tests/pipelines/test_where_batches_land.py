@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
 import samestep
-from samestep.data.report import StepReport
+from samestep.data.current_step import StepReport
 from samestep.pipelines import pipeline as module
 from samestep.pipelines.pipeline import Pipeline
-from samestep.runtime.mailbox import Tag
+from samestep.runtime.scalar_sums import StepTag
 
 FIRST, SECOND = torch.device("meta"), torch.device("cpu")  # "meta" stands for a card: it is not the host
 
@@ -40,7 +40,7 @@ def test_batches_of_shards_arrive_where_the_first_stage_is(monkeypatch, make, we
             ends=(1, 2),
             devices=[FIRST, SECOND],
         )
-        assert world.lands_on == stage.devices[0] == FIRST
+        assert world.input_device == stage.devices[0] == FIRST
         assert world.device == SECOND
         assert [x.device.type for x, _ in batches] == ["meta"] * 2
 
@@ -48,7 +48,7 @@ def test_batches_of_shards_arrive_where_the_first_stage_is(monkeypatch, make, we
 def test_a_pipeline_without_devices_leaves_them_on_the_worlds():
     with samestep.world(device="cpu") as world:
         Pipeline(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), world, F.cross_entropy, ends=(2,))
-        assert world.lands_on == world.device
+        assert world.input_device == world.device
 
 
 def test_a_loss_on_the_host_is_reported_on_the_device(monkeypatch):
@@ -58,5 +58,5 @@ def test_a_loss_on_the_host_is_reported_on_the_device(monkeypatch):
         report = StepReport(world)
         report.add(torch.ones(1, dtype=torch.float64))
         report.add(torch.ones(1, dtype=torch.float64))
-        report.send(Tag("report", 0, 0, 0))
+        report.send(StepTag("report", 0, 0, 0))
         assert report._loss.values.device == FIRST

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.network.links import Link
-from samestep.replicas.buckets import (
+from samestep.replicas.bucket_plan import (
     DEFAULT_CAPS,
     MIB,
     SLACK,
     BackwardProfile,
     BucketPlan,
-    Cutting,
+    Partition,
     best_single_size,
     coalesced,
-    cut_by,
+    ddp_layout,
     is_quicker,
     optimal_layout,
 )
@@ -82,7 +82,7 @@ def test_in_the_thread_of_the_backward_all_all_reduces_count_and_one_bucket_is_b
     inside = BackwardProfile(backward.sizes, backward.ready_s, backward.link, beside=False)
     for cut in all_cuts(len(inside.sizes)):
         assert inside.finish_s(cut) == pytest.approx(inside.alone_s + inside.adding_s(cut))
-        assert Cutting.predicted(inside, cut).hidden == pytest.approx(0, abs=1e-6)
+        assert Partition.predicted(inside, cut).hidden == pytest.approx(0, abs=1e-6)
     assert optimal_layout(inside) == (len(inside.sizes),)
 
 
@@ -100,15 +100,15 @@ def test_no_bucket_is_added_before_the_one_before_it(backward):
 def test_the_bytes_of_a_cuts_buckets_are_the_caps_that_make_it(backward):
     for cut in all_cuts(len(backward.sizes)):
         caps = backward.buckets(cut)
-        assert cut_by(backward.sizes, caps) == cut
-        assert cut_by(backward.sizes, caps[::-1], from_the_end=True) == cut
+        assert ddp_layout(backward.sizes, caps) == cut
+        assert ddp_layout(backward.sizes, caps[::-1], from_the_end=True) == cut
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.lists(st.integers(1, 400), min_size=1, max_size=4))
 def test_it_cuts_as_torch_does(elements, caps):
     tensors = [torch.empty(n) for n in elements]
     theirs, _ = dist._compute_bucket_assignment_by_size(tensors, caps)
-    assert cut_by([tensor.nbytes for tensor in tensors], caps) == tuple(bucket[-1] + 1 for bucket in theirs)
+    assert ddp_layout([tensor.nbytes for tensor in tensors], caps) == tuple(bucket[-1] + 1 for bucket in theirs)
 
 
 @given(backwards(), st.integers(1, MOST))
@@ -127,12 +127,12 @@ def test_gradients_taken_together_keep_their_bytes_and_wait_for_the_last(backwar
 def test_one_cap_for_all_is_at_least_as_good_as_one_bucket(backward):
     for from_the_end in (False, True):
         cap = best_single_size(backward, from_the_end=from_the_end)
-        cut = cut_by(backward.sizes, (cap,), from_the_end=from_the_end)
+        cut = ddp_layout(backward.sizes, (cap,), from_the_end=from_the_end)
         assert backward.finish_s(cut) <= backward.finish_s((len(backward.sizes),))
 
 
 def test_communication_that_costs_nothing_is_hidden():
-    assert Cutting.predicted(BackwardProfile((1, 1), (1.0, 2.0), Link(0, float("inf"))), (1, 2)).hidden == 1
+    assert Partition.predicted(BackwardProfile((1, 1), (1.0, 2.0), Link(0, float("inf"))), (1, 2)).hidden == 1
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_what_is_not_clearly_quicker_is_not_taken(ratios, takes):
 
 def plan(beside=True):
     backward = BackwardProfile((3 * MIB, 3 * MIB, 13 * MIB, MIB), (0.004, 0.008, 0.02, 0.03), Link(5e-4, 1e9), beside)
-    default = Cutting.predicted(backward, cut_by(backward.sizes, DEFAULT_CAPS))
-    proposed = Cutting.predicted(backward, optimal_layout(backward))
+    default = Partition.predicted(backward, ddp_layout(backward.sizes, DEFAULT_CAPS))
+    proposed = Partition.predicted(backward, optimal_layout(backward))
     return BucketPlan(default.achieved(backward, 0.05), proposed, False, "because", 0.03, backward.link, beside)
 
 
@@ -173,5 +173,5 @@ def test_where_nothing_can_be_hidden_the_table_says_so():
 
 
 def test_many_buckets_are_summed_up():
-    cutting = Cutting(tuple(MIB * size for size in (3, 1, 4, 1, 5, 9, 2)), 0.1, 0.2, 0.3)
-    assert cutting.cells()[0] == "7 of 1 to 9"
+    partition = Partition(tuple(MIB * size for size in (3, 1, 4, 1, 5, 9, 2)), 0.1, 0.2, 0.3)
+    assert partition.cells()[0] == "7 of 1 to 9"

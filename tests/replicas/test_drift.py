@@ -12,10 +12,19 @@ from torch.nn import functional as F
 
 import samestep
 from samestep.errors import DriftError, StepError, UsageError
-from samestep.replicas import digests, drift, rounds
-from samestep.replicas.differing import Difference, culprits, differences, who
-from samestep.replicas.digests import Item, digest_of_all, items_of_model, mixed, signed
+from samestep.replicas import drift, optimizer_steps, state_digest
 from samestep.replicas.drift import DriftGuard, DriftMonitor, guard_of, same_everywhere
+from samestep.replicas.state_digest import (
+    Difference,
+    StateItem,
+    describe,
+    device_hash,
+    differences,
+    digest_of_all,
+    items_of_model,
+    minority_ranks,
+    signed,
+)
 from samestep.testing import assert_same_bits
 
 NAMES = ("0.weight", "0.bias", "3.weight", "3.bias")
@@ -88,7 +97,7 @@ def flip(tensor, element, bit):
 
 def flipped_bits(count, on_device):
     """At every other step one bit of one rank; the steps between must be healthy. Returns what was said of each."""
-    stays, digests._stays = digests._stays, (lambda _: True) if on_device else digests._stays
+    stays, state_digest._on_device = state_digest._on_device, (lambda _: True) if on_device else state_digest._on_device
     try:
         with samestep.world() as world:
             training = Training(world, DriftGuard(every=1))
@@ -112,7 +121,7 @@ def flipped_bits(count, on_device):
                 upset()  # back again
             return found, training.watch.checks, training.watch.found
     finally:
-        digests._stays = stays
+        state_digest._on_device = stays
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["xxh3", "mixed words"])
@@ -483,14 +492,14 @@ def test_what_not_all_have_cannot_be_repaired(three_ranks):
 
 
 def of_no_use():
-    drift.send, before = lambda *_: None, drift.send
+    drift.broadcast_item, before = lambda *_: None, drift.broadcast_item
     try:
         with samestep.world() as world:
             training = Training(world, DriftGuard(every=1, policy="repair"))
             training.change(1)
             return caught(training.watch.check)
     finally:
-        drift.send = before
+        drift.broadcast_item = before
 
 
 def test_a_repair_that_did_nothing_is_an_error(three_ranks):
@@ -767,7 +776,7 @@ def test_how_often_is_told_at_the_end_where_not_all_was(two_ranks):
 
 def test_pair_changes_and_exchanges_are_told_apart_on_a_device():
     def one(values, dtype=torch.int64):
-        return int(mixed([torch.tensor(values, dtype=dtype)]))
+        return int(device_hash([torch.tensor(values, dtype=dtype)]))
 
     assert torch.hash_tensor(torch.tensor([1, 1, 3])) == torch.hash_tensor(torch.tensor([2, 2, 3]))  # what it must not
     for dtype in (torch.int64, torch.float32, torch.bfloat16):
@@ -782,36 +791,36 @@ def test_pair_changes_and_exchanges_are_told_apart_on_a_device():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool])
 def test_every_single_bit_changes_the_digest_of_a_device(dtype):
     tensor = torch.ones(37, dtype=dtype)  # of most types no whole number of words
-    data, before = tensor.view(torch.uint8), int(mixed([tensor]))
+    data, before = tensor.view(torch.uint8), int(device_hash([tensor]))
     seen = {before}
     for byte in range(len(data)):
         for bit in range(1 if dtype == torch.bool else 8):
             data[byte] ^= 1 << bit
-            seen.add(int(mixed([tensor])))
+            seen.add(int(device_hash([tensor])))
             data[byte] ^= 1 << bit
     assert len(seen) == 1 + len(data) * (1 if dtype == torch.bool else 8)
-    assert int(mixed([tensor])) == before
+    assert int(device_hash([tensor])) == before
 
 
 def test_the_digest_of_a_device_depends_on_bytes_alone():
     tensors = [torch.randn(5, 7), torch.randn(()), torch.zeros(0), torch.randn(33).bfloat16(), torch.randn(3, 4, 5)]
-    whole = int(mixed(tensors))
-    assert {int(mixed(tensors, chunk)) for chunk in (8, 16, 64, 104, 1 << 20)} == {whole}
+    whole = int(device_hash(tensors))
+    assert {int(device_hash(tensors, chunk)) for chunk in (8, 16, 64, 104, 1 << 20)} == {whole}
     tensors[4] = tensors[4].permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    assert int(mixed(tensors)) == whole
+    assert int(device_hash(tensors)) == whole
     flat = torch.cat([tensors[0].reshape(-1), tensors[1].reshape(1)])
-    assert int(mixed([flat, *tensors[2:]])) == whole
+    assert int(device_hash([flat, *tensors[2:]])) == whole
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_names_types_and_shapes_are_part_of_the_digest(on_device, monkeypatch):
     if on_device:
-        monkeypatch.setattr(digests, "_stays", lambda _: True)
+        monkeypatch.setattr(state_digest, "_on_device", lambda _: True)
     values = [torch.zeros(6), torch.zeros(6, dtype=torch.int32), torch.zeros(2, 3), torch.zeros(3, 2)]
-    words = [digest_of_all([Item("a", value)], "") for value in values]
-    words += [digest_of_all([Item("b", values[0])], ""), digest_of_all([Item("a", values[0])], "1 16")]
+    words = [digest_of_all([StateItem("a", value)], "") for value in values]
+    words += [digest_of_all([StateItem("b", values[0])], ""), digest_of_all([StateItem("a", values[0])], "1 16")]
     assert len(set(words)) == len(words)
-    assert len({Item("a", value).digest() for value in values}) == 4
+    assert len({StateItem("a", value).digest() for value in values}) == 4
     assert all(-(2**63) <= word < 2**63 for word in words)
 
 
@@ -824,7 +833,7 @@ def test_the_devices_hash_is_what_its_formula_says():
         for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
             k = ((k ^ k >> 33) * factor) & 2**64 - 1
         total += k ^ k >> 33
-    assert int(mixed([tensor])) == signed(total & 2**64 - 1)
+    assert int(device_hash([tensor])) == signed(total & 2**64 - 1)
 
 
 EXTREMES = (-(2**63), -(2**63) + 1, -1, 0, 1, 2**63 - 2, 2**63 - 1)
@@ -868,13 +877,13 @@ def test_the_majority_is_taken_tensor_by_tensor():
         Difference("c", 1, (0,), is_decided=True, can_be_sent=True),
         Difference("d", 1, (0,), is_decided=True, can_be_sent=False),
     ]
-    assert culprits(found) == (0, 2)
+    assert minority_ranks(found) == (0, 2)
 
 
 def test_without_a_majority_the_lowest_of_those_that_agree_with_most_is_the_source():
     (found,) = differences(told_of(a=[9, 1, 2, 1, 2]))
     assert found == Difference("a", 1, (0, 2, 4), is_decided=False, can_be_sent=True)
-    assert culprits([found]) == ()
+    assert minority_ranks([found]) == ()
     (half,) = differences(told_of(a=[2, 1, 1, 2]))
     assert (half.source, half.is_decided) == (0, False)
 
@@ -885,18 +894,19 @@ def test_numbers_are_told_before_tensors():
     for rank, one in enumerate(told):
         one["lr of AdamW's group 0"] = [int(rank == 2), "number"]
     assert (
-        who(differences(told), range(3)) == "rank 2 differs from the others in lr of AdamW's group 0, a, b and 3 more"
+        describe(differences(told), range(3))
+        == "rank 2 differs from the others in lr of AdamW's group 0, a, b and 3 more"
     )
 
 
 def test_the_sentence_names_the_first_few():
     found = differences(told_of(**{name: [1, 1, 1, 2, 2, 1, 1] for name in "abcde"}, f=[1, 2, 3, 4, 5, 6, 6]))
-    assert who(found, (0, 2, 4, 6, 8, 10, 12)) == (
+    assert describe(found, (0, 2, 4, 6, 8, 10, 12)) == (
         "ranks 6 and 8 differ from the others in a, b, c and 2 more; ranks 0, 2, 4, 6, 8, 10 and 12 differ in f, no "
         "version is on most, and nobody can tell which is right"
     )
     many = differences(told_of(**{str(n): [int(rank == n) for rank in range(7)] for n in range(7)}))
-    assert who(many, range(7)).endswith(
+    assert describe(many, range(7)).endswith(
         "rank 3 differs from the others in 3; 3 more sets of ranks differ in other tensors"
     )
 
@@ -907,7 +917,7 @@ def test_the_sentence_names_the_first_few():
 def test_alone_nothing_is_watched_and_nothing_costs():
     with samestep.world() as world:
         training = Training(world, DriftGuard(every=1))
-        assert training.watch not in rounds._watchers
+        assert training.watch not in optimizer_steps._listeners
         training.steps(2)
         assert training.watch.check()
         training.watch.resync()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.replicas.moments import local_moments, merge_moments
+from samestep.replicas.batchnorm import local_moments, merge_moments
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.floats(-1e6, 1e6), st.integers(0, 2**31))

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.errors import NonFiniteError, UsageError
-from samestep.replicas import blame, local_gradients, nonfinite
+from samestep.replicas import culprits, local_gradients, nonfinite
 from samestep.testing import assert_same_bits
 
 BAD = 21  # a sample of step 2, whose samples 16 to 23 lie on rank 1 of 2 and of 3
@@ -291,7 +291,7 @@ def test_the_rank_of_a_single_element_of_a_large_tensor_is_named(two_ranks):
 
 
 def changed_after_the_average(ranks):
-    blame.PATIENCE_S, before = 1.0, blame.PATIENCE_S
+    culprits.TIMEOUT_S, before = 1.0, culprits.TIMEOUT_S
     try:
         with samestep.world() as world:
             model = samestep.replicate(net(), world)
@@ -305,7 +305,7 @@ def changed_after_the_average(ranks):
                     return str(error), error.ranks, error.secondary
                 return None
     finally:
-        blame.PATIENCE_S = before
+        culprits.TIMEOUT_S = before
 
 
 def test_what_was_changed_on_all_ranks_after_the_average_blames_none(two_ranks):
@@ -486,7 +486,7 @@ def test_a_glance_sees_what_went_through_a_matrix_product(name, bad):
             place = x if bad == "what came forward" else back
             place.view(-1)[int(torch.randint(place.numel(), (), generator=draw))] = (NAN, float("inf"))[number % 2]
             model(x).backward(back)
-            assert not torch.isfinite(local_gradients.glanced(model.module.weight.grad))
+            assert not torch.isfinite(local_gradients.probe_row_and_column(model.module.weight.grad))
             with pytest.raises(NonFiniteError, match="the gradient of weight holds"):
                 optimizer.step()
             optimizer.zero_grad()
@@ -498,7 +498,7 @@ def test_a_glance_sees_a_bad_row_of_an_embedding():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found = model(torch.tensor([7, 399]))
         found.backward(torch.tensor([[1.0], [NAN]]).expand_as(found))
-        assert not torch.isfinite(local_gradients.glanced(model.module.weight.grad))
+        assert not torch.isfinite(local_gradients.probe_row_and_column(model.module.weight.grad))
         with pytest.raises(NonFiniteError, match="the gradient of weight holds 400 NaN among 160,000 elements"):
             optimizer.step()
 
@@ -531,7 +531,7 @@ def skipped_with_batchnorm(virtual):
                 inputs[20] = NAN
             batches = samestep.shards(torch.utils.data.TensorDataset(inputs), world, batch_size=16, shuffle=False)
             for (x,) in batches:
-                if not poisoned and 16 <= batches._open.step.start < 32:
+                if not poisoned and 16 <= batches._current.step.start < 32:
                     continue  # the oracle never computes that step
                 batches.mean(model(x).square().sum(1)).backward()
                 if batches.step_ends:
@@ -551,7 +551,7 @@ def test_a_skipped_step_leaves_no_trace_in_statistics_either(two_ranks, virtual)
 
 def alone_and_going_on():
     """Rank 1 spoils its own gradients; rank 0 goes on to its next step, and to collectives of its own."""
-    blame.PATIENCE_S, before = 2.0, blame.PATIENCE_S
+    culprits.TIMEOUT_S, before = 2.0, culprits.TIMEOUT_S
     try:
         with samestep.world(timeout=20) as world:
             model = samestep.replicate(net(), world)
@@ -568,7 +568,7 @@ def alone_and_going_on():
     except RuntimeError:
         return "lost its peer"
     finally:
-        blame.PATIENCE_S = before
+        culprits.TIMEOUT_S = before
 
 
 def test_a_rank_that_is_alone_says_so_while_the_others_go_on(two_ranks):

@@ -16,7 +16,7 @@ from samestep.collectives import shared_memory
 from samestep.collectives.shared_memory import divide_
 from samestep.errors import UsageError
 from samestep.replicas import reduction
-from samestep.runtime.axes import Neighbours
+from samestep.runtime.axis import HostMap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,7 +62,7 @@ def trained(reduce, hosts=None, steps=4, dtype=torch.float32, buckets=BUCKETS, s
     torch.set_num_threads(1)
     with samestep.world() as world:
         if hosts is not None:
-            world.data.neighbours = Neighbours(hosts, world.data.neighbours.processes)
+            world.data.host_map = HostMap(hosts, world.data.host_map.processes)
         model = samestep.replicate(network(dtype), world, reduce=reduce, buckets=buckets)
         found = []
         for step in range(steps):
@@ -106,7 +106,7 @@ def test_over_hosts_all_ranks_hold_the_same_bits_and_the_mean(four_ranks):
 def halves(reduce, hosts):
     with samestep.world() as world:
         if hosts is not None:
-            world.data.neighbours = Neighbours(hosts, world.data.neighbours.processes)
+            world.data.host_map = HostMap(hosts, world.data.host_map.processes)
         model = samestep.replicate(nn.Linear(50, 1, bias=False).half(), world, reduce=reduce, nonfinite="off")
         model(torch.full((1, 50), 40000.0, dtype=torch.float16)).sum().backward()
         return gradients(model)
@@ -129,11 +129,11 @@ def test_left_to_the_backend_they_are_what_ddp_makes_of_them(two_ranks):
 def chosen(hosts):
     with samestep.world() as world:
         if hosts is not None:
-            world.data.neighbours = Neighbours(hosts, world.data.neighbours.processes)
+            world.data.host_map = HostMap(hosts, world.data.host_map.processes)
         model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
         told = []
         model.register_comm_hook = lambda axis, hook: told.append(hook.__module__)
-        reduction.bring_in(model, world.data, None)
+        reduction.install(model, world.data, None)
         return bool(told)
 
 
@@ -252,7 +252,7 @@ def test_a_way_that_does_not_exist_is_refused(two_ranks):
 
 def insisted():
     with samestep.world() as world:
-        world.data.neighbours = Neighbours(((0,), (1,)), world.data.neighbours.processes)
+        world.data.host_map = HostMap(((0,), (1,)), world.data.host_map.processes)
         with pytest.raises(UsageError) as caught:
             samestep.replicate(nn.Linear(2, 1), world, reduce="shared")
     return str(caught.value)
@@ -315,7 +315,7 @@ with samestep.world() as world:
         model(torch.full((1, 300), float(world.rank + 1))).sum().backward()
         found = model.module.weight.grad.clone()
         model.zero_grad()
-    print(world.data.neighbours.hosts, world.data.across is not None, bool((found == 2.5).all()), flush=True)
+    print(world.data.host_map.hosts, world.data.inter_host is not None, bool((found == 2.5).all()), flush=True)
 """
 
 

@@ -395,7 +395,7 @@ def copied_on_the_first_rank():
         model = samestep.replicate(nn.Linear(2, 2), world)
         copied = copy.deepcopy(model) if world.is_first else None
         other = samestep.replicate(nn.Linear(2, 2), world)
-        return model.number, copied and copied.number, other.number, world.next_number()
+        return model.number, copied and copied.number, other.number, world.next_id()
 
 
 def test_a_copy_on_one_rank_does_not_count_ahead(two_ranks):

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import samestep
 from samestep.errors import Preempted
 from samestep.running.preemption import Preemption
-from samestep.runtime.step import StepState
+from samestep.runtime.step_state import StepState
 from samestep.testing import assert_same_bits
 
 SCRIPT = """

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import samestep  # noqa: F401  (it makes the backend known)
-from samestep.runtime.mpi import calls, staging
+from samestep.runtime.mpi import collectives, operations, tensors
+from samestep.runtime.mpi import group as mpi_group
 
 CASES = {}
 SORTS = "sort_ranks" in inspect.signature(dist.new_group).parameters
@@ -279,11 +280,11 @@ def _sharded(fully_shard):
 @case
 def in_pieces(ranks):
     """Everything that is cut, with messages of at most 40 bytes."""
-    calls.PIECE, before = 40, calls.PIECE
+    tensors.PIECE, before = 40, tensors.PIECE
     try:
         found = {name: CASES[name](ranks) for name in CUT}
     finally:
-        calls.PIECE = before
+        tensors.PIECE = before
     return found
 
 
@@ -293,12 +294,14 @@ CUT = ("all_reduce", "reduce_to_each", "broadcast_from_each", "gathered", "scatt
 @case
 def staged(ranks):
     """What GPU tensors go through: other memory on the way to MPI and back."""
-    direct, staging.is_direct = staging.is_direct, lambda tensor: False
-    copied, staging.staged = staging.staged, lambda tensor: tensor.detach().clone(memory_format=torch.contiguous_format)
+    direct = tensors.to_host
+    for module in (collectives, mpi_group, operations):
+        module.to_host = lambda tensor: tensor.detach().clone(memory_format=torch.contiguous_format)
     try:
         return {name: CASES[name](ranks) for name in CUT}
     finally:
-        staging.is_direct, staging.staged = direct, copied
+        for module in (collectives, mpi_group, operations):
+            module.to_host = direct
 
 
 @case

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from samestep.errors import DeviceError
-from samestep.runtime.device import check_no_shared_gpu, choose_device, own_device
+from samestep.runtime.device import check_no_shared_gpu, choose_device, default_device
 
 
 #   local rank of size, GPUs seen, device
@@ -18,12 +18,12 @@ from samestep.runtime.device import check_no_shared_gpu, choose_device, own_devi
     ],
 )
 def test_the_device_follows_from_local_rank_and_sight(local_rank, local_size, visible, device):
-    assert own_device(local_rank, local_size, visible=visible) == torch.device(device)
+    assert default_device(local_rank, local_size, visible=visible) == torch.device(device)
 
 
 def test_more_ranks_than_gpus_is_refused_with_the_number_that_fits():
     with pytest.raises(DeviceError, match=r"4 ranks on this host see 2 GPUs.*samestep run -n 2"):
-        own_device(0, 4, visible=2)
+        default_device(0, 4, visible=2)
 
 
 def test_the_device_asked_for_wins():

@@ -18,8 +18,8 @@ SAMESTEP = [sys.executable, "-P", "-m", "samestep"]
 
 WORLD = """
 import torch, torch.distributed as dist, samestep
-from samestep.runtime import neighbours
-from samestep.runtime.axes import Neighbours
+from samestep.runtime import hosts
+from samestep.runtime.axis import HostMap
 
 with samestep.world(backend="mpi") as world:
     print(world, dist.get_backend())
@@ -28,8 +28,8 @@ with samestep.world(backend="mpi") as world:
     if ends is not None:
         dist.all_reduce(x, group=ends)
     print("sum", x.tolist())
-    world.data.neighbours = Neighbours(hosts=((0,), (1,), (2,)), processes=world.data.neighbours.processes)
-    across = neighbours.inter_host_group(world.data)
+    world.data.host_map = HostMap(hosts=((0,), (1,), (2,)), processes=world.data.host_map.processes)
+    across = hosts.inter_host_group(world.data)
     dist.all_reduce(x, group=across)
     print("across", x.tolist(), dist.get_backend(across))
 """

@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 import samestep
 from samestep.errors import PeerError, RankFailure, StepError, UsageError
 from samestep.network.links import Link, Links
-from samestep.runtime import process_group
-from samestep.runtime.group_messages import plans
-from samestep.runtime.process_group import SamestepGroup
+from samestep.runtime.process_group import group as group_module
+from samestep.runtime.process_group.algorithms import plans
+from samestep.runtime.process_group.group import SamestepGroup
 from samestep.testing import assert_same_bits
 
 WHOLE = ["uint8", "int8", "int16", "int32", "int64"]
@@ -357,10 +357,10 @@ def test_an_algorithm_that_is_asked_for_gives_what_gloo_gives(three_ranks, algor
 
 def carried_by_messages():
     began({"algorithm": "ring"})
-    carried = dist.group.WORLD._carrier(0)
+    carried = dist.group.WORLD._collectives_of(0)
     average = torch.full((5,), float(dist.get_rank()))
     dist.all_reduce(average, dist.ReduceOp.AVG)
-    return carried.memory is None, carried.messages.plan("all_reduce", 20).name, average.tolist()
+    return carried.memory is None, carried._plans.plan("all_reduce", 20).name, average.tolist()
 
 
 def test_the_algorithm_is_the_one_that_was_asked_for(two_ranks):
@@ -368,24 +368,24 @@ def test_the_algorithm_is_the_one_that_was_asked_for(two_ranks):
 
 
 def on_hosts_of_their_own(options):
-    told = process_group.meet
-    process_group.meet = lambda *place: _apart(told(*place))
+    gathered = group_module.gather_host_map
+    group_module.gather_host_map = lambda *args: _apart(gathered(*args))
     try:
         dist.init_process_group("samestep", pg_options=options)
-        carrier = dist.group.WORLD._carrier(0)
+        carrier = dist.group.WORLD._collectives_of(0)
         tensor = torch.arange(5.0) + dist.get_rank()
         dist.all_reduce(tensor)
         highest = torch.tensor([dist.get_rank()])
         dist.all_reduce(highest, dist.ReduceOp.MAX)
-        assert (carrier.memory, dist.group.WORLD._place.local) == (None, 2)
-        return carrier._messages is not None, tensor.tolist(), highest.item()
+        assert (carrier.memory, dist.group.WORLD._info.ranks_per_host) == (None, 2)
+        return carrier._planned is not None, tensor.tolist(), highest.item()
     finally:
-        process_group.meet = told
+        group_module.gather_host_map = gathered
 
 
-def _apart(neighbours):
+def _apart(host_map):
     """The first two ranks on one host, the others on another."""
-    return type(neighbours)(((0, 1), (2, 3)), neighbours.processes)
+    return type(host_map)(((0, 1), (2, 3)), host_map.processes)
 
 
 @pytest.mark.parametrize("options", [None, {"algorithm": "hierarchical"}, {"algorithm": "cheapest"}])

@@ -10,7 +10,7 @@ from test_world import finish, start
 
 from samestep.errors import RendezvousError
 from samestep.runtime import rendezvous
-from samestep.runtime.entries import entry_of
+from samestep.runtime.store_messages import decode_registration
 
 TRAIN = """
     import samestep, torch
@@ -122,22 +122,22 @@ def test_a_requeued_job_does_not_take_what_its_first_start_has_left_for_its_own(
 )
 def test_what_a_stranger_writes_into_the_store_is_no_rank(value):
     with pytest.raises(RendezvousError, match="rank 3's registration in the store is malformed"):
-        entry_of(value, 3)
+        decode_registration(value, 3)
 
 
 def test_a_store_that_was_told_and_does_not_answer_is_named_with_the_wait(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_choose_interface", lambda _: None)
-    place = rendezvous.Place(rank=1, size=2, method="file", path="/meet")
+    monkeypatch.setattr(rendezvous, "route_to", lambda _: None)
+    point = rendezvous.Rendezvous(rank=1, size=2, method="file", path="/meet")
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))  # and does not listen
         told = {"addresses": ["127.0.0.1"], "port": holder.getsockname()[1]}
         with pytest.raises(RendezvousError, match=r"rank 1 of 2 waited .* for rank 0 at host 127.0.0.1, port \d+"):
-            rendezvous._serve(told, place, 0.3)
+            rendezvous._connect_to(told, point, 0.3)
 
 
 def test_a_rank_0_that_ends_before_it_has_told_its_address_is_named(tmp_path, monkeypatch):
-    place = rendezvous.Place(rank=1, size=2, method="file", path=str(tmp_path / "meet"))
+    point = rendezvous.Rendezvous(rank=1, size=2, method="file", path=str(tmp_path / "meet"))
     file = rendezvous.FileStore(str(tmp_path / "meet"), 2)
-    monkeypatch.setattr(rendezvous, "_signed", lambda *_: [])
-    with pytest.raises(RendezvousError, match="rank 0 has signed in at file://.* not told rank 1 where its store is"):
-        rendezvous._meet_in(file, place, 0.2)
+    monkeypatch.setattr(rendezvous, "_register", lambda *_: [])
+    with pytest.raises(RendezvousError, match="rank 0 has registered at file://.* not told rank 1 where its store is"):
+        rendezvous._connect_via_file_store(file, point, 0.2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from samestep.runtime.step import StepState
+from samestep.runtime.step_state import StepState
 
 
 def taken_with_a_signal_before_instruction(number):

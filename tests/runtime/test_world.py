@@ -23,9 +23,8 @@ from samestep.errors import (
     StepError,
     UsageError,
 )
-from samestep.runtime import joining
-from samestep.runtime.entries import compare
-from samestep.runtime.joining import Joining
+from samestep.runtime import join
+from samestep.runtime.store_messages import check_ranks_agree
 
 JOIN = """
     import sys, samestep
@@ -349,8 +348,8 @@ def saved_axis():
 
 def test_a_saved_axis_keeps_its_place_and_nobody_to_talk_to(two_ranks):
     for rank, (axis, is_shared) in enumerate(two_ranks(saved_axis)):
-        assert (axis.name, axis.rank, axis.ranks, axis.by_tree) == ("data", rank, (0, 1), True)
-        assert axis.group is axis.control is axis.across is axis.mailbox is axis.neighbours is None
+        assert (axis.name, axis.rank, axis.ranks, axis.tree_sums) == ("data", rank, (0, 1), True)
+        assert axis.group is axis.control is axis.inter_host is axis.scalars is axis.host_map is None
         assert is_shared
         with pytest.raises(StepError, match="the world of 2 ranks is closed"):
             axis.check_open()
@@ -374,12 +373,12 @@ def fail_together(*args):
 
 
 def failing_while_joining():
-    whole, joining._make_axes = joining._make_axes, fail_together
+    whole, join._make_axes = join._make_axes, fail_together
     try:
         with pytest.raises(LookupError):
             samestep.world()
     finally:
-        joining._make_axes = whole
+        join._make_axes = whole
     return dist.is_initialized()
 
 
@@ -400,8 +399,8 @@ def test_nobody_waits_for_others_after_the_world(two_ranks):
 
 
 def settled(rank, entries):
-    ranks = Joining(backend=None, device=torch.device("cpu"), pipeline=1, told=None)
-    member = ranks._settle(rank, [{"pid": 1, "size": len(entries), **entry} for entry in entries])
+    registrations = [{"pid": 1, "size": len(entries), **entry} for entry in entries]
+    member = join._member_of(rank, registrations, None, torch.device("cpu"), None)
     return member.local_rank, member.local_size, member.host_index
 
 
@@ -418,14 +417,14 @@ def test_containers_of_one_machine_are_hosts_of_their_own():
 def test_a_host_whose_gpus_are_hidden_is_named_before_anybody_waits_for_its_card():
     entries = [{"size": 2, "device": device} for device in ("cuda", "cpu")]
     with pytest.raises(RendezvousError, match="the ranks do not agree on device: rank 0: cuda; rank 1: cpu"):
-        compare(entries)
+        check_ranks_agree(entries)
 
 
 def adopted_on_machines_of_their_own():
     """As a script that starts its own ranks on several machines, and tells nobody which of them is where."""
     dist.init_process_group("gloo")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joining, "machine", lambda: f"machine {dist.get_rank() // 2}")
+        patch.setattr(join, "machine", lambda: f"machine {dist.get_rank() // 2}")
         patch.delenv("LOCAL_RANK")
         patch.delenv("LOCAL_WORLD_SIZE")
         with samestep.world() as world:

@@ -23,7 +23,7 @@ from samestep.doctor.line import told_by
 from samestep.events import KINDS
 from samestep.launch import wire
 from samestep.planning import profile, settings
-from samestep.replicas import blame
+from samestep.replicas import culprits
 from samestep.reporting import summary as summaries
 from samestep.reporting.analysis import analyse
 from samestep.reporting.live.choice import ViewState
@@ -32,8 +32,8 @@ from samestep.reporting.live.view import WatchApp
 from samestep.reporting.page import render_page
 from samestep.reporting.record import open_run
 from samestep.running.checkpoints import letters as checkpoint_letters
-from samestep.runtime.entries import decode_message, fits
-from samestep.runtime.joining import Card
+from samestep.runtime.join import Card
+from samestep.runtime.store_messages import decode_message, matches_type
 from samestep.verification.online import exchange
 
 MARKUP = "<img src=x onerror=alert(1)>"
@@ -154,7 +154,7 @@ LETTERS = [
     (tuple[str | None, int],),
     (tuple[int, int],),
     checkpoint_letters.FORMS,
-    blame.FINDINGS,
+    culprits.FINDINGS,
     (exchange.StepSummary,),
     (exchange.SummaryDetail,),
     (exchange.FinalSummary,),
@@ -172,7 +172,7 @@ def letters_in_the_store(data):
     forms = data.draw(st.sampled_from(LETTERS))
     value = data.draw(raw | (near_letters | json_values | good_letters).map(lambda one: json.dumps(one).encode()))
     told = decode_message(value, *forms, of="rank 1")
-    assert any(fits(told, form) for form in forms)
+    assert any(matches_type(told, form) for form in forms)
 
 
 def summaries_of_a_check(data):

@@ -32,7 +32,7 @@ from samestep.network.cluster import parse as parse_cluster
 from samestep.reporting.record import open_run
 from samestep.running.checkpoints import manifest
 from samestep.running.checkpoints.reader import read_tensors
-from samestep.runtime.entries import entry_of
+from samestep.runtime.store_messages import decode_registration
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -51,7 +51,7 @@ texts = st.text(max_size=200)
 
 def store_entries(data):
     value = data.draw(raw | near_entries.map(lambda entry: json.dumps(entry).encode()))
-    assert set(entry_of(value, 1)) >= {"host", "pid", "size"}
+    assert set(decode_registration(value, 1)) >= {"host", "pid", "size"}
 
 
 def manifests(data):

@@ -30,7 +30,7 @@ TRAIN = """
         model.average()
 """
 UNMINDFUL = """
-    import samestep.replicas.local_steps as local_steps
+    import samestep.replicas.local_sgd as local_steps
     def average(tensors, axis, original=local_steps.average):
         kept = [tensor.detach().clone() for tensor in tensors]
         original(tensors, axis)

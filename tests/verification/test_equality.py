@@ -10,7 +10,7 @@ from journals import ended, record, step, stepped
 from lazily import Lazily
 
 from samestep import Report
-from samestep.replicas import virtual
+from samestep.replicas import virtual_engine
 from samestep.verification import equality
 from samestep.verification.files import Files
 from samestep.verification.judging.single import Run
@@ -149,9 +149,9 @@ def test_an_optimizer_that_is_not_saved_is_found_by_the_resume(reports: Lazily[R
     assert "other bits" in found.cause
 
 
-@pytest.mark.parametrize("length", [len(virtual._CHANGED), 3000])
+@pytest.mark.parametrize("length", [len(virtual_engine._CHANGED), 3000])
 def test_a_reason_is_told_to_its_end_or_shows_that_it_goes_on(tmp_path, length):
-    message = virtual._CHANGED.ljust(length, "-")
+    message = virtual_engine._CHANGED.ljust(length, "-")
     failure = {"exception": "StepError", "message": message}
     reason = equality.failed(Run(Ended(code=1, hung=False, failure=failure, folder=tmp_path), record([ended()])))
     assert "which stands under `if batches.step_ends:`" in reason

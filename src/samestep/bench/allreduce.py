@@ -109,7 +109,7 @@ def compare(repeats: int, sizes: tuple[int, ...]) -> tuple[list[Timed], float, d
 
     import samestep
     from samestep.collectives.shared_memory import SharedMemoryAllReduce
-    from samestep.runtime.neighbours import open_counters
+    from samestep.runtime.hosts import open_counters
 
     with samestep.world(device="cpu") as world:
         board = open_counters(world.data)

@@ -1,20 +1,10 @@
 """The audit: whether a saved run consumed every sample once, worked out from its data state alone.
 
-The order is a bijection of positions and samples, so what was consumed how often follows from the ledger's intervals,
-without looking at one sample; that these were the samples, in this order, follows from the digests, which are computed
-again. An epoch, then, is a row of intervals that must meet:
-
-    epoch 0    [0, 512)[512, 1797)          every sample once
-    epoch 1    [0, 512)  [520, 1797)        8 missing: their positions are given back to the order, which names them
-    epoch 2    [0, 512)[480, …              32 twice
-
-Where samples that cost alike share a step (`bucket=`), the digests cannot be computed without the costs. Then what the
-steps of whole windows add up to, their tally, is compared with what the order put into these windows.
-
-The first costs nothing. The digests cost 75 ns a sample and 2 us a step on one core (75 s for 10^9 samples in large
-steps) and constant memory; `digests=False` leaves them out.
-
-DistributedSampler can be audited by a script that logs all indices of all ranks.
+The order is a bijection of positions and samples, so what was consumed how often follows from the ledger's intervals;
+that these were the samples, in this order, follows from the digests, which are computed again: 75 ns a sample and 2 us
+a step on one core (75 s for 10^9 samples in large steps), in constant memory. Where samples that cost alike share a
+step (`bucket=`), the digests need the costs; without them what the steps of whole windows add up to, their tally, is
+compared with what the order put into these windows.
 """
 
 from __future__ import annotations
@@ -26,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from samestep.data.buckets import Bucketed, Buckets
-from samestep.data.costs import Costs
-from samestep.data.ledger import START, Segment, Skip, linked, parsed, tallied, without
-from samestep.data.order import BLOCK, ORDER_VERSION, UNKNOWN, Positions, SampleOrder
+from samestep.data.costs import BucketedOrder, Buckets, Costs
+from samestep.data.ledger import START, Segment, Skip, chain_digest, drop_skipped, multiset_digest, parsed
+from samestep.data.order import BLOCK, ORDER_VERSION, UNKNOWN, Order, SampleOrder
 from samestep.errors import DataError
 
 __all__: list[str] = []
@@ -74,21 +63,21 @@ def audit(state: Mapping[str, Any], *, digests: bool = True, cost: Any = None) -
         'every sample of 2 epochs exactly once'
     """
     try:
-        case = _Case.of(state, cost)
+        saved = _SavedState.of(state, cost)
     except DataError as error:
         return Audit(ok=False, summary=f"cannot be audited: {error}", problems=(str(error),))
-    problems = list(case.problems())
+    problems = list(saved.problems())
     if digests and not problems:  # else the order of what is no interval would be asked for
-        problems += case.digest_problems()
-        problems += case.tally_problems()
+        problems += saved.digest_problems()
+        problems += saved.tally_problems()
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems, the first"
         return Audit(ok=False, summary=f"{count}: {problems[0]}", problems=tuple(problems))
-    return Audit(ok=True, summary=case.summary() + (case.caveat() if digests else "; digests not computed again"))
+    return Audit(ok=True, summary=saved.summary() + (saved.caveat() if digests else "; digests not computed again"))
 
 
 @dataclass(frozen=True)
-class _Case:
+class _SavedState:
     """One data state, read."""
 
     size: int
@@ -104,7 +93,7 @@ class _Case:
     repeats: bool = False  # it was a stream, read anew for every part of it
 
     @staticmethod
-    def of(state: Mapping[str, Any], cost: Any) -> _Case:
+    def of(state: Mapping[str, Any], cost: Any) -> _SavedState:
         if (version := state.get("order")) != ORDER_VERSION:
             raise DataError(f"its order has version {version}, this samestep knows {ORDER_VERSION}")
         if "ledger" not in state:
@@ -118,11 +107,13 @@ class _Case:
             buckets = None if bucket is None or cost is None else _buckets(bucket, cost, size, drop_last=drop_last)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the data state is malformed: {type(error).__name__}: {error}") from error
-        case = _Case(size, seed, shuffle, drop_last, now, *parsed(state["ledger"]), window, buckets)
-        case = replace(case, repeats=state.get("stream") == "repeats")
-        if window < 1 or not ((0, 0) <= case.begins <= now and 0 <= case.begins[1] <= size > 0 and 0 <= now[1] <= size):
-            raise DataError(f"the data state is malformed: from {case.begins} to {now} of {size} samples")
-        return case
+        saved = _SavedState(size, seed, shuffle, drop_last, now, *parsed(state["ledger"]), window, buckets)
+        saved = replace(saved, repeats=state.get("stream") == "repeats")
+        if window < 1 or not (
+            (0, 0) <= saved.begins <= now and 0 <= saved.begins[1] <= size > 0 and 0 <= now[1] <= size
+        ):
+            raise DataError(f"the data state is malformed: from {saved.begins} to {now} of {size} samples")
+        return saved
 
     def _order(self, epoch: int) -> SampleOrder:
         return SampleOrder(self.size, self.seed, epoch, self.shuffle)
@@ -169,14 +160,16 @@ class _Case:
         at, stop = self._expected(epoch)
         for segment in segments:
             if segment.start < at:
-                yield self._told(epoch, (segment.start, min(at, segment.stop)), "consumed twice, or before the ledger")
+                yield self._describe(
+                    epoch, (segment.start, min(at, segment.stop)), "consumed twice, or before the ledger"
+                )
             elif at < min(segment.start, stop):
-                yield self._told(epoch, (at, min(segment.start, stop)), "missing")
+                yield self._describe(epoch, (at, min(segment.start, stop)), "missing")
             at = max(at, segment.stop)
         if at > stop:
-            yield self._told(epoch, (stop, at), f"consumed, though the run stands at position {stop}")
+            yield self._describe(epoch, (stop, at), f"consumed, though the run stands at position {stop}")
         elif at < stop and not self._left_out(epoch, segments):
-            yield self._told(epoch, (at, stop), "missing")
+            yield self._describe(epoch, (at, stop), "missing")
 
     def _absent_epochs(self, known: set[int]) -> Iterator[str]:
         """Whole epochs that nothing was consumed in, as one line: a malformed state may name 10^18 of them."""
@@ -199,11 +192,11 @@ class _Case:
             if not inside or (order is not None and int(order.take(skip.position, skip.position + 1)[0]) != skip.index):
                 yield f"epoch {segment.epoch}: index {skip.index} was not skipped at position {skip.position}"
 
-    def _told(self, epoch: int, span: Span, what: str) -> str:
+    def _describe(self, epoch: int, span: Span, what: str) -> str:
         """A sentence on positions that are not as they should, with their samples' names."""
         start, stop = span
         some = self._order(epoch).take(start, min(stop, start + MOST_NAMED)).tolist()
-        named = ", ".join(f"index {index} (position {start + place})" for place, index in enumerate(some))
+        named = ", ".join(f"index {index} (position {start + offset})" for offset, index in enumerate(some))
         rest = f" and {stop - start - len(some)} more" if stop - start > len(some) else ""
         count = "1 sample" if stop - start == 1 else f"{stop - start} samples"
         return f"epoch {epoch}: {count} {what}: {named}{rest}"
@@ -225,12 +218,12 @@ class _Case:
         if digest != self.digest:
             yield f"the ledger ends with digest {self.digest.hex()}, its last segment with {digest.hex()}"
 
-    def _replayable(self, segment: Segment) -> Positions | None:
+    def _replayable(self, segment: Segment) -> Order | None:
         """The order that a segment's steps were cut from; None where it follows from costs that nobody gave."""
         order = self._order(segment.epoch)
         if not segment.bucket:
             return order
-        return Bucketed(order, self.buckets) if self.buckets and self.buckets.name == segment.bucket else None
+        return BucketedOrder(order, self.buckets) if self.buckets and self.buckets.name == segment.bucket else None
 
     def tally_problems(self) -> Iterator[str]:
         """Yields the whole windows whose samples were not those that the order put there."""
@@ -239,7 +232,7 @@ class _Case:
             start, stop = parts[0].start, parts[-1].stop
             if not bucket or self._replayable(parts[-1]) is not None or self._is_under_way(parts[-1]):
                 continue
-            gone = sum(tallied(np.array([skip.index])) for part in parts for skip in part.skipped)
+            gone = sum(multiset_digest(np.array([skip.index])) for part in parts for skip in part.skipped)
             if sum(part.tally for part in parts) + gone != self._order_tally(epoch, start, stop):
                 yield f"epoch {epoch}: the samples of positions [{start}, {stop}) were not those of the order"
 
@@ -250,7 +243,7 @@ class _Case:
 
     def _order_tally(self, epoch: int, start: int, stop: int) -> int:
         order = self._order(epoch)
-        return sum(tallied(order.take(at, min(at + BLOCK, stop))) for at in range(start, stop, BLOCK))
+        return sum(multiset_digest(order.take(at, min(at + BLOCK, stop))) for at in range(start, stop, BLOCK))
 
     # --- words -----------------------------------------------------------------------------------
 
@@ -278,8 +271,10 @@ class _Case:
             return ", if the stream gives the same items each time"
         if all(self._replayable(segment) is not None for segment in self.segments):
             return ""
-        told = "; which samples shared a step follows from their costs, not given here"
-        return told + "; of the window under way only the positions are known" * self._is_under_way(self.segments[-1])
+        text = "; which samples shared a step follows from their costs, not given here"
+        if self._is_under_way(self.segments[-1]):
+            text += "; of the window under way only the positions are known"
+        return text
 
     def _end(self) -> int:
         """One past the last position that the epoch under way will use."""
@@ -300,14 +295,14 @@ class _Case:
         return f"{left} except {len(skips)} skipped: {named}{rest}"
 
 
-def _replayed(digest: bytes, segment: Segment, order: Positions) -> bytes:
+def _replayed(digest: bytes, segment: Segment, order: Order) -> bytes:
     skips = list(segment.skipped)
     for start in range(segment.start, segment.stop, segment.batch_size):
         stop = min(start + segment.batch_size, segment.stop)
         mine: list[Skip] = []
         while skips and skips[0].position < stop:
             mine.append(skips.pop(0))
-        digest = linked(digest, segment.epoch, without(order.take(start, stop), start, tuple(mine)))
+        digest = chain_digest(digest, segment.epoch, drop_skipped(order.take(start, stop), start, tuple(mine)))
     return digest
 
 

@@ -1,8 +1,4 @@
-"""Batches of any shape, nested as datasets and collate functions make them: their tensors, and their way to the device.
-
-A rank without samples in a micro-batch gets an empty batch, dim 0 is 0, cut from a real one so that every other dim
-and dtype is right.
-"""
+"""Batches of nested tensors: emptied, sliced, moved to the device. A rank without samples gets an empty batch."""
 
 from __future__ import annotations
 
@@ -25,12 +21,12 @@ def empty_like(batch: Any, *, own: bool = False) -> Any:
         empty = tensor[:0] if tensor.dim() else tensor
         return empty.clone() if own else empty
 
-    return _mapped(batch, cut, leaf=[])
+    return _map_tensors(batch, cut, leaf=[])
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Returns `batch` with every tensor on `device`; copies from pinned memory do not wait."""
-    return _mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    return _map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def slice_batch(batch: Any, begin: int, end: int) -> Any:
@@ -39,7 +35,7 @@ def slice_batch(batch: Any, begin: int, end: int) -> Any:
     >>> slice_batch({"x": torch.arange(4), "y": [torch.arange(4)]}, 1, 3)
     {'x': tensor([1, 2]), 'y': [tensor([1, 2])]}
     """
-    return _mapped(batch, lambda tensor: tensor[begin:end])
+    return _map_tensors(batch, lambda tensor: tensor[begin:end])
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
@@ -50,37 +46,34 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
         found.append(tensor)
         return tensor
 
-    _mapped(batch, keep)
+    _map_tensors(batch, keep)
     return found
 
 
-def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor], leaf: Any = None) -> Any:
+def _map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor], leaf: Any = None) -> Any:
     """Applies `change` to the tensors of a nested batch; a list or plain tuple without any becomes `leaf` if given."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        parts = {key: _mapped(value, change, leaf) for key, value in batch.items()}
-        return parts if type(batch) is dict else _like(batch, parts)
+        parts = {key: _map_tensors(value, change, leaf) for key, value in batch.items()}
+        if type(batch) is dict:
+            return parts
+        try:  # a mapping's own type (transformers' BatchEncoding, say) where it can be made of a dict
+            return type(batch)(parts)  # type: ignore[call-arg]
+        except TypeError:
+            return parts
     if isinstance(batch, (list, tuple)):
         named = hasattr(batch, "_fields")
         nested = any(isinstance(part, (torch.Tensor, Mapping, list, tuple)) for part in batch)
         if leaf is not None and not nested and not named:
             return type(batch)(leaf)
-        items = [_mapped(part, change, leaf) for part in batch]
+        items = [_map_tensors(part, change, leaf) for part in batch]
         return type(batch)(*items) if named else type(batch)(items)
     return batch
 
 
-def _like(batch: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
-    """Keeps a mapping's own type (transformers' BatchEncoding, say) where it can be made of a dict."""
-    try:
-        return type(batch)(parts)  # type: ignore[call-arg]
-    except TypeError:
-        return parts
-
-
 class DevicePrefetcher:
-    """Takes host batches to the device; on CUDA on a stream of its own, one batch ahead of the computation."""
+    """Moves host batches to the device; on CUDA on a stream of its own, one batch ahead of the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -103,14 +96,14 @@ class DevicePrefetcher:
         return batch
 
     def stream_through(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches on the device; on CUDA the next copy is under way before one is handed out."""
+        """Yields the batches on the device; on CUDA the next copy is under way before one is yielded."""
         if self.stream is None:
             yield from map(self.send, batches)
             return
-        ahead: Any = None
+        following: Any = None
         for batch in batches:
-            ready, ahead = ahead, self.send(batch)
+            ready, following = following, self.send(batch)
             if ready is not None:
                 yield self.receive(ready)
-        if ahead is not None:
-            yield self.receive(ahead)
+        if following is not None:
+            yield self.receive(following)

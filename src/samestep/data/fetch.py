@@ -1,38 +1,147 @@
-"""From the numbers of a micro-batch's samples to the batch, in a worker or in the rank itself.
+"""From the indices of a micro-batch to the batch, in a worker or in the rank itself.
 
-torch's fetcher is three lines: what a sample raises goes up through two processes as a page of tracebacks, and does not
-say which sample it was. Here every sample is loaded under its own random stream and by its own name:
-
-    sample 17 cannot be loaded by worker 1 (process 4242): ValueError: not a picture, at data.py:31: "raise Value…"
-
-or, if asked, left out and noted down. A micro-batch of which nothing is left becomes an empty one, cut from another
-sample so that every other dim and dtype is right.
+Every sample is loaded under a random stream of its own, seeded from (seed, epoch, index): with torch's one seed for
+each worker a sample's augmentation depends on which worker loads it, and after how many others. The errors of a sample
+name it, and if asked it is left out and recorded. A micro-batch of which nothing is left becomes an empty one, cut from
+another sample so that every other dim and dtype is right.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from samestep.data.batches import empty_like
 from samestep.data.ledger import Skip
-from samestep.data.streams import SampleSeeds, is_deterministic_dataset, preserve_rng, seed_global_rngs
+from samestep.data.workers import WorkerStatus, shortened
 from samestep.errors import DataError
 from samestep.launch.failure import user_line
+from samestep.runtime.rng import RngState
+from samestep.seeding import GOLDEN, derive_seed, splitmix64
 
 __all__: list[str] = []
 
 LONGEST_REASON = 200  # characters of an exception's message that the ledger keeps
 _TRIES = 64  # samples tried until one can be loaded, to cut an empty batch from
+_HOST = torch.device("cpu")
+_DETERMINISTIC = {TensorDataset, list, tuple, range}
+
+
+# --- random streams --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SampleSeeds:
+    """The seeds of a run's samples; `seed` is that of the order.
+
+    To seed takes 7 us a sample (3.3 for Python's generator, 2 for each of the others); and with workers=0 it takes
+    0.1 ms a micro-batch to keep the rank's own streams as they were. Datasets that cannot draw are not charged.
+    """
+
+    seed: int
+
+    def words(self, epoch: int, indices: list[int]) -> list[int]:
+        """Returns 64 bits for each of these samples, to seed their generators from."""
+        return self._words("samples", epoch, indices)
+
+    def seed_batch(self, epoch: int, position: int) -> None:
+        """Seeds the generators for what is done to a whole micro-batch: the one that starts at `position`."""
+        seed_global_rngs(self._words("batches", epoch, [position])[0])
+
+    def _words(self, purpose: str, epoch: int, numbers: list[int]) -> list[int]:
+        key = derive_seed(self.seed, purpose, epoch)
+        steps = np.array(numbers, dtype=np.uint64) * np.uint64(GOLDEN)
+        words: list[int] = splitmix64(steps + np.uint64(key)).tolist()
+        return words
+
+
+def seed_global_rngs(word: int) -> None:
+    """Seeds Python's, NumPy's and torch's generators on the CPU from 64 bits.
+
+    NumPy and torch take a half each: they are the same Mersenne Twister, and would draw the same from the same seed.
+    """
+    random.seed(word)
+    np.random.seed(word >> 32)  # noqa: NPY002  (the global generator is the one that transforms draw from)
+    torch.default_generator.manual_seed(word & 0xFFFFFFFF)  # torch.manual_seed, at 60 times the price, sees to GPUs
+
+
+@contextmanager
+def preserve_rng() -> Iterator[None]:
+    """Leaves the three generators as they were."""
+    before = RngState.capture(_HOST)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def is_deterministic_dataset(dataset: Any) -> bool:
+    """Whether a dataset is one of those that hold their samples, and cannot draw a random number."""
+    if type(dataset) is Subset:
+        return is_deterministic_dataset(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(is_deterministic_dataset(part) for part in dataset.datasets)
+    return type(dataset) in _DETERMINISTIC
+
+
+# --- batches ---------------------------------------------------------------------------------
+
+
+class Loaded:
+    """A host batch of a micro-batch, without the samples `skipped`.
+
+    `items` is what a stream reports with it: how many items its step has, or of a rank's own stream the batch.
+    """
+
+    __slots__ = ("batch", "items", "skipped")
+
+    def __init__(self, batch: Any, skipped: tuple[Skip, ...] = (), items: int = 0) -> None:
+        self.batch = batch
+        self.skipped = skipped
+        self.items = items
+
+    def pin_memory(self) -> Loaded:
+        """Returns it with its tensors in page-locked memory; DataLoader calls it."""
+        pinned = torch.utils.data._utils.pin_memory.pin_memory(self.batch)  # type: ignore[no-untyped-call]  # noqa: SLF001
+        return Loaded(pinned, self.skipped, self.items)
+
+
+class Collator:
+    """Makes batches of samples, and empty ones, which are cut from the first."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any] | None, seeds: SampleSeeds | None) -> None:
+        self._collate = collate_fn or default_collate
+        self._seeds = seeds
+        self._empty: Any = None
+
+    def collate(self, samples: list[Any], epoch: int, position: int, named: Callable[[], str]) -> Any:
+        """Returns the batch of samples that start at a position; `named` names them in an error."""
+        if self._seeds is not None:
+            self._seeds.seed_batch(epoch, position)
+        try:
+            batch = self._collate(samples)
+        except Exception as error:
+            where, source = user_line(error.__traceback__)
+            raise DataError(f"{named()} do not make a batch: {reason_of(error)}, at {where}: {source}") from error
+        if self._empty is None:
+            self._empty = empty_like(batch, own=True)
+        return batch
+
+    @property
+    def has_empty(self) -> bool:
+        return self._empty is not None
+
+    def empty(self) -> Any:
+        """Returns a new empty batch: the user may change the one that he gets."""
+        return empty_like(self._empty)
 
 
 @dataclass(frozen=True)
@@ -48,68 +157,15 @@ class Request:
     is_empty: bool = False
 
 
-class Loaded:
-    """A host batch of samples `request.indices` without those at `skipped`."""
-
-    __slots__ = ("batch", "skipped")
-
-    def __init__(self, batch: Any, skipped: tuple[Skip, ...] = ()) -> None:
-        self.batch = batch
-        self.skipped = skipped
-
-    def pin_memory(self) -> Loaded:
-        """Returns it with its tensors in page-locked memory; DataLoader calls it."""
-        pinned = torch.utils.data._utils.pin_memory.pin_memory(self.batch)  # type: ignore[no-untyped-call]  # noqa: SLF001
-        return Loaded(pinned, self.skipped)
-
-
-class Board:
-    """Where every worker stands, in memory shared with the rank: it is read when a worker has died.
-
-    A row is [first position of the micro-batch, one past its last, place in it of the sample that is being loaded].
-    The place is -1 where all are loaded at once, and the number of samples when they are made into a batch.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self._shared = torch.full((workers, 3), -1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-
-    @cached_property
-    def _rows(self) -> NDArray[np.int64]:
-        rows: NDArray[np.int64] = self._shared.numpy()  # a write takes 0.1 us, to a tensor 3
-        return rows
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_shared": self._shared}  # for a worker that is spawned: the view would be copied
-
-    def write(self, worker: int, request: Request | None) -> None:
-        """Says what a worker is at from now on; None while it has nothing to do."""
-        self._rows[worker] = (
-            (-1, -1, -1) if request is None else (request.start, request.start + len(request.indices), -1)
-        )
-
-    def write_row(self, worker: int, start: int, stop: int, place: int) -> None:
-        """Says it in numbers."""
-        self._rows[worker] = (start, stop, place)
-
-    def note_place(self, worker: int, place: int) -> None:
-        """Says which sample a worker is at."""
-        self._rows[worker, 2] = place
-
-    def read(self, worker: int) -> tuple[int, int, int]:
-        """Returns a worker's row."""
-        start, stop, place = self._rows[worker].tolist()
-        return start, stop, place
-
-
 class Fetcher(Dataset[Any]):
-    """What DataLoader takes for the dataset: it answers a :class:`Request` with a :class:`Loaded`.
+    """Stands for the dataset in DataLoader: it answers a :class:`Request` with a :class:`Loaded`.
 
     Args:
         dataset: the user's.
         collate_fn: makes a batch of a list of samples; torch's default if None.
-        streams: of the samples; None leaves the generators alone.
+        seeds: of the samples; None leaves the generators alone.
         skip: leave bad samples out.
-        board: where workers say what they are at; None without workers.
+        status: where workers write what they do; None without workers.
     """
 
     def __init__(
@@ -117,46 +173,42 @@ class Fetcher(Dataset[Any]):
         dataset: Any,
         collate_fn: Callable[[list[Any]], Any] | None,
         *,
-        streams: SampleSeeds | None,
+        seeds: SampleSeeds | None,
         skip: bool,
-        board: Board | None,
+        status: WorkerStatus | None,
     ) -> None:
         self.dataset = dataset
-        self._collate = collate_fn or default_collate
-        self._streams = None if is_deterministic_dataset(dataset) else streams
-        self._batch_stream = streams if self._streams is not None or collate_fn is not None else None
+        self._seeds = None if is_deterministic_dataset(dataset) else seeds
+        batch_seeds = seeds if self._seeds is not None or collate_fn is not None else None
+        self._draws = batch_seeds is not None
+        self._collator = Collator(collate_fn, batch_seeds)
         self._skip = skip
-        self._board = board
-        self._in_bulk = getattr(dataset, "__getitems__", None) if self._streams is None else None
-        self._empty: Any = None  # cut from the first batch: what is left where nothing is
+        self._status = status
+        self._in_bulk = getattr(dataset, "__getitems__", None) if self._seeds is None else None
 
     def __getitems__(self, request: Request) -> Loaded:
         """Loads one micro-batch; DataLoader calls it, once for each."""
         worker = get_worker_info()
         if worker is None:
-            with preserve_rng() if self._batch_stream is not None else nullcontext():
-                return self._loaded(request, None)
-        assert self._board is not None
-        self._board.write(worker.id, request)
-        loaded = self._loaded(request, worker.id)
-        self._board.write(worker.id, None)
+            with preserve_rng() if self._draws else nullcontext():
+                return self._load(request, None)
+        assert self._status is not None
+        self._status.write(worker.id, request.start, request.start + len(request.indices))
+        loaded = self._load(request, worker.id)
+        self._status.clear(worker.id)
         return loaded
 
-    def _loaded(self, request: Request, worker: int | None) -> Loaded:
+    def _load(self, request: Request, worker: int | None) -> Loaded:
         samples, skipped = self._samples(request, worker)
-        self._note_place(worker, len(request.indices))
-        if request.is_empty:
-            return Loaded(empty_like(self._collated(samples, request)) if samples else self._nothing(request))
+        self._write_place(worker, len(request.indices))
         if not samples:
-            return Loaded(self._nothing(request), skipped)
-        batch = self._collated(samples, request)
-        if self._skip and self._empty is None:
-            self._empty = empty_like(batch, own=True)
-        return Loaded(batch, skipped)
+            return Loaded(self._empty(request), () if request.is_empty else skipped)
+        batch = self._collate(samples, request)
+        return Loaded(empty_like(batch)) if request.is_empty else Loaded(batch, skipped)
 
-    def _note_place(self, worker: int | None, place: int) -> None:
-        if worker is not None and self._board is not None:
-            self._board.note_place(worker, place)
+    def _write_place(self, worker: int | None, place: int) -> None:
+        if worker is not None and self._status is not None:
+            self._status.write_place(worker, place)
 
     def _samples(self, request: Request, worker: int | None) -> tuple[list[Any], tuple[Skip, ...]]:
         if self._in_bulk is not None:
@@ -164,11 +216,11 @@ class Fetcher(Dataset[Any]):
                 return list(self._in_bulk(request.indices)), ()
             except Exception:  # noqa: BLE001, S110  (one by one says which it was)
                 pass
-        words = None if self._streams is None else self._streams.words(request.epoch, request.indices)
+        words = None if self._seeds is None else self._seeds.words(request.epoch, request.indices)
         samples: list[Any] = []
         skipped: list[Skip] = []
         for place, index in enumerate(request.indices):
-            self._note_place(worker, place)
+            self._write_place(worker, place)
             if words is not None:
                 seed_global_rngs(words[place])
             try:
@@ -179,42 +231,25 @@ class Fetcher(Dataset[Any]):
                 skipped.append(Skip(request.start + place, index, reason_of(error)))
         return samples, tuple(skipped)
 
-    def _collated(self, samples: list[Any], request: Request) -> Any:
-        if self._batch_stream is not None:
-            self._batch_stream.enter(request.epoch, request.start)
-        try:
-            return self._collate(samples)
-        except Exception as error:
-            where, source = user_line(error.__traceback__)
-            raise DataError(
-                f"samples {shortened(request.indices)} do not make a batch: {reason_of(error)}, at {where}: {source}"
-            ) from error
+    def _collate(self, samples: list[Any], request: Request) -> Any:
+        return self._collator.collate(
+            samples, request.epoch, request.start, lambda: f"samples {shortened(request.indices)}"
+        )
 
-    def _nothing(self, request: Request) -> Any:
+    def _empty(self, request: Request) -> Any:
         """An empty batch where no sample of the request could be loaded."""
-        if self._empty is None:
+        if not self._collator.has_empty:
             for index in range(min(_TRIES, len(self.dataset))):
                 samples, _ = self._samples(Request(request.epoch, 0, [index]), None)
                 if samples:
-                    self._empty = empty_like(self._collated(samples, request), own=True)
+                    self._collate(samples, request)
                     break
             else:
                 raise DataError(
                     f"samples {shortened(request.indices)} and the first {_TRIES} of the dataset are all bad: this is "
                     'the dataset and not a sample; on_bad_sample="raise" shows what it says'
                 )
-        return empty_like(self._empty)  # the user may change what he gets
-
-
-def shortened(indices: list[int], most: int = 16) -> str:
-    """Returns a list of samples for an error message.
-
-    >>> shortened([1, 2, 3], most=2)
-    '[1, 2, … 3 in all]'
-    """
-    if len(indices) <= most:
-        return str(indices)
-    return f"{str(indices[:most])[:-1]}, … {len(indices)} in all]"
+        return self._collator.empty()
 
 
 def _complaint(dataset: Any, index: int, worker: int | None, error: Exception) -> str:
@@ -226,9 +261,9 @@ def _complaint(dataset: Any, index: int, worker: int | None, error: Exception) -
 
 
 def reason_of(error: Exception) -> str:
-    """Returns what an exception says, in one line of a bearable length."""
-    said = " ".join(str(error).split())
-    short = said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}…"
+    """Returns an exception's type and message, in one line of bounded length."""
+    text = " ".join(str(error).split())
+    short = text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}…"
     return f"{type(error).__name__}: {short}" if short else type(error).__name__
 
 

@@ -1,24 +1,11 @@
 """The ledger: which samples every committed step consumed, as a chain of digests small enough for a checkpoint.
 
-torch's samplers keep no account: whether a run that was resumed five times has seen every sample once is a matter of
-belief. Here a step that is committed is entered: its epoch, its positions in the order, and a digest over its indices
-and all indices before them. The entry is computed from the order alone, so it is the same on every rank, for any
-number of ranks, workers and micro-batches, and two runs that consumed the same samples in the same steps have the same
-digest.
-
-    step         [7 2 9 0]     [4 1 8 3]      [6 5]
-    digest  h0 ──► h1 ─────────► h2 ──────────► h3        h' = BLAKE2b(h, epoch, how many, indices)             [1]
-    segment      └──── epoch 0, [0, 10), steps of 4, h3 ────┘    one for steps that follow each other           [2]
-
-A segment ends with its epoch, and where the batch size changes or the run was resumed; so the ledger grows by some 60
-bytes for each of those and not with the steps. A sample that was skipped stands in its segment, and not in its step's
-digest. `samestep.data.audit` replays all of it from the saved state.
-
-Where samples share a step because of their costs, which the state does not hold, a segment also has a tally: a sum over
-its samples that no order changes. So a window can be compared with what the order put into it, whatever its steps were.
-
-An entry costs 4 us for a step of 256 samples and 0.4 ms for one of 65536 (one core; of these the digest 2 us and
-0.36 ms), their indices known: the loader has computed them. A state is taken in 1 us, 20 us after 10,000 segments.
+A committed step is entered: its epoch, its positions in the order, and a digest over its indices and all indices
+before them. The entry follows from the order alone, so it is the same on every rank, for any number of ranks, workers
+and micro-batches. Steps that follow each other share a segment, which ends with its epoch, and where the batch size
+changes or the run was resumed; so the ledger grows by some 60 bytes for each of those and not with the steps. A sample
+that was skipped is listed in its segment, and is no part of the digest. `samestep.data.audit` replays all of it. Where
+samples share a step because of their costs, a segment also has a tally: a sum over its samples that no order changes.
 """
 
 from __future__ import annotations
@@ -75,14 +62,12 @@ class Segment:
     tally: int = 0
 
     def row(self) -> tuple[Any, ...]:
-        """Returns it as plain data."""
         skipped = tuple((skip.position, skip.index, skip.reason) for skip in self.skipped)
         row = (self.epoch, self.start, self.stop, self.batch_size, self.digest.hex(), skipped)
         return (*row, self.bucket, f"{self.tally:x}") if self.bucket else row
 
     @staticmethod
     def of(row: Any) -> Segment:
-        """Returns what :meth:`row` wrote."""
         (epoch, start, stop, batch_size, digest, skipped), bucketed = row[:6], row[6:]
         skips = tuple(Skip(int(position), int(index), str(reason)) for position, index, reason in skipped)
         bucket, tally = bucketed or ("", "0")
@@ -90,11 +75,11 @@ class Segment:
         return Segment(*place, bytes.fromhex(digest), skips, str(bucket), int(tally, 16))
 
 
-def linked(digest: bytes, epoch: int, indices: Indices) -> bytes:
-    """Returns the digest of everything up to `digest`, and a step of these indices in this order: [1].
+def chain_digest(digest: bytes, epoch: int, indices: Indices) -> bytes:
+    """Returns the digest of everything up to `digest`, and a step of these indices in this order: BLAKE2b.
 
     >>> import numpy as np
-    >>> linked(START, 0, np.array([1, 2])) == linked(START, 0, np.array([2, 1]))
+    >>> chain_digest(START, 0, np.array([1, 2])) == chain_digest(START, 0, np.array([2, 1]))
     False
     """
     state = hashlib.blake2b(digest, digest_size=DIGEST_BYTES)
@@ -103,11 +88,11 @@ def linked(digest: bytes, epoch: int, indices: Indices) -> bytes:
     return state.digest()
 
 
-def tallied(indices: Indices) -> int:
+def multiset_digest(indices: Indices) -> int:
     """Returns the sum of a word for each sample, the same in any order.
 
     >>> import numpy as np
-    >>> tallied(np.array([1, 2])) == tallied(np.array([2, 1])) != tallied(np.array([1, 3]))
+    >>> multiset_digest(np.array([1, 2])) == multiset_digest(np.array([2, 1])) != multiset_digest(np.array([1, 3]))
     True
     """
     words = splitmix64(indices.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(GOLDEN))
@@ -130,7 +115,6 @@ class Ledger:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no step was entered."""
         return self._last is None and not self._closed
 
     def enter(
@@ -143,22 +127,13 @@ class Ledger:
         skipped: tuple[Skip, ...] = (),
         bucket: str = "",
     ) -> None:
-        """Enters a committed step that starts at position `start` and would consume `indices`.
-
-        Args:
-            epoch: of the step.
-            start: its first position.
-            indices: its samples over all ranks, in order, those that were skipped included.
-            batch_size: of the run; a last step may be shorter.
-            skipped: those of its samples that were left out.
-            bucket: how steps are bucketed by cost; then the samples are added up as well.
-        """
-        consumed = without(indices, start, skipped)
-        self.digest = linked(self.digest, epoch, consumed)
-        tally = tallied(consumed) if bucket else 0
+        """Enters a committed step: its first position, and its samples over all ranks, those skipped included."""
+        consumed = drop_skipped(indices, start, skipped)
+        self.digest = chain_digest(self.digest, epoch, consumed)
+        tally = multiset_digest(consumed) if bucket else 0
         last, stop = self._last, start + len(indices)
         here = (epoch, start, batch_size, bucket)
-        if last is not None and (last.epoch, last.stop, last.batch_size, last.bucket) == here:  # [2]
+        if last is not None and (last.epoch, last.stop, last.batch_size, last.bucket) == here:
             both = last.skipped + skipped
             self._last = replace(last, stop=stop, digest=self.digest, skipped=both, tally=last.tally + tally)
             return
@@ -169,7 +144,6 @@ class Ledger:
         return self._closed if self._last is None else (*self._closed, self._last.row())
 
     def state(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         return {
             "version": LEDGER_VERSION,
             "begins": self.begins,
@@ -214,22 +188,17 @@ def parsed(state: Mapping[str, Any]) -> tuple[tuple[int, int], bytes, list[Segme
         raise DataError(f"the data ledger is malformed: {error}") from error
 
 
-def placed(skipped: tuple[Skip, ...], start: int, indices: Indices) -> tuple[Skip, ...]:
-    """Returns the skipped samples of a step with the positions that they have in the order, which starts at `start`.
-
-    A step that was sorted by cost was loaded from other positions.
-    """
+def with_positions(skipped: tuple[Skip, ...], start: int, indices: Indices) -> tuple[Skip, ...]:
+    """Returns the skipped samples of a step with their positions in the order: sorting by cost has changed them."""
     if not skipped:
         return skipped
     places = {int(index): start + place for place, index in enumerate(indices)}
-    return tuple(sorted((replace(skip, position=places[skip.index]) for skip in skipped), key=_position))
+    return tuple(
+        sorted((replace(skip, position=places[skip.index]) for skip in skipped), key=lambda skip: skip.position)
+    )
 
 
-def _position(skip: Skip) -> int:
-    return skip.position
-
-
-def without(indices: Indices, start: int, skipped: tuple[Skip, ...]) -> Indices:
+def drop_skipped(indices: Indices, start: int, skipped: tuple[Skip, ...]) -> Indices:
     """Returns a step's indices, the first of which stands at position `start`, without those skipped."""
     if not skipped:
         return indices

@@ -1,29 +1,105 @@
 """Do a piece of work once on this machine, however many processes ask for it.
 
-Every rank of a script runs the line that downloads the data. PyTorch's tutorials let rank 0 do it and put a
-barrier behind it, which needs a process group, is wrong on several machines (each has a disk of its own), and
-hangs the others for half an hour when the download fails. Here the file system decides, so ranks, unrelated
-processes and DataLoader workers are all served:
-
-    process A   lock ── work ── marker ── unlock
-    process B   lock ........ waits ............ marker is there: go on
-    process C   (dies while it works: the kernel unlocks, there is no marker, the next in line takes over)
+Every rank of a script runs the line that downloads the data. A barrier behind rank 0's download needs a process group,
+is wrong on several machines (each has a disk of its own), and hangs the others when the download fails. Here the file
+system decides, so ranks, unrelated processes and DataLoader workers are all served. The lock ends with its process:
+the kernel drops an ``flock`` when the last process that holds it ends, however it ends. The holder writes its pid, host
+and start beside the lock, so that errors can name it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from samestep.data.lock import Holder, NamedLock
+from filelock import FileLock, Timeout
+
 from samestep.errors import SamestepError, UsageError
+from samestep.machine import namespace
 
 __all__ = ["once"]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The holder of a lock: its process, in which namespace that number counts, and since when (seconds of 1970)."""
+
+    pid: int
+    host: str
+    where: str
+    since: float
+
+    @classmethod
+    def here(cls) -> Holder:
+        return cls(os.getpid(), socket.gethostname(), _here(), time.time())
+
+    @property
+    def is_this_process(self) -> bool:
+        return (self.pid, self.where) == (os.getpid(), _here())
+
+    @property
+    def may_live(self) -> bool:
+        """False only if this process would see the holder, and it is gone; what others run cannot be seen."""
+        return self.where != _here() or Path(f"/proc/{self.pid}").exists()
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+
+def _here() -> str:
+    return namespace("pid") or socket.gethostname()
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes a file by renaming: a reader must never see half of it."""
+    fresh = path.with_name(f"{path.name}-{os.getpid()}")
+    fresh.write_text(json.dumps(value), encoding="utf-8")
+    fresh.replace(path)
+
+
+class NamedLock:
+    """An exclusive lock on the file ``path``, with a note of its holder in ``path.holder``.
+
+    Forked children inherit the lock on old versions of filelock; there it is free only when they have ended too.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = FileLock(path, thread_local=False)
+        self._note = path.with_name(path.name + ".holder")
+
+    def acquire(self, timeout: float | None) -> bool:
+        """Waits up to ``timeout`` seconds (None: for ever) for the lock; returns whether it is held now."""
+        try:
+            self._lock.acquire(timeout=-1 if timeout is None else timeout, poll_interval=0.05)
+        except Timeout:
+            return False
+        try:
+            _write_json(self._note, asdict(Holder.here()))
+        except BaseException:
+            self._lock.release()
+            raise
+        return True
+
+    def holder(self) -> Holder | None:
+        """Who wrote the note last, or None if nobody did or the note is unreadable."""
+        try:
+            note = json.loads(self._note.read_text(encoding="utf-8"))
+            return Holder(int(note["pid"]), str(note["host"]), str(note["where"]), float(note["since"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def release(self) -> None:
+        """Gives the lock back; does nothing if it is not held."""
+        if self._lock.is_locked:
+            self._note.unlink(missing_ok=True)
+            self._lock.release()
 
 
 @contextmanager
@@ -111,7 +187,4 @@ def _is_done(target: Path) -> bool:
 
 
 def _mark_done(target: Path) -> None:
-    marker = _beside(target, "done")
-    fresh = marker.with_name(f"{marker.name}-{os.getpid()}")
-    fresh.write_text(json.dumps({"made": target.exists(), **asdict(Holder.here())}), encoding="utf-8")
-    fresh.replace(marker)
+    _write_json(_beside(target, "done"), {"made": target.exists(), **asdict(Holder.here())})

@@ -1,17 +1,8 @@
-"""The global order: a keyed permutation of the samples with random access, and its cut into steps and ranks.
+"""The global order: a keyed permutation of the samples with random access, and its partition into steps and ranks.
 
-DistributedSampler gives each rank a stripe of `torch.randperm`: the order depends on the number of ranks, the tail is
-padded with repeated samples (or dropped), `set_epoch` is forgotten, and a resume in mid-epoch starts over. Here the
-order is a function of (seed, epoch, position) alone, so any rank of any world size can ask for any part of it:
-
-    position     0   1   2   3   4   5   6   7   8   9          batch_size=4, 10 samples
-    sample       7   2   9   0   4   1   8   3   6   5          order.take(0, 10)
-    step         └──── 0 ────┘   └──── 1 ────┘   └ 2 ┘          step k takes [cursor, cursor + 4); the tail is short
-    rank of 3    0   0   1   2   0   0   1   2   0   1          contiguous slices, uneven where they must be; rank 2
-                                                                has no sample in step 2 and takes it all the same
-
-The permutation is a Feistel network over the next power of four, walked along its cycle until it lands below `size`
-(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002); the round function is SplitMix64's
+The order is a function of (seed, epoch, position) alone, so any rank of any number of ranks can ask for any part of
+it. The permutation is a Feistel network over the next power of four, walked along its cycle until it lands below
+`size` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002); the round function is SplitMix64's
 finaliser (Steele, Lea and Flood, OOPSLA 2014). Memory is constant. It is ours rather than `torch.randperm` because a
 resume must find the same order under any version: it never changes; a better one gets a new ORDER_VERSION.
 """
@@ -19,10 +10,9 @@ resume must find the same order under any version: it never changes; a better on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, overload
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,16 +32,14 @@ Indices = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
 
-class Positions(Protocol):
-    """What one epoch's order is asked, however it came about."""
+class Order(Protocol):
+    """One epoch's order of `size` samples."""
 
     @property
-    def epoch(self) -> int:
-        """Of which epoch it is."""
+    def epoch(self) -> int: ...
 
     @property
-    def size(self) -> int:
-        """Samples of the epoch."""
+    def size(self) -> int: ...
 
     def take(self, start: int, stop: int) -> Indices:
         """Returns the samples at positions [start, stop), shape [stop - start], int64."""
@@ -59,7 +47,7 @@ class Positions(Protocol):
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """One epoch's order of `size` samples.
+    """One epoch's order of `size` samples, shuffled or as they are.
 
     >>> SampleOrder(size=10, seed=0, epoch=0).take(0, 10).tolist() == sorted(range(10))
     False
@@ -127,19 +115,19 @@ def _feistel(values: Words, half_bits: int, keys: Words) -> Words:
 
 @dataclass(frozen=True)
 class StepPartition:
-    """The positions [start, stop) of one optimizer step, and its cut for one rank.
+    """The positions [start, stop) of one optimizer step, and its partition for one rank.
 
     Attributes:
         start: first position of the whole step.
         stop: one past the last.
         micro: this rank's micro-batches as [start, stop) positions, as many on every rank; empty ones are equal.
-        held: slices of the step that they belong to, one after another: as many micro-batches to each.
+        local_slices: slices of the step that they belong to, one after another: as many micro-batches to each.
     """
 
     start: int
     stop: int
     micro: tuple[tuple[int, int], ...]
-    held: int = 1
+    local_slices: int = 1
 
     @property
     def size(self) -> int:
@@ -147,22 +135,29 @@ class StepPartition:
         return self.stop - self.start
 
     def slice_of(self, micro: int) -> int:
-        """Returns which of the slices held here a micro-batch belongs to."""
-        return micro * self.held // len(self.micro)
+        """Returns which of this rank's slices a micro-batch belongs to."""
+        return micro * self.local_slices // len(self.micro)
+
+
+class Partitioner(Protocol):
+    """Divides an order into steps; :class:`StepPartitioner` is one."""
+
+    def step(self, start: int) -> StepPartition:
+        """Returns the step that starts at position `start`."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How the order is cut: for whom, and into what.
+class StepPartitioner:
+    """Divides an order into steps, and these among ranks and micro-batches.
 
     Attributes:
         total: samples of the epoch.
         batch_size: samples of a step, over all ranks.
         micro_batch_size: most samples of one micro-batch on one rank; None takes a rank's share whole.
-        rank: this rank's position on the data axis; on virtual ranks, the first slice that it holds.
+        rank: this rank's position on the data axis; on virtual ranks, its first slice.
         ranks: the length of the data axis; on virtual ranks, the slices of a step.
         drop_last: leave out a last step shorter than `batch_size`.
-        held: slices that this rank computes, one after another.
+        local_slices: slices that this rank computes, one after another.
     """
 
     total: int
@@ -171,7 +166,7 @@ class Cut:
     rank: int = 0
     ranks: int = 1
     drop_last: bool = False
-    held: int = 1
+    local_slices: int = 1
 
     @property
     def end(self) -> int:
@@ -179,7 +174,6 @@ class Cut:
         return self.total - self.total % self.batch_size if self.drop_last else self.total
 
     def steps_from(self, cursor: int) -> int:
-        """Returns how many steps are left from position `cursor`."""
         return -(-max(0, self.end - cursor) // self.batch_size)
 
     def step(self, start: int) -> StepPartition:
@@ -194,44 +188,8 @@ class Cut:
         count = -(-largest // self.micro_batch_size) if self.micro_batch_size else 1
         together = cut_evenly(stop - start, count)  # first for all ranks, then among them
         micro = []
-        for rank in range(self.rank, self.rank + self.held):
+        for rank in range(self.rank, self.rank + self.local_slices):
             for low, high in together:
                 first, last = cut_evenly(high - low, self.ranks)[rank]
                 micro.append((start + low + first, start + low + last))
-        return StepPartition(start, stop, tuple(micro), self.held)
-
-    def steps(self, cursor: int) -> Iterator[StepPartition]:
-        """Yields the steps from position `cursor` to the end."""
-        for start in range(cursor, self.end, self.batch_size):
-            yield self.step(start)
-
-
-class Cutter(Protocol):
-    """What cuts an order into steps; :class:`Cut` is one."""
-
-    def step(self, start: int) -> StepPartition:
-        """Returns the step that starts at position `start`."""
-
-
-class Steps(Sequence[StepPartition]):
-    """The steps that start at `starts`, cut when they are asked for: a billion samples have millions.
-
-    >>> [(step.start, step.stop) for step in Steps(Cut(10, 4), range(4, 10, 4))]
-    [(4, 8), (8, 10)]
-    """
-
-    def __init__(self, cut: Cutter, starts: range) -> None:
-        self._cut = cut
-        self._starts = starts
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    @overload
-    def __getitem__(self, place: int) -> StepPartition: ...
-    @overload
-    def __getitem__(self, place: slice) -> Steps: ...
-    def __getitem__(self, place: int | slice) -> StepPartition | Steps:
-        if isinstance(place, slice):
-            return Steps(self._cut, self._starts[place])
-        return self._cut.step(self._starts[place])
+        return StepPartition(start, stop, tuple(micro), self.local_slices)

@@ -1,13 +1,8 @@
 """One global order of samples, this rank's part of every step, and the loss that adds up to the whole's.
 
-The usual recipe is DistributedSampler, a DataLoader with the batch size divided by hand, and a mean loss. It pads the
-tail, it averages means of unequal batches, it synchronises in accumulation where it need not, and a resume repeats
-data. Here the batch size is global; a step is a slice of one order; and `mean` divides by the weight of the *whole*
-step, so that the gradients which DistributedDataParallel averages over N ranks are those of one process:
-
-    loss of the step  L = 1/W Σ losses         W = weight of the whole step, over all ranks and micro-batches
-    rank r's value    l_r = 1/W Σ its losses   so that the values add up to L                              [1]
-    rank r's gradient N · ∂l_r                 because DDP divides the sum by N: 1/N Σ N ∂l_r = ∂L         [2]
+The batch size is global, a step is a slice of one order, and `mean` divides by the weight W of the *whole* step, over
+all ranks and micro-batches, so that the gradients which DistributedDataParallel averages over N ranks are those of one
+process: rank r's value is l_r = 1/W Σ its losses, and its gradient N · ∂l_r, because DDP divides the sum by N.
 """
 
 from __future__ import annotations
@@ -20,19 +15,16 @@ import torch
 
 from samestep import progress
 from samestep.data.batches import tensors_of
-from samestep.data.buckets import Bucketed, Buckets, check_position
-from samestep.data.costs import Costs, Dealt
-from samestep.data.feed import Feed
-from samestep.data.iterable import PROMISES, Kind
-from samestep.data.iterable_loader import StreamLoader
-from samestep.data.ledger import Ledger, placed
+from samestep.data.costs import BucketedOrder, Buckets, CostBalancedOrder, Costs, check_position
+from samestep.data.current_step import CurrentStep, StepReport
+from samestep.data.iterable import PROMISES, Kind, StreamLoader
+from samestep.data.ledger import Ledger, with_positions
 from samestep.data.loader import Loader
-from samestep.data.open_step import OpenStep
-from samestep.data.order import ORDER_VERSION, UNKNOWN, Cut, Positions, SampleOrder, Steps
-from samestep.data.report import StepReport
+from samestep.data.order import ORDER_VERSION, UNKNOWN, Order, SampleOrder, StepPartitioner
+from samestep.data.step_pipeline import StepPipeline, Steps
 from samestep.errors import DataError, StepError
-from samestep.runtime.step import StepLoss
-from samestep.runtime.sums import Tag
+from samestep.runtime.scalar_sums import StepTag
+from samestep.runtime.step_state import StepLoss
 from samestep.runtime.world import World
 from samestep.seeding import derive_seed
 
@@ -54,8 +46,8 @@ class Shards:
 
     def __init__(
         self,
-        loader: Loader | StreamLoader,
-        cut: Cut,
+        loader: Loader | StreamLoader | None,
+        partitioner: StepPartitioner,
         world: World,
         *,
         seed: int,
@@ -64,29 +56,39 @@ class Shards:
         costs: Costs | None = None,
         buckets: Buckets | None = None,
         kind: Kind = "indexed",
+        own_micro: int | None = None,
     ) -> None:
-        self.batch_size = cut.batch_size
+        self.batch_size = partitioner.batch_size
         self.step_ends = True
-        self._cut = cut
+        self._loader = loader
+        self._partitioner = partitioner
         self._world = world
         self._seed = seed
         self._shuffle = shuffle
-        self._number = world.next_number()
+        self._number = world.next_id()
         self._kind = kind
         self._weigh = weigh
         self._costs = costs
         self._buckets = buckets
-        by = "" if costs is None else costs.digest
-        self._digest = derive_seed(seed, cut.total, cut.batch_size, cut.micro_batch_size or 0, int(shuffle), by)
+        by, micro = "" if costs is None else costs.digest, partitioner.micro_batch_size or 0
+        self._digest = derive_seed(seed, partitioner.total, self.batch_size, micro, int(shuffle), by)
         self._epoch = 0
         self._cursor = 0  # everything before it is consumed: the step that used it was committed
         self._reached = 0  # everything before it was in a finished step
         self._order = self._order_of(0)
-        self._dealt: Dealt | None = None  # the same samples in the same steps, each sorted by cost
+        self._balanced: CostBalancedOrder | None = None  # the same samples in the same steps, each sorted by cost
         self._ledger = Ledger()
-        self._feed = Feed(loader, world, batch_size=cut.batch_size, weigh=weigh, tagged=self._tag_weight)
-        self._skips = self._feed.skips
-        self._open: OpenStep | None = None
+        self._pipeline = StepPipeline(
+            world,
+            batch_size=self.batch_size,
+            weigh=weigh,
+            weight_tag=partial(self._tag, "weight"),
+            skips=loader is not None and loader.skip,
+            is_bounded=partitioner.total < UNKNOWN,
+            own_micro=own_micro,
+        )
+        self._skips = self._pipeline.skips
+        self._current: CurrentStep | None = None
         self._iteration = 0
         self._report = StepReport(world)
 
@@ -113,23 +115,23 @@ class Shards:
             self._order = self._order_of(epoch)
         if self._skips is not None:
             self._skips.discard()
-        self._open = None
+        self._current = None
         self._iteration += 1
         self._report.discard()
 
-    def _order_of(self, epoch: int) -> Positions:
-        order = SampleOrder(self._cut.total, self._seed, epoch, self._shuffle)
-        return order if self._buckets is None else Bucketed(order, self._buckets)
+    def _order_of(self, epoch: int) -> Order:
+        order = SampleOrder(self._partitioner.total, self._seed, epoch, self._shuffle)
+        return order if self._buckets is None else BucketedOrder(order, self._buckets)
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a whole epoch."""
-        return self._cut.steps_from(0)
+        return self._partitioner.steps_from(0)
 
     @property
     def step(self) -> int:
         """Steps of this epoch that are finished."""
-        return self.steps_per_epoch - self._cut.steps_from(self._reached)
+        return self.steps_per_epoch - self._partitioner.steps_from(self._reached)
 
     @property
     def loss(self) -> float:
@@ -143,9 +145,11 @@ class Shards:
 
     def __len__(self) -> int:
         """The micro-batches of a whole epoch on this rank, the same on every rank."""
-        whole, rest = divmod(self._cut.end, self.batch_size)
-        count = whole * len(self._cut.step(0).micro) if whole else 0
-        return count + (len(self._cut.step(whole * self.batch_size).micro) if rest else 0)
+        whole, rest = divmod(self._partitioner.end, self.batch_size)
+        count = whole * len(self._partitioner.step(0).micro) if whole else 0
+        return count + (len(self._partitioner.step(whole * self.batch_size).micro) if rest else 0)
+
+    # --- the loop --------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
         self._world.check_open()
@@ -154,45 +158,52 @@ class Shards:
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
         progress.set_phase("data")
-        for batch in self._run():
-            if iteration != self._iteration:
-                raise StepError("these shards are being iterated elsewhere: a second loop began and this one went on")
-            progress.set_phase("train")
-            yield batch
-            progress.set_phase("data")
+        for current, batches in self._steps():
+            for batch in self._micro_batches(current, batches):
+                if iteration != self._iteration:
+                    raise StepError(
+                        "these shards are being iterated elsewhere: a second loop began and this one went on"
+                    )
+                progress.set_phase("train")
+                yield batch
+                progress.set_phase("data")
         progress.set_phase("train")
         self._consume()
         self._go_to(self._epoch + 1, 0)
         self._world.step.end_epoch()
 
-    def _run(self) -> Iterator[Any]:
-        self._dealt = None if self._costs is None else Dealt(self._order, self._cut, self._costs, self._cursor)
-        steps = Steps(self._dealt or self._cut, range(self._cursor, self._cut.end, self.batch_size))
-        for current, batches in self._feed.steps(self._dealt or self._order, steps):
-            yield from self._micro_batches(current, batches)
+    def _steps(self) -> Steps:
+        how, order = self._partitioner, self._order
+        if self._costs is None:
+            self._balanced = None
+        else:
+            order = self._balanced = CostBalancedOrder(self._order, how, self._costs, self._cursor)
 
-    def _tag(self, purpose: str, position: int) -> Tag:
-        by = 0 if self._dealt is None else self._dealt.digest(position)
-        return Tag(purpose, self._number, self._epoch, position, self._digest ^ by)
+        def steps() -> Iterator[Any]:
+            return map((self._balanced or how).step, range(self._cursor, how.end, self.batch_size))
 
-    def _tag_weight(self, start: int) -> Tag:
-        return self._tag("weight", start if start >= 0 else self._cut.end)
+        if isinstance(self._loader, StreamLoader):
+            host = self._loader.load(self._epoch, how, self._cursor)
+        else:
+            assert self._loader is not None
+            host = self._loader.load(order, steps())
+        return self._pipeline.run(self._epoch, self._cursor, steps(), host)
 
-    def _micro_batches(self, current: OpenStep, batches: Iterator[Any]) -> Iterator[Any]:
-        self._open = current
+    def _micro_batches(self, current: CurrentStep, batches: Iterator[Any]) -> Iterator[Any]:
+        self._current = current
         try:
-            progress.add_work(self._share_of(current))
+            progress.add_work(self._work_of(current))
             for number, batch in enumerate(batches):
                 current.micro = number
                 self.step_ends = current.step_ends
                 self._world.step.enter(
                     self._number,
                     ends=self.step_ends,
-                    small_batch_hint=partial(self._why_few, current),
+                    small_batch_hint=partial(self._small_batch_hint, current),
                     mean=self._mean_of(current),
                 )
                 if self._world.virtual is not None:
-                    self._world.virtual.enter(self._number, current.place, self._epoch, current.step.start)
+                    self._world.virtual.enter(self._number, current.local_slice, self._epoch, current.step.start)
                 yield batch
                 if self._was_taken_over(current, over=self.step_ends):
                     raise StepError("these shards were iterated elsewhere, or set to another position, in mid-step")
@@ -200,39 +211,47 @@ class Shards:
         finally:
             self._leave()
 
-    def _share_of(self, step: OpenStep) -> dict[str, float]:
+    def _was_taken_over(self, step: CurrentStep, *, over: bool) -> bool:
+        """Whether another step is open, or none though this one is not over."""
+        return self._current is not step if self._current is not None else not over
+
+    def _tag(self, purpose: str, position: int) -> StepTag:
+        by = 0 if self._balanced is None else self._balanced.digest(position)
+        return StepTag(purpose, self._number, self._epoch, position, self._digest ^ by)
+
+    def _work_of(self, step: CurrentStep) -> dict[str, float]:
         """This rank's part of a step, for the run's events."""
         samples = sum(step.counts)
         weight = samples if step.weights is None else sum(step.weights)
         return {"samples": samples, "weight": weight, "epoch": self._epoch}
 
-    def _mean_of(self, step: OpenStep) -> StepLoss:
+    def _mean_of(self, step: CurrentStep) -> StepLoss:
         def weigh(samples: Any) -> float:
             if step.is_empty:
                 return 0.0
             return float(len(tensors_of(samples)[0]) if self._weigh is None else self._weigh(samples))
 
-        return StepLoss(
-            step.weight, weigh, lambda share: self._report.add(share, step.place), weighted=self._weigh is not None
-        )
+        def add(share: torch.Tensor) -> None:
+            self._report.add(share, step.local_slice)
 
-    def _was_taken_over(self, step: OpenStep, *, over: bool) -> bool:
-        """Whether another step is open, or none though this one is not over."""
-        return self._open is not step if self._open is not None else not over
+        return StepLoss(step.weight, weigh, add, weighted=self._weigh is not None)
 
-    def _why_few(self, current: OpenStep) -> str:
-        step, parts = current.step, self._cut.ranks
+    def _small_batch_hint(self, current: CurrentStep) -> str:
+        step, parts = current.step, self._partitioner.ranks
         kind = "ranks" if self._world.virtual is None else "virtual ranks"
         number = step.start // self.batch_size
-        said = f"step {number} of epoch {self._epoch} has {step.size} samples for {parts} {kind}"
-        if len(step.micro) > step.held:
-            return f"{said}, in micro-batches of at most {self._cut.micro_batch_size}: take a larger micro_batch_size"
+        few = f"step {number} of epoch {self._epoch} has {step.size} samples for {parts} {kind}"
+        if len(step.micro) > step.local_slices:
+            most = self._partitioner.micro_batch_size
+            return f"{few}, in micro-batches of at most {most}: take a larger micro_batch_size"
         if step.size == self.batch_size:
-            return f"{said}: take a batch_size of at least {2 * parts}"
+            return f"{few}: take a batch_size of at least {2 * parts}"
         return (
-            f"{said}, the last and short one: samestep.shards(…, drop_last=True) leaves it out, or take a batch_size "
+            f"{few}, the last and short one: samestep.shards(…, drop_last=True) leaves it out, or take a batch_size "
             f"that leaves none, or at least {2 * parts} samples"
         )
+
+    # --- the end of a step -----------------------------------------------------------------------
 
     def finish_step(self) -> None:
         """Ends the step whose last micro-batch was yielded: the loss is reduced, and `world.step.agreed` refreshed.
@@ -242,16 +261,16 @@ class Shards:
         Raises:
             StepError: micro-batches of the step are still to come.
         """
-        if self._open is None:
+        if self._current is None:
             return
         if not self.step_ends:
             raise StepError(
-                f"the step is not over: micro-batch {self._open.micro + 1} of {len(self._open.step.micro)}; step, "
-                "zero_grad and commit belong under `if batches.step_ends:`"
+                f"the step is not over: micro-batch {self._current.micro + 1} of {len(self._current.step.micro)}; "
+                "step, zero_grad and commit belong under `if batches.step_ends:`"
             )
         if self._skips is not None:
-            self._skips.note(self._open.step, self._open.skipped)
-        step, self._open = self._open.step, None
+            self._skips.record(self._current.step, self._current.skipped)
+        step, self._current = self._current.step, None
         self._reached = step.stop
         self._leave()
         self._report.send(self._tag("report", step.start))
@@ -272,7 +291,7 @@ class Shards:
         for start in range(self._cursor, self._reached, self.batch_size):
             stop = min(start + self.batch_size, self._reached)
             indices = self._order.take(start, stop)
-            skipped = () if self._skips is None else placed(self._skips.take(start), start, indices)
+            skipped = () if self._skips is None else with_positions(self._skips.take(start), start, indices)
             self._ledger.enter(self._epoch, start, indices, batch_size=self.batch_size, skipped=skipped, bucket=bucket)
         self._cursor = self._reached
 
@@ -304,14 +323,16 @@ class Shards:
             ...         print(batches.mean(x.sum(dim=1)))
             tensor(2.)
         """
-        if self._open is None:
+        if self._current is None:
             raise StepError("mean() belongs inside the loop over the shards: no micro-batch is being processed")
-        value = self._open.share(losses, mask)
-        self._report.add(value, self._open.place)
+        value = self._current.loss_share(losses, mask)
+        self._report.add(value, self._current.local_slice)
         ranks = self._world.data.size
         if ranks > 1 and self._world.virtual is None and value.requires_grad:
-            value.register_hook(lambda gradient: gradient * ranks)  # type: ignore[no-untyped-call]  # [2]
+            value.register_hook(lambda gradient: gradient * ranks)  # type: ignore[no-untyped-call]
         return value
+
+    # --- checkpoints -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the committed position and the ledger: plain data, the same on every rank and world size.
@@ -323,10 +344,10 @@ class Shards:
             more["stream"] = self._kind
         return more | {
             "order": ORDER_VERSION,
-            "samples": None if self._cut.total == UNKNOWN else self._cut.total,
+            "samples": None if self._partitioner.total == UNKNOWN else self._partitioner.total,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "drop_last": self._cut.drop_last,
+            "drop_last": self._partitioner.drop_last,
             "epoch": self.epoch,
             "cursor": self._cursor,
             "ledger": self._ledger.state(),

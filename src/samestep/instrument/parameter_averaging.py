@@ -20,7 +20,7 @@ _TORCH = "torch.distributed.algorithms.model_averaging"
 
 def parameter_averages() -> None:
     """Reports declared periods, and averages of all ranks."""
-    on_import("samestep.replicas.local_steps", _patch_samestep)
+    on_import("samestep.replicas.local_sgd", _patch_samestep)
     on_import(f"{_TORCH}.averagers", _patch_periodic)
     on_import(f"{_TORCH}.hierarchical_model_averager", _patch_hierarchical)
     on_import(f"{_TORCH}.utils", lambda module: _average(module, "average_parameters", lambda _, group: _is_all(group)))
@@ -28,7 +28,7 @@ def parameter_averages() -> None:
 
 
 def _patch_samestep(module: Any) -> None:
-    _declare(module.LocalSteps, lambda one: one.every, "average_every={}")
+    _declare(module.LocalSGDEngine, lambda one: one.every, "average_every={}")
     _average(module, "average")
 
 

@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 CALLS = {
     "world": "samestep.runtime.world",
-    "shards": "samestep.data.sharing",
+    "shards": "samestep.data.create",
     "replicate": "samestep.replicas.replicate",
     "pipeline": "samestep.pipelines.planned",
     "checkpoint": "samestep.running.checkpoints.commit",

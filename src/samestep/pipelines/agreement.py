@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from samestep.errors import ModelError
 from samestep.pipelines.cutting import Call
-from samestep.runtime import seeds
+from samestep.runtime import rng
 
 __all__: list[str] = []
 
@@ -62,7 +62,7 @@ def _found(
         ModelError: it gives something else.
     """
     before = [buffer.clone() for buffer in model.buffers()]
-    with seeds.keep_generators():
+    with rng.keep_generators():
         torch.manual_seed(0)
         given = call(*sample)
     outputs: list[Tensor] = list(given) if isinstance(given, tuple | list) else [given]

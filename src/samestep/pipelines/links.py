@@ -26,7 +26,7 @@ from torch import Tensor
 from samestep.pipelines.layers import Link
 from samestep.pipelines.messages import Messages
 from samestep.pipelines.shelves import Shelf, shelves
-from samestep.runtime.axes import Axis
+from samestep.runtime.axis import Axis
 from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.world import World
 from samestep.schedule.forward_only import forward_only

@@ -22,7 +22,7 @@ from samestep.errors import DataError
 from samestep.pipelines.agreement import chained, left_alone
 from samestep.pipelines.batch import Cuts, samples_of
 from samestep.pipelines.stage import Tensors
-from samestep.runtime import seeds
+from samestep.runtime import rng
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -120,7 +120,7 @@ def _doubt(layers: Sequence[nn.Module], batch: Sequence[Any], loss_fn: Loss, wei
         own = float(end - begin) if weight is None else float(weight(targets))
         if not own:
             return 0.0
-        with seeds.keep_generators():
+        with rng.keep_generators():
             torch.manual_seed(seed)
             losses = loss_fn(given, targets)
         return float(losses * (own / total) if losses.dim() == 0 else losses.sum() / total)

@@ -30,7 +30,7 @@ from samestep.errors import UsageError
 from samestep.pipelines.chain import unpacked
 from samestep.pipelines.halves import Halves
 from samestep.pipelines.layers import Layer
-from samestep.runtime import seeds
+from samestep.runtime import rng
 
 __all__: list[str] = []
 
@@ -279,7 +279,7 @@ def _kept(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
     for parameter in parameters:
         parameter.grad = None
     try:
-        with seeds.keep_generators():
+        with rng.keep_generators():
             yield
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -28,7 +28,7 @@ from samestep.instrument.patch import call_site
 from samestep.pipelines.batch import Kinds
 from samestep.pipelines.forms import LENGTH, MOST_TENSORS, Form, Forms, header, read, told
 from samestep.pipelines.shelves import Shelf
-from samestep.runtime.axes import Axis
+from samestep.runtime.axis import Axis
 from samestep.schedule.plan import Action, Schedule
 
 __all__: list[str] = []

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.runtime.axes import Axis
+from samestep.runtime.axis import Axis
 from samestep.runtime.exchange import all_gather_json, broadcast_json
 
 __all__: list[str] = []

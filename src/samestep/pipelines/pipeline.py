@@ -123,7 +123,7 @@ class Pipeline(nn.Module):
         self.whole = Whole.of(model)
         ties = parted(model, chain.layers)
         self.world = world
-        self.number = world.next_number()
+        self.number = world.next_id()
         self.micro_batches, self.split_size = micro_batches, split_size
         self._losses = Losses(loss_fn, weight, world, doubt)
         chunks = len(cuts) // ranks
@@ -134,7 +134,7 @@ class Pipeline(nn.Module):
         self.devices = {stage: here[self._placement[stage] if self._holds_all else 0] for stage in own}
         self._transfers = Transfers(self.devices)
         if self._holds_all and devices is not None:
-            world.lands_on = self.devices[0]
+            world.input_device = self.devices[0]
         self.parts: dict[int, nn.Module] = {}
         self._layers: dict[int, list[tuple[int, Call]]] = {}
         for stage in own:
@@ -154,7 +154,7 @@ class Pipeline(nn.Module):
         self._reduction = Reduction(self, world, copies, self.compression)
         self._shelves = shelves(axis, here[0])
         self._watch, self._foreseen = Stopwatch(self.devices), foreseen
-        world.hold(self)
+        world.register(self)
 
     def _trains(self, count: int) -> Interpreter:
         return self._interpreter(self._plans(count), self._watch)

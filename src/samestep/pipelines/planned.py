@@ -17,7 +17,7 @@ from samestep.pipelines.given import Given, opened
 from samestep.pipelines.losses import Loss, Weight
 from samestep.pipelines.pipeline import Pipeline
 from samestep.pipelines.report import Foreseen
-from samestep.replicas import asked
+from samestep.replicas.replicate import choose_codec
 from samestep.runtime.exchange import broadcast_json
 from samestep.runtime.world import World
 from samestep.schedule.simulate import Costs
@@ -116,7 +116,7 @@ def pipeline(
                     optimizer.zero_grad()
                     state.commit()
     """
-    codec = asked.codec(compress, world, None, None)
+    codec = choose_codec(compress, world, None, None)
     if plan is None:
         told = broadcast_json(world.everyone, [schedule or "1f1b", micro_batches, split_size])
         return _by_hand(opened(model), world, loss_fn, *told, weight=weight, devices=devices, codec=codec)

@@ -31,7 +31,7 @@ from samestep.compress.codec import Codec
 from samestep.errors import UsageError
 from samestep.pipelines.ties import Copies
 from samestep.replicas.compression import GradientCompression
-from samestep.runtime.neighbours import open_counters
+from samestep.runtime.hosts import open_counters
 from samestep.runtime.world import World
 from samestep.seeding import derive_seed
 
@@ -118,7 +118,7 @@ class Reduction:
             parts = flat.split_with_sizes([each.numel() for each in alike])
             gradients = [part.view_as(each) for part, each in zip(parts, alike, strict=True)]
             given = _Given([owners[id(each)] for each in alike], gradients, flat, ends=number == len(found))
-            sent.append((compression.take(axis, given), gradients))
+            sent.append((compression.reduce_bucket(axis, given), gradients))
         for (future, gradients), alike in zip(sent, found, strict=True):
             future.wait()
             torch._foreach_copy_(alike, gradients)
@@ -199,7 +199,7 @@ class _Given:
 def _in_shared_memory(world: World, module: nn.Module) -> SharedMemoryAllReduce | None:
     """Returns what adds up over the replicas, if they are on CPUs of one host. Collective over them."""
     axis = world.data
-    one_host = axis.neighbours is not None and axis.neighbours.is_one_host
+    one_host = axis.host_map is not None and axis.host_map.is_one_host
     on_cpu = all(each.device.type == "cpu" for each in module.parameters()) and world.device.type == "cpu"
     if axis.size == 1 or not on_cpu or not one_host or not has_total_store_order():
         return None

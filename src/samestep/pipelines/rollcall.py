@@ -23,9 +23,9 @@ from torch import nn
 
 from samestep.errors import DataError, ModelError
 from samestep.pipelines.batch import Cuts, glimpse, kinds_of, shown
-from samestep.runtime.axes import Axis
+from samestep.runtime.axis import Axis
 from samestep.runtime.exchange import all_gather_json
-from samestep.runtime.sums import PendingSum, Tag, start_sum
+from samestep.runtime.scalar_sums import PendingSum, StepTag
 
 __all__: list[str] = []
 
@@ -81,8 +81,8 @@ class RollCall:
         self._steps += 1
         told = f"a step of {shown([*inputs, targets], cuts)}" if trains else f"outputs of {shown(inputs, cuts)}"
         value = _digest(told, targets)
-        tag = Tag("batch", self._number, 0, self._steps)
-        pending = start_sum(self._axis, float(value + _CHANGED * changed), float(value * value), tag=tag)
+        tag = StepTag("batch", self._number, 0, self._steps)
+        pending = self._axis.start_sum(float(value + _CHANGED * changed), float(value * value), tag=tag)
         roll = Roll(kinds, self._answer(pending, told))
         if self._axis.size == 1:
             roll.hear()

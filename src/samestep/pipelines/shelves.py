@@ -31,9 +31,9 @@ from samestep.collectives import board
 from samestep.collectives.board import DONE, READY, SharedCounters, has_total_store_order
 from samestep.collectives.memory import Segment, open_segment
 from samestep.errors import PeerError, StepError
-from samestep.runtime.axes import Axis
+from samestep.runtime.axis import Axis
 from samestep.runtime.exchange import all_gather_json
-from samestep.runtime.neighbours import gather_host_map
+from samestep.runtime.hosts import gather_host_map
 
 __all__: list[str] = []
 
@@ -239,7 +239,7 @@ def shelves(axis: Axis, device: torch.device) -> dict[int, Shelf]:
     mine = axis.rank
     neighbours = gather_host_map(axis)
     around = (
-        {(mine + way) % axis.size for way in (-1, 1)} & set(neighbours.beside(mine))
+        {(mine + way) % axis.size for way in (-1, 1)} & set(neighbours.same_host(mine))
         if has_total_store_order()
         else set()
     )

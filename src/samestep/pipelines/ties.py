@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.runtime.axes import Axis
+from samestep.runtime.axis import Axis
 
 __all__: list[str] = []
 

@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 
 from samestep.errors import ModelError
 from samestep.launch.failure import is_user_file, own_line, relative_path
-from samestep.runtime import seeds
+from samestep.runtime import rng
 
 __all__: list[str] = []
 
@@ -75,7 +75,7 @@ def trace(
     while True:
         tracer = _Tracer(inputs, sample, list(answers), leaves)
         try:
-            with _left_as_it_is(model) as constants, seeds.keep_generators(), torch.no_grad():
+            with _left_as_it_is(model) as constants, rng.keep_generators(), torch.no_grad():
                 graph = tracer.trace(model)
         except ModelError:
             raise

@@ -29,7 +29,7 @@ from samestep.pipelines.measure import profile_layers
 from samestep.planning.inputs import Inputs, tensors_in
 from samestep.planning.kept import Kept
 from samestep.planning.profile import Size
-from samestep.runtime import seeds
+from samestep.runtime import rng
 
 __all__: list[str] = []
 
@@ -110,7 +110,7 @@ def _apart(model: nn.Module, *, training: bool) -> Iterator[nn.Module]:
         copied = model
     buffers = [(each, each.clone()) for each in copied.buffers()]
     gradients = [(each, each.grad) for each in copied.parameters()]
-    with seeds.keep_generators(), torch.enable_grad():
+    with rng.keep_generators(), torch.enable_grad():
         try:
             yield copied.train(training)
         finally:

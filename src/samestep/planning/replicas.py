@@ -11,7 +11,7 @@
     transfer   what is gone then, with endless bandwidth
 
 Gradients are ready when they were in the profile, in proportion to the backward. Each all-reduce that the cluster
-offers is tried with the buckets that end earliest (:mod:`samestep.replicas.buckets`); the quickest is taken.
+offers is tried with the buckets that end earliest (:mod:`samestep.replicas.bucket_plan`); the quickest is taken.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from samestep.planning import work
 from samestep.planning.fabric import Fabric, Sum
 from samestep.planning.profile import Profile
 from samestep.planning.step import Parts, Step, Way
-from samestep.replicas.buckets import BackwardProfile, BucketLayout, best_single_size, coalesced, optimal_layout
+from samestep.replicas.bucket_plan import BackwardProfile, BucketLayout, best_single_size, coalesced, optimal_layout
 
 __all__: list[str] = []
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.runtime.axes import Axis
+from samestep.runtime.axis import Axis
 from samestep.runtime.digest import bytes_of
 
 __all__: list[str] = []
@@ -29,19 +29,21 @@ def sync_buffers(module: nn.Module, axis: Axis) -> None:
     mask or a counter; the mean of three equal floats need not be that float, so constants would move; and what is
     evaluated is then exactly what is saved. The price: local BatchNorm statistics come from 1/N of the samples, and a
     model whose training reads a buffer that differed goes on with the first rank's.
-    All buffers travel, also those that are not persistent, through host memory as one message.
+    All buffers are sent, also those that are not persistent, through host memory as one message.
     """
-    equalise(list(module.buffers()), axis)
+    broadcast_tensors(list(module.buffers()), axis)
 
 
-def equalise(tensors: Sequence[Tensor], axis: Axis) -> None:
-    """Gives every rank of `axis` these tensors as its first rank has them, in place. Collective."""
+@torch.no_grad()
+def broadcast_tensors(tensors: Sequence[Tensor], axis: Axis, source: int = 0) -> None:
+    """Gives every rank of `axis` these tensors as the one at position `source` has them, in place. Collective."""
     axis.check_open()
     present = [tensor for tensor in tensors if tensor.numel()]
     if axis.size == 1 or not present:
         return
-    with torch.no_grad():
-        message = torch.cat([bytes_of(tensor.cpu()) for tensor in present])
-        dist.broadcast(message, src=axis.ranks[0], group=axis.control)
-        for tensor, data in zip(present, torch.split(message, [t.nbytes for t in present]), strict=True):
-            tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))
+    message = torch.cat([bytes_of(tensor.detach().cpu()) for tensor in present])
+    dist.broadcast(message, src=axis.ranks[source], group=axis.control)
+    if axis.rank == source:
+        return
+    for tensor, data in zip(present, torch.split(message, [one.nbytes for one in present]), strict=True):
+        tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))

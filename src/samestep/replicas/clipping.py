@@ -1,9 +1,8 @@
 """Clipping by the global gradient norm, as one process with the whole batch would.
 
 After the gradient reduction every rank holds the same gradients, so torch.nn.utils.clip_grad_norm_ on each gives the
-same answer without talking. Two mistakes break it, and PyTorch lets both pass in silence: clipping on a micro-batch
-that does not end the step, where gradients are still each rank's own and every rank scales by another factor, and
-clipping gradients that a GradScaler has multiplied. The first is an error here; the second shows in the example.
+same answer without communication. To clip on a micro-batch that does not end the step is an error here: gradients are
+each rank's own until then, and every rank would scale by another factor.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["clip_grad_norm_"]
 
 
 @runtime_checkable
-class _InStages(Protocol):
+class _StagedModel(Protocol):
     """A model of which this rank has a part; :class:`samestep.Pipeline` is one."""
 
     world: World
@@ -76,7 +75,7 @@ def clip_grad_norm_(
     """
     if not max_norm >= 0:
         raise UsageError(f"max_norm must be 0 or more, got {max_norm}")
-    staged = model if isinstance(model, _InStages) else None
+    staged = model if isinstance(model, _StagedModel) else None
     if isinstance(model, nn.Module):
         _require_step_end(
             [staged] if staged is not None else [one for one in model.modules() if isinstance(one, Replica)]
@@ -92,7 +91,7 @@ def clip_grad_norm_(
     return norm
 
 
-def _require_step_end(models: Iterable[Replica | _InStages]) -> None:
+def _require_step_end(models: Iterable[Replica | _StagedModel]) -> None:
     for model in models:
         if not model.world.step.step_ends:
             raise StepError(

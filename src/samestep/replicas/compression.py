@@ -1,19 +1,20 @@
 """A replica's gradients averaged in compressed messages, while backward goes on.
 
-DistributedDataParallel hands over a bucket when its gradients are there; its tensors are cut into pieces and put into
-chunks (:mod:`samestep.compress.chunks`), each of which runs through a scheme (:mod:`samestep.compress.schemes`) on a
-line of threads (:mod:`samestep.replicas.line`). Tensors that are exempt run through the same as plain rows.
-
-PyTorch's compression hooks keep what they owe under a bucket's number, and buckets are others after the first step and
-after a resume; none of them but PowerSGD's can be saved. Here it is kept by parameter, and what is owed in a checkpoint
-resumes bit for bit.
+The tensors of a bucket are cut into pieces and put into chunks (:mod:`samestep.compress.chunks`), each of which runs
+through a scheme (:mod:`samestep.compress.schemes`); tensors that are exempt run through the same as plain rows. Each
+round of messages has a process group and a thread of its own, so while one chunk is sent the next is encoded, and each
+group carries chunk after chunk in the same order on all ranks. On a GPU there are no threads: what is issued waits
+there for what it needs. PyTorch's compression hooks keep their residuals under a bucket's number, and buckets are
+others after the first step and after a resume; here they are kept by parameter, and resume bit for bit.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,14 +26,85 @@ from samestep.compress.chunks import MAX_CHUNK, Chunk, Piece, RowOwners, chunks_
 from samestep.compress.codec import Codec, RowCodec
 from samestep.compress.folding import redistribute
 from samestep.compress.memory import ErrorFeedback, State
-from samestep.compress.schemes import PLAIN, ReductionContext, Scheme, mean
+from samestep.compress.schemes import PLAIN, AllGather, AllToAll, ReductionContext, Scheme, mean
+from samestep.compress.simulate import bytes_sent
 from samestep.compress.topk import TopK
 from samestep.launch.warning import warn
-from samestep.replicas.line import Line
-from samestep.replicas.rounds import is_among, watch_steps
-from samestep.runtime.axes import Axis
+from samestep.replicas.optimizer_steps import add_step_listener, is_among
+from samestep.runtime.axis import Axis
+from samestep.runtime.hosts import new_group
+from samestep.runtime.process_group.work import WorkerThread
 
 __all__: list[str] = []
+
+Done = Callable[[Tensor | Exception], None]
+
+
+class ChunkPipeline:
+    """The rounds of messages among the ranks of an axis.
+
+    Collective: every rank of the axis must make it.
+    """
+
+    def __init__(self, axis: Axis, rounds: int, *, threads: bool) -> None:
+        timeout = timedelta(seconds=axis.timeout_s)
+        self._axis = axis
+        self._groups = [new_group(axis.ranks, timeout) for _ in range(rounds)]
+        self._workers = [WorkerThread(f"compresses {number}") for number in range(rounds + 1)] if threads else []
+        self._sent = [0] * rounds  # by each thread's own
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank has sent to others."""
+        return sum(self._sent)
+
+    def send(self, scheme: Scheme, done: Done) -> None:
+        """Sends a chunk off; `done` gets its mean, or what went wrong, maybe in another thread."""
+        self._do(0, lambda: self._go_on(scheme, 0, None, done))
+
+    def _do(self, number: int, act: Callable[[], None]) -> None:
+        self._workers[number].add(act) if self._workers else act()
+
+    def _go_on(self, scheme: Scheme, number: int, arriving: _Arriving | None, done: Done) -> None:
+        try:
+            message = next(scheme) if arriving is None else scheme.send(arriving.wait())
+            arriving = self._issue(number, message)
+        except StopIteration as end:
+            done(end.value)
+        except Exception as error:  # noqa: BLE001  (the thread that waits raises it)
+            done(error)
+        else:
+            self._do(number + 1, functools.partial(self._go_on, scheme, number + 1, arriving, done))
+
+    def _issue(self, number: int, message: AllToAll | AllGather) -> _Arriving:
+        group: Any = self._groups[number]
+        size, packets = self._axis.size, message.packets
+        self._sent[number] += bytes_sent(message, self._axis.rank, size)
+        rows = message.counts[self._axis.rank] if isinstance(message, AllToAll) else len(packets)
+        arrived = torch.empty(size, rows, packets.shape[1], dtype=torch.uint8, device=packets.device)
+        flat = packets.view(-1)
+        if isinstance(message, AllGather):
+            return _Arriving(arrived, group._allgather_base(arrived.view(-1), flat), packets)  # noqa: SLF001
+        sent = [count * packets.shape[1] for count in message.counts]
+        received = [rows * packets.shape[1]] * size
+        return _Arriving(arrived, group.alltoall_base(arrived.view(-1), flat, received, sent), packets)
+
+    def close(self) -> None:
+        """Ends the threads when they have done what they were given."""
+        for worker in self._workers:
+            worker.close()
+
+
+class _Arriving:
+    """A message under way."""
+
+    def __init__(self, tensor: Tensor, work: Any, sent: Tensor) -> None:
+        self._tensor, self._work, self._sent = tensor, work, sent
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._tensor
+
 
 Future = torch.futures.Future[Tensor]
 
@@ -53,11 +125,11 @@ class Bucket(Protocol):
         """Whether no other follows in this step."""
 
 
-Watch = Callable[[Axis, Bucket], None]
+BucketListener = Callable[[Axis, Bucket], None]
 
 
 @dataclass
-class _Load:
+class _ChunkBuffers:
     """A chunk of a bucket, and what is known of it as long as the bucket stays.
 
     Attributes:
@@ -76,25 +148,17 @@ class _Load:
 class GradientCompression:
     """How one replica's gradients are compressed; for :class:`samestep.Replica`.
 
-    Args:
-        module: the bare model.
-        codec: as declared.
-        seed: of the noise of stochastic rounding.
-
     Attributes:
         codec: as declared.
         steps: reductions so far.
         memory: what this rank remembers.
         watch: is called with every bucket before anything of it is sent; None where nobody watches.
-
-    Raises:
-        UsageError: the codec does not fit a parameter's dtype.
     """
 
     def __init__(self, module: nn.Module, codec: Codec, seed: int) -> None:
         self.codec = codec
         self.steps = 0
-        self.watch: Watch | None = None
+        self.watch: BucketListener | None = None
         self._seed = seed
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._pieces: dict[str, list[Piece]] = {}
@@ -107,27 +171,26 @@ class GradientCompression:
             self._pieces[name] = pieces_of(name, parameter.shape, first, most=most)
             first += len(self._pieces[name])
         self.memory = ErrorFeedback(next((each.device for each in module.parameters()), "cpu"))
-        self._line: Line | None = None
-        self._loads: dict[tuple[int, ...], list[_Load]] = {}
+        self._pipeline: ChunkPipeline | None = None
+        self._chunks: dict[tuple[int, ...], list[_ChunkBuffers]] = {}
         self._sent_before = 0
         self._has_warned = False
 
     @property
     def sent(self) -> int:
         """Bytes of gradients that this rank has sent to others."""
-        return self._sent_before + (0 if self._line is None else self._line.sent)
+        return self._sent_before + (0 if self._pipeline is None else self._pipeline.sent)
 
     def connect(self, axis: Axis) -> None:
         """Makes the groups that messages travel in. Collective: every rank must call it."""
-        if self._line is None:
+        if self._pipeline is None:
             rounds = max(self.codec.rounds, PLAIN.rounds)
-            self._line = Line(axis, rounds, threads=self.memory.device.type == "cpu")
+            self._pipeline = ChunkPipeline(axis, rounds, threads=self.memory.device.type == "cpu")
             if axis.rank == 0 and isinstance(self.codec, TopK) and self.codec.momentum:
-                watch_steps(self)
-        self._loads.clear()
+                add_step_listener(self)
+        self._chunks.clear()
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has parameters of this model."""
         return is_among(self._names, optimizer)
 
     def note_step(self, optimizer: Optimizer, number: int) -> None:
@@ -141,39 +204,39 @@ class GradientCompression:
                 "twice: leave one of them at 0"
             )
 
-    def take(self, axis: Axis, bucket: Bucket) -> Future:
-        """Takes a bucket; the future is done when its gradients are averaged."""
-        assert self._line is not None
+    def reduce_bucket(self, axis: Axis, bucket: Bucket) -> Future:
+        """Reduces a bucket; the future is done when its gradients are averaged."""
+        assert self._pipeline is not None
         if self.watch is not None:
             self.watch(axis, bucket)
-        loads, buffer, step = self._loads_of(axis, bucket.parameters()), bucket.buffer(), self.steps
+        chunks, buffer, step = self._chunks_of(axis, bucket.parameters()), bucket.buffer(), self.steps
         self.steps += bucket.is_last()
         future = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
         flats = dict(zip(map(self._name, bucket.parameters()), map(_flat, bucket.gradients()), strict=True))
-        ending = _Ending(future, buffer, len(loads))
-        for load in loads:
-            gradients = [_part(flats[piece.parameter], piece) for piece in load.chunk.pieces]
-            part = ReductionContext(load.chunk, axis.rank, axis.size, step, self._seed, self.memory)
-            self._line.send(_averaged(load, part, gradients), partial(ending.take, load.chunk, gradients))
+        completion = _BucketCompletion(future, buffer, len(chunks))
+        for one in chunks:
+            gradients = [_part(flats[piece.parameter], piece) for piece in one.chunk.pieces]
+            part = ReductionContext(one.chunk, axis.rank, axis.size, step, self._seed, self.memory)
+            self._pipeline.send(_averaged(one, part, gradients), partial(completion.take, one.chunk, gradients))
         return future
 
     def _name(self, parameter: Tensor) -> str:
         return self._names[id(parameter)]
 
-    def _loads_of(self, axis: Axis, parameters: list[Tensor]) -> list[_Load]:
+    def _chunks_of(self, axis: Axis, parameters: list[Tensor]) -> list[_ChunkBuffers]:
         key = tuple(map(id, parameters))
-        if key not in self._loads:
-            self._loads[key] = list(self._made(axis, parameters))
-        return self._loads[key]
+        if key not in self._chunks:
+            self._chunks[key] = list(self._made(axis, parameters))
+        return self._chunks[key]
 
-    def _made(self, axis: Axis, parameters: list[Tensor]) -> Iterator[_Load]:
+    def _made(self, axis: Axis, parameters: list[Tensor]) -> Iterator[_ChunkBuffers]:
         for codec in (self.codec, PLAIN):
             mine = [each for each in parameters if self.codec.takes(each.shape) == (codec is self.codec)]
             pieces = [piece for each in mine for piece in self._pieces[self._name(each)]]
             block = codec.block if isinstance(codec, RowCodec) else 1
             for chunk in chunks_of(pieces, block):
                 shares = ReductionContext(chunk, axis.rank, axis.size, 0, 0, self.memory).shares(self.memory.device)
-                yield _Load(codec, chunk, shares, torch.zeros(chunk.length, device=self.memory.device))
+                yield _ChunkBuffers(codec, chunk, shares, torch.zeros(chunk.length, device=self.memory.device))
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of this rank: not a copy."""
@@ -187,24 +250,23 @@ class GradientCompression:
             return own[axis.rank]
         return redistribute(own, numbers, self.codec.block if isinstance(self.codec, RowCodec) else 1)
 
-    def load(self, steps: int, owed: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Goes on from there."""
+    def load(self, steps: int, residuals: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.steps = steps
-        self.memory.load(owed)
+        self.memory.load(residuals)
 
     def release(self) -> None:
         """Lets go of the groups, when the world closes."""
-        if self._line is not None:
-            self._sent_before += self._line.sent
-            self._line.close()
-        self._line = None
-        self._loads.clear()
+        if self._pipeline is not None:
+            self._sent_before += self._pipeline.sent
+            self._pipeline.close()
+        self._pipeline = None
+        self._chunks.clear()
 
 
-def _averaged(load: _Load, part: ReductionContext, gradients: list[Tensor]) -> Scheme:
+def _averaged(one: _ChunkBuffers, part: ReductionContext, gradients: list[Tensor]) -> Scheme:
     """The mean of a chunk; its gradients are read when it begins."""
-    torch._foreach_copy_(load.chunk.views(load.staging), gradients)
-    return (yield from mean(load.codec, part, load.staging, load.shares))
+    torch._foreach_copy_(one.chunk.views(one.staging), gradients)
+    return (yield from mean(one.codec, part, one.staging, one.shares))
 
 
 def _only(state: State, names: Container[str]) -> State:
@@ -220,14 +282,8 @@ def _part(flat: Tensor, piece: Piece) -> Tensor:
     return flat[piece.begin : piece.begin + piece.elements].view(piece.shape)
 
 
-class _Ending:
-    """Puts the means of a bucket's chunks in place, and tells when all are.
-
-    Args:
-        future: to be done then.
-        buffer: the bucket.
-        chunks: how many there are.
-    """
+class _BucketCompletion:
+    """Puts the means of a bucket's chunks in place, and tells when all are."""
 
     def __init__(self, future: Future, buffer: Tensor, chunks: int) -> None:
         self._future = future

@@ -1,23 +1,12 @@
-"""The guard of the replicas: every few steps all ranks make sure that they still hold the same weights, bit for bit.
+"""The guard of the replicas: every few steps all ranks check that they still hold the same weights, bit for bit.
 
-Every rank gets the same averaged gradients and takes the same step with them, so replicas that were alike stay alike.
-What parts them is outside: a tensor that one rank changes by itself, an optimizer's state that was loaded on one rank
-only, a bit that a faulty core or memory has flipped (Meta: 6 times in 54 days on 16,384 GPUs, "The Llama 3 Herd of
-Models", 2024). DistributedDataParallel compares parameters once, when it is made, and from then on averages gradients
-that belong to different weights, without a word; Horovod's advice is to send all weights again after every epoch,
-which hides what went wrong.
+Every rank gets the same averaged gradients and takes the same step with them, so equal replicas stay equal. What makes
+them diverge is outside: a tensor that one rank changes, an optimizer's state that was loaded on one rank only, a bit
+that a faulty core or memory has flipped (Meta: 6 times in 54 days on 16,384 GPUs, "The Llama 3 Herd of Models", 2024).
 
-    step        1 … 15   16                                17 … 31   32
-    rank 0               h, ~h ┐                                     h, ~h ┐
-    rank 1               h, ~h ├ max: alike on all ranks             h, ~h ├ max: not alike: whose? ── stop, warn
-    rank 2               h, ~h ┘                                     h, ~h ┘                            or repair
-
-One all-reduce of 16 bytes tells it: since ~x = -1 - x falls where x rises, max(~h) = ~min(h), and max(h) = ~max(~h)
-just where the largest h is the smallest [1]. Where it is not, the ranks send each other the digests of every tensor
-(`differing`). The digest is one read of the weights (`digests`); `samestep bench guard` tells what a step pays for it.
-
-What a step of a model is, where it has several optimizers, is told in `rounds`. A GAN's two models have a guard each,
-and are counted apart.
+One all-reduce of 16 bytes tells it: of a digest h the ranks reduce (h, ~h) by max; since ~x = -1 - x falls where x
+rises, max(h) = ~max(~h) just where the largest h is the smallest [1]. Where it is not, the ranks exchange the digests
+of every tensor (`state_digest`). When a model has taken a step, where it has several optimizers: `optimizer_steps`.
 """
 
 from __future__ import annotations
@@ -35,11 +24,21 @@ from torch.optim.optimizer import Optimizer
 
 from samestep.errors import DriftError, StepError, UsageError
 from samestep.launch.warning import warn
-from samestep.replicas.differing import Difference, culprits, differences, first_of, ranks_named, who
-from samestep.replicas.digests import Item, digest_of_all, items_of_model, items_of_optimizer
-from samestep.replicas.rounds import Rounds, is_among, watch_steps
-from samestep.runtime.axes import Axis
-from samestep.runtime.digest import bytes_of
+from samestep.replicas.buffers import broadcast_tensors
+from samestep.replicas.optimizer_steps import ModelStepCounter, add_step_listener, is_among
+from samestep.replicas.state_digest import (
+    Difference,
+    StateItem,
+    describe,
+    differences,
+    digest_of_all,
+    first_of,
+    items_of_model,
+    items_of_optimizer,
+    minority_ranks,
+    ranks_named,
+)
+from samestep.runtime.axis import Axis
 from samestep.runtime.exchange import all_gather_json, broadcast_json
 from samestep.runtime.world import World
 
@@ -48,7 +47,7 @@ __all__ = ["DriftGuard", "DriftMonitor"]
 Policy = Literal["stop", "warn", "repair"]
 POLICIES = ("stop", "warn", "repair")
 
-MOST_SAID = 10  # warnings or repairs that are told; the counts have all
+MOST_PRINTED = 10  # warnings or repairs that are printed; the counts have all
 MOST_IN_A_ROW = 3  # checks at which one rank has drifted: then something there is broken
 _ADVICE = (
     "Averaged gradients do not part them: look for what one rank alone does to its model or optimizer, or for a faulty "
@@ -111,23 +110,20 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def guard_of(asked: int | DriftGuard | None) -> DriftGuard | None:
+def guard_of(requested: int | DriftGuard | None) -> DriftGuard | None:
     """Returns what `guard=` of :func:`samestep.replicate` asks for.
-
-    Raises:
-        UsageError: it is neither a number of steps nor a DriftGuard.
 
     Example:
         >>> guard_of(100)
         DriftGuard(every=100, policy='stop', optimizer_state=False, buffers=True, resync_epochs=None)
     """
-    if asked is None or isinstance(asked, DriftGuard):
-        return asked
-    if not _is_count(asked):
+    if requested is None or isinstance(requested, DriftGuard):
+        return requested
+    if not _is_count(requested):
         raise UsageError(
-            f"guard={asked!r} is unknown: give the steps from one check to the next, such as 16, or a DriftGuard"
+            f"guard={requested!r} is unknown: give the steps from one check to the next, such as 16, or a DriftGuard"
         )
-    return DriftGuard(every=asked)
+    return DriftGuard(every=requested)
 
 
 class DriftMonitor:
@@ -165,16 +161,16 @@ class DriftMonitor:
         self.active = True
         self.steps = self.epochs = self.checks = self.found = self.repaired = 0
         self.last_alike: int | None = None
-        self.number = world.next_number()
+        self.number = world.next_id()
         self._module = weakref.ref(module)
         self._axis = world.data
         self._virtual = world.virtual is not None
-        self._rounds = Rounds(keeps=guard.optimizer_state)
+        self._optimizer_steps = ModelStepCounter(keeps=guard.optimizer_state)
         self._in_a_row: dict[int, int] = {}  # by position: checks at which it has drifted, up to the last
         self._checked_at = 0  # which step was looked at last
         self._steps_at_epoch = 0
         if self._axis.size > 1:
-            watch_steps(self)
+            add_step_listener(self)
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has parameters of this model."""
@@ -182,7 +178,7 @@ class DriftMonitor:
 
     def note_step(self, optimizer: Optimizer, number: int) -> None:
         """An optimizer of this model, the `number`-th of all, has stepped. Collective: on every rank."""
-        if not self.active or self._axis.closed or not self._rounds.begins_with(optimizer, number):
+        if not self.active or self._axis.closed or not self._optimizer_steps.begins_with(optimizer, number):
             return
         self.steps += 1
         if self.steps % self.guard.every == 0:
@@ -202,21 +198,21 @@ class DriftMonitor:
         self.checks += 1
         self._checked_at = self.steps
         items = self._items()
-        if self._are_alike(items):
+        if self._are_equal(items):
             self.last_alike = self.steps
             self._in_a_row.clear()
             return True
         self.found += 1
-        self._treat(items)
+        self._handle(items)
         return False
 
-    def _are_alike(self, items: Sequence[Item]) -> bool:
+    def _are_equal(self, items: Sequence[StateItem]) -> bool:
         return same_everywhere(self._axis, digest_of_all(items, f"{self.number} {self.steps}"))
 
-    def _treat(self, items: Sequence[Item]) -> None:
+    def _handle(self, items: Sequence[StateItem]) -> None:
         found = self._differences(items)
-        ranks = tuple(self._axis.ranks[position] for position in culprits(found))
-        text = f"the replicas of {self._model} are not alike: {who(found, self._axis.ranks)}; {self._since()}"
+        ranks = tuple(self._axis.ranks[position] for position in minority_ranks(found))
+        text = f"the replicas of {self._model} are not alike: {describe(found, self._axis.ranks)}; {self._since()}"
         if self.guard.policy == "stop":
             whose = "the lower rank has" if self._axis.size == 2 else "most have"
             raise self._error(f"{text}. {_ADVICE.format(whose=whose)}", ranks)
@@ -226,17 +222,17 @@ class DriftMonitor:
             return
         self._repair(found, items, text, ranks)
 
-    def _differences(self, items: Sequence[Item]) -> list[Difference]:
+    def _differences(self, items: Sequence[StateItem]) -> list[Difference]:
         """Returns what differs, the same on every rank. Collective."""
         mine = {"at": [self.number, self.steps], "of": {item.name: [item.digest(), item.kind] for item in items}}
-        told = all_gather_json(self._axis, mine)
-        if any(one["at"] != mine["at"] for one in told):
+        everyone = all_gather_json(self._axis, mine)
+        if any(one["at"] != mine["at"] for one in everyone):
             steps = ", ".join(
                 f"rank {rank} at step {one['at'][1]} of model {one['at'][0]}"
-                for rank, one in zip(self._axis.ranks, told, strict=True)
+                for rank, one in zip(self._axis.ranks, everyone, strict=True)
             )
             raise StepError(f"the ranks came to different checks of their replicas: {steps}")
-        found = differences([one["of"] for one in told])
+        found = differences([one["of"] for one in everyone])
         if not found:
             raise self._error(
                 f"the digests of all {self._model} differ, and those of its tensors do not: the ranks registered them "
@@ -244,8 +240,10 @@ class DriftMonitor:
             )
         return found
 
-    def _repair(self, found: Sequence[Difference], items: Sequence[Item], text: str, ranks: tuple[int, ...]) -> None:
-        drifted = {*culprits(found), *(_UNKNOWN for one in found if not one.is_decided)}
+    def _repair(
+        self, found: Sequence[Difference], items: Sequence[StateItem], text: str, ranks: tuple[int, ...]
+    ) -> None:
+        drifted = {*minority_ranks(found), *(_UNKNOWN for one in found if not one.is_decided)}
         self._in_a_row = {position: self._in_a_row.get(position, 0) + 1 for position in drifted}
         again = sorted(position for position, times in self._in_a_row.items() if times >= MOST_IN_A_ROW)
         if again:
@@ -254,8 +252,8 @@ class DriftMonitor:
             raise self._error(f"{text}; {first_of(unlike)} cannot be repaired: not of one shape on all ranks", ranks)
         by_name = {item.name: item for item in items}
         for one in found:
-            send(by_name[one.name], self._axis, one.source)
-        if not self._are_alike(self._items()):
+            broadcast_item(by_name[one.name], self._axis, one.source)
+        if not self._are_equal(self._items()):
             raise self._error(f"{text}; sent to all again, they still are not alike, so something is broken", ranks)
         self.repaired += 1
         self.last_alike = self.steps
@@ -263,7 +261,7 @@ class DriftMonitor:
             sys.stderr.write(f"samestep: {text}; {self._sent(found)}{_rest(self.repaired)}\n")
 
     def _again(self, ranks: tuple[int, ...], text: str) -> DriftError:
-        who = (
+        drifted_ranks = (
             f"{ranks_named(ranks)} {'has' if len(ranks) == 1 else 'have'} drifted"
             if ranks
             else "replicas have diverged"
@@ -274,7 +272,7 @@ class DriftMonitor:
             else ". Optimizers may differ, too, and are neither compared nor repaired without optimizer_state=True"
         )
         return self._error(
-            f"{who} at {MOST_IN_A_ROW} checks in a row, so repairing does not help, and something "
+            f"{drifted_ranks} at {MOST_IN_A_ROW} checks in a row, so repairing does not help, and something "
             f"{'there ' if ranks else ''}is broken: {text}{state}",
             ranks,
         )
@@ -293,8 +291,7 @@ class DriftMonitor:
         module = self._module()
         if self._axis.size == 1 or module is None:
             return
-        for tensor in [*module.parameters(), *(() if self._virtual else module.buffers())]:
-            send(Item("", tensor), self._axis, 0)
+        broadcast_tensors([*module.parameters(), *(() if self._virtual else module.buffers())], self._axis)
 
     def end_epoch(self) -> None:
         """An epoch is over: compares the replicas after its last steps, or sends the weights if that is due.
@@ -313,7 +310,7 @@ class DriftMonitor:
 
     def release(self) -> None:
         """The world closes: says how many checks have found the replicas to differ, where not all was said."""
-        if self.found > MOST_SAID and self._axis.rank == 0:
+        if self.found > MOST_PRINTED and self._axis.rank == 0:
             fixed = f", and repaired {self.repaired} times" if self.guard.policy == "repair" else ""
             often = f"{self.found} of {self.checks} checks"
             sys.stderr.write(f"samestep: the replicas of {self._model} were not alike at {often}{fixed}\n")
@@ -333,13 +330,13 @@ class DriftMonitor:
         module = self._module()
         return {} if module is None else {id(parameter): name for name, parameter in module.named_parameters()}
 
-    def _items(self) -> list[Item]:
+    def _items(self) -> list[StateItem]:
         module = self._module()
         if module is None:
             return []
         items = list(items_of_model(module, buffers=self.guard.buffers and not self._virtual))
         names = self._names()
-        for place, optimizer in enumerate(self._rounds.optimizers()):
+        for place, optimizer in enumerate(self._optimizer_steps.optimizers()):
             items += items_of_optimizer(optimizer, names, place)
         return items
 
@@ -353,7 +350,7 @@ class DriftMonitor:
         return f"after step {self.last_alike} they were alike, at step {self.steps} no longer"
 
     def _says(self, count: int) -> bool:
-        return self._axis.rank == 0 and count <= MOST_SAID
+        return self._axis.rank == 0 and count <= MOST_PRINTED
 
     def _error(self, text: str, ranks: tuple[int, ...] = ()) -> DriftError:
         return DriftError(text, ranks=ranks, mine=self._axis.ranks[self._axis.rank])
@@ -367,7 +364,7 @@ _COUNTS = ("steps", "epochs", "checks", "found", "repaired", "last_alike")
 
 
 def _rest(count: int) -> str:
-    return "; more will only be counted" if count == MOST_SAID else ""
+    return "; more will only be counted" if count == MOST_PRINTED else ""
 
 
 def same_everywhere(axis: Axis, word: int) -> bool:
@@ -381,15 +378,10 @@ def same_everywhere(axis: Axis, word: int) -> bool:
     return bool(largest == ~other)
 
 
-@torch.no_grad()
-def send(item: Item, axis: Axis, source: int) -> None:
-    """Gives all ranks an item as the one at position `source` has it, in place, through host memory. Collective."""
-    if not isinstance(item.value, torch.Tensor):
-        told = broadcast_json(axis, item.value, source)
-        item.home[item.key] = tuple(told) if isinstance(item.value, tuple) else told
+def broadcast_item(item: StateItem, axis: Axis, source: int) -> None:
+    """Gives all ranks an item as the one at position `source` has it, in place. Collective."""
+    if isinstance(item.value, torch.Tensor):
+        broadcast_tensors([item.value], axis, source)
         return
-    data = bytes_of(item.value).to("cpu", copy=True)
-    if data.numel():
-        dist.broadcast(data, src=axis.ranks[source], group=axis.control)
-    if data.numel() and axis.rank != source:
-        item.value.copy_(data.view(item.value.dtype).view(item.value.shape))
+    value = broadcast_json(axis, item.value, source)
+    item.home[item.key] = tuple(value) if isinstance(item.value, tuple) else value

@@ -1,27 +1,13 @@
 """A rank's own gradients, as they were before the ranks' were averaged: who brought in a NaN.
 
 After the reduction a NaN of one rank is in the gradients of all. So what a rank has brought is noted before it: a small
-tensor, which DistributedDataParallel copies into its bucket, is simply kept until the optimizer steps, and looked at
-only if the averaged gradients turn out bad. A large one is added up where every element counts, else left alone.
-
-    backward   weight.grad = g                     kept: g                   (torch makes a new one each step)  [1]
-               bucket = g / N, all-reduced         weight.grad = a view of the bucket; g would be freed here
-               weight.grad already is that view    kept: its sum             (zero_grad(set_to_none=False))     [2]
-               g is large                          kept: its sum, where the guard is thorough                   [3]
-    step       the average is finite               all are let go of
-
-To keep large ones, too, costs more than a pass over them: 0.6 ms of a 41 ms step with 5 M parameters, since the memory
-that is freed at once is in the cache when backward asks for the next.
-
-A glance, which is what averaged gradients get where nobody asked for more, is the first row and one column: a matrix's
-gradient is the product of what came forward and what came back, so one bad number of either spoils a row or a column.
-The column, 60 ns an element, is left out where a bias adds up what came back.
-
-A second backward in one step adds to gradients that are averaged already, and so may hold another rank's NaN: what is
-noted there counts only where nothing was found before.
-
-On virtual ranks every slice is noted by itself. Of the inputs of a step's forwards only references are kept that hold
-nothing alive: what is left of them tells, afterwards, whether the data were bad already.
+tensor, which DistributedDataParallel copies into its bucket, is kept until the optimizer steps [1]; where `.grad` is a
+view of the bucket already (zero_grad(set_to_none=False)) its sum is kept [2], and of a large one only where the guard
+is thorough [3]. To keep large ones too costs 0.6 ms of a 41 ms step with 5 M parameters, since the memory that is freed
+at once is in the cache when backward asks for the next. Otherwise large averaged gradients are probed: the first row
+and one column, since a matrix's gradient is the product of what came forward and what came back, so one bad number of
+either spoils a row or a column. A second backward in one step adds to gradients that are averaged already: what is
+noted there counts only where nothing was found before. On virtual ranks every slice is noted separately.
 """
 
 from __future__ import annotations
@@ -36,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.runtime.step import StepState
+from samestep.runtime.step_state import StepState
 from samestep.runtime.virtual import VirtualRanks
 
 __all__: list[str] = []
 
 LARGE = 1 << 17  # elements from which on a glance costs less than a sum, and a tensor is not kept
-Look = Callable[[Tensor], Tensor]
+Probe = Callable[[Tensor], Tensor]
 
 HELD_MOST = 256 << 20  # bytes of gradients that are kept whole
 SUMMED_MOST = 1 << 20  # elements of an output whose gradient is added up
@@ -50,7 +36,7 @@ INPUTS_MOST = 256  # tensors of a step that went into forwards
 
 
 @dataclass(frozen=True)
-class Bad:
+class NonFiniteTensor:
     """What is not finite in one tensor.
 
     Attributes:
@@ -67,12 +53,11 @@ class Bad:
 
     @property
     def is_large(self) -> bool:
-        """Whether a glance does not see all of it."""
+        """Whether a probe does not see all of it."""
         return self.size > LARGE
 
     @property
     def state(self) -> str:
-        """How it is: "holds 3 NaN among 12 elements"."""
         kinds = [f"{number:,} {kind}" for number, kind in ((self.nans, "NaN"), (self.infs, "Inf")) if number > 0]
         return f"holds {' and '.join(kinds) or 'NaN or Inf'} among {self.size:,} elements"
 
@@ -80,17 +65,16 @@ class Bad:
         return f"{self.name} {self.state}"
 
 
-def examined(name: str, gradient: Tensor) -> Bad | None:
+def examined(name: str, gradient: Tensor) -> NonFiniteTensor | None:
     """Returns what is not finite in a gradient, None where all is. Waits for the device."""
     values = values_of(gradient)
     if bool(torch.isfinite(values).all()):
         return None
     nans = int(torch.isnan(values).sum())
-    return Bad(name, nans, int((~torch.isfinite(values)).sum()) - nans, gradient.numel())
+    return NonFiniteTensor(name, nans, int((~torch.isfinite(values)).sum()) - nans, gradient.numel())
 
 
 def values_of(gradient: Tensor) -> Tensor:
-    """Returns the elements that a gradient stores."""
     return gradient if gradient.layout == torch.strided else gradient._values()  # noqa: SLF001
 
 
@@ -103,7 +87,7 @@ def summed(gradient: Tensor) -> Tensor:
     return values.sum(dtype=torch.float32) if values.dtype == torch.float16 else values.sum()
 
 
-def glanced(gradient: Tensor) -> Tensor:
+def probe_row_and_column(gradient: Tensor) -> Tensor:
     """Returns the sum of a gradient or, of a large matrix or kernel, of its first row and one column.
 
     A convolution's column is that of its kernel's centre, which no padding cuts off.
@@ -116,19 +100,19 @@ def glanced(gradient: Tensor) -> Tensor:
     return summed(gradient[0]) + summed(column)
 
 
-def first_row(gradient: Tensor) -> Tensor:
-    """Returns what :func:`glanced` does, without the column."""
+def probe_row(gradient: Tensor) -> Tensor:
+    """Returns what :func:`probe_row_and_column` does, without the column."""
     if gradient.numel() <= LARGE or gradient.dim() < 2 or gradient.layout != torch.strided:
         return summed(gradient)
     return summed(gradient[0])
 
 
-def look_for(name: str, names: Collection[str], *, thorough: bool) -> Look:
+def choose_probe(name: str, names: Collection[str], *, thorough: bool) -> Probe:
     """Returns how the gradient of one of these parameters is looked at."""
     if thorough:
         return summed
     has_bias = name.endswith("weight") and f"{name.removesuffix('weight')}bias" in names
-    return first_row if has_bias else glanced
+    return probe_row if has_bias else probe_row_and_column
 
 
 @dataclass
@@ -136,13 +120,13 @@ class _Noted:
     gradient: Tensor  # the gradient, or its sum
     size: int
     whole: bool
-    mixed: bool  # it was added to a gradient that is averaged already
+    accumulated: bool  # it was added to a gradient that is averaged already
     slice: int | None = None  # the virtual rank that it came with
 
-    def bad(self, name: str) -> Bad | None:
+    def bad(self, name: str) -> NonFiniteTensor | None:
         if self.whole:
             return examined(name, self.gradient)
-        return None if bool(torch.isfinite(self.gradient)) else Bad(name, -1, -1, self.size)
+        return None if bool(torch.isfinite(self.gradient)) else NonFiniteTensor(name, -1, -1, self.size)
 
 
 @dataclass(frozen=True)
@@ -151,24 +135,18 @@ class First:
 
     Attributes:
         bad: it.
-        doubt: 0 is this rank's own for sure; n was found when the n-th backward of the step added to averaged ones.
-        place: how many tensors the backward had come to before it.
+        uncertainty: 0 is this rank's own for sure; n, it was found when the n-th backward of the step added to averaged
+            gradients.
+        order: how many tensors the backward had come to before it.
     """
 
-    bad: Bad
-    doubt: int
-    place: int
+    bad: NonFiniteTensor
+    uncertainty: int
+    order: int
 
 
-class LocalGradients:
-    """What this rank's backwards have brought to the step under way.
-
-    Args:
-        module: the bare model.
-        state: the step of the world; micro-batches before the one that ends it are left to that one.
-        thorough: every element of large gradients is looked at, too.
-        virtual: take each slice's gradients off, so every backward counts; None without virtual ranks.
-    """
+class LocalGradientLog:
+    """What this rank's backwards have brought to the step under way."""
 
     def __init__(
         self, module: nn.Module, state: StepState, *, thorough: bool, virtual: VirtualRanks | None = None
@@ -180,7 +158,7 @@ class LocalGradients:
         self._step = state.steps
         self._noted: dict[str, list[_Noted]] = {}  # in the order in which the backward reached them
         self._averaged: dict[str, int] = {}  # where the views into the buckets lie
-        self._arrived: list[Tensor] = []
+        self._output_gradients: list[Tensor] = []
         self._inputs: deque[weakref.ref[Tensor]] = deque(maxlen=INPUTS_MOST)
         self._watched: dict[str, weakref.ref[Tensor]] = {}
         self._whole = False
@@ -207,17 +185,19 @@ class LocalGradients:
             return
         self._begin()
         dense = gradient.layout == torch.strided
-        mixed = dense and not self._slices and gradient.data_ptr() == self._averaged.get(name)
-        if self._whole and dense and not mixed and gradient.numel() <= LARGE:  # [1]
+        accumulated = dense and not self._slices and gradient.data_ptr() == self._averaged.get(name)
+        if self._whole and dense and not accumulated and gradient.numel() <= LARGE:  # [1]
             self._noted.pop(name, None)
-            self._noted[name] = [_Noted(gradient, gradient.numel(), whole=True, mixed=False)]
+            self._noted[name] = [_Noted(gradient, gradient.numel(), whole=True, accumulated=False)]
         else:  # [2], [3]
-            noted = _Noted(summed(gradient), gradient.numel(), whole=False, mixed=mixed, slice=self._slice())
+            noted = _Noted(
+                summed(gradient), gradient.numel(), whole=False, accumulated=accumulated, slice=self._slice()
+            )
             self._noted.setdefault(name, []).append(noted)
 
     def _slice(self) -> int | None:
         virtual = self._virtual
-        return None if virtual is None or virtual.place is None else virtual.first + virtual.place
+        return None if virtual is None or virtual.current is None else virtual.first + virtual.current
 
     def begin_backward(self) -> None:
         """A backward comes after which the optimizer has not stepped: its gradients will be added to averaged ones."""
@@ -241,11 +221,11 @@ class LocalGradients:
         left = (tensor for reference in self._inputs if (tensor := reference()) is not None)
         return next((bad.state for tensor in left if (bad := examined("", tensor.detach())) is not None), None)
 
-    def note_arrival(self, gradient: Tensor) -> None:
+    def note_output_gradient(self, gradient: Tensor) -> None:
         """Notes what the loss gave back to the model's output."""
         if gradient.numel() <= SUMMED_MOST:
             self._begin()
-            self._arrived.append(summed(gradient))
+            self._output_gradients.append(summed(gradient))
 
     def _begin(self) -> None:
         """Forgets a step after which no optimizer stepped: a GradScaler met an overflow, say."""
@@ -253,33 +233,36 @@ class LocalGradients:
             self.clear()
             self._step = self._state.steps
 
-    def settle(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def mark_finite(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """The gradients of these parameters are finite: what was kept of them goes."""
-        self._arrived.clear()
+        self._output_gradients.clear()
         self._inputs.clear()
         for name, parameter in named:
             self._noted.pop(name, None)
             self._find_view(name, parameter.grad)
 
     def clear(self) -> None:
-        """Lets go of everything."""
         self._noted.clear()
-        self._arrived.clear()
+        self._output_gradients.clear()
         self._inputs.clear()
 
-    def arrived_bad(self) -> bool | None:
+    def bad_output_gradient(self) -> bool | None:
         """Tells whether what the loss gave back was not finite already; None where it was not noted."""
-        return None if not self._arrived else any(not bool(torch.isfinite(total)) for total in self._arrived)
+        return (
+            None
+            if not self._output_gradients
+            else any(not bool(torch.isfinite(total)) for total in self._output_gradients)
+        )
 
     def first_bad(self) -> First | None:
         """Returns the first in the order of the backward, of the bad tensors that are likeliest this rank's own."""
         found: list[First] = []
-        for place, (name, all_noted) in enumerate(self._noted.items()):
+        for order, (name, all_noted) in enumerate(self._noted.items()):
             for number, noted in enumerate(all_noted, start=1):
                 if (bad := noted.bad(name)) is not None:
-                    found.append(First(bad, number if noted.mixed else 0, place))
+                    found.append(First(bad, number if noted.accumulated else 0, order))
                     break
-        return min(found, key=lambda first: (first.doubt, first.place), default=None)
+        return min(found, key=lambda first: (first.uncertainty, first.order), default=None)
 
     def bad_slices(self) -> list[int]:
         """Returns the virtual ranks of this process that brought something bad."""

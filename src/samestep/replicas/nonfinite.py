@@ -1,32 +1,12 @@
 """The guard against NaN and Inf: caught before the optimizer has changed anything, with rank and tensor.
 
-torch takes any gradient. One NaN is in every parameter after the next step, and what is printed an hour later is a loss
-of nan; torch's anomaly detection finds the operation at several times the price of a step, and a GradScaler looks at
-scaled gradients only and never says whose they are.
-
-    backward          averaged         optimizer.step()
-    rank 0    g       ┐                finite? ─ yes ─ step
-    rank 1    NaN     ├ NaN on all     finite? ─ no ── whose? (the only message) ── stop, skip or warn, all alike  [1]
-    rank 2    g       ┘
-
-After the reduction all ranks hold the same gradients, so all come to the same answer without a word; only where it is
-bad do they tell each other what `local_gradients` has kept. A rank whose gradients were changed by itself after the
-reduction finds itself alone there, and says so.
-
-What it costs: one pass over the gradients, and one number read back from the device per optimizer step. Of NaN and Inf
-no sum is finite, so a sum is enough; a finite sum proves that all is finite, and one that is not (finite values may
-overflow) is looked into. 4.8 M float32 in 60 tensors, one thread, milliseconds (EPYC, torch 2.13):
-
-    sum of each, stacked      0.5      dot with itself         0.7       amax (misses -Inf)   0.5
-    _foreach_norm(2)          0.7      aminmax                 1.0       GradScaler's check   0.5 (writes, too)
-    _foreach_norm(1)          2.5      isfinite().all()        7.4       _foreach_norm(inf)  12.8
-    sum of one flat bucket    0.4
-
-In a step of `samestep bench step` (2 ranks, 2 cores, 6 tensors of 5 M, 42 ms) both ranks read memory at once: the sums
-take 0.7 ms; at the end of backward, beside the last bucket's reduction, they were no quicker, since gloo needs the
-cores. A policy that is asked for pays that, and a second pass before the reduction to know whose it was. Who asks for
-nothing gets a glance (see `local_gradients`), which stops like "stop": it sees every element of tensors up to 131,072,
-of larger ones the first row and a column, which is enough for what has gone through a matrix product.
+After the reduction all ranks hold the same gradients, so all come to the same answer without a message; only where it
+is bad do they exchange what `local_gradients` has kept. A rank whose gradients were changed after the reduction finds
+itself alone there, and says so. The check takes one pass over the gradients and one number read from the device a step.
+Of NaN and Inf no sum is finite, so a finite sum proves that all is finite; one that is not (finite values may overflow)
+is examined. The sum is the quickest check there is: 4.8 M float32 in 60 tensors, one thread (EPYC, torch 2.13) take
+0.5 ms, isfinite().all() 7.4 ms. By default only large tensors' first row and a column are summed, which is enough for
+what has gone through a matrix product.
 """
 
 from __future__ import annotations
@@ -40,16 +20,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from samestep.data.batches import tensors_of
 from samestep.errors import NonFiniteError
 from samestep.launch.warning import warn
-from samestep.replicas.blame import find_blame
-from samestep.replicas.local_gradients import Bad, LocalGradients, Look, examined, look_for
-from samestep.replicas.norm import SyncBatchNorm
-from samestep.replicas.rounds import is_capturing
-from samestep.replicas.virtual import VirtualRankEngine
+from samestep.replicas.batchnorm import SyncBatchNorm
+from samestep.replicas.culprits import find_culprits
+from samestep.replicas.local_gradients import LocalGradientLog, NonFiniteTensor, Probe, choose_probe, examined
+from samestep.replicas.optimizer_steps import call_before_steps, is_capturing
+from samestep.replicas.virtual_engine import VirtualRankEngine
 from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -58,12 +38,12 @@ Policy = Literal["stop", "skip", "warn", "off"]
 POLICIES = ("off", "warn", "skip", "stop")  # the strictest last: an optimizer of several replicas goes by it
 
 MOST_SKIPPED = 100  # in a row: then skipping helps no more
-MOST_SAID = 10  # skipped steps or warnings that are told; the count has all
+MOST_PRINTED = 10  # skipped steps or warnings that are told; the count has all
 _ADVICE = "No parameter was changed; samestep.replicate(model, world, nonfinite='skip') leaves such steps out"
 _TOO_LATE = "The optimizer had moved the parameters before it asked for these gradients"
 
 
-class Guard:
+class NonFiniteGuard:
     """The guard of one replica.
 
     It can be given to `samestep.checkpoint(…, guard=model.nonfinite)`, and then counts on after a resume.
@@ -88,11 +68,11 @@ class Guard:
         if self.policy == "skip":
             self._keep_buffers()
         self._world = world
-        self.local: LocalGradients | None = None
+        self.local: LocalGradientLog | None = None
         if self.policy == "off":
             return
         if world.data.size > 1 or world.virtual is not None:
-            self.local = LocalGradients(module, world.step, thorough=self.thorough, virtual=world.virtual)
+            self.local = LocalGradientLog(module, world.step, thorough=self.thorough, virtual=world.virtual)
         _guards.add(self)
         _watch_optimizers()
 
@@ -106,23 +86,23 @@ class Guard:
         if self.local is not None:
             self.local.note_inputs(tensors_of(inputs))
 
-    def settle(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def mark_finite(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """These parameters' gradients are finite: they may be used."""
         self.in_a_row = 0
         if self.policy == "skip":
             self._keep_buffers()
         if self.local is not None:
-            self.local.settle(named)
+            self.local.mark_finite(named)
 
-    def report(self, bad: list[Bad], optimizer: Optimizer, steps: int) -> NonFiniteError:
+    def report(self, bad: list[NonFiniteTensor], optimizer: Optimizer, steps: int) -> NonFiniteError:
         """Returns the error that says whose gradients are not finite, the same on every rank. Collective."""
         self.found += 1
         axis = self._world.data
-        blame = find_blame(bad, self.local, axis, f"{self.number}/{self.found}", spreads=self._spreads())
+        culprits = find_culprits(bad, self.local, axis, f"{self.number}/{self.found}", spreads=self._spreads())
         if self.local is not None:
             self.local.clear()
-        text = f"{blame.text}; seen before {type(optimizer).__name__}'s step {steps}"
-        return NonFiniteError(text, ranks=blame.ranks, mine=axis.ranks[axis.rank])
+        text = f"{culprits.text}; seen before {type(optimizer).__name__}'s step {steps}"
+        return NonFiniteError(text, ranks=culprits.ranks, mine=axis.ranks[axis.rank])
 
     def _spreads(self) -> bool:
         module = self._module()
@@ -130,18 +110,16 @@ class Guard:
         return module is not None and any(isinstance(layer, kinds) for layer in module.modules())
 
     def count_skip(self, error: NonFiniteError) -> None:
-        """Counts a step that is left out, and tells it.
-
-        Raises:
-            NonFiniteError: it is one too many.
-        """
+        """Counts a step that is left out, and tells it."""
         self.skipped += 1
         self.in_a_row += 1
         self._put_buffers_back()
         if self.in_a_row >= MOST_SKIPPED:
-            raise error.saying(f"{MOST_SKIPPED} steps in a row could not be used, so skipping does not help: {error}")
-        if self._world.is_first and self.skipped <= MOST_SAID:
-            rest = "; more will only be counted" if self.skipped == MOST_SAID else ""
+            raise error.with_message(
+                f"{MOST_SKIPPED} steps in a row could not be used, so skipping does not help: {error}"
+            )
+        if self._world.is_first and self.skipped <= MOST_PRINTED:
+            rest = "; more will only be counted" if self.skipped == MOST_PRINTED else ""
             sys.stderr.write(f"samestep: skips a step: {error}{rest}\n")
 
     def _keep_buffers(self) -> None:
@@ -161,9 +139,8 @@ class Guard:
                     buffer.copy_(before)
 
     def warn(self, error: NonFiniteError) -> None:
-        """Warns on the first rank."""
-        if self._world.is_first and self.found <= MOST_SAID:
-            rest = "; more will only be counted" if self.found == MOST_SAID else ""
+        if self._world.is_first and self.found <= MOST_PRINTED:
+            rest = "; more will only be counted" if self.found == MOST_PRINTED else ""
             warn(f"{error}{rest}")
 
     def state_dict(self) -> dict[str, int]:
@@ -171,7 +148,6 @@ class Guard:
         return {"skipped": self.skipped, "in_a_row": self.in_a_row, "found": self.found}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Counts on from there."""
         self.skipped, self.in_a_row, self.found = (int(state[name]) for name in ("skipped", "in_a_row", "found"))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -183,24 +159,24 @@ class _Watched:
     """What of an optimizer is guarded: worked out once, until its parameters or the guards change."""
 
     identity: list[int]
-    guards: list[tuple[Guard, list[tuple[str, nn.Parameter]]]]
-    looks: list[tuple[Look, nn.Parameter]]  # finite only if what they look at is
+    guards: list[tuple[NonFiniteGuard, list[tuple[str, nn.Parameter]]]]
+    probes: list[tuple[Probe, nn.Parameter]]  # finite only if what they look at is
     one_device: bool
     steps: int = 0
 
 
-_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+_guards: weakref.WeakSet[NonFiniteGuard] = weakref.WeakSet()
 _watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_before_step)
+    call_before_steps(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs before every step of every optimizer; may return other arguments for it."""
-    if not _guards or torch.compiler.is_compiling():
+    if not _guards:
         return None
     watched = _watched_of(optimizer)
     if not watched.guards or _is_scalers(optimizer, kwargs) or is_capturing():
@@ -208,7 +184,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     watched.steps += 1
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
-        _judge(optimizer, watched, undoable=True)
+        _check(optimizer, watched, undoable=True)
         return None
     guarded = _Closure(closure, optimizer, watched)
     return ((args[0], guarded, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": guarded})
@@ -235,13 +211,13 @@ def _watched_of(optimizer: Optimizer) -> _Watched:
                 guards.append((guard, own))
         devices = {parameter.device for _, own in guards for _, parameter in own}
         steps = 0 if watched is None else watched.steps
-        _watched[optimizer] = watched = _Watched(identity, guards, _looks(guards), len(devices) < 2, steps)
+        _watched[optimizer] = watched = _Watched(identity, guards, _probes(guards), len(devices) < 2, steps)
     return watched
 
 
-def _looks(guards: list[tuple[Guard, list[tuple[str, nn.Parameter]]]]) -> list[tuple[Look, nn.Parameter]]:
+def _probes(guards: list[tuple[NonFiniteGuard, list[tuple[str, nn.Parameter]]]]) -> list[tuple[Probe, nn.Parameter]]:
     return [
-        (look_for(name, dict(named), thorough=guard.thorough), parameter)
+        (choose_probe(name, dict(named), thorough=guard.thorough), parameter)
         for guard, named in guards
         for name, parameter in named
     ]
@@ -262,16 +238,16 @@ class _Closure:
     def __call__(self) -> Any:
         loss = self.closure()
         self.calls += 1
-        _judge(self.optimizer, self.watched, undoable=self.calls == 1)
+        _check(self.optimizer, self.watched, undoable=self.calls == 1)
         return loss
 
 
 @torch.no_grad()
-def _judge(optimizer: Optimizer, watched: _Watched, *, undoable: bool) -> None:
+def _check(optimizer: Optimizer, watched: _Watched, *, undoable: bool) -> None:
     """Stops, skips or warns where a gradient is not finite; otherwise adds it up and goes."""
     if _all_finite(watched):
         for guard, named in watched.guards:
-            guard.settle(named)
+            guard.mark_finite(named)
         return
     found = [(guard, bad) for guard, named in watched.guards if (bad := _bad(named))]
     if not found:  # finite values whose sum is not
@@ -279,7 +255,7 @@ def _judge(optimizer: Optimizer, watched: _Watched, *, undoable: bool) -> None:
     errors = [(guard, guard.report(bad, optimizer, watched.steps)) for guard, bad in found]
     guard, error = max(errors, key=lambda pair: POLICIES.index(pair[0].policy))
     if guard.policy == "stop" or (guard.policy == "skip" and not undoable):
-        raise error.saying(f"{error}. {_ADVICE if undoable else _TOO_LATE}")
+        raise error.with_message(f"{error}. {_ADVICE if undoable else _TOO_LATE}")
     if guard.policy == "skip":
         guard.count_skip(error)
         for group in optimizer.param_groups:
@@ -291,14 +267,14 @@ def _judge(optimizer: Optimizer, watched: _Watched, *, undoable: bool) -> None:
 
 def _all_finite(watched: _Watched) -> bool:
     """One number for all gradients, read from the device once."""
-    sums = [look(parameter.grad) for look, parameter in watched.looks if parameter.grad is not None]
+    sums = [probe(parameter.grad) for probe, parameter in watched.probes if parameter.grad is not None]
     if not watched.one_device:
         sums = [total.to(sums[0].device) for total in sums]
     total = torch.stack(sums).sum().item() if sums else 0.0
     return total - total == 0  # of Inf and NaN it is NaN
 
 
-def _bad(named: list[tuple[str, nn.Parameter]]) -> list[Bad]:
+def _bad(named: list[tuple[str, nn.Parameter]]) -> list[NonFiniteTensor]:
     """What is not finite, in the order in which a backward would come to it."""
     found = [examined(name, tensor.grad) for name, tensor in reversed(named) if tensor.grad is not None]
     return [bad for bad in found if bad is not None]

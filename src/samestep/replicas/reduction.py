@@ -1,19 +1,16 @@
-"""How the gradients of the ranks are added: the ways, which of them serves where, and their hooks into DDP.
+"""How the gradients of the ranks are added: the methods, which of them serves where, and their hooks into DDP.
 
     "gloo"      DistributedDataParallel's own way, over the world's backend (gloo, nccl, ...)
-    "shared"    in shared memory on each host [1], between hosts over the backend [2]; on CPUs
-    "ordered"   in the order of the ranks, whatever bucket an element lies in: [1] on one host, else [3]
-    None        [1] [2] where they can be had, else "gloo": always the fastest that is right
-    a codec     in compressed messages [4], where one is asked for
+    "shared"    in shared memory on each host, between hosts over the backend; on CPUs
+    "ordered"   in the order of the ranks, whatever bucket an element lies in: in shared memory on one host, else
+                by messages
+    None        like "shared" where that is available, else "gloo": always the fastest that is right
+    a codec     in compressed messages
 
-On CPUs the cores are busy with the backward, so [1] works in the thread that comes by: a bucket that all ranks have
-ready is added when the next one is handed in, the rest when the last is. Nobody waits before that.
+On CPUs the cores are busy with the backward, so shared memory is added in the thread that comes by: a bucket that all
+ranks have ready is added when the next one is handed in, the rest when the last is. No rank waits before that.
 
-    backward     bucket 0     bucket 1              bucket 2 (the last)
-    rank 0       ready        ready, adds 0         ready, adds 1 and 2, waits until all are done
-    rank 1          ready        ready, adds 0 and 1     ready, adds 2, ...
-
-Sources: on buckets and hooks S. Li et al., "PyTorch Distributed", VLDB 2020; on the hierarchy [2] X. Jia et al.,
+Sources: on buckets and hooks S. Li et al., "PyTorch Distributed", VLDB 2020; on the hierarchy of hosts X. Jia et al.,
 "Highly Scalable Deep Learning Training System with Mixed-Precision", 2018.
 """
 
@@ -21,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,38 +41,33 @@ from samestep.collectives.shared_memory import (
 from samestep.errors import UsageError
 from samestep.launch.warning import warn
 from samestep.replicas.compression import GradientCompression
-from samestep.runtime.axes import Axis
-from samestep.runtime.neighbours import inter_host_group, open_counters
+from samestep.runtime.axis import Axis
+from samestep.runtime.hosts import inter_host_group, open_counters
 
 __all__: list[str] = []
 
 Reduce = Literal["gloo", "shared", "ordered"]
-WAYS = ("gloo", "shared", "ordered")
+METHODS = ("gloo", "shared", "ordered")
+Hook = Callable[[Axis, GradBucket], torch.futures.Future[Tensor]]
 
 
 @dataclass(frozen=True)
-class Way:
+class Reduction:
     """How a model's gradients are added.
 
     Attributes:
-        beside: buckets travel beside the backward; else they are added in its thread.
-        let_go: tells the other ranks that this one brings no more.
+        overlaps_backward: buckets are sent beside the backward; else they are added in its thread.
+        release: tells the other ranks that this one adds nothing more.
     """
 
-    beside: bool
-    let_go: Callable[[], None] = lambda: None
+    overlaps_backward: bool
+    release: Callable[[], None] = lambda: None
 
 
-def bring_in(
-    model: DistributedDataParallel, axis: Axis, asked: Reduce | None, compression: GradientCompression | None = None
-) -> Way:
-    """Has a model's gradients added as asked; returns how. Collective: every rank must call it.
-
-    Args:
-        model: the engine.
-        axis: the ranks.
-        asked: the way, or None for the best.
-        compression: goes before any other way, or None.
+def install(
+    model: DistributedDataParallel, axis: Axis, method: Reduce | None, compression: GradientCompression | None = None
+) -> Reduction:
+    """Makes DDP add a model's gradients by a method, or compressed; None is the best. Collective: every rank calls it.
 
     Raises:
         UsageError: shared memory was asked for and is not available; says why.
@@ -83,28 +75,26 @@ def bring_in(
     if compression is not None:
         compression.connect(axis)
         register(model, axis, _compressed_by(compression))
-        return Way(beside=True)
-    why_not = None if asked == "gloo" else _why_not_shared(axis, next(model.parameters()).device)
-    one_host = axis.neighbours is not None and axis.neighbours.is_one_host
-    if asked == "shared" and why_not is not None:
-        raise UsageError(f"reduce='shared' is not available: {why_not}. Leave `reduce` out for what is")
-    if asked == "gloo" or (asked is None and why_not is not None):
-        return Way(beside=True)
-    if asked == "ordered" and (why_not is not None or not one_host):
-        return _ordered(model, axis)
-    board = open_counters(axis)
-    if board is None:
-        if asked == "shared":
+        return Reduction(overlaps_backward=True)
+    obstacle = None if method == "gloo" else _why_not_shared(axis, next(model.parameters()).device)
+    one_host = axis.host_map is not None and axis.host_map.is_one_host
+    if method == "shared" and obstacle is not None:
+        raise UsageError(f"reduce='shared' is not available: {obstacle}. Leave `reduce` out for what is")
+    if method == "gloo" or (method is None and obstacle is not None):
+        return Reduction(overlaps_backward=True)
+    counters = None
+    if method != "ordered" or (obstacle is None and one_host):
+        counters = open_counters(axis)
+        if counters is None and method == "shared":
             raise UsageError("reduce='shared' is not available: the ranks of a host cannot open each other's memory")
-        return _ordered(model, axis) if asked == "ordered" else Way(beside=True)
-    hook = SharedHook(axis, board, inter_host_group(axis))
+        if counters is None and method is None:
+            return Reduction(overlaps_backward=True)
+    if counters is None:
+        register(model, axis, ordered_allreduce_bucket)
+        return Reduction(overlaps_backward=False)
+    hook = SharedMemoryHook(axis, counters, inter_host_group(axis))
     register(model, axis, hook)
-    return Way(beside=not one_host, let_go=hook.leave)  # between hosts the backend's messages take the time
-
-
-def _ordered(model: DistributedDataParallel, axis: Axis) -> Way:
-    register(model, axis, add_in_order)
-    return Way(beside=False)
+    return Reduction(overlaps_backward=not one_host, release=hook.leave)  # between hosts messages take the time
 
 
 def _why_not_shared(axis: Axis, device: torch.device) -> str | None:
@@ -113,20 +103,17 @@ def _why_not_shared(axis: Axis, device: torch.device) -> str | None:
         return f"the gradients are on {device}, which has its own ways"
     if not has_total_store_order():
         return "it needs Linux on x86-64, where processors show their writes in order"
-    if axis.neighbours is None or any(len(host) == 1 for host in axis.neighbours.hosts):
+    if axis.host_map is None or any(len(host) == 1 for host in axis.host_map.hosts):
         return "a rank stands alone on its host, or cannot see the processes beside it"
-    if len({len(host) for host in axis.neighbours.hosts}) > 1:
+    if len({len(host) for host in axis.host_map.hosts}) > 1:
         return "the hosts have different numbers of ranks"
     return None
 
 
-Hook = Callable[[Axis, GradBucket], torch.futures.Future[Tensor]]
-
-
 def register(model: DistributedDataParallel, axis: Axis, hook: Hook) -> None:
-    """Has a bucket handed to `hook`, which DDP wants to be a function with these very annotations."""
+    """Passes buckets to `hook`, in a function with the very annotations that DDP wants."""
 
-    def handed(axis, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    def reduce_bucket(axis, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         if not progress.is_attached():
             return hook(axis, bucket)
         number, buffer = bucket.index(), bucket.buffer()
@@ -136,30 +123,28 @@ def register(model: DistributedDataParallel, axis: Axis, hook: Hook) -> None:
         mean.add_done_callback(lambda _: progress.bucket_reduced(number))
         return mean
 
-    model.register_comm_hook(axis, handed)
+    model.register_comm_hook(axis, reduce_bucket)
 
 
-class SharedHook:
-    """[1] Adds buckets in shared memory, into which it moves them when it first sees them.
+class SharedMemoryHook:
+    """Adds buckets in shared memory, into which it moves them when it first sees them.
 
-    Args:
-        axis: the ranks.
-        board: of those on this host.
-        across: adds a share over the hosts, None on one host.
+    `counters` are those of this host's ranks; `between` adds a share over the hosts, None on one host.
     """
 
-    def __init__(self, axis: Axis, board: SharedCounters, across: dist.ProcessGroup | None) -> None:
-        self._memory = SharedMemoryAllReduce(board, None if across is None else functools.partial(_add_across, across))
-        self._board = board
+    def __init__(self, axis: Axis, counters: SharedCounters, between: dist.ProcessGroup | None) -> None:
+        add = None if between is None else functools.partial(_add_between_hosts, between)
+        self._memory = SharedMemoryAllReduce(counters, add)
+        self._counters = counters
         self._regions: dict[int, RegisteredBuffer | None] = {}
-        self._said = axis.rank != 0
+        self._warned = axis.rank != 0
 
     def __call__(self, axis: Axis, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Takes a bucket; the future is done when the last bucket of the backward is."""
+        """Reduces a bucket; the future is done when the last bucket of the backward is."""
         buffer, future = bucket.buffer(), torch.futures.Future[Tensor]()
         region = self._region(bucket.index(), buffer) if buffer.layout is torch.strided else None
         if region is None:
-            future = add_by_backend(axis, bucket)
+            future = allreduce_bucket(axis, bucket)
         else:
             self._memory.start(region, divisor=axis.size, then=functools.partial(future.set_result, buffer))
         if bucket.is_last():
@@ -174,24 +159,26 @@ class SharedHook:
         if index in self._regions and (known is None or (known.address == buffer.data_ptr() and is_shared(buffer))):
             return known
         self._regions[index] = region = self._memory.register(buffer)
-        if region is None and not self._said:
-            self._said = True
-            warn(_too_small(buffer.nbytes * self._board.size))
+        if region is None and not self._warned:
+            self._warned = True
+            warn(_too_small(buffer.nbytes * self._counters.size))
         return region
 
     def leave(self) -> None:
-        """Tells the ranks of this host that this one will add nothing more."""
+        """Tells the ranks of this host that this one adds nothing more."""
         self._regions.clear()
-        self._board.leave()
+        self._counters.leave()
+
+
+def _add_between_hosts(group: dist.ProcessGroup, share: Tensor) -> dist.Work:
+    return group.allreduce([share])
 
 
 def _compressed_by(compression: GradientCompression) -> Hook:
-    """[4] Averages buckets in compressed messages."""
-
     def hook(axis: Axis, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.buffer().layout is not torch.strided:
-            return add_by_backend(axis, bucket)
-        return compression.take(axis, bucket)
+            return allreduce_bucket(axis, bucket)
+        return compression.reduce_bucket(axis, bucket)
 
     return hook
 
@@ -203,35 +190,43 @@ def _too_small(wanted: int) -> str:
     )
 
 
-def _add_across(group: dist.ProcessGroup, share: Tensor) -> dist.Work:
-    """[2] Begins to add a rank's share to those of the ranks in its place on other hosts."""
-    return group.allreduce([share])
-
-
-def add_by_backend(axis: Axis, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Adds a bucket as DistributedDataParallel does without a hook."""
+def allreduce_bucket(axis: Axis, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Averages a bucket as DistributedDataParallel does without a hook."""
     buffer = bucket.buffer().div_(axis.size)
     work: Any = dist.all_reduce(buffer, group=axis.group, async_op=True)
-    added: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
-    return added
+    averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return averaged
 
 
-def add_in_order(axis: Axis, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """[3] Adds a bucket in rank order over any backend: a rank gets its share of all, adds it, and hands it round."""
+def ordered_allreduce_bucket(axis: Axis, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Averages a bucket in rank order over any backend."""
     buffer = bucket.buffer()
     if buffer.layout is not torch.strided:
-        return add_by_backend(axis, bucket)
+        return allreduce_bucket(axis, bucket)
     before, after = (axis.size, 1) if must_divide_first(buffer) else (1, axis.size)
     divide_(buffer, before)
-    each = -(-buffer.numel() // axis.size)
-    padded = torch.nn.functional.pad(buffer, (0, each * axis.size - buffer.numel()))
+
+    def add(shares: Sequence[Tensor]) -> Tensor:
+        total, *others = shares
+        for other in others:
+            total.add_(other)
+        divide_(total, after)
+        return total
+
+    future = torch.futures.Future[Tensor]()
+    future.set_result(buffer.copy_(ordered_sum(axis, buffer, add)))
+    return future
+
+
+def ordered_sum(axis: Axis, flat: Tensor, add: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+    """Returns the sum of the ranks' `flat`, 1-dim, the same bits on all. Collective: every rank must call it.
+
+    Every rank gets its share of all, adds it by `add`, which is given the shares in rank order, and sends it to all.
+    """
+    each = -(-flat.numel() // axis.size)
+    padded = torch.nn.functional.pad(flat, (0, each * axis.size - flat.numel()))
     shares = torch.empty_like(padded)
     dist.all_to_all_single(shares, padded, group=axis.group)
-    total, *others = shares.view(axis.size, each).unbind()
-    for other in others:
-        total.add_(other)
-    divide_(total, after)
-    dist.all_gather(list(padded.view(axis.size, each).unbind()), total, group=axis.group)
-    future = torch.futures.Future[Tensor]()
-    future.set_result(buffer.copy_(padded[: buffer.numel()]))
-    return future
+    mine = add(shares.view(axis.size, each).unbind())
+    dist.all_gather(list(padded.view(axis.size, each).unbind()), mine, group=axis.group)
+    return padded[: flat.numel()]

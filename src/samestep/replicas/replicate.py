@@ -1,15 +1,9 @@
 """`replicate`: a model held by every rank, its gradients averaged when the step ends, and only then.
 
-DistributedDataParallel is the engine: buckets in reverse order of the parameters, reduced while backward goes on.
-Around it this file fixes what trips its users:
-
-    no_sync() around the backward alone does nothing, because DDP decides in forward    decided from the step, and
-    a second backward of one forward is not synchronised, without a word                  again at every backward
-    a layer that is frozen or unfrozen later goes without, or raises                    noticed at the next forward
-    names begin with `module.`                                                          state_dict is the bare model's
-    buffers are broadcast in every forward: uneven evaluation hangs, a GAN's second     never in forward; BatchNorm is
-      forward breaks the first one's backward, BatchNorm differs from one process         synchronised instead
-    its reducer outlives the process group, and the process never ends                  let go when the world closes
+DistributedDataParallel is the engine. Around it, in this file and in `ddp_engine`: whether a backward synchronises is
+decided from the step, again at every backward; a layer that is frozen or unfrozen is noticed at the next forward;
+state_dict is the bare model's; buffers are never broadcast in forward, and BatchNorm is synchronised instead; the
+reducer is released when the world closes.
 
 Source: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -17,31 +11,35 @@ Source: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Par
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
-from samestep.compress import Codec
+from samestep.compress import Codec, named
 from samestep.data.batches import tensors_of
-from samestep.errors import DataError, EmptyBatchError, SamestepError, StepError, UsageError
+from samestep.errors import DataError, DeviceError, EmptyBatchError, ModelError, SamestepError, StepError, UsageError
 from samestep.launch.failure import lost_peer
-from samestep.replicas import asked
-from samestep.replicas.buckets import BucketPlan
-from samestep.replicas.buffers import equalise, sync_buffers
+from samestep.launch.warning import warn
+from samestep.rankenv import variable
+from samestep.replicas.batchnorm import synchronise_batchnorm
+from samestep.replicas.bucket_plan import BucketPlan
+from samestep.replicas.buffers import broadcast_tensors, sync_buffers
 from samestep.replicas.compression import GradientCompression
+from samestep.replicas.ddp_engine import DDPEngine
 from samestep.replicas.drift import DriftGuard, DriftMonitor, guard_of
-from samestep.replicas.local_steps import LocalSteps
-from samestep.replicas.nonfinite import POLICIES, Guard, Policy
-from samestep.replicas.norm import synchronise_batchnorm
-from samestep.replicas.reduction import WAYS, Reduce
-from samestep.replicas.synchroniser import Synchroniser
-from samestep.replicas.virtual import VirtualRankEngine
+from samestep.replicas.local_sgd import LocalSGDEngine
+from samestep.replicas.nonfinite import POLICIES, NonFiniteGuard, Policy
+from samestep.replicas.reduction import METHODS, Reduce
+from samestep.replicas.virtual_engine import VirtualRankEngine
 from samestep.runtime.world import World
 
 __all__ = ["Replica", "replicate"]
 
-Engine = Synchroniser | VirtualRankEngine | LocalSteps
+Engine = DDPEngine | VirtualRankEngine | LocalSGDEngine
 BatchNormMode = Literal["synchronised", "local"]
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # how torch's batch_norm says it
@@ -66,22 +64,22 @@ class Replica(nn.Module):
     """
 
     module: nn.Module
-    nonfinite: Guard | None = None
+    nonfinite: NonFiniteGuard | None = None
     drift: DriftMonitor | None = None
     compression: GradientCompression | None = None
     _plan: BucketPlan | None = None  # of an engine that is released
 
-    def __init__(self, module: nn.Module, world: World, batchnorm: str, synchroniser: Engine | None) -> None:
+    def __init__(self, module: nn.Module, world: World, batchnorm: str, engine: Engine | None) -> None:
         super().__init__()
         self.module = module
         self.world = world
         self.batchnorm = batchnorm
-        self.number = world.next_copy() if synchroniser is None and _needs_engine(world) else world.next_number()
+        self.number = world.next_copy_id() if engine is None and _needs_engine(world) else world.next_id()
         # past nn.Module's registration: the engine in it holds `module` too, and every parameter would be listed twice
-        self.__dict__["_synchroniser"] = synchroniser
+        self.__dict__["_engine"] = engine
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
-        world.hold(self)
+        world.register(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model; gradients are averaged in the backward of the micro-batch that ends the step.
@@ -94,7 +92,7 @@ class Replica(nn.Module):
         try:
             if not torch.is_grad_enabled() or not _needs_engine(self.world):
                 return self.module(*args, **kwargs)
-            synchronised = self._synchronised()
+            synchronised = self._training_engine()
             if self.nonfinite is not None:
                 self.nonfinite.note_inputs(args, kwargs)
             return synchronised(*args, **kwargs)
@@ -113,35 +111,35 @@ class Replica(nn.Module):
             f"input of {shape}: {'take larger batches' if hint is None else hint()}"
         )
 
-    def _synchronised(self) -> Engine:
+    def _training_engine(self) -> Engine:
         self.world.check_open()
-        synchroniser: Engine | None = self.__dict__["_synchroniser"]
-        if synchroniser is None:
+        engine: Engine | None = self.__dict__["_engine"]
+        if engine is None:
             raise StepError(
                 f"this {type(self.module).__name__} is a copy of a replica, whose gradients nobody averages: train "
                 "samestep.replicate(copy.module, world) instead, or use it under torch.no_grad()"
             )
-        return synchroniser
+        return engine
 
     def sync_buffers(self) -> None:
         """Makes buffers equal on all ranks, and parameters where ranks step by themselves. Collective: all call it."""
         self.average()
         if (slices := self.slices) is not None:
-            slices.buffers.equalise()
+            slices.buffers.sync()
         else:
             sync_buffers(self.module, self.world.data)
 
     @property
     def slices(self) -> VirtualRankEngine | None:
         """What holds the virtual ranks' gradients and buffers; None without virtual ranks."""
-        engine = self.__dict__["_synchroniser"]
+        engine = self.__dict__["_engine"]
         return engine if isinstance(engine, VirtualRankEngine) else None
 
     @property
     def buckets(self) -> BucketPlan | None:
         """What was found out about bucket sizes, and which were chosen."""
-        engine = self.__dict__["_synchroniser"]
-        return engine.plan if isinstance(engine, Synchroniser) else self._plan
+        engine = self.__dict__["_engine"]
+        return engine.plan if isinstance(engine, DDPEngine) else self._plan
 
     def average(self) -> None:
         """Makes all ranks' parameters, and optimizer state, their mean; nothing where gradients are averaged.
@@ -149,17 +147,17 @@ class Replica(nn.Module):
         Before the end of a training with `average_every` that neither evaluates nor saves. Collective: every rank must
         call it.
         """
-        if isinstance(engine := self.__dict__["_synchroniser"], LocalSteps):
+        if isinstance(engine := self.__dict__["_engine"], LocalSGDEngine):
             engine.average(state=True)
 
     def release(self) -> None:
         """Lets go of the process group, when the world closes."""
-        engine, self._plan = self.__dict__["_synchroniser"], self.buckets
+        engine, self._plan = self.__dict__["_engine"], self.buckets
         if engine is not None:
             engine.release()
         if self.drift is not None:
             self.drift.release()
-        self.__dict__["_synchroniser"] = None
+        self.__dict__["_engine"] = None
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Yields the bare model's parameters under its own names."""
@@ -261,24 +259,24 @@ def replicate(
         ...     list(model.state_dict())
         ['weight', 'bias']
     """
-    asked.check_model(model, world, Replica)
-    mode = asked.batchnorm_mode(model, world, batchnorm)
-    buckets = asked.chosen_buckets(buckets, free=reduce is None and compress is None and average_every is None)
-    asked.check_buckets(buckets)
-    if reduce is not None and reduce not in WAYS:
+    check_model(model, world, Replica)
+    mode = batchnorm_mode(model, world, batchnorm)
+    buckets = chosen_buckets(buckets, free=reduce is None and compress is None and average_every is None)
+    check_buckets(buckets)
+    if reduce is not None and reduce not in METHODS:
         raise UsageError(f"reduce={reduce!r} is unknown: use 'shared', 'ordered' or 'gloo', or leave it out")
     if nonfinite is not None and nonfinite not in POLICIES:
         raise UsageError(f"nonfinite={nonfinite!r} is unknown: use 'stop', 'skip', 'warn' or 'off'")
-    codec = asked.codec(compress, world, buckets, reduce)
-    asked.check_average(average_every, world, codec)
+    codec = choose_codec(compress, world, buckets, reduce)
+    check_average(average_every, world, codec)
     if (drift := guard_of(guard)) is not None and average_every is not None:
         raise UsageError("with average_every ranks hold weights of their own between averages: leave guard out")
     if mode == "synchronised":
         model = synchronise_batchnorm(model, world.data, world.device)
-    finite = Guard(model, world, nonfinite)
+    finite = NonFiniteGuard(model, world, nonfinite)
     compression = None if codec is None else GradientCompression(model, codec, world.seed or 0)
     engine = _engine(model, world, finite, compression, average_every, buckets, reduce, find_unused_parameters)
-    world.set_streams_apart()
+    world.diverge_rng()
     replica = Replica(model, world, mode, engine)
     replica.nonfinite, replica.compression = finite, compression
     finite.number, finite.slices = replica.number, replica.slices
@@ -295,7 +293,7 @@ def _needs_engine(world: World) -> bool:
 def _engine(
     model: nn.Module,
     world: World,
-    guard: Guard,
+    guard: NonFiniteGuard,
     compression: GradientCompression | None,
     average_every: int | None,
     buckets: float | Literal["auto"] | None,
@@ -309,10 +307,10 @@ def _engine(
         return None
     sync_buffers(model, world.data)  # DDP sends rank 0's parameters
     if average_every is not None:
-        equalise(list(model.parameters()), world.data)
+        broadcast_tensors(list(model.parameters()), world.data)
         guard.local = None  # a rank's own gradients are all there are
-        return LocalSteps(model, world, average_every)
-    return Synchroniser(
+        return LocalSGDEngine(model, world, average_every)
+    return DDPEngine(
         model,
         world,
         buckets=buckets,
@@ -321,3 +319,81 @@ def _engine(
         local=guard.local,
         compression=compression,
     )
+
+
+def batchnorm_mode(model: nn.Module, world: World, requested: str | None) -> str:
+    mode = requested or "synchronised"
+    if mode not in ("synchronised", "local"):
+        raise ModelError(f"batchnorm={requested!r} is unknown: use 'synchronised' (the default) or 'local'")
+    if mode == "synchronised" and world.virtual is not None and any(isinstance(m, _BatchNorm) for m in model.modules()):
+        raise ModelError(
+            f"{type(model).__name__} has BatchNorm, and virtual ranks are computed one after another, so statistics "
+            "over all of them are not available: replicate(model, world, batchnorm='local') takes each slice's own"
+        )
+    return mode
+
+
+def choose_codec(requested: str | Codec | None, world: World, buckets: object, reduce: object) -> Codec | None:
+    """Returns the codec, None without one; on one rank it has nothing to do, and that is said."""
+    if requested is None:
+        return None
+    codec = named(requested)
+    if reduce is not None or buckets == "auto":
+        other = f"reduce={reduce!r}" if reduce is not None else "buckets='auto'"
+        raise UsageError(f"compress has a way of its own to add gradients, and chunks of its own: leave {other} out")
+    if world.virtual is not None:
+        raise UsageError(
+            "virtual ranks are for the same bits on any number of ranks, and what compress loses depends on it: leave "
+            "one of them out"
+        )
+    if world.data.size == 1:
+        warn(f"compress={codec.name} changes nothing on one rank, which sends no gradients")
+    return codec
+
+
+def check_average(every: object, world: World, codec: Codec | None) -> None:
+    if every is None:
+        return
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise UsageError(f"average_every={every!r} is no number of steps: give a whole number, 1 or more")
+    if codec is not None or world.virtual is not None:
+        other = "virtual ranks add" if codec is None else "compress is about"
+        raise UsageError(f"average_every leaves gradients where they are, and {other} gradients: leave one of them out")
+    if world.data.size == 1:
+        warn(f"average_every={every} changes nothing on one rank")
+
+
+def chosen_buckets(buckets: float | Literal["auto"] | None, *, free: bool) -> float | Literal["auto"] | None:
+    """Returns what was asked for; else, where the choice is free, what `samestep run --settings` has brought."""
+    brought = variable("SAMESTEP_BUCKETS")
+    return float(brought) if buckets is None and free and brought else buckets
+
+
+def check_buckets(buckets: object) -> None:
+    is_number = isinstance(buckets, (int, float)) and not isinstance(buckets, bool)
+    if buckets is None or buckets == "auto" or (is_number and 0 < buckets < math.inf):  # type: ignore[operator]
+        return
+    raise UsageError(
+        f"buckets={buckets!r} is no bucket size: give MiB above 0, such as 25, or 'auto' to have them chosen, or leave "
+        "it out"
+    )
+
+
+def check_model(model: nn.Module, world: World, *wrappers: type[nn.Module]) -> None:
+    if isinstance(model, nn.DataParallel):
+        raise ModelError(
+            "nn.DataParallel drives many GPUs from one process, slowly and with other BatchNorm statistics. Instead: "
+            "model = samestep.replicate(model.module.to(world.device), world), started with `samestep run -n auto`"
+        )
+    _ = getattr(model, "_ddp_params_and_buffers_to_ignore", None)  # a pipeline's refuses
+    if isinstance(model, (DistributedDataParallel, *wrappers)):
+        raise ModelError(f"the model is wrapped in {type(model).__name__} already: replicate(model.module, world)")
+    trainable = [(name, tensor) for name, tensor in model.named_parameters() if tensor.requires_grad]
+    if not trainable:
+        raise ModelError(f"{type(model).__name__} has no trainable parameter: there is no gradient to average")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device != world.device:
+            raise DeviceError(
+                f"{name} is on {tensor.device}, but rank {world.rank} trains on {world.device}: call "
+                f"model.to(world.device) before replicate"
+            )

@@ -1,10 +1,8 @@
 """The buffers of virtual ranks: each slice has its own, where it has changed them; elsewhere they are the model's.
 
-    model.bn.running_mean     slice 0    slice 1    slice 2    slice 3        virtual_ranks=4
-    on one process            b0 →       b1 →       b2 →       b3 →           copied in, changed by forward, copied out
-    between steps             b0         (what evaluation and checkpoints see, as without virtual ranks)
-
-A buffer that is changed between steps, by load_state_dict say, is changed for all slices.
+They are copied in before a slice's forward, and out after it. Between steps the model has those of virtual rank 0, as
+evaluation and checkpoints see them. A buffer that is changed between steps, by load_state_dict say, is changed for all
+slices.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from samestep.replicas.buffers import sync_buffers
-from samestep.runtime.axes import Axis
+from samestep.runtime.axis import Axis
 from samestep.runtime.exchange import all_gather_json, all_gather_tensors
 from samestep.runtime.virtual import VirtualRanks
 
@@ -22,38 +20,32 @@ __all__: list[str] = []
 
 
 class SliceBuffers:
-    """The buffers of the slices that this rank holds.
-
-    Args:
-        module: alike on all ranks.
-        axis: the ranks that share the slices out.
-        virtual: which of them are here.
-    """
+    """The buffers of the slices that this rank holds."""
 
     def __init__(self, module: nn.Module, axis: Axis, virtual: VirtualRanks) -> None:
         self._module = module
         self._axis = axis
         self._first = virtual.first
-        self._silent = _statistics(module)
+        self._untracked = _statistics(module)
         self._original = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-        self._kept: list[dict[str, Tensor]] = [{} for _ in range(virtual.held)]
+        self._kept: list[dict[str, Tensor]] = [{} for _ in range(virtual.local_count)]
         self._before = [dict(kept) for kept in self._kept]  # when the step began
-        self._standing = self._versions()
+        self._seen = self._versions()
 
     def enter(self, place: int) -> None:
         """Gives the model the buffers of a slice; the first one begins a step."""
         if place == 0:
-            self._adopt()
+            self._absorb_external()
             self._before = [dict(kept) for kept in self._kept]
-        self._show(place)
+        self._load_slice(place)
 
     def leave(self, place: int) -> None:
         """Keeps what the slice has changed."""
         now = self._versions()
         for name, buffer in self._module.named_buffers():
-            if now[name] != self._standing.get(name):
+            if now[name] != self._seen.get(name):
                 self._kept[place][name] = buffer.detach().clone()
-        self._show(0)
+        self._load_slice(0)
 
     def undo(self, place: int) -> None:
         """Makes all slices' buffers what they were when the step began; the model has those of the one at `place`."""
@@ -61,32 +53,32 @@ class SliceBuffers:
         self._kept = [dict(kept) for kept in self._before]
         with torch.no_grad():
             for name, buffer in self._module.named_buffers():
-                if name in changed or name in self._silent:
+                if name in changed or name in self._untracked:
                     buffer.copy_(self._kept[place].get(name, self._original[name]))
-        self._standing = self._versions()
+        self._seen = self._versions()
 
-    def equalise(self) -> None:
+    def sync(self) -> None:
         """Gives every rank's model the buffers of virtual rank 0. Collective: every rank must call it."""
-        self._adopt()
-        self._show(0)
+        self._absorb_external()
+        self._load_slice(0)
         sync_buffers(self._module, self._axis)
-        self._standing = self._versions()
+        self._seen = self._versions()
 
     def state(self) -> dict[str, Tensor]:
         """Returns the buffers that differ between slices, [virtual ranks, …] each, on the host. Collective."""
-        self._adopt()
+        self._absorb_external()
         everywhere = all_gather_json(self._axis, sorted(self._changed()))
         names = sorted({name for names in everywhere for name in names})
         return {name: torch.cat(all_gather_tensors(self._axis, self._rows(name))) for name in names}
 
     def load_state(self, saved: dict[str, Tensor]) -> None:
         """Takes up what :meth:`state` has returned, on any number of ranks, after the model's own state."""
-        self._adopt()
+        self._absorb_external()
         present = dict(self._module.named_buffers())
         for name, rows in saved.items():
             for place, kept in enumerate(self._kept):
                 kept[name] = rows[self._first + place].to(present[name].device)
-        self._show(0)
+        self._load_slice(0)
 
     def _rows(self, name: str) -> Tensor:
         return torch.stack([kept.get(name, self._original[name]) for kept in self._kept])
@@ -94,28 +86,28 @@ class SliceBuffers:
     def _changed(self) -> set[str]:
         return {name for kept in self._kept for name in kept}
 
-    def _adopt(self) -> None:
+    def _absorb_external(self) -> None:
         """A buffer that somebody else has changed since the last slice is that of all slices now."""
         now = self._versions()
         for name, buffer in self._module.named_buffers():
-            if now[name] != self._standing.get(name):
+            if now[name] != self._seen.get(name):
                 self._original[name] = buffer.detach().clone()
                 for kept in self._kept:
                     kept.pop(name, None)
-        self._standing = now
+        self._seen = now
 
-    def _show(self, place: int) -> None:
+    def _load_slice(self, place: int) -> None:
         changed = self._changed()
         with torch.no_grad():
             for name, buffer in self._module.named_buffers():
                 if name in changed:
                     buffer.copy_(self._kept[place].get(name, self._original[name]))
-        self._standing = self._versions()
+        self._seen = self._versions()
 
     def _versions(self) -> dict[str, _Version]:
         """Tells whether a buffer was written to, or another put in its place."""
         return {
-            name: _Version(id(buffer), buffer._version, buffer.detach().clone() if name in self._silent else None)  # noqa: SLF001
+            name: _Version(id(buffer), buffer._version, buffer.detach().clone() if name in self._untracked else None)  # noqa: SLF001
             for name, buffer in self._module.named_buffers()
         }
 

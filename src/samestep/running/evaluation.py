@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from samestep.data.batches import DevicePrefetcher
-from samestep.data.loader import Loader, Loading
+from samestep.data.fetch import SampleSeeds
+from samestep.data.loader import Loader, LoaderSettings
 from samestep.data.order import SampleOrder, StepPartition
-from samestep.data.streams import SampleSeeds
 from samestep.errors import DataError
 from samestep.progress import phase
 from samestep.running.results import decode, encode
@@ -162,7 +162,7 @@ def _require_positive(batch_size: int) -> None:
 def _batches(length: int, batch_size: int, world: World) -> list[tuple[int, int]]:
     """This rank's batches of samples [start, stop); those of virtual ranks are cut alike on any number of ranks."""
     slices, virtual = cut_evenly(length, world.slices), world.virtual
-    first, held = (world.data.rank, 1) if virtual is None else (virtual.first, virtual.held)
+    first, held = (world.data.rank, 1) if virtual is None else (virtual.first, virtual.local_count)
     most = math.ceil(batch_size / world.slices)
     return [
         (at, min(at + most, stop)) for start, stop in slices[first : first + held] for at in range(start, stop, most)
@@ -178,15 +178,16 @@ def _loaded(
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> Iterator[Any]:
     """Yields this rank's batches, on the host."""
-    how = Loading(
+    settings = LoaderSettings(
         workers=workers,
         collate_fn=collate_fn,
         pin_memory=world.device.type == "cuda",
-        seeded=lambda _: world.generator("evaluation"),  # else torch draws from, and so moves, the global stream
-        streams=SampleSeeds(derive_seed(world.seed or 0, "evaluation")),
+        # else torch draws from, and so moves, the global stream
+        worker_generator=lambda _: world.generator("evaluation"),
+        sample_seeds=SampleSeeds(derive_seed(world.seed or 0, "evaluation")),
     )
-    step = StepPartition(0, length, tuple(batches))
-    return (part.batch for part in Loader(dataset, how, skip=False).read(SampleOrder(length, shuffle=False), [step]))
+    order, step = SampleOrder(length, shuffle=False), StepPartition(0, length, tuple(batches))
+    return (part.batch for part in Loader(dataset, settings, skip=False).read(order, [step]))
 
 
 def _equalise_buffers(world: World) -> None:

@@ -20,7 +20,7 @@ import threading
 from types import FrameType
 
 from samestep.launch import orders
-from samestep.runtime.step import StepState
+from samestep.runtime.step_state import StepState
 
 __all__: list[str] = []
 

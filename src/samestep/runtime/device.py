@@ -1,16 +1,7 @@
-"""Which device this rank owns, by its local rank *and* by what it can see.
+"""Which device this rank owns, by its local rank *and* by the GPUs that it can see.
 
 `torch.device("cuda", local_rank)` is right only while every process sees all GPUs of its host. Slurm's
---gpus-per-task, container runtimes and CUDA_VISIBLE_DEVICES show each process its own, and that one is number 0:
-
-    GPUs this process sees     ranks on this host     device
-    none                       any                    cpu
-    1                          1                      cuda:0
-    1                          n > 1                  cuda:0, if no other rank holds the same card (checked at joining)
-    at least n                 n                      cuda:<local rank>
-    2 to n - 1                 n                      refused: some ranks would share a card
-
-Two processes on one GPU is refused because NCCL deadlocks there: each waits for the other's kernel to leave.
+--gpus-per-task, container runtimes and CUDA_VISIBLE_DEVICES show each process its own, and that one is number 0.
 """
 
 from __future__ import annotations
@@ -24,20 +15,20 @@ from samestep.errors import DeviceError
 __all__: list[str] = []
 
 
-def own_device(local_rank: int, local_size: int, *, visible: int | None = None) -> torch.device:
+def default_device(local_rank: int, local_size: int, *, visible: int | None = None) -> torch.device:
     """Returns the device of the rank that is number `local_rank` of `local_size` on its host.
 
     Args:
         local_rank: this rank's number on its host.
         local_size: ranks on this host.
-        visible: GPUs that this process can see; asked of torch by default.
+        visible: GPUs that this process can see; torch's count by default.
     """
     count = torch.cuda.device_count() if visible is None else visible
     if count == 0:
         return torch.device("cpu")
     if count >= local_size:
         return torch.device("cuda", local_rank)
-    if count == 1:
+    if count == 1:  # perhaps each rank sees another one; check_no_shared_gpu finds out
         return torch.device("cuda", 0)
     raise DeviceError(
         f"{local_size} ranks on this host see {count} GPUs: one process owns one GPU, so start {count} ranks here "
@@ -45,41 +36,34 @@ def own_device(local_rank: int, local_size: int, *, visible: int | None = None) 
     )
 
 
-def choose_device(asked: torch.device | None, local_rank: int, local_size: int) -> torch.device:
-    """Returns the device asked for, with its number, or else the rank's own.
+def choose_device(requested: torch.device | None, local_rank: int, local_size: int) -> torch.device:
+    """Returns the device requested, with its number, or else the rank's default.
 
     Raises:
-        DeviceError: a GPU was asked for that this process does not see.
+        DeviceError: a GPU is requested that this process does not see.
     """
-    if asked is None:
-        return own_device(local_rank, local_size)
-    if asked.type != "cuda":
-        return asked
-    seen = torch.cuda.device_count()
-    if (asked.index or 0) >= seen:
+    if requested is None:
+        return default_device(local_rank, local_size)
+    if requested.type != "cuda":
+        return requested
+    visible = torch.cuda.device_count()
+    if (requested.index or 0) >= visible:
         raise DeviceError(
-            f"device {str(asked)!r} was asked for, but this process sees {seen} GPUs: is this a CUDA build of torch, "
-            "and what does CUDA_VISIBLE_DEVICES say?"
+            f"device {str(requested)!r} was asked for, but this process sees {visible} GPUs: is this a CUDA build of "
+            "torch, and what does CUDA_VISIBLE_DEVICES say?"
         )
-    return own_device(local_rank, local_size) if asked.index is None else asked
+    return default_device(local_rank, local_size) if requested.index is None else requested
 
 
 def gpu_uuid(device: torch.device) -> str | None:
-    """Returns a name that two processes share only if they hold the same card, or None on the CPU."""
+    """Returns a name that two processes share only if they use the same card, or None on the CPU."""
     if device.type != "cuda":
         return None
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def check_no_shared_gpu(holders: Sequence[tuple[int, str, str | None]]) -> None:
-    """Raises if two ranks hold one card.
-
-    Args:
-        holders: rank, machine (:func:`samestep.machine.machine`) and card identity, in rank order.
-
-    Raises:
-        DeviceError: two do; names the first.
-    """
+    """Raises DeviceError if two ranks use one card; `holders` are (rank, machine, card), in rank order."""
     seen: dict[tuple[str, str], int] = {}
     for rank, machine, card in holders:
         if card is None:

@@ -1,10 +1,8 @@
 """The digest of a tensor: 128 bits of its bytes, the same on every device and for every layout.
 
 `torch.hash_tensor` XORs the elements: it cannot see that two were exchanged, and hash([5, 5]) == hash([7, 7]); an
-integer sum is as blind (measured on torch 2.13). XXH3 (https://xxhash.com) sees every position, and reads memory as
-fast as the processor can: 100 MB in 3 ms on one core here.
-
-No defence against somebody who forges tensors; against chance, two that differ have one digest in 2^128.
+integer sum is as blind (measured on torch 2.13). XXH3 (https://xxhash.com) depends on every position, at the speed of
+memory. Against chance, not against forgery: two tensors that differ have the same digest with probability 2^-128.
 """
 
 from __future__ import annotations
@@ -27,26 +25,16 @@ def digest(tensor: Tensor) -> str:
         False
     """
     local = getattr(tensor, "_local_tensor", tensor).detach()
-    told = xxhash.xxh3_128(f"{local.dtype}{tuple(local.shape)}".encode())
-    told.update(_data(local))
-    return told.hexdigest()
+    state = xxhash.xxh3_128(f"{local.dtype}{tuple(local.shape)}".encode())
+    state.update(_data(local))
+    return state.hexdigest()
 
 
 def short_digest(tensor: Tensor) -> int:
-    """Returns 64 bits that depend on every bit of a tensor's values, on its type and on its shape.
-
-    For what is compared often, and looked into where it differs.
-
-    Args:
-        tensor: as for :func:`digest`.
-
-    Example:
-        >>> short_digest(torch.tensor([1.0, 2.0])) == short_digest(torch.tensor([2.0, 1.0]))
-        False
-    """
+    """Returns the same in 64 bits, for what is compared often and examined further where it differs."""
     local = getattr(tensor, "_local_tensor", tensor).detach()
-    told = xxhash.xxh3_64_intdigest(f"{local.dtype}{tuple(local.shape)}".encode())
-    return xxhash.xxh3_64_intdigest(_data(local), seed=told)
+    seed = xxhash.xxh3_64_intdigest(f"{local.dtype}{tuple(local.shape)}".encode())
+    return xxhash.xxh3_64_intdigest(_data(local), seed=seed)
 
 
 def digest_of_bytes(data: bytes) -> str:
@@ -55,14 +43,7 @@ def digest_of_bytes(data: bytes) -> str:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Returns the bytes of a tensor's values, in the order of its dims, where it lies; a view where that can be.
-
-    Args:
-        tensor: dense, of any shape and device; strides do not matter. Of a DTensor, this rank's part.
-
-    Returns:
-        Shape [bytes], uint8.
-    """
+    """Returns the bytes of a dense tensor's values, shape [bytes], uint8, on its device; a view where possible."""
     local = getattr(tensor, "_local_tensor", tensor).detach().resolve_conj().resolve_neg()
     return local.contiguous().reshape(-1).view(torch.uint8)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import PeerError
-from samestep.runtime.axes import Axis
+from samestep.runtime.axis import Axis
 from samestep.runtime.digest import bytes_of
 
 __all__: list[str] = []
@@ -46,21 +46,16 @@ def raise_on_all_ranks(axis: Axis, problem: Exception | None) -> None:
 
     So no rank goes on into a collective that a failed one will never reach.
     """
-    said = all_gather_json(axis, None if problem is None else f"{type(problem).__name__}: {problem}")
+    problems = all_gather_json(axis, None if problem is None else f"{type(problem).__name__}: {problem}")
     if problem is not None:
         raise problem
-    for position, message in enumerate(said):
+    for position, message in enumerate(problems):
         if message is not None:
             raise PeerError(f"rank {axis.ranks[position]} failed: {message}")
 
 
 def all_gather_tensors(axis: Axis, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns every rank's tensor, in rank order, on the host of every rank. Collective.
-
-    Args:
-        axis: the ranks that call.
-        tensor: shape [n, ...]; n and the other dims may differ from rank to rank.
-    """
+    """Returns every rank's tensor, in rank order, on the host of every rank; shapes may differ. Collective."""
     axis.check_open()
     host = tensor.detach().to("cpu").contiguous()
     if axis.control is None:

@@ -1,15 +1,9 @@
 """Where the ranks meet: a key-value store from `env://`, `tcp://`, `file://`, or what srun and mpiexec leave behind.
 
-torch's own rendezvous waits 30 minutes for a rank that never comes and then names nobody; a file of a dead run sends
-it to addresses where nobody listens. Here a rank signs in under its number, so that everybody can say who is missing,
-who is there twice, and who left the file behind:
-
-    store    samestep/rank/0 = {"host", "pid", "size", "torch", "device", …}    set by compare-and-set: first come [1]
-             samestep/rank/1 = …                                                read by all, so all check the same [2]
-
-A file is only where they find each other; then rank 0 serves the store, and the file goes. torch stays in it to the
-end, and whatever uses its FileStore after the last rank has removed the file makes it anew: the next run of the same
-name finds the leftovers of a clean one.
+Each rank registers under its number, by compare-and-set, so that an error can say who is missing, who is there twice,
+and who left a file behind; all ranks read all registrations, so all check the same. A file is only where they find
+each other: then rank 0 serves the store and removes the file. Whatever uses torch's FileStore after the last rank has
+removed the file makes it anew, and the next run of the same name would find it.
 """
 
 from __future__ import annotations
@@ -21,7 +15,7 @@ import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
@@ -32,20 +26,26 @@ from samestep.launch.address import LOOPBACK, is_served, listen
 from samestep.launch.meeting import publish, rendezvous_path, wait_for
 from samestep.launch.network import addresses, route_to
 from samestep.machine import namespace
-from samestep.runtime.entries import compare, entry_of
+from samestep.rankenv import RankVariables
+from samestep.runtime.store_messages import check_ranks_agree, decode_registration
 
 __all__: list[str] = []
 
 
+_worlds = 0  # that this process has joined; the same on all ranks, since they joined them together
+_files: list[Path] = []  # in which rank 0 has published its address; of no use once all have registered
+
+
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Rendezvous:
     """A rank's number, and how it finds the others.
 
     Attributes:
-        method: "tcp" (`host` and `port`), "file" (`path`), or "meeting": rank 0 tells its address in the file `path`.
+        method: "tcp" (`host` and `port`), "file" (a FileStore at `path`), or "published": rank 0 publishes its
+            address in the file `path`.
         serves: this rank runs the store; false where the launcher does.
         one_host: the launcher says that all ranks are on this host.
-        prefix: keeps the keys of one attempt apart from those of the one before.
+        prefix: separates the keys of one attempt from those of the one before.
     """
 
     rank: int
@@ -60,41 +60,31 @@ class Place:
 
     @property
     def address(self) -> str:
-        """Where the ranks meet, as a person writes it."""
         return f"tcp://{self.host}:{self.port}" if self.method == "tcp" else f"file://{self.path}"
 
 
-def locate(
-    init_method: str | None,
-    told: rankenv.RankVariables | None,
-    rank: int | None,
-    size: int | None,
-) -> Place:
-    """Returns where this rank meets the others.
-
-    Args:
-        init_method: "env://", "tcp://host:port" or "file:///path", or None for whatever the launcher set.
-        told: the launcher's variables, or None.
-        rank: this rank's number, if the caller says so rather than the launcher.
-        size: the number of ranks, likewise.
+def parse_init_method(
+    init_method: str | None, launcher_env: RankVariables | None, rank: int | None, size: int | None
+) -> Rendezvous:
+    """Returns where this rank meets the others: as `init_method` says, or None for whatever the launcher set.
 
     Raises:
         UsageError: the method is unknown, or neither caller nor launcher says which rank this is.
     """
     parts = urlsplit(init_method or "env://")
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-    rank, size = _numbers(init_method, told, query, rank, size)
+    rank, size = _rank_and_size(init_method, launcher_env, query, rank, size)
     if parts.scheme == "tcp":
         if not parts.hostname or not _port(parts):
             raise UsageError(f"init_method {init_method!r} needs a host and a port, such as tcp://10.0.0.1:29500")
-        return Place(rank=rank, size=size, method="tcp", host=parts.hostname, port=_port(parts), serves=rank == 0)
+        return Rendezvous(rank=rank, size=size, method="tcp", host=parts.hostname, port=_port(parts), serves=rank == 0)
     if parts.scheme == "file":
         path = (parts.netloc + parts.path) or ""
         if not path.startswith("/"):
             raise UsageError(f"init_method {init_method!r} needs an absolute path that all ranks see: file:///path")
-        return Place(rank=rank, size=size, method="file", path=path, serves=rank == 0)
+        return Rendezvous(rank=rank, size=size, method="file", path=path, serves=rank == 0)
     if parts.scheme == "env":
-        return _from_variables(told, rank, size)
+        return _from_environment(launcher_env, rank, size)
     raise UsageError(f"init_method {init_method!r} is unknown: use env://, tcp://host:port or file:///path")
 
 
@@ -106,27 +96,23 @@ def _port(parts: SplitResult) -> int:
         return 0
 
 
-def _numbers(
-    init_method: str | None,
-    told: rankenv.RankVariables | None,
-    query: dict[str, str],
-    rank: int | None,
-    size: int | None,
+def _rank_and_size(
+    init_method: str | None, env: RankVariables | None, query: dict[str, str], rank: int | None, size: int | None
 ) -> tuple[int, int]:
-    """The caller's word counts first, then the address's query, then the launcher's variables."""
-    rank = rank if rank is not None else _whole(query, "rank")
-    size = size if size is not None else _whole(query, "world_size")
-    if told is not None:
-        rank = told.rank if rank is None else rank
-        size = told.size if size is None else size
+    """The caller's arguments come first, then the address's query, then the launcher's variables."""
+    rank = rank if rank is not None else _number_in(query, "rank")
+    size = size if size is not None else _number_in(query, "world_size")
+    if env is not None:
+        rank = env.rank if rank is None else rank
+        size = env.size if size is None else size
     if rank is None or size is None:
         raise RankVariablesError(
             f"rank and world size are unknown: {init_method or 'env://'} needs rank= and size=, "
             "or RANK and WORLD_SIZE in the environment"
         )
-    if told is not None and init_method in {None, "env://"} and (told.rank, told.size) != (rank, size):
+    if env is not None and init_method in {None, "env://"} and (env.rank, env.size) != (rank, size):
         raise RankVariablesError(
-            f"the caller says rank {rank} of {size}, the launcher rank {told.rank} of {told.size}: leave rank= and "
+            f"the caller says rank {rank} of {size}, the launcher rank {env.rank} of {env.size}: leave rank= and "
             "size= out, or give an init_method of your own"
         )
     if not 0 <= rank < size:
@@ -134,7 +120,7 @@ def _numbers(
     return rank, size
 
 
-def _whole(query: dict[str, str], name: str) -> int | None:
+def _number_in(query: dict[str, str], name: str) -> int | None:
     text = query.get(name)
     if text is None:
         return None
@@ -143,12 +129,12 @@ def _whole(query: dict[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _from_variables(told: rankenv.RankVariables | None, rank: int, size: int) -> Place:
-    addr, port = (None, None) if told is None else (told.master_addr, told.master_port)
+def _from_environment(env: RankVariables | None, rank: int, size: int) -> Rendezvous:
+    addr, port = (None, None) if env is None else (env.master_addr, env.master_port)
     if addr is not None and port is not None:
         served = is_served()
         attempt = rankenv.variable("TORCHELASTIC_RESTART_COUNT", "0")
-        return Place(
+        return Rendezvous(
             rank=rank,
             size=size,
             method="tcp",
@@ -157,10 +143,10 @@ def _from_variables(told: rankenv.RankVariables | None, rank: int, size: int) ->
             serves=rank == 0 and not served,
             prefix=f"/samestep/attempt_{attempt}",
         )
-    source = "env" if told is None else told.source
-    if told is not None and source != "env":
-        path, here = str(rendezvous_path(told, "ranks")), bool(told.one_host)
-        return Place(rank=rank, size=size, method="meeting", path=path, serves=rank == 0, one_host=here)
+    source = "env" if env is None else env.source
+    if env is not None and source != "env":
+        path, here = str(rendezvous_path(env, "ranks")), bool(env.one_host)
+        return Rendezvous(rank=rank, size=size, method="published", path=path, serves=rank == 0, one_host=here)
     missing = [name for name, value in (("MASTER_ADDR", addr), ("MASTER_PORT", port)) if value is None]
     raise RankVariablesError(
         f"rank {rank} of {size} ({source}) does not know where rank 0 is: {' and '.join(missing)} not set. "
@@ -168,108 +154,92 @@ def _from_variables(told: rankenv.RankVariables | None, rank: int, size: int) ->
     )
 
 
-class _Joined:
-    """How many worlds this process has joined; the same on all ranks, since they joined them together."""
-
-    worlds = 0
-    files: ClassVar[list[Path]] = []  # that rank 0 has told its address in; of no use once all have signed in
-
-
-def open_store(place: Place, join_timeout_s: float) -> Store:
-    """Returns a client of the store at `place`, serving it first where this rank is the one that does.
+def connect_store(point: Rendezvous, join_timeout_s: float) -> Store:
+    """Returns a client of the store, which rank 0 serves first unless the launcher does.
 
     Raises:
         RendezvousError: the port is taken, or nobody answered within `join_timeout_s` seconds.
     """
-    if place.method == "file":
-        return _meet_in(_file_store(place), place, join_timeout_s)
-    if place.method == "meeting":
-        return _meet(place, join_timeout_s)
-    return _client(place, join_timeout_s)
+    if point.method == "file":
+        return _connect_via_file_store(_file_store(point), point, join_timeout_s)
+    if point.method == "published":
+        return _connect_via_published_file(point, join_timeout_s)
+    return _connect(point, join_timeout_s)
 
 
-def _client(place: Place, join_timeout_s: float, listener: socket.socket | None = None) -> Store:
-    """Returns a client of the store at an address; rank 0 serves it first, on `listener` if that is bound already."""
+def _connect(point: Rendezvous, join_timeout_s: float, listener: socket.socket | None = None) -> Store:
+    """Connects to the store at an address; rank 0 serves it first, on `listener` if that is bound already."""
     began = time.monotonic()
-    if not place.serves and not _answers(place.host, place.port, began + join_timeout_s):
-        raise RendezvousError(_unreachable(place, time.monotonic() - began, None))
+    if not point.serves and not _answers(point.host, point.port, began + join_timeout_s):
+        raise RendezvousError(_unreachable(point, time.monotonic() - began, None))
     try:
         store: Store = TCPStore(
-            place.host,
-            place.port,
-            is_master=place.serves,
+            point.host,
+            point.port,
+            is_master=point.serves,
             wait_for_workers=False,
             timeout=timedelta(seconds=join_timeout_s),
             multi_tenant=True,
             master_listen_fd=None if listener is None else listener.detach(),
         )
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
-        raise RendezvousError(_unreachable(place, time.monotonic() - began, error)) from error
+        raise RendezvousError(_unreachable(point, time.monotonic() - began, error)) from error
     # The store may outlive a world: a second world of the same processes must not read the first one's keys.
-    return PrefixStore(f"{place.prefix}/world_{_Joined.worlds}", store)
+    return PrefixStore(f"{point.prefix}/world_{_worlds}", store)
 
 
-def _meet(place: Place, join_timeout_s: float) -> Store:
-    """Joins tasks that nobody has told an address: rank 0 binds one, and tells it through a file."""
-    path = Path(f"{place.path}.{_Joined.worlds}")
-    if place.serves:
-        listener = _listen(one_host=place.one_host)
-        _Joined.files.append(path)
-        publish(path, _told(listener))
-        return _serve(listener, place, join_timeout_s)
-    return _serve(wait_for(path, join_timeout_s), place, join_timeout_s)
+def _connect_via_published_file(point: Rendezvous, join_timeout_s: float) -> Store:
+    """Connects tasks that were given no address: rank 0 binds one, and publishes it in a file."""
+    path = Path(f"{point.path}.{_worlds}")
+    if not point.serves:
+        return _connect_to(wait_for(path, join_timeout_s), point, join_timeout_s)
+    listener = _listen(one_host=point.one_host)
+    _files.append(path)
+    publish(path, _address_of(listener))
+    return _connect_to(_address_of(listener), point, join_timeout_s, listener)
 
 
-def _meet_in(file: FileStore, place: Place, join_timeout_s: float) -> Store:
-    """Joins ranks that share a file; rank 0 removes it once all have signed in at the store they found through it.
+def _connect_via_file_store(file: FileStore, point: Rendezvous, join_timeout_s: float) -> Store:
+    """Connects ranks that share a file; rank 0 removes it once all have registered at the store found through it.
 
     torch's FileStore removes its file too, but not when the last two ranks leave it at the same time (1 time in 100):
     each counts itself out before it looks whether it was the last.
     """
     file.set_timeout(timedelta(seconds=join_timeout_s))
-    signed = _signed(
-        file,
-        place,
-        {"host": socket.gethostname(), "pid": os.getpid(), "network": namespace("net") or socket.gethostname()},
-        join_timeout_s,
-    )
-    if place.serves:
-        listener = _listen(one_host=all(entry["network"] == signed[0]["network"] for entry in signed))
-        _Joined.files.append(_file(place))
-        file.set("samestep/store", json.dumps(_told(listener)))
-        return _serve(listener, place, join_timeout_s)
+    about = {"host": socket.gethostname(), "pid": os.getpid(), "network": namespace("net") or socket.gethostname()}
+    registrations = _register(file, point, about, join_timeout_s)
+    if point.serves:
+        listener = _listen(one_host=all(entry["network"] == registrations[0]["network"] for entry in registrations))
+        _files.append(_file(point))
+        file.set("samestep/store", json.dumps(_address_of(listener)))
+        return _connect_to(_address_of(listener), point, join_timeout_s, listener)
     try:
-        told = json.loads(file.get("samestep/store"))
-    except RuntimeError as error:  # torch's, when its time is over
+        address = json.loads(file.get("samestep/store"))
+    except RuntimeError as error:  # torch's, at its timeout
         raise RendezvousError(
-            f"rank 0 has signed in at {place.address}, and not told rank {place.rank} where its store is: did it end?"
+            f"rank 0 has registered at {point.address}, and not told rank {point.rank} where its store is: did it end?"
         ) from error
-    return _serve(told, place, join_timeout_s)
+    return _connect_to(address, point, join_timeout_s)
 
 
 def _listen(*, one_host: bool) -> socket.socket:
     return listen(LOOPBACK if one_host else addresses()[0].address)
 
 
-def _told(listener: socket.socket) -> dict[str, Any]:
+def _address_of(listener: socket.socket) -> dict[str, Any]:
     host, port = listener.getsockname()
     return {"addresses": [host], "port": port}
 
 
-def _serve(where: socket.socket | dict[str, Any], place: Place, join_timeout_s: float) -> Store:
-    """Returns a client of the store that rank 0 serves on a socket, which is there in rank 0 alone."""
-    told = where if isinstance(where, dict) else _told(where)
-    host, port = told["addresses"][0], told["port"]
-    _choose_interface(host)
-    found = replace(place, method="tcp", host=host, port=port)
-    return _client(found, join_timeout_s, None if isinstance(where, dict) else where)
-
-
-def _choose_interface(host: str) -> None:
-    """Lets gloo use the interface that leads to rank 0: it would look up this host's own name, which may be unknown."""
+def _connect_to(
+    address: dict[str, Any], point: Rendezvous, join_timeout_s: float, listener: socket.socket | None = None
+) -> Store:
+    host = address["addresses"][0]
+    # gloo must use the interface that leads to rank 0: it would look up this host's own name, which may be unknown
     way = route_to(host)
     if way is not None and rankenv.variable("GLOO_SOCKET_IFNAME") is None:
         rankenv.set_variables({"GLOO_SOCKET_IFNAME": way.name})
+    return _connect(replace(point, method="tcp", host=host, port=address["port"]), join_timeout_s, listener)
 
 
 def _answers(host: str, port: int, deadline: float) -> bool:
@@ -286,96 +256,91 @@ def _answers(host: str, port: int, deadline: float) -> bool:
     return False
 
 
-def _unreachable(place: Place, waited_s: float, error: Exception | None) -> str:
+def _unreachable(point: Rendezvous, waited_s: float, error: Exception | None) -> str:
     if "EADDRINUSE" in str(error) or "address already in use" in str(error):
         return (
-            f"rank {place.rank} cannot serve {place.address}: port {place.port} is taken on this host, by another "
+            f"rank {point.rank} cannot serve {point.address}: port {point.port} is taken on this host, by another "
             "program or by a second rank 0. Choose another port, or start with `samestep run`, which never guesses one"
         )
-    if place.serves and error is not None:
-        return f"rank {place.rank} cannot serve {place.address}: {_first_line(error)}"
+    if point.serves and error is not None:
+        return f"rank {point.rank} cannot serve {point.address}: {_first_line(error)}"
     return (
-        f"rank {place.rank} of {place.size} waited {waited_s:.1f} s for rank 0 at host {place.host}, port "
-        f"{place.port}, and nobody answered: check that rank 0 runs, that the address is its own, and that no "
+        f"rank {point.rank} of {point.size} waited {waited_s:.1f} s for rank 0 at host {point.host}, port "
+        f"{point.port}, and nobody answered: check that rank 0 runs, that the address is its own, and that no "
         "firewall is between"
     )
 
 
-def _file(place: Place) -> Path:
+def _file(point: Rendezvous) -> Path:
     """Returns the file of this world: a second one of the same processes must not read the first one's address."""
-    return Path(place.path + (f".{_Joined.worlds}" if _Joined.worlds else ""))
+    return Path(point.path + (f".{_worlds}" if _worlds else ""))
 
 
-def _file_store(place: Place) -> FileStore:
-    folder = Path(place.path).parent
+def _file_store(point: Rendezvous) -> FileStore:
+    folder = Path(point.path).parent
     if not folder.is_dir():
-        raise RendezvousError(f"rank {place.rank} cannot meet at {place.address}: the folder {folder} does not exist")
+        raise RendezvousError(f"rank {point.rank} cannot meet at {point.address}: the folder {folder} does not exist")
     try:
-        return FileStore(str(_file(place)), place.size)
+        return FileStore(str(_file(point)), point.size)
     except RuntimeError as error:
-        raise RendezvousError(f"rank {place.rank} cannot meet at {place.address}: {_first_line(error)}") from error
+        raise RendezvousError(f"rank {point.rank} cannot meet at {point.address}: {_first_line(error)}") from error
 
 
-def sign_in(store: Store, place: Place, about: dict[str, Any], join_timeout_s: float) -> list[dict[str, Any]]:
-    """Writes down who this rank is, waits for all, and returns what every rank wrote, in rank order.
+def register_rank(
+    store: Store, point: Rendezvous, about: dict[str, Any], join_timeout_s: float
+) -> list[dict[str, Any]]:
+    """Registers this rank, waits for all, and returns every rank's registration, in rank order.
 
-    Args:
-        store: where they meet.
-        place: this rank's number and address.
-        about: JSON facts about this process; must hold "host" and "pid".
-        join_timeout_s: how long to wait for the others.
+    `about` are JSON facts about this process; they must hold "host" and "pid".
 
     Raises:
         RendezvousError: a rank is missing, there twice, or the file is left over from a dead run.
     """
+    global _worlds  # noqa: PLW0603
     try:
-        signed = _signed(store, place, about, join_timeout_s)
+        registrations = _register(store, point, about, join_timeout_s)
     finally:
-        while _Joined.files:
-            _Joined.files.pop().unlink(missing_ok=True)
-    compare(signed)
-    _Joined.worlds += 1
-    return signed
+        while _files:
+            _files.pop().unlink(missing_ok=True)
+    check_ranks_agree(registrations)
+    _worlds += 1
+    return registrations
 
 
-def _signed(store: Store, place: Place, about: dict[str, Any], join_timeout_s: float) -> list[dict[str, Any]]:
-    mine = json.dumps({**about, "size": place.size})
-    found = store.compare_set(_key(place.rank), "", mine)  # [1]
+def _register(store: Store, point: Rendezvous, about: dict[str, Any], join_timeout_s: float) -> list[dict[str, Any]]:
+    mine = json.dumps({**about, "size": point.size})
+    keys = [f"samestep/rank/{rank}" for rank in range(point.size)]
+    found = store.compare_set(keys[point.rank], "", mine)
     if found != mine.encode():
-        raise RendezvousError(_taken(place, entry_of(found, place.rank), about))
+        raise RendezvousError(_duplicate(point, decode_registration(found, point.rank), about))
     began = time.monotonic()
-    keys = [_key(rank) for rank in range(place.size)]
     try:
         store.wait(keys, timedelta(seconds=join_timeout_s))
     except RuntimeError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise RendezvousError(_missing(place, missing, time.monotonic() - began)) from error
-    return [entry_of(store.get(key), rank) for rank, key in enumerate(keys)]  # [2]
+        raise RendezvousError(_missing(point, missing, time.monotonic() - began)) from error
+    return [decode_registration(store.get(key), rank) for rank, key in enumerate(keys)]
 
 
-def _key(rank: int) -> str:
-    return f"samestep/rank/{rank}"
-
-
-def _taken(place: Place, other: dict[str, Any], about: dict[str, Any]) -> str:
+def _duplicate(point: Rendezvous, other: dict[str, Any], about: dict[str, Any]) -> str:
     who = f"pid {other['pid']} on {other['host']}"
-    if place.method == "file" and other["host"] != about["host"]:
+    if point.method == "file" and other["host"] != about["host"]:
         return (
-            f"{place.address} is in use, or left over from a dead run: {who} signed in there as rank {place.rank}. "
+            f"{point.address} is in use, or left over from a dead run: {who} signed in there as rank {point.rank}. "
             f"Give every run a path of its own; where that process is gone, delete the file"
         )
-    if place.method == "file" and not Path(f"/proc/{other['pid']}").exists():
+    if point.method == "file" and not Path(f"/proc/{other['pid']}").exists():
         return (
-            f"{place.address} is left over from a dead run: {who} signed in there as rank {place.rank} and is gone. "
+            f"{point.address} is left over from a dead run: {who} signed in there as rank {point.rank} and is gone. "
             f"Delete the file, and give every run a path of its own"
         )
-    return f"rank {place.rank} is there twice: {who} signed in first at {place.address}; ranks must differ"
+    return f"rank {point.rank} is there twice: {who} signed in first at {point.address}; ranks must differ"
 
 
-def _missing(place: Place, missing: list[int], waited_s: float) -> str:
+def _missing(point: Rendezvous, missing: list[int], waited_s: float) -> str:
     names = ", ".join(map(str, missing))
     return (
-        f"rank {place.rank} waited {waited_s:.1f} s at {place.address}, and {len(missing)} of {place.size} ranks "
+        f"rank {point.rank} waited {waited_s:.1f} s at {point.address}, and {len(missing)} of {point.size} ranks "
         f"never came: {names}. Start them too, or check that they were given the same address"
     )
 

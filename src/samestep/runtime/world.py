@@ -22,24 +22,24 @@ import torch.distributed as dist
 from samestep import rankenv
 from samestep.errors import UsageError
 from samestep.launch import orders
-from samestep.runtime import seeds
-from samestep.runtime.axes import Axis
-from samestep.runtime.joining import Joining, Membership, adopt, stay_alone
-from samestep.runtime.step import StepState
-from samestep.runtime.tracking import Track, keep_events
+from samestep.runtime import rng
+from samestep.runtime.axis import Axis
+from samestep.runtime.join import Membership, join_alone, join_ranks, use_existing_group
+from samestep.runtime.metric_log import MetricLog, start_event_log
+from samestep.runtime.step_state import StepState
 from samestep.runtime.virtual import VirtualRanks
 
 __all__ = ["Axis", "World", "world"]
 
 
 class Releasable(Protocol):
-    """Something that holds on to a process group, or to a lock of this run, and can let go of it."""
+    """A user of a process group, or of a lock of this run."""
 
     def release(self) -> None:
-        """Lets go; called when the world closes."""
+        """Releases it; called when the world closes."""
 
 
-class World:
+class World(Membership):
     """All ranks of a run, seen from one of them. Made by :func:`samestep.world`.
 
     Attributes:
@@ -49,7 +49,7 @@ class World:
         local_size: the processes of its host.
         host_index: its host among the hosts, in order of their lowest rank.
         device: the device that this rank owns.
-        lands_on: where tensors from `shards` arrive: the same; for a pipeline with devices of its own, its first one.
+        input_device: where tensors from `shards` arrive: the same; for a pipeline with devices of its own, its first.
         backend: what carries the gradients ("gloo", "nccl", …); None in a world of one.
         everyone: the axis of all ranks.
         data: the axis of ranks that hold the same parameters and average their gradients.
@@ -69,34 +69,25 @@ class World:
         virtual_ranks: int | None = None,
         tensorboard: str | Path | None = None,
     ) -> None:
-        self.rank = membership.rank
-        self.size = membership.size
-        self.local_rank = membership.local_rank
-        self.local_size = membership.local_size
-        self.host_index = membership.host_index
-        self.device = self.lands_on = membership.device
-        self.backend = membership.backend
-        self.everyone = membership.everyone
-        self.data = membership.data
-        self.pipeline = membership.pipeline
+        super().__init__(**vars(membership))
+        self.input_device = self.device
         self.seed = seed
         self.run_dir = run_dir
         self.step = StepState()
         self.virtual = None if virtual_ranks is None else self._virtual(virtual_ranks)
-        self._membership = membership
         self._open = True
-        self._held: list[Callable[[], Any]] = []
-        self._counted = self._copied = 0
-        self._streams_apart = False
-        self._track = Track(tensorboard, writes=self.is_first)
-        self._timeline = keep_events(run_dir, self.rank, self.size)
-        self._error: BaseException | None = None  # what the world was left by
+        self._users: list[Callable[[], Any]] = []
+        self._ids = self._copy_ids = 0
+        self._rng_diverged = False
+        self._metrics = MetricLog(tensorboard, writes=self.is_first)
+        self._timeline = start_event_log(run_dir, self.rank, self.size)
+        self._error: BaseException | None = None  # that ended the `with` block
         atexit.register(self.close)
 
     def _virtual(self, count: int) -> VirtualRanks:
         if self.pipeline.size > 1:
             raise UsageError("virtual_ranks and pipeline cannot be had together: the stages of a pipeline do not move")
-        self.data.by_tree = True
+        self.data.tree_sums = True
         return VirtualRanks(count, self.data.rank, self.data.size, seed=self.seed or 0, device=self.device)
 
     @property
@@ -112,42 +103,40 @@ class World:
     @property
     def replicas(self) -> list[Any]:
         """The live models made by :func:`samestep.replicate` in this world, oldest first."""
-        return [held for held in self._holders() if isinstance(held, torch.nn.Module)]
+        return [user for user in self._live_users() if isinstance(user, torch.nn.Module)]
 
-    def next_number(self) -> int:
+    def next_id(self) -> int:
         """Returns 1, 2, 3, …: the same on every rank for what all ranks make in the same order."""
-        self._counted += 1
-        return self._counted
+        self._ids += 1
+        return self._ids
 
-    def next_copy(self) -> int:
+    def next_copy_id(self) -> int:
         """Returns -1, -2, -3, … for copies of replicas, which one rank may make alone: it must not count ahead."""
-        self._copied += 1
-        return -self._copied
+        self._copy_ids += 1
+        return -self._copy_ids
 
     def check_open(self) -> None:
         """Raises StepError where the world was closed and had other ranks."""
         self.everyone.check_open()
 
-    def set_streams_apart(self) -> None:
+    def diverge_rng(self) -> None:
         """Gives each rank of the data axis global random streams of its own, once; until then they are alike.
 
         Virtual ranks have theirs within their slices; between steps all ranks draw alike.
         """
-        if self.seed is not None and not self._streams_apart and self.virtual is None:
-            seeds.seed_everything(self.seed, "step", self.data.rank)
-        self._streams_apart = True
+        if self.seed is not None and not self._rng_diverged and self.virtual is None:
+            rng.seed_everything(self.seed, "step", self.data.rank)
+        self._rng_diverged = True
 
-    def hold(self, user: Releasable, *, firmly: bool = False) -> None:
-        """Remembers who uses the process group or a lock of this run, so that they let go before the world closes.
+    def register(self, user: Releasable, *, keep_alive: bool = False) -> None:
+        """Releases a user of the process group, or of a lock of this run, before the world closes.
 
-        Args:
-            user: forgotten when nobody else refers to it.
-            firmly: whether this reference keeps it.
+        It is forgotten when nobody else refers to it, unless `keep_alive`.
         """
-        self._held.append((lambda: user) if firmly else weakref.ref(user))
+        self._users.append((lambda: user) if keep_alive else weakref.ref(user))
 
-    def _holders(self) -> list[Any]:
-        return [user for reference in self._held if (user := reference()) is not None]
+    def _live_users(self) -> list[Any]:
+        return [user for reference in self._users if (user := reference()) is not None]
 
     def group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Returns a process group of some ranks, or None on a rank that is not among them.
@@ -185,14 +174,14 @@ class World:
             purpose: a name; two names never share a stream.
             per_rank: each rank draws its own numbers; false gives all ranks the same.
         """
-        who = (self.rank,) if per_rank else ()
-        return seeds.generator(self.seed or 0, purpose, *who)
+        rank = (self.rank,) if per_rank else ()
+        return rng.generator(self.seed or 0, purpose, *rank)
 
     @property
     def pace(self) -> str:
         """What `samestep run` sees of the ranks' pace, on rank 0: "waiting 31%  slowest rank 2 (1.4x)".
 
-        The mean share of a step in which a rank waits for others, and the rank that they wait for, if one stands out;
+        The mean share of a step in which a rank waits for others, and the rank that they wait for, if one is slower;
         "" on other ranks, under other launchers, in a world of one and in the first seconds.
         """
         return orders.standing()
@@ -214,28 +203,28 @@ class World:
             >>> with samestep.world() as world:
             ...     world.log(loss=0.25, accuracy=0.9)
         """
-        self._track.log(values)
+        self._metrics.log(values)
 
     def close(self) -> None:
         """Destroys the process group; called on every way out, more than once does no harm.
 
-        Users of the group let go of it first: when DistributedDataParallel's reducer is its last owner, the reducer's
+        Users of the group release it first: when DistributedDataParallel's reducer is its last owner, the reducer's
         destructor joins gloo's thread while holding the interpreter lock, and the process never ends.
         """
         if not self._open:
             return
         self._open = False
         atexit.unregister(self.close)
-        with contextlib.ExitStack() as last:  # every user lets go, whatever another one raises
-            last.callback(self._membership.release)
-            last.callback(self._track.close)
+        with contextlib.ExitStack() as last:  # every user releases, whatever another one raises
+            last.callback(self.release_groups)
+            last.callback(self._metrics.close)
             if self._timeline is not None:
                 last.callback(self._timeline.end, self._error)
-            for user in reversed(self._holders()):
+            for user in reversed(self._live_users()):
                 last.callback(user.release)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        return self  # a copy of a model lives in the same world
+        return self  # a copy of a model is in the same world
 
     def __enter__(self) -> Self:
         return self
@@ -291,7 +280,7 @@ def world(
         seed: seeds Python's, NumPy's and torch's global generators, alike on every rank so that models start
             alike; `replicate` then gives each rank its own stream. None leaves them alone.
         deterministic: asks torch and cuDNN for bit-reproducible algorithms; see
-            :func:`samestep.runtime.seeds.use_deterministic_algorithms` for the price.
+            :func:`samestep.runtime.rng.use_deterministic_algorithms` for the price.
         timeout: seconds a collective may take.
         join_timeout: seconds to wait for the other ranks.
         run_dir: where files of the run belong; by default what `samestep run` chose. Where something else has started
@@ -312,18 +301,27 @@ def world(
         0 of 1
     """
     if deterministic or (virtual_ranks is not None and torch.cuda.is_available()):
-        seeds.use_deterministic_algorithms()
-    told = rankenv.read_rank_variables()
-    asked = None if device is None else torch.device(device)
+        rng.use_deterministic_algorithms()
+    launcher_env = rankenv.read_rank_variables()
+    requested = None if device is None else torch.device(device)
     if dist.is_available() and dist.is_initialized():
-        membership = adopt(told, asked, pipeline, _seconds(timeout))
-    elif _is_alone(init_method, told, rank, size):
-        membership = stay_alone(asked, backend, pipeline)
+        membership = use_existing_group(launcher_env, requested, pipeline, _seconds(timeout))
+    elif _is_alone(init_method, launcher_env, rank, size):
+        membership = join_alone(requested, backend, pipeline)
     else:
-        joining = Joining(backend=backend, device=asked, pipeline=pipeline, told=told)
-        membership = joining.join(init_method, rank, size, _seconds(timeout), _seconds(join_timeout))
+        membership = join_ranks(
+            init_method,
+            rank,
+            size,
+            backend=backend,
+            device=requested,
+            pipeline=pipeline,
+            launcher_env=launcher_env,
+            timeout_s=_seconds(timeout),
+            join_timeout_s=_seconds(join_timeout),
+        )
     if seed is not None:
-        seeds.seed_everything(seed, "model")
+        rng.seed_everything(seed, "model")
     folder = run_dir if run_dir is not None else rankenv.variable("SAMESTEP_RUN_DIR")
     if virtual_ranks is not None:
         torch.set_num_threads(1)  # how a sum is cut among threads shows in its last bits
@@ -331,7 +329,7 @@ def world(
     try:
         return World(membership, seed=seed, run_dir=folder, virtual_ranks=virtual_ranks, tensorboard=tensorboard)
     except BaseException:
-        membership.release()
+        membership.release_groups()
         raise
 
 
@@ -342,9 +340,9 @@ def _seconds(value: float | timedelta) -> float:
     return seconds
 
 
-def _is_alone(init_method: str | None, told: rankenv.RankVariables | None, rank: int | None, size: int | None) -> bool:
+def _is_alone(init_method: str | None, env: rankenv.RankVariables | None, rank: int | None, size: int | None) -> bool:
     if init_method is not None and not init_method.startswith("env://"):
         return False
     if rank is not None or size is not None:
         return size == 1
-    return told is None or told.size == 1
+    return env is None or env.size == 1

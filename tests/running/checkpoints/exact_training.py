@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.data.ledger import START, linked
+from samestep.data.ledger import START, chain_digest
 from samestep.data.order import SampleOrder
 from samestep.running.checkpoints import writer
 
@@ -117,7 +117,7 @@ def digest_of(step):
     while len(_DIGESTS) <= step:
         epoch, start = divmod(len(_DIGESTS) - 1, STEPS_PER_EPOCH)
         indices = SampleOrder(SAMPLES, 5, epoch).take(start * BATCH, (start + 1) * BATCH)
-        _DIGESTS.append(linked(_DIGESTS[-1], epoch, indices))
+        _DIGESTS.append(chain_digest(_DIGESTS[-1], epoch, indices))
     return _DIGESTS[step].hex()
 
 

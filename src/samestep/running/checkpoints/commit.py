@@ -169,7 +169,7 @@ class Checkpoint:
         self._due = Due(self._every, world, reports=bool(self._data))
         self._leaving = Leaving(world, reports=bool(self._data), saves=path is not None, time_limit=time_limit)
         self._store = None if path is None else Store(path, world)
-        world.hold(self)
+        world.register(self)
         close_when_dropped(self, world, self._store, self._leaving)
         try:
             self.resumed = self._resume()

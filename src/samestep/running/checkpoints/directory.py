@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.data.lock import NamedLock
+from samestep.data.once import NamedLock
 from samestep.errors import CheckpointError
 from samestep.files import make_private
 from samestep.running.checkpoints import identity

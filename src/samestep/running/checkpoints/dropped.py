@@ -59,4 +59,4 @@ def _close(world: World, store: Store | None, leaving: Leaving) -> None:
         return
     outcome = store.close()
     if outcome is not None and outcome.error is not None:
-        world.hold(_Failed(world, outcome), firmly=True)
+        world.register(_Failed(world, outcome), keep_alive=True)

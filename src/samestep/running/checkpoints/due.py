@@ -1,7 +1,8 @@
 """Whether a checkpoint is due at the step that ends, alike on every rank.
 
 Steps are counted the same on all ranks. Time is not: only rank 0's clock counts, and it sends a request to the other
-ranks with the report of every step (:mod:`samestep.data.report`); without such reports rank 0 is asked at every commit.
+ranks with the report of every step (:mod:`samestep.data.current_step`); without such reports rank 0 is asked at every
+commit.
 """
 
 from __future__ import annotations

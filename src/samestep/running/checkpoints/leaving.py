@@ -1,7 +1,8 @@
 """Whether all ranks save this step and leave: because somebody has asked, or because the job's time is nearly over.
 
-Both are requests of one rank that travel with the report of the step which ends next (:mod:`samestep.runtime.step`). So
-there must be somebody who reports steps, the data; or one rank alone, which agrees with itself.
+Both are requests of one rank that travel with the report of the step which ends next
+(:mod:`samestep.runtime.step_state`). So there must be somebody who reports steps, the data; or one rank alone, which
+agrees with itself.
 """
 
 from __future__ import annotations

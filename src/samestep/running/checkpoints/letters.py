@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import _get_default_store
 
 from samestep.errors import RendezvousError
-from samestep.runtime.entries import decode_message
+from samestep.runtime.store_messages import decode_message
 
 __all__: list[str] = []
 

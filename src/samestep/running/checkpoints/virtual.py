@@ -19,7 +19,7 @@ import torch
 from samestep.errors import CheckpointError
 from samestep.launch.warning import warn
 from samestep.replicas.replicate import Replica
-from samestep.replicas.virtual import VirtualRankEngine
+from samestep.replicas.virtual_engine import VirtualRankEngine
 from samestep.runtime.world import World
 
 __all__: list[str] = []

@@ -1,21 +1,16 @@
 """Finds the MPI library that fits what has started this process, starts it, and says in one line what is missing.
 
-    started by                                     says so in            hears the library
-    mpiexec of Open MPI                            OMPI_COMM_WORLD_SIZE  libmpi.so.40
-    mpiexec of MPICH or Intel MPI, srun with pmi2  PMI_SIZE              libmpi.so.12
-
-PyTorch knows MPI only when it was built from source on a machine that has it. mpi4py's wheel needs no compiler, and
-takes whichever library it finds first; where two are installed that may be one which never hears of the other's
-mpiexec: then each process is a world of one. So the library is chosen by what has started the process.
-
-mpi4py would start MPI when it is imported, and finalise it when the interpreter ends, where a process that has failed
-waits for all others for ever. Here :mod:`samestep.runtime.mpi.ending` does that.
+mpi4py's wheel needs no compiler, and takes whichever library it finds first; where two are installed that may be one
+that knows nothing of the other's mpiexec: then each process is a world of one. So the library is chosen by the
+launcher's variables. mpi4py would start MPI when it is imported, and finalise it at exit, where a process that has
+failed waits for all others for ever; :mod:`samestep.runtime.mpi.shutdown` does that instead.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,6 +19,8 @@ from typing import Any
 
 from samestep import rankenv
 from samestep.errors import BackendError, RankVariablesError
+from samestep.launch.cores import binding_warning, unbound_cores
+from samestep.launch.warning import warn
 
 __all__: list[str] = []
 
@@ -49,7 +46,7 @@ class Family:
 
 FAMILIES = (
     Family("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "libmpi.so.40", "openmpi"),
-    Family("MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK", "libmpi.so.12", "mpich"),
+    Family("MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK", "libmpi.so.12", "mpich"),  # srun with pmi2, too
 )
 
 
@@ -62,8 +59,8 @@ def started_by() -> tuple[Family, int, int] | None:
     return None
 
 
-def told() -> rankenv.RankVariables | None:
-    """Returns what the launcher says of this rank; None where mpiexec knows better than variables that are half set.
+def launcher_place() -> rankenv.RankVariables | None:
+    """Returns the launcher's variables; None where mpiexec knows better than variables that are half set.
 
     Raises:
         RankVariablesError: they are half set, and no mpiexec has started this process.
@@ -77,11 +74,7 @@ def told() -> rankenv.RankVariables | None:
 
 
 def load(rank: int | None = None, size: int | None = None) -> Any:
-    """Returns `mpi4py.MPI`, started with room for several threads.
-
-    Args:
-        rank: this process's number by its launcher, where that has said it.
-        size: the number of processes, likewise.
+    """Returns `mpi4py.MPI`, started for several threads; `rank` and `size` are the launcher's, where it gave them.
 
     Raises:
         BackendError: mpi4py or a library is missing, or mpiexec has started other processes than the launcher's.
@@ -91,12 +84,12 @@ def load(rank: int | None = None, size: int | None = None) -> Any:
     found = started_by()
     expected = size if found is None else found[2]
     if expected is not None and mpi.COMM_WORLD.size != expected:
-        raise BackendError(_deaf(mpi, found, expected))
+        raise BackendError(_wrong_library(mpi, found, expected))
     return mpi
 
 
 def _check_started(rank: int | None, size: int | None) -> None:
-    """MPI ends a process that mpiexec has not counted, in its own way; so this is looked at before."""
+    """MPI ends a process that mpiexec has not counted, without a word of what to do; so this is checked before."""
     found = started_by()
     if size is None or size == 1:
         return
@@ -118,7 +111,6 @@ def _check_started(rank: int | None, size: int | None) -> None:
 
 
 def check_installed() -> None:
-    """Raises BackendError where mpi4py is missing."""
     if find_spec("mpi4py") is None:
         raise BackendError("backend 'mpi' needs mpi4py: pip install 'samestep[mpi]'")
 
@@ -149,24 +141,23 @@ def _start() -> Any:
 
 
 def _choose() -> None:
-    """Tells mpi4py to leave starting and ending to us, and which library to take, unless the user has said it."""
+    """Turns mpi4py's own start and end off, and chooses the library, unless the user has; before the import."""
     if "mpi4py.MPI" in sys.modules:
         return
     mpi4py = importlib.import_module("mpi4py")
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     found = started_by()
-    if found is not None and not any(map(rankenv.variable, ("MPI4PY_LIBMPI", "MPI4PY_MPIABI"))):
-        rankenv.set_variables({"MPI4PY_LIBMPI": ":".join(_places(found[0]))})
-
-
-def _places(family: Family) -> list[str]:
-    """Returns where a family's library may lie: with this Python, or where the system looks; then whatever there is."""
+    if found is None or any(map(rankenv.variable, ("MPI4PY_LIBMPI", "MPI4PY_MPIABI"))):
+        return
+    family = found[0]
+    # with this Python, or where the system looks; then whatever there is
     prefixes = dict.fromkeys((sys.prefix, sys.exec_prefix, sys.base_exec_prefix))
-    beside = [str(Path(prefix) / "lib" / family.library) for prefix in prefixes]
-    return [*beside, family.library, *(other.library for other in FAMILIES if other is not family)]
+    paths = [str(Path(prefix) / "lib" / family.library) for prefix in prefixes]
+    others = [other.library for other in FAMILIES if other is not family]
+    rankenv.set_variables({"MPI4PY_LIBMPI": ":".join([*paths, family.library, *others])})
 
 
-def _deaf(mpi: Any, found: tuple[Family, int, int] | None, expected: int) -> str:
+def _wrong_library(mpi: Any, found: tuple[Family, int, int] | None, expected: int) -> str:
     what = f"mpi4py has loaded {_version(mpi)}, which knows of {mpi.COMM_WORLD.size} process and not of {expected}"
     if found is None:
         return f"{what}: start the ranks with its own mpiexec"
@@ -179,3 +170,25 @@ def _deaf(mpi: Any, found: tuple[Family, int, int] | None, expected: int) -> str
 
 def _version(mpi: Any) -> str:
     return " ".join(str(mpi.Get_library_version()).split(",")[0].split("\n")[0].split())
+
+
+def affinities(mpi: Any, communicator: Any) -> list[list[int]]:
+    """Returns the CPUs that each rank of this host may use. Collective."""
+    here = communicator.Split_type(mpi.COMM_TYPE_SHARED)
+    found: list[list[int]] = here.allgather(sorted(os.sched_getaffinity(0)))
+    here.Free()
+    return found
+
+
+def warn_of_binding(mpi: Any) -> None:
+    """Warns, on one rank of each host, where mpiexec has bound the ranks to too few cores. Collective.
+
+    Under `samestep run` the launcher warns, before it starts anything.
+    """
+    found = affinities(mpi, mpi.COMM_WORLD)
+    place = launcher_place()
+    if rankenv.variable("SAMESTEP_LOGS") is not None or place is None or place.local_rank:
+        return
+    message = binding_warning(found, unbound_cores(), launcher=place.source)
+    if message is not None:
+        warn(message)

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from samestep.runtime.entries import decode_message
+from samestep.runtime.store_messages import decode_message
 
 __all__: list[str] = []
 
