@@ -127,7 +127,7 @@ AT_WORK = {  # command -> where it is interrupted, and its arguments
     "doctor": ("samestep.doctor.examine.run_checks", []),
     "checkpoint": ("samestep.running.checkpoints.contents.list_checkpoints", ["list", "."]),
     "plan": ("samestep.network.cluster.load", ["--profile", "any.json", "--cluster", "any.toml"]),
-    "report": ("samestep.reporting.record.open_run", ["."]),
+    "report": ("samestep.reporting.run_log.open_run", ["."]),
     "bench": ("samestep.cli.bench.load", ["step"]),
     "verify": ("samestep.verification.verify.examine", []),  # and the script
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from samestep.reporting.pace import _beyond
+from samestep.reporting.steps import _beyond
 
 
 def test_of_two_ranks_each_is_held_against_the_other():

@@ -11,7 +11,7 @@ from chromium import PROGRAM, Browser
 from samestep.reporting.analysis import analyse
 from samestep.reporting.packed import PackingReader
 from samestep.reporting.page import render_page
-from samestep.reporting.record import open_run
+from samestep.reporting.run_log import open_run
 from samestep.reporting.summary import summary
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no chromium on this machine")

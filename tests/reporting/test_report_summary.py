@@ -12,12 +12,10 @@ from made_runs import OWN, T0, Made
 from samestep.errors import UsageError
 from samestep.reporting import content
 from samestep.reporting.analysis import analyse
-from samestep.reporting.curves import course, curves, ranges
-from samestep.reporting.gantt import idle
-from samestep.reporting.moments import moments
 from samestep.reporting.packed import PackingReader
-from samestep.reporting.record import open_run
+from samestep.reporting.run_log import open_run
 from samestep.reporting.summary import as_json, lines, summary
+from samestep.reporting.timeline import course, curves, idle, moments, ranges
 
 CALM = {"data": 100, "forward": 4_000, "backward": 8_000, "optimizer": 2_000}
 
@@ -513,3 +511,54 @@ def _actions(stage, begins):
     return [
         [kind, stage, micro, begin, begin + 1] for kind, times in begins.items() for micro, begin in enumerate(times)
     ]
+
+
+def as_collectives(made, operation, where):
+    """Makes the waits of all ranks calls of one operation."""
+    for rank in range(made.ranks):
+        lines = [json.loads(line) for line in made.file(rank).read_text().splitlines()]
+        for line in lines:
+            if line["kind"] == "step" and "wait" in line["spent"]:
+                line["spent"]["collective"] = line["spent"].pop("wait")
+                line["spans"] = [
+                    ["collective", *span[1:3], operation, where] if span[0] == "wait" else span
+                    for span in line["spans"]
+                ]
+        made.file(rank).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("operation", "whose", "change"),
+    [
+        ("SyncBatchNorm", "SyncBatchNorm", 'batchnorm="local"'),
+        ("all_reduce", "the script's own calls", "async_op=True"),
+        (None, "the exchange of gradients", "two micro-batches"),
+    ],
+)
+def test_whose_the_collectives_are_is_said_first_where_they_take_more_than_a_quarter(
+    tmp_path, operation, whose, change
+):
+    made = Made(tmp_path, transfer=8_000, apart=lambda rank, step: {"save": 0.05})
+    made.write()
+    if operation:
+        as_collectives(made, operation, "train.py:7")
+    first, *others = summary(analyse(open_run(tmp_path)), T0 + 100).advice
+    assert first.code == "communication"
+    assert first.text.startswith(f"Collectives take 35 % of a step: {whose} 35 %. The largest is {whose}")
+    assert change in first.text
+    assert ("called at train.py:7" in first.text) == (operation is not None)
+    assert first.gain == pytest.approx(8 / 23)
+    assert others[0].gain > first.gain or others[0].code != "communication"
+
+
+def test_collectives_that_take_less_are_no_cause(tmp_path):
+    Made(tmp_path, transfer=3_000).write()
+    assert all(one.code != "communication" for one in summary(analyse(open_run(tmp_path)), T0 + 100).advice)
+
+
+def test_the_head_says_what_was_run_when_and_on_what(tmp_path):
+    Made(tmp_path).write()
+    found = summary(analyse(open_run(tmp_path)), T0 + 100)
+    assert found.header.startswith("train.py --lr 0.1, 20")
+    assert found.header.endswith(", torch 2.13.0+cpu, cpu")
+    assert lines(found)[0] == found.header

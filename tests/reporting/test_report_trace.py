@@ -12,7 +12,7 @@ import pytest
 from made_runs import OWN, T0, Made
 
 from samestep.files import write_atomic
-from samestep.reporting.record import open_run
+from samestep.reporting.run_log import open_run
 from samestep.reporting.trace import LAUNCHER, trace
 
 

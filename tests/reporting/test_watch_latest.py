@@ -8,23 +8,23 @@ import os
 import pytest
 from made_runs import T0, Made
 
-from samestep.reporting.live import latest
-from samestep.reporting.live.latest import LatestReader, Tail, clean, forget, open_latest
-from samestep.reporting.live.standing import ranks_of
-from samestep.reporting.record import open_run
+from samestep.reporting.live import log_tail
+from samestep.reporting.live.log_tail import LatestReader, Tail, clean, forget, open_latest
+from samestep.reporting.run_log import open_run
+from samestep.reporting.status import ranks_of
 
 
 def test_of_a_huge_file_the_first_and_the_last_events_are_read(tmp_path):
     made = Made(tmp_path, ranks=1, steps=5_000)
     made.write()
-    assert made.file(0).stat().st_size > 2 * (latest.HEAD + latest.LAST)
+    assert made.file(0).stat().st_size > 2 * (log_tail.HEAD + log_tail.LAST)
     run = open_latest(tmp_path)
     log = run.ranks[0, 0]
     assert log.begin["host"] == "node0"
     assert log.machine["backend"] == "gloo"
-    assert [event["step"] for event in log.steps[-latest.LOOK :]] == list(range(5_001 - latest.LOOK, 5_001))
+    assert [event["step"] for event in log.steps[-log_tail.LOOK :]] == list(range(5_001 - log_tail.LOOK, 5_001))
     assert log.end is not None
-    assert len(log.steps) <= 2 * latest.LOOK
+    assert len(log.steps) <= 2 * log_tail.LOOK
     assert run.problems == []
 
 
@@ -59,7 +59,7 @@ def test_of_many_new_steps_the_last_are_read_and_everything_else(tmp_path):
             if number == 30:
                 file.write(json.dumps(saved, separators=(",", ":")) + "\n")
     events = list(reader.events())
-    assert [event["step"] for event in events if event["kind"] == "step"] == [4, *range(104 - latest.LOOK, 104)]
+    assert [event["step"] for event in events if event["kind"] == "step"] == [4, *range(104 - log_tail.LOOK, 104)]
     assert [event["kind"] for event in events].count("checkpoint") == 1
     assert events[-1]["spans"] == events[-1]["buckets"] == []
     assert events[-1]["work"] == {}
@@ -93,7 +93,7 @@ def test_what_is_kept_in_memory_has_a_limit(tmp_path):
     for number in range(1, 2_000):
         run.said.append({"number": number})
     forget(run)
-    assert len(run.said) == len(run.ranks[0, 0].values) == latest.KEPT
+    assert len(run.said) == len(run.ranks[0, 0].values) == log_tail.KEPT
 
 
 def test_a_run_that_tells_of_millions_of_ranks_is_shown_as_far_as_a_screen_can(tmp_path):
@@ -109,7 +109,7 @@ def test_the_last_lines_of_output_are_read_and_no_more(tmp_path):
     file.write_text("".join(f"line {number}\n" for number in range(100_000)))
     tail = Tail(file)
     assert tail.read()[-1] == "line 99999"
-    assert sum(map(len, tail.lines)) < latest.TAIL
+    assert sum(map(len, tail.lines)) < log_tail.TAIL
     assert tail.lines[0].startswith("line 9")  # not half of one
     with file.open("a") as more:
         more.write("and ")
@@ -123,7 +123,7 @@ def test_one_line_longer_than_what_is_read_is_shown_in_part(tmp_path):
     file = tmp_path / "rank0.out"
     file.write_bytes(b"\xff" * (1 << 20))
     (line,) = Tail(file).read()
-    assert len(line) == latest.LONGEST
+    assert len(line) == log_tail.LONGEST
 
 
 def test_what_is_no_file_has_no_lines(tmp_path):

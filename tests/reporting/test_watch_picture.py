@@ -12,12 +12,10 @@ import pytest
 from made_runs import OWN, T0, Made
 from rich.console import Console
 
-from samestep.reporting.live.choice import ViewState
-from samestep.reporting.live.latest import LOOK, open_latest
-from samestep.reporting.live.marks import PHASES, Marks
-from samestep.reporting.live.pace import apportioned, pace
-from samestep.reporting.live.picture import picture, snapshot
-from samestep.reporting.live.scene import Scene
+from samestep.reporting.live.log_tail import open_latest
+from samestep.reporting.live.model import Scene, ViewState
+from samestep.reporting.live.render import PHASES, Marks, picture, snapshot
+from samestep.reporting.run_log import LOOK, largest_remainder, recent_steps
 
 
 def drawn(made, width=80, height=24, choice=None, now=T0 + 1, output=(), **marks):
@@ -74,7 +72,7 @@ def test_only_the_last_steps_count(tmp_path):
     made = Made(tmp_path, steps=60, own=lambda rank, step: OWN if step <= 60 - LOOK else later)
     made.write()
     run = open_latest(made.path)
-    found = pace(run.ranks[0, 0])
+    found = recent_steps(run.ranks[0, 0])
     assert found.steps == LOOK
     assert found.seconds == pytest.approx(0.005)  # 1 + 1 + 3 of the transfer
     assert set(found.spent) == {"data", "forward", "wait"}
@@ -352,8 +350,8 @@ def test_letters_beyond_ascii_are_avoided_where_a_terminal_has_none(tmp_path):
 
 @pytest.mark.parametrize("width", [0, 1, 7, 100])
 def test_a_bar_has_as_many_cells_as_it_may(width):
-    assert sum(apportioned({"a": 1.0, "b": 1e-9, "c": 3.3}, width).values()) == width
-    assert apportioned({}, width) == {}
+    assert sum(largest_remainder({"a": 1.0, "b": 1e-9, "c": 3.3}, width).values()) == width
+    assert largest_remainder({}, width) == {}
 
 
 def test_a_snapshot_has_all_ranks_and_the_last_ten_lines(tmp_path):

@@ -234,7 +234,7 @@ def test_control_z_gives_the_terminal_back_until_it_goes_on(sit, made):
 def test_an_exception_leaves_the_terminal_as_it_was(sit, made):
     code = f"""if True:
         from samestep import cli
-        from samestep.reporting.live import view
+        from samestep.reporting.live import app as view
         picture, calls = view.picture, []
         def fails(*arguments):
             calls.append(1)

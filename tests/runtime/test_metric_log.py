@@ -16,7 +16,7 @@ import torch
 import samestep
 from ports import free_port
 from samestep.errors import UsageError
-from samestep.reporting.record import Run, open_run
+from samestep.reporting.run_log import Run, open_run
 from samestep.runtime.metric_log import MetricLog
 
 SCRIPT = """

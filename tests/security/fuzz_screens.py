@@ -14,6 +14,10 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 from rich.console import Console
+from samestep.reporting.live.choice import ViewState
+from samestep.reporting.live.latest import open_latest
+from samestep.reporting.live.view import WatchApp
+from samestep.reporting.run_log import open_run
 
 from samestep.cli.doctor import shown
 from samestep.collectives import memory
@@ -26,11 +30,7 @@ from samestep.planning import profile, settings
 from samestep.replicas import culprits
 from samestep.reporting import summary as summaries
 from samestep.reporting.analysis import analyse
-from samestep.reporting.live.choice import ViewState
-from samestep.reporting.live.latest import open_latest
-from samestep.reporting.live.view import WatchApp
 from samestep.reporting.page import render_page
-from samestep.reporting.record import open_run
 from samestep.running.checkpoints import letters as checkpoint_letters
 from samestep.runtime.join import Card
 from samestep.runtime.store_messages import decode_message, matches_type

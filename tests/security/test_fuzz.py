@@ -21,6 +21,7 @@ import torch
 from fuzz_screens import DRAWN, MORE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from samestep.reporting.run_log import open_run
 
 import samestep
 from samestep.errors import SamestepError
@@ -29,7 +30,6 @@ from samestep.launch.hostlist import parse_hostfile, parse_hosts
 from samestep.launch.terminal import harmless
 from samestep.launch.wire import SealedLink, new_token
 from samestep.network.cluster import parse as parse_cluster
-from samestep.reporting.record import open_run
 from samestep.running.checkpoints import manifest
 from samestep.running.checkpoints.reader import read_tensors
 from samestep.runtime.store_messages import decode_registration

@@ -10,14 +10,11 @@ import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from samestep.cli.options import Parser
 from samestep.errors import UsageError
-
-if TYPE_CHECKING:
-    from samestep.reporting.analysis import RunAnalysis
-    from samestep.reporting.summary import Summary
+from samestep.files import write_atomic
+from samestep.text import escape_control
 
 __all__ = ["main"]
 
@@ -34,6 +31,7 @@ EXAMPLES = """examples:
   samestep report runs/train-20260101-120000-1a2b -o page.html
   samestep report RUN_DIR --trace trace.json.gz               for ui.perfetto.dev or chrome://tracing
   samestep report RUN_DIR --json report.json                  the same numbers, for programs
+  samestep report RUN_DIR --json - | jq .step                 them alone; a page only with -o
   samestep report RUN_DIR --attempt 0                         before the run was started again
 
 exit code: 0, whatever became of the run; 2 for a usage error."""
@@ -42,8 +40,6 @@ exit code: 0, whatever became of the run; 2 for a usage error."""
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options = _parser().parse(arguments)
-    from samestep.text import escape_control
-
     try:
         return _report(options)
     except UsageError as error:
@@ -51,16 +47,31 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from samestep.reporting.record import latest_run
-    from samestep.reporting.summary import lines
-    from samestep.text import escape_control
+    from samestep.reporting.analysis import analyse
+    from samestep.reporting.content import json_safe
+    from samestep.reporting.packed import PackingReader
+    from samestep.reporting.run_log import latest_run, open_run
+    from samestep.reporting.summary import as_json, lines, summary
+    from samestep.reporting.trace import trace
 
     options.path = options.path or latest_run(Path("runs"))
-    page = options.output or options.path / "report.html"
-    _check_paths(page, options.trace, options.json)
-    analysis, told = _read(options)
-    _write(options, page, analysis, told)
-    for line in [*lines(told), *(f"note: {escape_control(problem)}" for problem in analysis.run.problems)]:
+    alone = options.json == Path("-")  # the data are all that is printed, and the page is written only where asked for
+    page = options.output or (None if alone else options.path / "report.html")
+    _check_paths(page, options.trace, None if alone else options.json)
+    analysis = analyse(open_run(options.path, PackingReader), options.attempt)
+    found = summary(analysis, time.time())
+    if options.json is not None:
+        data = json.dumps(json_safe(as_json(analysis, found)), indent=2, allow_nan=False)
+        write_atomic(Path("/dev/stdout") if alone else options.json, [data, "\n"])
+    if options.trace is not None:
+        write_atomic(options.trace, trace(analysis.run, analysis.logs))
+    if page is not None:
+        from samestep.reporting.page import render_page
+
+        write_atomic(page, [render_page(analysis, found)])
+    if alone:
+        return 0
+    for line in [*lines(found), *(f"note: {escape_control(problem)}" for problem in analysis.run.problems)]:
         print(_wrapped(line))
     for path in (page, options.trace, options.json):
         if path is not None:
@@ -83,17 +94,23 @@ def _parser() -> Parser:
     add("path", metavar="RUN_DIR", type=Path, nargs="?", help="a run directory (default: the newest in ./runs)")
     add("-o", "--output", metavar="FILE", type=Path, help="the page (default: RUN_DIR/report.html)")
     add("--trace", metavar="FILE", type=Path, help="write a trace too, compressed if FILE ends in .gz")
-    add("--json", metavar="FILE", type=Path, help="write the summary as data too")
+    add(
+        "--json",
+        metavar="FILE",
+        type=Path,
+        help="write the summary as data too; - prints it, and nothing else",
+    )
     add("--attempt", metavar="N", type=int, help="which attempt of a run that was started again (default: the last)")
     return parser
 
 
-def _check_paths(*paths: Path | None) -> None:
+def _check_paths(page: Path | None, *others: Path | None) -> None:
     """Refuses before anything is read what cannot be written."""
-    from samestep.reporting.page import check_library
+    if page is not None:
+        from samestep.reporting.page import check_library
 
-    check_library()
-    named = [path.resolve() for path in paths if path is not None]
+        check_library()
+    named = [path.resolve() for path in (page, *others) if path is not None]
     for path in named:
         try:
             is_folder = path.is_dir()
@@ -103,28 +120,3 @@ def _check_paths(*paths: Path | None) -> None:
             raise UsageError(f"{path} is a directory: name a file in it")
         if named.count(path) > 1:
             raise UsageError(f"page, trace and data need different files: {path} is named twice")
-
-
-def _read(options: argparse.Namespace) -> tuple[RunAnalysis, Summary]:
-    from samestep.reporting.analysis import analyse
-    from samestep.reporting.packed import PackingReader
-    from samestep.reporting.record import open_run
-    from samestep.reporting.summary import summary
-
-    analysis = analyse(open_run(options.path, PackingReader), options.attempt)
-    return analysis, summary(analysis, time.time())
-
-
-def _write(options: argparse.Namespace, page: Path, analysis: RunAnalysis, told: Summary) -> None:
-    from samestep.files import write_atomic
-    from samestep.reporting.content import json_safe
-    from samestep.reporting.page import render_page
-    from samestep.reporting.summary import as_json
-    from samestep.reporting.trace import trace
-
-    if options.json is not None:
-        data = json.dumps(json_safe(as_json(analysis, told)), indent=2, allow_nan=False)
-        write_atomic(options.json, [data, "\n"])
-    if options.trace is not None:
-        write_atomic(options.trace, trace(analysis.run, analysis.logs))
-    write_atomic(page, [render_page(analysis, told)])

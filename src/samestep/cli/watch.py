@@ -54,10 +54,10 @@ def _parser() -> Parser:
 def _watch(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from samestep.reporting.live.choice import ViewState
-    from samestep.reporting.live.latest import open_latest
-    from samestep.reporting.live.view import WatchApp
-    from samestep.reporting.record import latest_run
+    from samestep.reporting.live.app import WatchApp
+    from samestep.reporting.live.log_tail import open_latest
+    from samestep.reporting.live.model import ViewState
+    from samestep.reporting.run_log import latest_run
     from samestep.text import escape_control
 
     path = options.path or latest_run(Path("runs"))

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from types import FrameType
 from typing import Any
 
 from samestep.instrument.patch import call_site, caller, is_own
@@ -16,6 +17,7 @@ UNEVEN = {"gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", "al
 BETWEEN_TWO = {"send", "recv", "send_object_list", "recv_object_list"}
 _ROOTED = {"gather", "scatter", "gather_object", "scatter_object_list", "broadcast_object_list"}
 _REDUCED = {"all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"}
+_SYNC_BATCHNORM = ("/torch/nn/modules/_functions.py", "/samestep/replicas/norm.py")
 _signature = functools.cache(inspect.signature)
 
 
@@ -27,6 +29,7 @@ class CollectiveCall:
         args, kwargs: that it gets.
         where: the script's own line.
         is_direct: whether that line itself calls it, and no function called there.
+        layer: "SyncBatchNorm" where such a layer calls it, forwards or backwards; "" elsewhere.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -34,6 +37,7 @@ class CollectiveCall:
         self._function = function
         self.name, self.args, self.kwargs = name, args, kwargs
         self.where, self.is_direct = call_site(frame), is_own(frame.f_code.co_filename)
+        self.layer = "" if self.is_direct else _layer_of(frame)
 
     @cached_property
     def arguments(self) -> Mapping[str, Any]:
@@ -63,6 +67,14 @@ class CollectiveCall:
             "between_two": self.name in BETWEEN_TWO,
             "where": self.where,
         }
+
+
+def _layer_of(frame: FrameType | None) -> str:
+    while frame is not None and not is_own(frame.f_code.co_filename):
+        if frame.f_code.co_filename.endswith(_SYNC_BATCHNORM):
+            return "SyncBatchNorm"
+        frame = frame.f_back
+    return ""
 
 
 def _tensors(values: Any) -> Iterator[Any]:

@@ -61,7 +61,7 @@ class ProgressNotes(Callbacks):
 
     def on_enter_collective(self, call: CollectiveCall) -> None:
         """Writes down which."""
-        progress.enter_collective(call.name, call.where, direct=call.is_direct)
+        progress.enter_collective(call.layer or call.name, call.where, direct=call.is_direct or bool(call.layer))
 
     def on_exit_collective(self) -> None:
         """Writes it down."""

@@ -1,5 +1,7 @@
 """What to change so that a run takes less time, and by how much at most: each piece from the run's own numbers.
 
+Where collectives take more than a quarter of a step, whose they are is said first. Then, by their gain:
+
     what                     is advised where it takes   and would bring, at most
     data wait                5 % of a step               the steps' longest own time less that without the data wait
     a slow rank              3 %                         what every step would be shorter if it kept up
@@ -22,13 +24,15 @@ from typing import Literal
 import numpy as np
 
 from samestep.reporting.analysis import RunAnalysis
-from samestep.reporting.gantt import idle
+from samestep.reporting.overlap import SYNC_BATCHNORM, Collective
+from samestep.reporting.timeline import idle
 from samestep.text import escape_control, format_duration, format_percent
 
 __all__: list[str] = []
 
 LEAST = 0.02  # of the time
 DATA, SLOW, EXCHANGE, CHANGING, EVALUATION, IDLE = 0.05, 0.03, 0.05, 0.05, 0.10, 0.10
+COMMUNICATION = 0.25
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,61 @@ class Advice:
 
 
 def advice(analysis: RunAnalysis) -> list[Advice]:
-    """Returns what stands out, the greatest gain first; empty where nothing does."""
+    """Returns what stands out: a cause that takes much of a step, then the greatest gain first; empty without any."""
     found = [piece for kind in KINDS for piece in kind(analysis) if piece.gain >= LEAST]
-    return sorted(found, key=lambda piece: -piece.gain)
+    return [*_communication(analysis), *sorted(found, key=lambda piece: -piece.gain)]
+
+
+CHANGES = {
+    SYNC_BATCHNORM: (
+        "It exchanges statistics in every layer, forwards and backwards: larger batches for each rank do it less often "
+        'for the same samples, `samestep.replicate(…, batchnorm="local")` not at all, with statistics of each rank\'s '
+        "own batch, which is another training"
+    ),
+    "the exchange of gradients": "Larger batches for each rank, or two micro-batches a step, do it less often",
+    "the script's own calls": "Call them less often, or with `async_op=True`",
+    "calls within libraries": "Look which library calls them in each step",
+    "waiting for slower ranks": "Look for what makes ranks slower than others",
+}
+
+
+def _communication(analysis: RunAnalysis) -> Iterator[Advice]:
+    """Whose the collectives are, where they take more than a quarter of a step."""
+    account = analysis.account
+    if account.part(account.waits) < COMMUNICATION or analysis.is_staged or analysis.size < 2:
+        return
+    causes = sorted(_causes(analysis).items(), key=lambda each: -each[1])
+    parts = [(name, account.part(spent)) for name, spent in causes]
+    shares = ", ".join(f"{name} {format_percent(part)}" for name, part in parts if part >= LEAST)
+    name, spent = causes[0]
+    where = ""
+    if calls := [call for call in analysis.calls if _cause_of(call) == name]:
+        where = f", called at {escape_control(calls[0].where)}"
+    text = (
+        f"Collectives take {format_percent(account.part(account.waits))} of a step: {shares}. The largest is "
+        f"{name}{where}. {CHANGES[name]}"
+    )
+    yield Advice("communication", text, f"all of the time that {name} takes", account.part(spent))
+
+
+def _causes(analysis: RunAnalysis) -> dict[str, float]:
+    """Seconds of a step in collectives, by whose they are; of the calls only those of a step that are written down."""
+    account = analysis.account
+    spent = dict.fromkeys(CHANGES, 0.0)
+    for call in analysis.calls:
+        spent[_cause_of(call)] += call.least
+    collective, named = account.phases.get("collective", 0.0), sum(call.seconds for call in analysis.calls)
+    share = collective / named if named and (named > collective or analysis.has_cut_steps) else 1.0
+    spent = {name: seconds * share for name, seconds in spent.items()}
+    spent["calls within libraries"] = max(0.0, collective - named * share)
+    left = account.transfer - sum(spent.values())
+    spent["the exchange of gradients"] = max(0.0, min(left, account.phases.get("wait", 0.0)))
+    spent["waiting for slower ranks"] = max(0.0, account.waits - sum(spent.values()))
+    return spent
+
+
+def _cause_of(call: Collective) -> str:
+    return SYNC_BATCHNORM if call.operation == SYNC_BATCHNORM else "the script's own calls"
 
 
 def _data(analysis: RunAnalysis) -> Iterator[Advice]:
@@ -153,6 +209,8 @@ def _exchange(analysis: RunAnalysis) -> Iterator[Advice]:
 
 def _calls(analysis: RunAnalysis) -> Iterator[Advice]:
     for call in analysis.calls:
+        if call.operation == SYNC_BATCHNORM:  # of which the first piece speaks, where it takes much
+            continue
         text = (
             f"{escape_control(call.operation)} at {escape_control(call.where)} takes {format_duration(call.seconds)} "
             "of every step. Call it less often, or with `async_op=True`"

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from samestep.errors import UsageError
-from samestep.reporting.account import Account, account
-from samestep.reporting.gantt import Gantt, gantts
-from samestep.reporting.overlap import Call, Overlap, calls, overlap
-from samestep.reporting.pace import Pace
-from samestep.reporting.record import RankLog, Run
-from samestep.reporting.table import Table
-from samestep.reporting.work import Ledger, ledger
+from samestep.reporting.overlap import Collective, Overlap, calls, overlap
+from samestep.reporting.run_log import RankLog, Run
+from samestep.reporting.steps import RankTimes, StepTable, TimeBreakdown, account
+from samestep.reporting.timeline import Gantt, gantts
+from samestep.reporting.workload import Ledger, ledger
 
 __all__: list[str] = []
 
@@ -33,21 +31,21 @@ class RunAnalysis:
     logs: tuple[RankLog, ...]
 
     @cached_property
-    def table(self) -> Table:
+    def table(self) -> StepTable:
         """Where its steps went."""
-        return Table.of(self.logs)
+        return StepTable.of(self.logs)
 
     @cached_property
-    def account(self) -> Account:
+    def account(self) -> TimeBreakdown:
         """Where its time went."""
         about = self.run.about
         ended = about.get("ended") if about.get("exit") and self.number == max(self.run.attempts, default=0) else None
         return account(self.table, self.logs, ended if isinstance(ended, float) and math.isfinite(ended) else None)
 
     @cached_property
-    def pace(self) -> Pace:
+    def pace(self) -> RankTimes:
         """How fast each rank is."""
-        return Pace(self.table.steady)
+        return RankTimes(self.table.steady)
 
     @cached_property
     def ledger(self) -> Ledger | None:
@@ -60,9 +58,14 @@ class RunAnalysis:
         return overlap(self.logs)
 
     @cached_property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[Collective]:
         """The script's own collectives."""
         return calls(self.logs)
+
+    @property
+    def has_cut_steps(self) -> bool:
+        """Whether steps have more pieces than are written down one by one."""
+        return any(line["more"] for log in self.logs for line in log.steps[-1:])
 
     @cached_property
     def gantts(self) -> list[Gantt]:

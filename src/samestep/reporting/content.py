@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,11 +11,21 @@ import numpy as np
 
 from samestep.events import PHASES
 from samestep.reporting.analysis import RunAnalysis
-from samestep.reporting.curves import MOST_CURVES, STACKED, Course, Curve, course, curves, ends, ranges
-from samestep.reporting.gantt import Gantt
-from samestep.reporting.moments import Moment, moments
-from samestep.reporting.record import RankLog
-from samestep.reporting.summary import checkpoints
+from samestep.reporting.run_log import RankLog
+from samestep.reporting.summary import checkpoints, clock
+from samestep.reporting.timeline import (
+    MOST_CURVES,
+    STACKED,
+    Course,
+    Curve,
+    Gantt,
+    Moment,
+    course,
+    curves,
+    ends,
+    moments,
+    ranges,
+)
 from samestep.text import (
     escape_control,
     escape_lines,
@@ -275,11 +284,3 @@ def facts(analysis: RunAnalysis) -> Iterator[tuple[str, str]]:
     for name in ("began", "ended"):
         if isinstance(about.get(name), int | float):
             yield name, clock(about[name])
-
-
-def clock(moment: float) -> str:
-    """Returns a time of day, in this machine's zone; nothing of what is none."""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
-    except (OverflowError, ValueError, OSError):
-        return NONE

@@ -14,15 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from samestep.reporting.record import Event, RankLog
-from samestep.reporting.table import WAITS, measured, sound
+from samestep.reporting.run_log import Event, RankLog, measured
+from samestep.reporting.steps import WAITS, sound
 
 __all__: list[str] = []
 
 LOOKED_AT = 400  # lines of a rank: a mean of more is no other
 SHOWN = 10  # calls
+SYNC_BATCHNORM = "SyncBatchNorm"  # so its collectives are called in events, whoever calls them
 
-Stretch = tuple[float, float]
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Call:
+class Collective:
     """A collective of the script's own.
 
     Attributes:
@@ -69,18 +70,18 @@ def overlap(logs: Sequence[RankLog]) -> Overlap | None:
     lines = [line for log in logs for line in _some_of(log) if line["buckets"] and not line["more"]]
     if not lines:
         return None
-    seen = [(stretches, line) for line in lines if (stretches := travelling(line))]
-    whole = sum(_length(stretches) for stretches, _ in seen)
-    open_to_see = sum(_length(_common(stretches, _waiting(line))) for stretches, line in seen)
+    seen = [(intervals, line) for line in lines if (intervals := travelling(line))]
+    whole = sum(_length(intervals) for intervals, _ in seen)
+    open_to_see = sum(_length(_common(intervals, _waiting(line))) for intervals, line in seen)
     count = max(1, len(seen))
     size = sum(measured(bucket[1] or 0) for bucket in lines[-1]["buckets"])
     return Overlap(len(lines[-1]["buckets"]), int(size), whole / count, (whole - open_to_see) / count)
 
 
-def travelling(line: Event) -> list[Stretch]:
-    """Returns when at least one bucket of a line was under way, in stretches that do not touch."""
+def travelling(line: Event) -> list[Interval]:
+    """Returns when at least one bucket of a line was under way, in intervals that do not touch."""
     known = sorted((begun, done) for *_, begun, done in line["buckets"] if begun is not None and done is not None)
-    merged: list[Stretch] = []
+    merged: list[Interval] = []
     for begin, end in known:
         if merged and begin <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
@@ -89,7 +90,7 @@ def travelling(line: Event) -> list[Stretch]:
     return merged
 
 
-def calls(logs: Sequence[RankLog]) -> list[Call]:
+def calls(logs: Sequence[RankLog]) -> list[Collective]:
     """Returns the collectives that the script calls in its steps, the dearest first; never those of the first step."""
     by_rank = []
     for log in logs:
@@ -103,8 +104,8 @@ def calls(logs: Sequence[RankLog]) -> list[Call]:
     return sorted(found, key=lambda each: (-each.seconds, each.where))[:SHOWN]
 
 
-def _call(call: tuple[str, str], spent: Sequence[float]) -> Call:
-    return Call(*call, fmean(spent), min(spent))
+def _call(call: tuple[str, str], spent: Sequence[float]) -> Collective:
+    return Collective(*call, fmean(spent), min(spent))
 
 
 def _called(line: Event) -> Counter[tuple[str, str]]:
@@ -120,16 +121,16 @@ def _some_of(log: RankLog) -> list[Event]:
     return lines[:: max(1, -(-len(lines) // LOOKED_AT))]
 
 
-def _waiting(line: Event) -> list[Stretch]:
+def _waiting(line: Event) -> list[Interval]:
     return [(begin, begin + length) for name, begin, length, *_ in line["spans"] if name in WAITS]
 
 
-def _common(one: Sequence[Stretch], other: Sequence[Stretch]) -> Iterator[Stretch]:
+def _common(one: Sequence[Interval], other: Sequence[Interval]) -> Iterator[Interval]:
     for begin, end in one:
         for since, until in other:
             if min(end, until) > max(begin, since):
                 yield max(begin, since), min(end, until)
 
 
-def _length(stretches: Sequence[Stretch] | Iterator[Stretch]) -> float:
-    return sum(end - begin for begin, end in stretches)
+def _length(intervals: Sequence[Interval] | Iterator[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)

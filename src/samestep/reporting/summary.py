@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +12,8 @@ from typing import Any
 from samestep.events import NON_TRAINING
 from samestep.reporting.advice import Advice, advice
 from samestep.reporting.analysis import RunAnalysis
-from samestep.reporting.record import Event
-from samestep.reporting.sameness import Sameness, sameness
-from samestep.reporting.state import State, state
+from samestep.reporting.run_log import Event, number_of
+from samestep.reporting.status import Sameness, State, sameness, state
 from samestep.text import escape_control, format_bytes, format_duration, format_percent, plural
 
 __all__: list[str] = []
@@ -29,12 +30,14 @@ class Summary:
     """What there is to say first.
 
     Attributes:
+        header: what was run, when, and on what.
         state: what became of the run.
         same: whether it was the same training.
         time: where its time went, in sentences.
         advice: what to change, the greatest gain first.
     """
 
+    header: str
     state: State
     same: Sameness
     time: tuple[str, ...]
@@ -48,9 +51,9 @@ class Summary:
 
 def summary(analysis: RunAnalysis, now: float) -> Summary:
     """Returns it; `now` is in seconds since 1970."""
-    time = tuple(_time(analysis)) if analysis.steps else (NO_STEP,)
+    spent = tuple(_time(analysis)) if analysis.steps else (NO_STEP,)
     found = advice(analysis) if len(analysis.table) else []
-    return Summary(state(analysis, now), sameness(analysis.run), time, tuple(found))
+    return Summary(header(analysis), state(analysis, now), sameness(analysis.run), spent, tuple(found))
 
 
 def as_json(analysis: RunAnalysis, told: Summary) -> dict[str, Any]:
@@ -114,18 +117,6 @@ def values(analysis: RunAnalysis) -> dict[str, dict[str, Any]]:
             for name in own & set(line["values"]):
                 found.setdefault(name, []).append({"step": line["step"], "value": number_of(line["values"][name])})
     return {name: _course(points) for name, points in found.items()}
-
-
-def number_of(value: float | str) -> float:
-    """Returns a logged value as a number; "nan", "inf" and "-inf" are texts in the file.
-
-    >>> number_of("inf"), number_of(2), number_of(10**400)
-    (inf, 2.0, inf)
-    """
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
 
 
 def _course(points: list[Event]) -> dict[str, Any]:
@@ -234,10 +225,32 @@ def _waits(analysis: RunAnalysis) -> str:
     return f"{told}. {buckets}: {part}."
 
 
+def header(analysis: RunAnalysis) -> str:
+    """Returns what was run, when, and on what, in a line."""
+    about = analysis.run.about
+    command = about.get("command")
+    words = [str(word) for word in command] if isinstance(command, list) else []
+    begins = [log.begin["t"] for log in analysis.logs if log.begin]
+    began = about["began"] if isinstance(about.get("began"), int | float) else min(begins, default=None)
+    machines = [log.begin | log.machine for log in analysis.logs if log.machine]
+    on = [list(dict.fromkeys(str(one[key]) for one in machines if one.get(key))) for key in ("torch", "device")]
+    parts = [shlex.join(words), "" if began is None else clock(began)]
+    parts += [f"{name}{' and '.join(found)}" for name, found in zip(("torch ", ""), on, strict=True) if found]
+    return escape_control(", ".join(filter(None, parts)))
+
+
+def clock(moment: float) -> str:
+    """Returns a time since 1970 as the clock on the wall had it."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    except (OverflowError, ValueError, OSError):  # no time that a clock can show
+        return "-"
+
+
 def lines(told: Summary) -> list[str]:
     """Returns the summary for a terminal."""
     parts = {
-        "": told.state.sentences,
+        "": [*filter(None, [told.header]), *told.state.sentences],
         "is it the same training?": (told.same.sentence,),
         "where does the time go?": told.time,
         "what to change": told.changes,

@@ -22,10 +22,10 @@ from itertools import islice
 from typing import Any
 
 from samestep.reporting.content import json_safe
-from samestep.reporting.moments import began
 from samestep.reporting.packed import instant
-from samestep.reporting.record import Event, RankLog, Run
-from samestep.reporting.table import WAITS, measured, sound
+from samestep.reporting.run_log import Event, RankLog, Run, measured
+from samestep.reporting.steps import WAITS, sound
+from samestep.reporting.timeline import began
 
 __all__: list[str] = []
 

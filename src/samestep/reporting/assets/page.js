@@ -290,4 +290,25 @@ function begin() {
   document.documentElement.dataset.ready = "yes";
 }
 
-begin();
+/* The library is in the page compressed, in Python's base 85 with "," for "<"; the policy allows it by its digest. */
+async function unpack(text) {
+  const DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;,=>?@^_`{|}~";
+  const value = new Uint8Array(128), missing = (5 - (text.length % 5)) % 5;
+  [...DIGITS].forEach((letter, place) => (value[letter.charCodeAt(0)] = place));
+  const padded = text + "~".repeat(missing), words = new DataView(new ArrayBuffer((padded.length / 5) * 4));
+  for (let at = 0, word = 0; at < padded.length; word += 4) {
+    let sum = 0;
+    for (const end = at + 5; at < end; at += 1) sum = sum * 85 + value[padded.charCodeAt(at)];
+    words.setUint32(word, sum);
+  }
+  const bytes = new Blob([words.buffer.slice(0, words.byteLength - missing)]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(bytes).text();
+}
+
+async function load() {
+  const script = document.createElement("script");
+  script.textContent = await unpack(byId("library").textContent);
+  document.head.append(script);
+}
+
+load().then(begin, () => (byId("no-library").hidden = false));

@@ -1,4 +1,4 @@
-"""The loop of a live view: read what is new, draw it, obey keys; twice a second."""
+"""The loop of a live view: read what is new, draw it, handle keys; twice a second."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.text import Text
 
-from samestep.reporting.live.choice import ViewState
-from samestep.reporting.live.latest import Tail, forget
-from samestep.reporting.live.marks import Marks
-from samestep.reporting.live.picture import picture, snapshot
-from samestep.reporting.live.scene import Scene
+from samestep.reporting.live.log_tail import Tail, forget
+from samestep.reporting.live.model import Scene, ViewState
+from samestep.reporting.live.render import Marks, picture, snapshot
 from samestep.reporting.live.terminal import Terminal
-from samestep.reporting.record import Run
+from samestep.reporting.run_log import Run
 
 __all__: list[str] = []
 

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.reporting.record import Event, RankLog
-from samestep.reporting.table import Floats, Table, measured, sound
+from samestep.reporting.run_log import Event, RankLog, measured
+from samestep.reporting.steps import Floats, StepTable, sound
 
 __all__: list[str] = []
 
@@ -70,7 +70,7 @@ class Ledger:
     cost: float
 
 
-def ledger(table: Table, logs: Sequence[RankLog]) -> Ledger | None:
+def ledger(table: StepTable, logs: Sequence[RankLog]) -> Ledger | None:
     """Returns what the ranks had to do; None where nothing shows it.
 
     A script with a loader of its own shows how many numbers were in its batches, and no more.
@@ -98,7 +98,7 @@ def _unit(lines: Mapping[int, Mapping[int, Event]]) -> Unit:
     return "weight" if any(line.get("weight") != line.get("samples") for line in every) else "samples"
 
 
-def _uneven(work: Floats, table: Table) -> tuple[float, float | None, float]:
+def _uneven(work: Floats, table: StepTable) -> tuple[float, float | None, float]:
     beyond = work - work.mean(axis=0)
     mean = table.mean(work.mean(axis=0))
     imbalance = table.mean(beyond.max(axis=0)) / mean if mean else 0.0

@@ -12,19 +12,22 @@ Everything in it is somebody else's text: whoever shows it escapes it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.events import NON_TRAINING, Reader
+from samestep.events import NON_TRAINING, PHASES, Reader
 from samestep.paths import RunDirectory, rank_file
 
 __all__: list[str] = []
 
 Event = dict[str, Any]
+_MOST = 1e12  # seconds, steps or bytes; more is no measurement
 _LARGEST = 64 << 20  # bytes of a file that is read whole
 
 
@@ -226,10 +229,26 @@ def _inside(path: Path) -> str:
     return "" if found is None else f"; the newest run in it is {found}"
 
 
-def trained(step: Event) -> float:
-    """Returns the seconds of a step event that were training: without evaluations, saves and loads."""
-    seconds: float = step["seconds"] - sum(step["spent"].get(name, 0.0) for name in NON_TRAINING)
-    return max(0.0, seconds)
+def measured(value: Any) -> float:
+    """Returns a number that one can count with; 0 for what is none.
+
+    >>> measured(1.5), measured(None), measured(float("nan")), measured(10**400)
+    (1.5, 0.0, 0.0, 1000000000000.0)
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(min(value, _MOST)) if is_number and value > 0 else 0.0
+
+
+def number_of(value: float | str) -> float:
+    """Returns a logged value as a number; "nan", "inf" and "-inf" are texts in the file.
+
+    >>> number_of("inf"), number_of(2), number_of(10**400)
+    (inf, 2.0, inf)
+    """
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _align(ranks: dict[tuple[int, int], RankLog]) -> None:
@@ -271,3 +290,73 @@ def _objects_in(file: Path, *, whole: bool = False) -> Iterator[Event]:
             continue  # half-written
         if isinstance(found, dict):
             yield found
+
+
+def last(log: RankLog) -> float:
+    """Returns when a rank was last heard of, on its own clock."""
+    times = [log.end["t"]] if log.end else []
+    times += [line["t"] + measured(line["seconds"]) for line in log.steps[-1:]]
+    return float(max([*times, log.begin.get("t", 0.0)]))
+
+
+# --- the last steps of a run that goes on ---------------------------------------------------------------------
+
+LOOK = 20  # lines of steps that are looked back on
+
+
+@dataclass(frozen=True)
+class RecentSteps:
+    """The last steps of a rank.
+
+    Attributes:
+        steps: how many they are.
+        seconds: of one of them, as far as it was training; 0 where nothing is known.
+        spent: seconds by phase, in their order; evaluate, save and load only where the rank has just been in one.
+        samples: that this rank has taken in the last of them.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)
+    samples: float = 0.0
+
+
+def recent_steps(log: RankLog) -> RecentSteps:
+    """Returns the pace of a rank; its first step, which warms up, counts only while it is the only one."""
+    lines = list(islice((line for line in reversed(log.steps[1:]) if line["steps"]), LOOK)) or log.steps[:1]
+    steps = sum(line["steps"] for line in lines)
+    if not 0 < steps < 1e12:
+        return RecentSteps()
+    spent = dict.fromkeys(PHASES, 0.0)
+    for line in lines:
+        for name, seconds in line["spent"].items():
+            if name in spent:
+                spent[name] += measured(seconds)
+    trained = sum(measured(line["seconds"]) for line in lines) - sum(spent[name] for name in NON_TRAINING)
+    now = log.steps[-1]["spent"] if log.end is None else {}
+    spent |= {name: measured(now.get(name)) for name in NON_TRAINING}
+    spent = {name: seconds for name, seconds in spent.items() if seconds}
+    return RecentSteps(steps, max(0.0, trained) / steps, spent, measured(lines[0]["work"].get("samples")))
+
+
+def median_step(recent: Iterable[RecentSteps]) -> float:
+    """Returns the seconds of a step, the median of the ranks; 0 where nothing is known."""
+    known = [each.seconds for each in recent if each.seconds]
+    return median(known) if known else 0.0
+
+
+def largest_remainder(spent: Mapping[str, float], width: int) -> dict[str, int]:
+    """Returns how many of `width` cells each phase gets: largest remainders, so that all are used.
+
+    >>> largest_remainder({"forward": 1.0, "backward": 2.0, "wait": 0.01}, 10)
+    {'forward': 3, 'backward': 7}
+    """
+    total = sum(spent.values())
+    if total <= 0 or width <= 0:
+        return {}
+    exact = {name: width * seconds / total for name, seconds in spent.items()}
+    cells = {name: int(share) for name, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: cells[name] - exact[name])
+    for name in by_remainder[: width - sum(cells.values())]:
+        cells[name] += 1
+    return {name: count for name, count in cells.items() if count}

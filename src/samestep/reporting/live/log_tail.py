@@ -18,8 +18,7 @@ from typing import BinaryIO
 
 from samestep.events import MAX_LINE_BYTES as LONGEST_LINE
 from samestep.events import Reader
-from samestep.reporting.live.pace import LOOK
-from samestep.reporting.record import Event, Run, open_run
+from samestep.reporting.run_log import LOOK, Event, Run, open_run
 
 __all__: list[str] = []
 
@@ -38,7 +37,7 @@ def open_latest(path: Path) -> Run:
     """Returns a run of whose ranks only the first and the last events are read.
 
     Raises:
-        UsageError: as :func:`samestep.reporting.record.open_run`.
+        UsageError: as :func:`samestep.reporting.run_log.open_run`.
     """
     run = open_run(path, LatestReader)
     forget(run)

@@ -1,23 +1,121 @@
-"""What there is to see of a run at one moment, before anybody thinks of lines and columns."""
+"""What there is to see of a run at one moment, before it is laid out."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from samestep.paths import rank_file
-from samestep.reporting.live import standing
-from samestep.reporting.live.choice import Panel, Seen, ViewState
-from samestep.reporting.live.pace import Pace, measured, pace, typical
-from samestep.reporting.live.standing import Happening, Standing
-from samestep.reporting.record import Event, RankLog, Run
-from samestep.text import escape_control, format_duration, format_number, plural
+from samestep.reporting import status, words
+from samestep.reporting.run_log import Event, RankLog, RecentSteps, Run, measured, median_step, recent_steps
+from samestep.reporting.status import Happening, Standing
 
 __all__: list[str] = []
+
+Panel = Literal["out", "err", "events"]
+PAGE = 10  # ranks that page up and down move by
+
+KEYS = (
+    ("up k · down j", "the rank before, the next"),
+    ("PgUp · PgDn", f"{PAGE} ranks up, down"),
+    ("Home g · End G", "the first rank, the last"),
+    ("n", "the next problem rank: slow, missing, failed"),
+    ("Tab · o · e", "the rank's standard output, or standard error"),
+    ("f", "events in full: hangs, stragglers, findings"),
+    ("a", "another attempt of the run"),
+    ("Space", "stop reading, and go on"),
+    ("? h", "these keys"),
+    ("q Ctrl-C", "leave; the run goes on"),
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is on the screen when a key is pressed: whose, and what there is besides."""
+
+    rank: int
+    panel: Panel
+    ranks: Sequence[int]
+    attempts: Sequence[int]
+    troubled: Callable[[], Sequence[int]]
+
+
+@dataclass
+class ViewState:
+    """What somebody has chosen.
+
+    Attributes:
+        rank: whose output is shown; None leaves it to the run.
+        panel: which of it, or what has happened instead; None likewise.
+        attempt: of the run; None follows the latest.
+        is_paused: nothing is read meanwhile.
+        is_help: the keys are explained.
+    """
+
+    rank: int | None = None
+    panel: Panel | None = None
+    attempt: int | None = None
+    is_paused: bool = False
+    is_help: bool = False
+
+    def shown_attempt(self, run: Run) -> int:
+        """Returns the attempt that is seen."""
+        latest = max(run.attempts, default=0)
+        return latest if self.attempt is None or self.attempt not in run.attempts else self.attempt
+
+    def press(self, key: str, seen: Seen) -> bool:
+        """Obeys a key; returns whether to go on."""
+        if self.is_help:
+            self.is_help = False  # whatever the key
+        elif key in {"tab", "o", "e", "f"}:
+            self._show(key, seen.panel)
+        elif key == " ":
+            self.is_paused = not self.is_paused
+        elif key == "a":
+            self._other_attempt(seen.attempts)
+        elif key in {"?", "h"}:
+            self.is_help = True
+        elif key == "q":
+            return False
+        elif key == "n":
+            self._next_of(seen.troubled(), seen.rank)
+        elif seen.ranks:
+            self._move(key, seen.ranks, seen.rank)
+        return True
+
+    def _show(self, key: str, panel: Panel) -> None:
+        if key == "tab":
+            self.panel = "err" if panel == "out" else "out"
+        elif key == "f":
+            self.panel = "out" if panel == "events" else "events"
+        else:
+            self.panel = "out" if key == "o" else "err"
+
+    def _other_attempt(self, attempts: Sequence[int]) -> None:
+        """The one before, round to the latest, which is followed."""
+        if attempts:
+            now = attempts[-1] if self.attempt is None else self.attempt
+            before = [each for each in attempts if each < now]
+            self.attempt = before[-1] if before else None
+
+    def _next_of(self, ranks: Sequence[int], now: int) -> None:
+        if ranks:
+            self.rank = next((rank for rank in ranks if rank > now), ranks[0])
+
+    def _move(self, key: str, ranks: Sequence[int], now: int) -> None:
+        last = len(ranks) - 1
+        at = next((row for row, rank in enumerate(ranks) if rank >= now), last)
+        moves = {"up": -1, "k": -1, "down": 1, "j": 1, "pageup": -PAGE, "pagedown": PAGE}
+        ends = {"home": 0, "g": 0, "end": last, "G": last}
+        if key in moves or key in ends:
+            self.rank = ranks[min(last, max(0, ends.get(key, at + moves.get(key, 0))))]
+
+
+# --- a run as it is seen -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -27,7 +125,7 @@ class Row:
     rank: int
     host: str
     step: int
-    pace: Pace
+    pace: RecentSteps
     at: Standing
 
 
@@ -67,20 +165,20 @@ class Scene:
     @cached_property
     def ranks(self) -> list[int]:
         """All ranks of the attempt."""
-        return standing.ranks_of(self.run, self.attempt)
+        return status.ranks_of(self.run, self.attempt)
 
     @cached_property
     def rank(self) -> int:
         """Whose output is shown: where nobody has chosen, of the rank to blame."""
         first = self.ranks[0] if self.ranks else 0
-        blamed = [standing.blamed(self.run), *sorted(self.told.missing)]
+        blamed = [status.blamed(self.run), *sorted(self.told.missing)]
         found = next((rank for rank in blamed if rank in self.ranks), None)
         return self.choice.rank if self.choice.rank is not None else first if found is None else found
 
     @cached_property
     def panel(self) -> Panel:
         """Which of it: where nobody has chosen, what a rank says that has failed."""
-        failed = standing.blamed(self.run) == self.rank and self.is_over
+        failed = status.blamed(self.run) == self.rank and self.is_over
         return self.choice.panel or ("err" if failed else "out")
 
     @property
@@ -89,9 +187,9 @@ class Scene:
         return Seen(self.rank, self.panel, self.ranks, self.attempts, lambda: self.troubled)
 
     @cached_property
-    def told(self) -> standing.Said:
+    def told(self) -> status.Said:
         """What the launcher has said of it."""
-        return standing.said(self.run, self.attempt)
+        return status.said(self.run, self.attempt)
 
     @cached_property
     def is_over(self) -> bool:
@@ -99,21 +197,21 @@ class Scene:
         return self.run.is_over or self.attempt != max(self.attempts, default=self.attempt)
 
     @cached_property
-    def paces(self) -> dict[int, Pace]:
+    def paces(self) -> dict[int, RecentSteps]:
         """Where the time of the last steps went, by rank."""
-        return {rank: pace(log) for rank, log in self.logs.items()}
+        return {rank: recent_steps(log) for rank, log in self.logs.items()}
 
     def row(self, rank: int) -> Row:
         """Returns what is seen of a rank."""
-        log, its = self.logs.get(rank), self.paces.get(rank, Pace())
-        at = standing.standing(log, its, self.told, self.now, is_over=self.is_over)
-        blamed = standing.blamed(self.run)
+        log, its = self.logs.get(rank), self.paces.get(rank, RecentSteps())
+        at = status.standing(log, its, self.told, self.now, is_over=self.is_over)
+        blamed = status.blamed(self.run)
         if at.level == "bad" and blamed not in {None, rank}:
             at = Standing(at.text, "warn")  # a victim
         is_last = self.is_over and self.attempt == max(self.attempts, default=self.attempt)
         if blamed == rank and is_last and (log is None or log.end is None):
             at = Standing("failed", "bad")  # and was gone before it could write so
-        host = "" if log is None else escape_control(log.host)
+        host = "" if log is None else words.escape_control(log.host)
         return Row(rank, host, 0 if log is None else log.step, its, at)
 
     @cached_property
@@ -124,27 +222,27 @@ class Scene:
     @cached_property
     def state(self) -> Standing:
         """How the run stands."""
-        return standing.state(self.run, self.told, self.now)
+        return status.run_standing(self.run, self.told, self.now)
 
     @cached_property
     def failure(self) -> str:
         """Why it failed, or cannot be read any more, in a line."""
-        return escape_control(self.trouble) if self.trouble else standing.failure(self.run)
+        return words.escape_control(self.trouble) if self.trouble else status.failure(self.run)
 
     @property
     def took(self) -> float:
         """Seconds that the run has been going, or went."""
-        return standing.took(self.run, self.now)
+        return status.took(self.run, self.now)
 
     @cached_property
     def happenings(self) -> list[Happening]:
         """What has happened to it."""
-        return standing.happenings(self.run)
+        return status.happenings(self.run)
 
     @cached_property
     def seconds(self) -> float:
         """Of a step, as most ranks have it."""
-        return typical(self.paces.values())
+        return median_step(self.paces.values())
 
     def name(self, room: int) -> str:
         """Returns the run, its ranks, its command; of its path only the end where there is no room for all."""
@@ -154,23 +252,23 @@ class Scene:
         hosts = sorted({log.host for log in self.logs.values()})
         where = f" on {hosts[0] if len(hosts) == 1 else f'{len(hosts)} hosts'}" if hosts else ""
         attempt = f", attempt {self.attempt}" if self.attempts[1:] else ""
-        ranks = f"{plural(len(self.ranks), 'rank')}{where}{attempt}"
+        ranks = f"{words.plural(len(self.ranks), 'rank')}{where}{attempt}"
         paths = path_as_said(self.run.path), _whole(self.run.path).name
-        names = ["  ".join(map(escape_control, filter(None, (path, ranks, told)))) for path in paths]
+        names = ["  ".join(map(words.escape_control, filter(None, (path, ranks, told)))) for path in paths]
         return names[len(names[0]) > room]
 
     @property
     def figures(self) -> list[str]:
         """How far it is, and how fast."""
         step = max((log.step for log in self.logs.values()), default=0)
-        told = [f"step {escape_control(f'{step:,}')}"]
+        told = [f"step {words.escape_control(f'{step:,}')}"]
         if self.seconds:
-            told.append(f"{format_duration(self.seconds)} a step")
-            told.append(f"{format_number(float(f'{1 / self.seconds:.3g}'))} steps/s")
+            told.append(f"{words.format_duration(self.seconds)} a step")
+            told.append(f"{words.format_number(float(f'{1 / self.seconds:.3g}'))} steps/s")
             samples = sum(self.paces[rank].samples for rank, log in self.logs.items() if _has_first_stage(log))
             told += [f"{samples / self.seconds:,.0f} samples/s"] if samples else []
         epochs = [measured(log.steps[-1]["work"].get("epoch")) for log in self.logs.values() if log.steps]
-        return told + ([f"epoch {format_number(max(epochs))}"] if any(epochs) else [])
+        return told + ([f"epoch {words.format_number(max(epochs))}"] if any(epochs) else [])
 
     @cached_property
     def values(self) -> list[Value]:
@@ -180,7 +278,7 @@ class Scene:
         for event in events:
             for name, value in event["values"].items():
                 by_name.setdefault(name, []).append(value)
-        return [Value(escape_control(name), _number(all_[-1]), all_) for name, all_ in by_name.items()]
+        return [Value(words.escape_control(name), _number(all_[-1]), all_) for name, all_ in by_name.items()]
 
     def output(self) -> Path:
         """Returns the file of what the chosen rank has printed."""
@@ -215,6 +313,6 @@ def _whole(path: Path) -> Path:
 
 def _number(value: Any) -> str:
     try:
-        return escape_control(value) if isinstance(value, str) else format_number(value)
+        return words.escape_control(value) if isinstance(value, str) else words.format_number(value)
     except OverflowError:
         return "inf"
