@@ -119,12 +119,12 @@ AREAS = (
     ),
     Area(
         "Evaluation",
-        ("running/",),
+        ("evaluation.py",),
         "A dataset without a length, or outputs without a row for each sample: [evaluation](runs.md#evaluation).",
     ),
     Area(
         "Checkpoints",
-        ("running/checkpoints/",),
+        ("checkpoints/",),
         "A disk that is full, a file that is damaged or hostile, a state that does not fit this model, a directory "
         "that another run holds. Whatever is damaged is quarantined, and the one before it is used; `samestep "
         "checkpoint verify PATH` reads every byte: [checkpoints](checkpoints.md), [from "

@@ -48,6 +48,7 @@ _SWAPPED = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 _OLD = {
     "base": "test_architecture.py test_events.py test_paths.py test_progress.py test_rankenv.py test_testing.py "
     "test_topology.py runtime/test_seeds.py",
+    "checkpoints": "cli/test_checkpoint.py equivalence/test_elastic.py security",
     "cli": "security",
     "collectives": "replicas/test_tree_sums.py replicas/test_reduction.py",
     "compress": "replicas/test_compression.py pipelines/test_compressed_sums.py recipes/test_compressed_recipes.py "
@@ -55,7 +56,6 @@ _OLD = {
     "data": "equivalence",
     "launch": "security",
     "replicas": "equivalence",
-    "running": "cli/test_checkpoint.py equivalence/test_elastic.py security",
     "runtime": "equivalence",
     "schedule": "pipelines",
 }

@@ -87,13 +87,13 @@ PROMISES: dict[str, list[str]] = {
         "tests/replicas/test_batchnorm.py::test_two_ranks_equal_one_process_whatever_the_options",
     ],
     "mission: one process saves: atomic checkpoints for any device and number of ranks": [
-        "tests/running/checkpoints/test_kills.py::test_killed_at_a_random_moment_every_checkpoint_is_one_whole_state",
-        "tests/running/checkpoints/test_commit.py::test_weights_load_bit_for_bit_on_another_number_of_ranks",
-        "tests/running/checkpoints/test_named.py::test_the_prefix_of_distributed_data_parallel_is_taken_off_and_put_back",
+        "tests/checkpoints/test_kills.py::test_killed_at_a_random_moment_every_checkpoint_is_one_whole_state",
+        "tests/checkpoints/test_saving_and_resuming.py::test_weights_load_bit_for_bit_on_another_number_of_ranks",
+        "tests/checkpoints/test_object_state.py::test_the_prefix_of_distributed_data_parallel_is_taken_off_and_put_back",
     ],
     "mission: resume, bit-exact, in mid-epoch, on another number of ranks": [
-        "tests/running/checkpoints/test_commit.py::test_stopped_after_any_step_and_resumed_every_bit_is_that_of_an_uninterrupted_run",
-        "tests/running/checkpoints/test_commit.py::test_on_another_number_of_ranks_the_order_goes_on_and_the_parameters_agree",
+        "tests/checkpoints/test_saving_and_resuming.py::test_stopped_after_any_step_and_resumed_every_bit_is_that_of_an_uninterrupted_run",
+        "tests/checkpoints/test_saving_and_resuming.py::test_on_another_number_of_ranks_the_order_goes_on_and_the_parameters_agree",
     ],
     "mission: the ImageNet recipe with the official options and an exact evaluation": [
         "tests/recipes/test_imagenet.py::test_training_and_evaluation_on_two_ranks_are_those_on_one",
@@ -174,26 +174,26 @@ PROMISES: dict[str, list[str]] = {
         "tests/cli/test_checkpoint.py::test_list_sees_a_file_cut_short_at_once_and_a_flipped_bit_with_digests",
     ],
     "samestep checkpoint --epoch": [
-        "tests/running/checkpoints/test_convert.py::test_a_file_saved_by_hand_with_wrappers_resumes_here",
+        "tests/checkpoints/test_convert.py::test_a_file_saved_by_hand_with_wrappers_resumes_here",
     ],
     "samestep checkpoint --json": [
         "tests/cli/test_checkpoint.py::test_verify_names_the_file_and_the_tensor_that_are_damaged",
     ],
     "samestep checkpoint --kind": [
-        "tests/running/checkpoints/test_convert.py::test_a_file_saved_by_hand_with_wrappers_resumes_here",
+        "tests/checkpoints/test_convert.py::test_a_file_saved_by_hand_with_wrappers_resumes_here",
     ],
     "samestep checkpoint --step": [
-        "tests/running/checkpoints/test_convert.py::test_a_file_saved_by_hand_with_wrappers_resumes_here",
+        "tests/checkpoints/test_convert.py::test_a_file_saved_by_hand_with_wrappers_resumes_here",
     ],
     "samestep checkpoint --timeout": [
-        "tests/running/checkpoints/test_convert.py::test_reading_that_takes_too_long_is_ended",
+        "tests/checkpoints/test_convert.py::test_reading_that_takes_too_long_is_ended",
     ],
     "samestep checkpoint --to": [
         "tests/cli/test_effects.py::test_a_checkpoint_is_converted_to_the_format_that_was_asked_for",
     ],
     "samestep checkpoint convert": [
-        "tests/running/checkpoints/test_convert.py::test_torchs_own_loader_reads_the_directory",
-        "tests/running/checkpoints/test_convert.py::test_a_file_saved_by_hand_with_wrappers_resumes_here",
+        "tests/checkpoints/test_convert.py::test_torchs_own_loader_reads_the_directory",
+        "tests/checkpoints/test_convert.py::test_a_file_saved_by_hand_with_wrappers_resumes_here",
     ],
     "samestep checkpoint list": [
         "tests/cli/test_checkpoint.py::test_list_shows_every_step_and_whether_it_is_intact",
@@ -286,6 +286,9 @@ PROMISES: dict[str, list[str]] = {
     "samestep run --fake-gpus": [
         "tests/fake_gpus/test_commands.py::test_a_script_for_gpus_runs_without_any",
         "tests/fake_gpus/test_commands.py::test_the_option_is_suggested_where_gpus_are_missing",
+    ],
+    "samestep run --fresh": [
+        "tests/checkpoints/test_resume_message.py::test_the_command_line_asks_every_rank_for_a_fresh_start",
     ],
     "samestep run --grace": [
         "tests/launch/test_endings.py::test_a_save_that_outlasts_the_grace_is_told",
@@ -427,7 +430,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/cli/test_cli.py::test_a_usage_error_is_one_line_and_code_2",
     ],
     "samestep run: exit code 75": [
-        "tests/running/test_preemption.py::test_the_launcher_passes_a_request_on_and_nothing_is_lost",
+        "tests/checkpoints/test_preemption.py::test_the_launcher_passes_a_request_on_and_nothing_is_lost",
     ],
     "samestep run: exit code 124": [
         "tests/launch/test_hanging_runs.py::test_a_rank_that_is_stuck_is_named_with_its_line",
@@ -603,7 +606,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/runtime/test_backends.py::test_an_unknown_backend_is_refused_with_the_nearest_known",
     ],
     "error CheckpointError": [
-        "tests/running/checkpoints/test_commit.py::test_a_model_that_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded",
+        "tests/checkpoints/test_saving_and_resuming.py::test_a_model_that_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded",
     ],
     "error DataError": [
         "tests/data/test_iterable.py::test_a_stream_that_raises_is_named_with_its_item_and_line",
@@ -627,7 +630,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/replicas/test_reduction.py::test_a_rank_killed_while_others_wait_is_named_and_leaves_nothing_behind",
     ],
     "error Preempted": [
-        "tests/running/test_preemption.py::test_a_request_to_any_rank_stops_all_at_the_same_step",
+        "tests/checkpoints/test_preemption.py::test_a_request_to_any_rank_stops_all_at_the_same_step",
     ],
     "error RankFailure": [
         "tests/launch/test_spawn.py::test_the_rank_that_raised_is_named_with_its_traceback",
@@ -649,26 +652,29 @@ PROMISES: dict[str, list[str]] = {
         "tests/runtime/test_world.py::test_what_cannot_be_joined_is_refused_in_one_line",
     ],
     "samestep.checkpoint(path)": [
-        "tests/running/checkpoints/test_commit.py::test_steps_are_saved_as_often_as_asked_and_as_many_stay_as_asked",
-        "tests/running/checkpoints/test_commit.py::test_without_a_path_nothing_is_saved_and_all_else_stays",
+        "tests/checkpoints/test_saving_and_resuming.py::test_steps_are_saved_as_often_as_asked_and_as_many_stay_as_asked",
+        "tests/checkpoints/test_saving_and_resuming.py::test_without_a_path_nothing_is_saved_and_all_else_stays",
     ],
     "samestep.checkpoint(world)": [
-        "tests/running/checkpoints/test_commit.py::test_two_ranks_go_on_bit_for_bit",
+        "tests/checkpoints/test_saving_and_resuming.py::test_two_ranks_go_on_bit_for_bit",
     ],
     "samestep.checkpoint(every)": [
-        "tests/running/checkpoints/test_commit.py::test_steps_are_saved_as_often_as_asked_and_as_many_stay_as_asked",
+        "tests/checkpoints/test_saving_and_resuming.py::test_steps_are_saved_as_often_as_asked_and_as_many_stay_as_asked",
+    ],
+    "samestep.checkpoint(resume)": [
+        "tests/checkpoints/test_resume_message.py::test_a_fresh_start_moves_the_old_checkpoints_out_of_the_way",
     ],
     "samestep.checkpoint(keep)": [
-        "tests/running/checkpoints/test_commit.py::test_steps_are_saved_as_often_as_asked_and_as_many_stay_as_asked",
+        "tests/checkpoints/test_saving_and_resuming.py::test_steps_are_saved_as_often_as_asked_and_as_many_stay_as_asked",
     ],
     "samestep.checkpoint(keep_each)": [
-        "tests/running/checkpoints/test_commit.py::test_steps_that_keep_each_divides_stay",
+        "tests/checkpoints/test_saving_and_resuming.py::test_steps_that_keep_each_divides_stay",
     ],
     "samestep.checkpoint(time_limit)": [
-        "tests/running/checkpoints/test_time_limit.py::test_all_ranks_leave_behind_the_same_step_and_go_on_from_there",
+        "tests/checkpoints/test_deadline.py::test_all_ranks_leave_behind_the_same_step_and_go_on_from_there",
     ],
     "samestep.checkpoint(named)": [
-        "tests/running/checkpoints/test_commit.py::test_stopped_after_any_step_and_resumed_every_bit_is_that_of_an_uninterrupted_run",
+        "tests/checkpoints/test_saving_and_resuming.py::test_stopped_after_any_step_and_resumed_every_bit_is_that_of_an_uninterrupted_run",
     ],
     "samestep.clip_grad_norm_(model)": [
         "tests/replicas/test_clipping.py::test_a_module_its_parameters_an_iterator_and_one_tensor_are_clipped_alike",
@@ -684,25 +690,25 @@ PROMISES: dict[str, list[str]] = {
         "tests/replicas/test_clipping.py::test_a_norm_that_is_not_finite_raises_only_when_asked",
     ],
     "samestep.evaluate(fn)": [
-        "tests/running/test_evaluation.py::test_one_process_sees_every_sample_once_and_in_order",
+        "tests/test_evaluation.py::test_one_process_sees_every_sample_once_and_in_order",
     ],
     "samestep.evaluate(dataset)": [
-        "tests/running/test_evaluation.py::test_one_process_sees_every_sample_once_and_in_order",
+        "tests/test_evaluation.py::test_one_process_sees_every_sample_once_and_in_order",
     ],
     "samestep.evaluate(world)": [
-        "tests/running/test_evaluation.py::test_three_ranks_give_what_one_gives_also_without_samples_for_some",
+        "tests/test_evaluation.py::test_three_ranks_give_what_one_gives_also_without_samples_for_some",
     ],
     "samestep.evaluate(batch_size)": [
-        "tests/running/test_evaluation.py::test_each_rank_takes_its_share_of_the_batch_size",
+        "tests/test_evaluation.py::test_each_rank_takes_its_share_of_the_batch_size",
     ],
     "samestep.evaluate(metrics)": [
-        "tests/running/test_evaluation.py::test_auc_which_is_no_mean_is_exact",
+        "tests/test_evaluation.py::test_auc_which_is_no_mean_is_exact",
     ],
     "samestep.evaluate(workers)": [
-        "tests/running/test_evaluation.py::test_loading_processes_change_nothing",
+        "tests/test_evaluation.py::test_loading_processes_change_nothing",
     ],
     "samestep.evaluate(collate_fn)": [
-        "tests/running/test_evaluation.py::test_batches_are_made_by_the_function_that_was_given",
+        "tests/test_evaluation.py::test_batches_are_made_by_the_function_that_was_given",
     ],
     "samestep.once(path)": [
         "tests/data/test_once.py::test_the_first_gets_the_work_and_later_ones_find_it_done",

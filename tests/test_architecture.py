@@ -31,7 +31,7 @@ FLOORS = [  # bottom first; a module may import its own floor or any floor below
     {"collectives", "compress", "schedule"},
     {"runtime"},
     {"data", "replicas", "pipelines"},
-    {"running"},
+    {"checkpoints", "evaluation"},
     {"verification", "planning", "doctor", "bench", "reporting"},
     {"cli", "recipes", "testing", "__init__", "__main__"},
 ]

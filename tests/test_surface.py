@@ -42,7 +42,7 @@ PUBLIC = [
 ]
 
 SIGNATURES = {
-    "checkpoint": "(path, world, *, every, keep, keep_each, time_limit, **named)",
+    "checkpoint": "(path, world, *, every, keep, keep_each, time_limit, resume, **named)",
     "clip_grad_norm_": "(model, max_norm, norm_type, error_if_nonfinite)",
     "evaluate": "(fn, dataset, world, *, batch_size, metrics, workers, collate_fn)",
     "once": "(path, *, timeout)",

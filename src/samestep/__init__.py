@@ -26,12 +26,15 @@ from samestep.launch.imports import when_imported
 
 if TYPE_CHECKING:
     from samestep import compress as compress
+    from samestep.checkpoints.checkpoint import Checkpoint as Checkpoint
+    from samestep.checkpoints.checkpoint import checkpoint as checkpoint
     from samestep.data.create import shards as shards
     from samestep.data.once import once as once
     from samestep.data.shards import Shards as Shards
     from samestep.errors import RankFailure as RankFailure
     from samestep.errors import SamestepError as SamestepError
     from samestep.errors import UsageError as UsageError
+    from samestep.evaluation import evaluate as evaluate
     from samestep.launch.spawn import spawn as spawn
     from samestep.pipelines.choose import PipelinePlan as PipelinePlan
     from samestep.pipelines.choose import plan_pipeline as plan_pipeline
@@ -41,9 +44,6 @@ if TYPE_CHECKING:
     from samestep.replicas.drift import DriftGuard as DriftGuard
     from samestep.replicas.replicate import Replica as Replica
     from samestep.replicas.replicate import replicate as replicate
-    from samestep.running.checkpoints.commit import Checkpoint as Checkpoint
-    from samestep.running.checkpoints.commit import checkpoint as checkpoint
-    from samestep.running.evaluation import evaluate as evaluate
     from samestep.runtime.world import Axis as Axis
     from samestep.runtime.world import World as World
     from samestep.runtime.world import world as world
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Axis": "samestep.runtime.world",
-    "Checkpoint": "samestep.running.checkpoints.commit",
+    "Checkpoint": "samestep.checkpoints.checkpoint",
     "DriftGuard": "samestep.replicas.drift",
     "Pipeline": "samestep.pipelines.pipeline",
     "PipelinePlan": "samestep.pipelines.choose",
@@ -63,10 +63,10 @@ _HOMES = {
     "Shards": "samestep.data.shards",
     "UsageError": "samestep.errors",
     "World": "samestep.runtime.world",
-    "checkpoint": "samestep.running.checkpoints.commit",
+    "checkpoint": "samestep.checkpoints.checkpoint",
     "clip_grad_norm_": "samestep.replicas.clipping",
     "compress": "samestep",  # a room of its own
-    "evaluate": "samestep.running.evaluation",
+    "evaluate": "samestep.evaluation",
     "once": "samestep.data.once",
     "pipeline": "samestep.pipelines.planned",
     "plan_pipeline": "samestep.pipelines.choose",

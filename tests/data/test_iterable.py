@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 import samestep
+from samestep.checkpoints import inspection
 from samestep.data.audit import audit
 from samestep.data.iterable import PROMISES
 from samestep.errors import DataError, PeerError, StepError
-from samestep.running.checkpoints import contents
 
 
 class Repeats(IterableDataset):
@@ -495,8 +495,8 @@ def test_a_stream_goes_through_a_checkpoint(two_ranks, tmp_path):
     second = two_ranks(interrupted, str(tmp_path), None)
     taken = [item for part in first + second for item in part]
     assert sorted(taken) == sorted([*range(22), *range(22)])
-    newest = contents.inspect(max(contents.list_checkpoints(tmp_path)), digests=True)
-    (ledger,) = contents.audit_data(newest.manifest).values()
+    newest = inspection.inspect(max(inspection.list_checkpoints(tmp_path)), digests=True)
+    (ledger,) = inspection.audit_data(newest.manifest).values()
     assert ledger.ok
     assert ledger.summary == (
         "every sample that the stream gave in 2 epochs exactly once, if the stream gives the same items each time"

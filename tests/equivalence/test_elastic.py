@@ -24,10 +24,11 @@ import pytest
 import torch
 
 import samestep
+from samestep.checkpoints.encoder import Encoder
+from samestep.checkpoints.tree import decode
 from samestep.data.audit import audit
 from samestep.data.ledger import START, chain_digest
 from samestep.data.order import SampleOrder
-from samestep.running.checkpoints.format import Encoder, decode
 from samestep.runtime.axis import Axis
 
 PAIRS = list(itertools.product((1, 2, 3, 4), repeat=2))

@@ -21,20 +21,20 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.utils.data import DataLoader
 
+from samestep import evaluation
 from samestep.instrument import patch as patches
 from samestep.instrument import randomness
 from samestep.instrument.callbacks import SUBSCRIBERS, Callbacks, notify, subscribe, unsubscribe_all
 from samestep.instrument.patch import exchange, install, on_import, patch, uninstall, wrap
 from samestep.launch.progress_notes import ProgressNotes, begin
-from samestep.running import evaluation
 from samestep.verification.recording.witness import _GROUPS
 
 MODULES = (  # that are patched
     *("torch.distributed.fsdp", "torch.distributed.pipelining.schedules", "torch.distributed.algorithms.join"),
     *("torch.distributed.algorithms.model_averaging.averagers", "torch.amp.grad_scaler"),
     "torch.distributed.algorithms.model_averaging.hierarchical_model_averager",
-    *("samestep.running.evaluation", "samestep.replicas.compression", "samestep.pipelines.pipeline"),
-    *("samestep.replicas.replicate", "samestep.pipelines.planned", "samestep.running.checkpoints.commit"),
+    *("samestep.evaluation", "samestep.replicas.compression", "samestep.pipelines.pipeline"),
+    *("samestep.replicas.replicate", "samestep.pipelines.planned", "samestep.checkpoints.checkpoint"),
     *("samestep.replicas.local_sgd", "samestep.data.create", "samestep.runtime.world"),
 )
 GROUPS = (*_GROUPS, randomness.without_dropout_and_autocast)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from namespaces import hosts
+
 from samestep.reporting.run_log import open_run
 
 TRAIN = """

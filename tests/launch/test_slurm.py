@@ -91,7 +91,7 @@ with samestep.world() as world:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = samestep.shards(TensorDataset(torch.randn(64, 4)), world, batch_size=8)
     state = samestep.checkpoint("saved", world, every="1 h", model=model, optimizer=optimizer, data=batches)
-    resumed = state.resumed
+    resumed = bool(state.resumed)
     for epoch in state.epochs(10**6 if not resumed else state.epoch + 1):
         for (x,) in batches:
             batches.mean(model(x).square().squeeze(1)).backward()

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from samestep.reporting.run_log import open_run
 
 from samestep.launch.pulse import Pace
 from samestep.launch.stragglers import Stragglers
+from samestep.reporting.run_log import open_run
 
 
 def lines(own, data=(0.0, 0.0, 0.0), *, loads=(0, 0, 0), floor=0.0, looks=60, seed=0, noise=0.05):

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samestep.reporting.run_log import Run, open_run
 
 from samestep import events, progress
 from samestep.launch import timeline
 from samestep.launch.observers import RankContext
 from samestep.launch.timeline import Timeline
+from samestep.reporting.run_log import Run, open_run
 
 Events = list[dict[str, Any]]
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import samestep
 from samestep import compress
+from samestep.checkpoints.extra_state import CompressionResiduals
 from samestep.compress import simulate
 from samestep.compress.chunks import MAX_CHUNK, chunks_of, pieces_of
 from samestep.compress.memory import ErrorFeedback
@@ -200,7 +201,7 @@ def resumed(folder, codec, steps, cut):
             optimizer.zero_grad()
             state.commit()
         state.wait()
-        return state.resumed, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        return bool(state.resumed), {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("codec", SOME, ids=str)
@@ -223,13 +224,12 @@ def test_what_is_owed_shapes_the_run(two_ranks, tmp_path):
 
 
 def forgetting(folder, codec):
-    from samestep.running.checkpoints import compression
 
-    restore, compression.restore = compression.restore, lambda *_: None
+    restore, CompressionResiduals.restore = CompressionResiduals.restore, lambda *_: None
     try:
         return resumed(folder, codec, 6, 3)
     finally:
-        compression.restore = restore
+        CompressionResiduals.restore = restore
 
 
 @pytest.mark.parametrize(

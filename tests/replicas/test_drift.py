@@ -963,7 +963,7 @@ def resumed(path):
         for _ in state.epochs(state.epoch + 1):
             training.steps(3)
             state.commit()
-        return training.watch.state_dict(), state.resumed
+        return training.watch.state_dict(), bool(state.resumed)
 
 
 def test_a_checkpoint_keeps_the_counts(two_ranks, tmp_path):

@@ -126,7 +126,7 @@ def resumed(folder, steps, cut):
             state.commit()
         state.wait()
         model.average()
-        return state.resumed, bits(model), [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+        return bool(state.resumed), bits(model), [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
 
 
 def test_a_save_averages_optimizer_state_too_and_a_resumed_run_is_the_one_that_went_on(two_ranks, tmp_path):

@@ -14,11 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 from rich.console import Console
-from samestep.reporting.live.choice import ViewState
-from samestep.reporting.live.latest import open_latest
-from samestep.reporting.live.view import WatchApp
-from samestep.reporting.run_log import open_run
 
+from samestep.checkpoints import sharded_save
 from samestep.cli.doctor import shown
 from samestep.collectives import memory
 from samestep.data.once import _beside, _is_done
@@ -30,8 +27,11 @@ from samestep.planning import profile, settings
 from samestep.replicas import culprits
 from samestep.reporting import summary as summaries
 from samestep.reporting.analysis import analyse
+from samestep.reporting.live.app import WatchApp
+from samestep.reporting.live.log_tail import open_latest
+from samestep.reporting.live.model import ViewState
 from samestep.reporting.page import render_page
-from samestep.running.checkpoints import letters as checkpoint_letters
+from samestep.reporting.run_log import open_run
 from samestep.runtime.join import Card
 from samestep.runtime.store_messages import decode_message, matches_type
 from samestep.verification.online import exchange
@@ -153,16 +153,16 @@ LETTERS = [
     (Card,),
     (tuple[str | None, int],),
     (tuple[int, int],),
-    checkpoint_letters.FORMS,
+    sharded_save._REPORTS,
     culprits.FINDINGS,
     (exchange.StepSummary,),
     (exchange.SummaryDetail,),
     (exchange.FinalSummary,),
 ]
-FILE, PLACES = {"size": 1, "sha256": "a"}, {"w": [1]}
-LETTER = {"bad": None, "error": "full", "file": FILE, "places": PLACES, "well": True, "steps": [1]}
+DIGESTS = {"w": "a"}
+LETTER = {"bad": None, "error": "full", "digests": DIGESTS, "well": True, "steps": [1]}
 good_letters = st.sampled_from(
-    [[0, "m", None], ["m", 1], [None, 1], [1, 2], {"error": "full"}, {"file": FILE, "places": PLACES}, {"bad": None}]
+    [[0, "m", None], ["m", 1], [None, 1], [1, 2], {"error": "full"}, {"digests": DIGESTS}, {"bad": None}]
 )
 near_letters = st.fixed_dictionaries({}, optional={name: json_values | st.just(LETTER[name]) for name in LETTER})
 raw = st.binary(max_size=300) | st.integers(1, 200_000).map(lambda depth: b"[" * depth)
@@ -182,10 +182,10 @@ def summaries_of_a_check(data):
 
 def parts_of_a_checkpoint(data):
     """What is none is an error of that rank's, which rank 0 raises."""
-    told = checkpoint_letters.told(
+    told = sharded_save.parse_report(
         data.draw(raw | (near_letters | good_letters).map(lambda one: json.dumps(one).encode())), 1
     )
-    assert "error" in told or set(told) == {"file", "places"}
+    assert "error" in told or set(told) == {"digests"}
 
 
 numbers = st.sampled_from([os.getpid(), "self", "../..", "../../etc/passwd", -1, None, True]) | st.integers(0, 40)

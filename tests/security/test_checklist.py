@@ -1,5 +1,5 @@
 """What the security page promises, one test a promise; those of the control connection and of checkpoints lie in
-tests/launch/test_wire.py, tests/launch/test_transport.py and tests/running/checkpoints/test_hostile.py."""
+tests/launch/test_wire.py, tests/launch/test_transport.py and tests/checkpoints/test_hostile.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BY_PICKLE = {  # functions and their results between processes of one user, and 
     "launch/observers.py",
     "launch/nursery.py",
     "launch/spawn.py",
-    "running/checkpoints/foreign.py",
+    "checkpoints/convert_worker.py",
 }
 OWN_CODE = {"launch/script.py": "exec", "pipelines/cutting.py": "exec"}  # the user's script; what torch.fx has written
 OWN_FILES = {"verification/judging/record.py"}  # what verify's own ranks have put into its own private folder

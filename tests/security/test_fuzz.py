@@ -21,17 +21,17 @@ import torch
 from fuzz_screens import DRAWN, MORE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from samestep.reporting.run_log import open_run
 
 import samestep
+from samestep.checkpoints import manifest
+from samestep.checkpoints.reader import read_tensors
 from samestep.errors import SamestepError
 from samestep.launch.frames import Link
 from samestep.launch.hostlist import parse_hostfile, parse_hosts
 from samestep.launch.terminal import harmless
 from samestep.launch.wire import SealedLink, new_token
 from samestep.network.cluster import parse as parse_cluster
-from samestep.running.checkpoints import manifest
-from samestep.running.checkpoints.reader import read_tensors
+from samestep.reporting.run_log import open_run
 from samestep.runtime.store_messages import decode_registration
 
 json_values = st.recursive(
@@ -39,8 +39,8 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
     max_leaves=12,
 )
-MANIFEST = {"schema": 1, "step": 3, "world": 2, "tree": {"t": "w"}, "tensors": {}, "files": {}}
-near_manifests = st.dictionaries(st.sampled_from([*MANIFEST, "places", "parts", "digest"]), json_values)
+MANIFEST = {"schema": 1, "step": 3, "world_size": 2, "state": {"t": "w"}, "tensors": {}, "parts": {}}
+near_manifests = st.dictionaries(st.sampled_from([*MANIFEST, "sha256", "extra", "run"]), json_values)
 ENTRY = {"host": "a", "pid": 3, "size": 2, "samestep": "0.1.0", "torch": "2.13.0", "network": "n"}
 near_entries = st.fixed_dictionaries({}, optional={name: json_values | st.just(ENTRY[name]) for name in ENTRY})
 EVENT = {"v": 1, "t": 1.0, "rank": 0, "attempt": 0, "kind": "step", "step": 1, "steps": 1, "seconds": 0.1}

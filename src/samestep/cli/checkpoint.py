@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import secrets
+import shlex
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.checkpoints.inspection import (
+    CheckpointInfo,
+    TreeNode,
+    audit_data,
+    data_positions,
+    inspect,
+    list_checkpoints,
+    objects,
+    quarantined,
+    size_of,
+    tensor_tree,
+    virtual_ranks,
+)
+from samestep.checkpoints.manifest import Manifest
+from samestep.checkpoints.payload import ForeignError, payloads
 from samestep.cli.before import check_json
 from samestep.cli.options import Parser, some_seconds, whole
 from samestep.cli.result import write_json
@@ -20,11 +39,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.tree import Tree
 
-    from samestep.running.checkpoints.contents import CheckpointInfo
-    from samestep.running.checkpoints.manifest import Manifest
-    from samestep.running.checkpoints.outline import TreeNode
-
 __all__ = ["main"]
+
+OURS, TORCH, DCP = "samestep", "pt", "dcp"
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 DESCRIPTION = """Looks at checkpoints from outside; the run that saves them may go on meanwhile.
 
@@ -58,9 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.destination is None:
         raise UsageError("convert needs two paths: `samestep checkpoint convert runs/digits model.pt`")
     _refuse(options, "json", "all", "digests")
-    from samestep.cli.convert import convert
-
-    return convert(options)
+    return _convert(options)
 
 
 def _parser() -> Parser:
@@ -73,7 +89,7 @@ def _parser() -> Parser:
     add("--digests", action="store_true", help="list: read every byte, not only names, sizes and headers")
     add("--all", action="store_true", help="show: every tensor, those that are alike too")
     add("--json", metavar="FILE", type=Path, help="write what was found to this file too")
-    add("--to", choices=("samestep", "pt", "dcp"), help="convert: the format to write, if DST's name does not tell")
+    add("--to", choices=(OURS, TORCH, DCP), help="convert: the format to write, if DST's name does not tell")
     add("--kind", metavar="NAME=CLASS", action="append", help="convert: what a saved optimizer or schedule is")
     add(
         "--step",
@@ -105,10 +121,8 @@ def _refuse(options: argparse.Namespace, *names: str) -> None:
 def _list(options: argparse.Namespace) -> int:
     from rich.table import Table
 
-    from samestep.running.checkpoints.contents import list_checkpoints
-
     folders = list_checkpoints(options.path)
-    seen = _looked_at(folders, digests=options.digests)
+    seen = _inspect_all(folders, digests=options.digests)
     table = Table("checkpoint", "saved", title_justify="left")
     for heading in ("step", "epoch", "ranks", "size"):
         table.add_column(heading, justify="right")
@@ -118,9 +132,9 @@ def _list(options: argparse.Namespace) -> int:
     console = _console()
     if seen:
         console.print(table)
-    _tell_aside(console, options.path, folders)
-    told = {"path": str(options.path), "checkpoints": [_as_json(one) for one in seen]}
-    return write_json(options.json, told, int(any(one.problem is not None for one in seen)))
+    _show_quarantined(console, options.path, folders)
+    found = {"path": str(options.path), "checkpoints": [_as_json(one) for one in seen]}
+    return write_json(options.json, found, int(any(one.problem is not None for one in seen)))
 
 
 def _numbers(manifest: Manifest | None) -> tuple[str, str, str]:
@@ -133,9 +147,7 @@ def _intact(one: CheckpointInfo) -> str:
     return "yes" if one.problem is None else f"no: {escape_control(str(one.problem))}"
 
 
-def _tell_aside(console: Console, path: Path, folders: Sequence[Path]) -> None:
-    from samestep.running.checkpoints.contents import quarantined
-
+def _show_quarantined(console: Console, path: Path, folders: Sequence[Path]) -> None:
     path = path.resolve()
     if path not in folders and (aside := quarantined(path)):
         console.print(
@@ -147,8 +159,6 @@ def _tell_aside(console: Console, path: Path, folders: Sequence[Path]) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from samestep.running.checkpoints.contents import data_positions, inspect, list_checkpoints, objects
-
     folders = list_checkpoints(options.path)
     one = inspect(folders[-1], digests=False) if folders else None
     if one is None or one.manifest is None:
@@ -157,31 +167,36 @@ def _show(options: argparse.Namespace) -> int:
     manifest, console = one.manifest, _console()
     console.print(f"{one.folder}, {format_bytes(one.size)}, saved {_clock(one.saved)}")
     console.print(f"step {manifest.step:,}, {plural(manifest.epoch, 'epoch')} finished, {_ranks(manifest)}")
+    _show_given(console, manifest, options.all)
     console.print(f"written by samestep {escape_control(manifest.samestep)}, torch {escape_control(manifest.torch)}")
     if one.problem is not None:
         console.print(f"not intact: {escape_control(str(one.problem))}")
     _show_parts(console, manifest)
     for name, state in data_positions(manifest):
         console.print(f"{escape_control(name)}: {_position(state)}")
-    _show_tensors(console, manifest, whole=options.all)
-    told = {**_as_json(one), "objects": [vars(part) for part in objects(manifest)], **_rest(manifest)}
-    return write_json(options.json, told, int(one.problem is not None))
+    _show_tensors(console, manifest, expand=options.all)
+    found = {**_as_json(one), "objects": [vars(part) for part in objects(manifest)], **_rest(manifest)}
+    return write_json(options.json, found, int(one.problem is not None))
+
+
+def _show_given(console: Console, manifest: Manifest, everything: bool) -> None:
+    """The command line, and the settings of the objects; those of a model's layers only where all is asked for."""
+    if manifest.command:
+        console.print(f"command: {escape_control(shlex.join(manifest.command))}")
+    for name, settings in manifest.settings.items():
+        if everything or manifest.about.get(name, {}).get("kind") != "module":
+            shown = ", ".join(f"{key}={value}" for key, value in settings.items())
+            console.print(f"given to {escape_control(name)}: {escape_control(shown)}")
 
 
 def _ranks(manifest: Manifest) -> str:
-    from samestep.running.checkpoints.contents import virtual_ranks
-
     virtual = virtual_ranks(manifest)
-    told = (
-        plural(manifest.world_size, "rank") if manifest.world_size else "ranks unknown"
-    )  # a converted file tells none
-    return told if virtual is None else f"{told}, virtual ranks: {virtual}"
+    ranks = plural(manifest.world_size, "rank") if manifest.world_size else "ranks unknown"  # of a converted file
+    return ranks if virtual is None else f"{ranks}, virtual ranks: {virtual}"
 
 
 def _show_parts(console: Console, manifest: Manifest) -> None:
     from rich.table import Table
-
-    from samestep.running.checkpoints.contents import objects
 
     table = Table("object", "kind")
     for heading in ("tensors", "values", "size", "parameters"):
@@ -204,13 +219,11 @@ def _position(state: dict[str, Any]) -> str:
     return escape_control(f"epoch {state['epoch']}, {state['cursor']} of {state['samples']} samples used, {order}")
 
 
-def _show_tensors(console: Console, manifest: Manifest, *, whole: bool) -> None:
+def _show_tensors(console: Console, manifest: Manifest, *, expand: bool) -> None:
     from rich.tree import Tree
 
-    from samestep.running.checkpoints.outline import tensor_tree
-
     tree = Tree(f"{len(manifest.tensors)} tensors{_in_files(manifest)}")
-    for branch in tensor_tree(manifest, whole=whole):
+    for branch in tensor_tree(manifest, expand=expand):
         _grow(tree, branch)
     console.print(tree)
 
@@ -219,7 +232,7 @@ def _in_files(manifest: Manifest) -> str:
     """In how many files they lie, where these are several."""
     cut = sum(len(grid["ranks"]) > 1 for grid in manifest.parts.values())
     parts = f", {cut} of them in parts" if cut else ""
-    return f"{parts} in {len(manifest.files)} files" if len(manifest.files) > 1 else ""
+    return f"{parts} in {len(payloads(manifest))} files" if len(payloads(manifest)) > 1 else ""
 
 
 def _grow(tree: Tree, branch: TreeNode) -> None:
@@ -230,15 +243,15 @@ def _grow(tree: Tree, branch: TreeNode) -> None:
 
 
 def _rest(manifest: Manifest) -> dict[str, Any]:
-    from samestep.running.checkpoints.contents import data_positions, virtual_ranks
-
     return {
         "virtual_ranks": virtual_ranks(manifest),
         "samestep": manifest.samestep,
         "torch": manifest.torch,
+        "command": manifest.command,
+        "settings": manifest.settings,
         "data": dict(data_positions(manifest)),
         "tensors": manifest.tensors,
-        "files": list(manifest.files),
+        "files": list(payloads(manifest)),
         "parts": manifest.parts,
     }
 
@@ -247,50 +260,132 @@ def _rest(manifest: Manifest) -> dict[str, Any]:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from samestep.running.checkpoints.contents import list_checkpoints
-
     folders = list_checkpoints(options.path)
-    seen = _looked_at(folders, digests=True, with_ledgers=True)
+    seen = _inspect_all(folders, digests=True, audits=True)
     console = _console()
     for one in seen:
-        _tell(console, one)
-    _tell_aside(console, options.path, folders)
-    wrong = [one for one in seen if not one.is_right]
+        _show_verdict(console, one)
+    _show_quarantined(console, options.path, folders)
+    wrong = [one for one in seen if not one.is_ok]
     count = plural(len(seen), "checkpoint")
     console.print(f"{count}: all as saved" if seen and not wrong else f"{count}: {len(wrong)} not right")
     ok, rows = bool(seen) and not wrong, [_as_json(one) for one in seen]
     return write_json(options.json, {"path": str(options.path), "ok": ok, "checkpoints": rows}, int(not ok))
 
 
-def _tell(console: Console, one: CheckpointInfo) -> None:
-    from samestep.running.checkpoints.integrity import ForeignError
-
+def _show_verdict(console: Console, one: CheckpointInfo) -> None:
     if one.problem is not None:
         kind = "" if isinstance(one.problem, ForeignError) else "damaged: "
         console.print(f"{one.folder.name}: {kind}{escape_control(str(one.problem))}")
         return
     console.print(f"{one.folder.name}: every byte as saved, {format_bytes(one.size)}")
-    for name, ledger in one.ledgers.items():
-        console.print(f"  {escape_control(name)}: {escape_control(ledger.summary)}")
-        for problem in ledger.problems:
+    for name, audit in one.audits.items():
+        console.print(f"  {escape_control(name)}: {escape_control(audit.summary)}")
+        for problem in audit.problems:
             console.print(f"    {escape_control(problem)}")
+
+
+# --- convert ----------------------------------------------------------------------------------------
+
+
+def _convert(options: argparse.Namespace) -> int:
+    source, destination = options.path, options.destination
+    if not source.exists() and destination.exists():
+        raise UsageError(f"{source} is not there, and {destination} is: give what is converted first, then a new name")
+    if (file := _file_in_the_way(destination)) is not None:
+        raise UsageError(f"{destination} cannot be written: {file} is a file, not a directory; give another name")
+    given = _format_of(source)
+    wanted = options.to or (TORCH if destination.suffix in SUFFIXES else DCP if given == OURS else OURS)
+    if destination.exists() or destination.is_symlink():
+        raise UsageError(f"{destination} exists; nothing is written over, give another name")
+    if given == wanted:
+        others = " or ".join(f"--to {form}" for form in (OURS, TORCH, DCP) if form != given)
+        raise UsageError(f"{source} has the format {given} already: give {others}")
+    if given == OURS:
+        for name in ("kind", "step", "epoch"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--{name} is for files that do not tell; {source} does")
+        _export(_newest(source), destination, wanted)
+    elif wanted == OURS:
+        _import(options, source, destination)
+    else:
+        _through_ours(options, source, destination, wanted)
+    print(f"{source} ({given}) is now {destination} ({wanted}) too")
+    return 0
+
+
+def _file_in_the_way(destination: Path) -> Path | None:
+    return next((folder for folder in destination.parents if folder.exists() and not folder.is_dir()), None)
+
+
+def _format_of(path: Path) -> str:
+    """Returns the format of what lies at `path`.
+
+    Raises:
+        UsageError: there is nothing, or nothing that is known.
+    """
+    if path.is_file():
+        return TORCH
+    if not path.exists():
+        raise UsageError(f"{path} is not there")
+    if (path / ".metadata").exists():
+        return DCP
+    list_checkpoints(path)
+    return OURS
+
+
+def _newest(path: Path) -> Path:
+    folders = list_checkpoints(path)
+    if not folders:
+        raise UsageError(f"all checkpoints in {path} are quarantined because they are damaged")
+    return folders[-1]
+
+
+def _export(folder: Path, destination: Path, wanted: str) -> None:
+    from samestep.checkpoints.convert import to_dcp, to_torch
+
+    (to_torch if wanted == TORCH else to_dcp)(folder, destination)
+
+
+def _import(options: argparse.Namespace, source: Path, destination: Path) -> None:
+    from samestep.checkpoints.convert import from_foreign
+
+    step, epoch = options.step or 0, options.epoch or 0
+    timeout = 600.0 if options.timeout is None else options.timeout
+    kinds = _kinds(options.kind or [])
+    left_out = from_foreign(source, destination, timeout=timeout, step=step, epoch=epoch, kinds=kinds)
+    if left_out:
+        print(f"left out, because no states: {ascii(left_out)[1:-1]}; see --step and --epoch")
+
+
+def _through_ours(options: argparse.Namespace, source: Path, destination: Path, wanted: str) -> None:
+    between = destination.absolute().parent / f".{destination.name}.between-{secrets.token_hex(4)}"
+    try:
+        _import(options, source, between)
+        _export(_newest(between), destination, wanted)
+    finally:
+        shutil.rmtree(between, ignore_errors=True)
+
+
+def _kinds(given: list[str]) -> dict[str, str]:
+    pairs = [entry.partition("=") for entry in given]
+    for name, equals, kind in pairs:
+        if not (name and equals and kind):
+            raise UsageError(f"--kind {name}{equals}{kind}: give NAME=CLASS, as in optimizer=torch.optim.AdamW")
+    return {name: kind for name, _, kind in pairs}
 
 
 # --- what they share ----------------------------------------------------------------------------------
 
 
-def _looked_at(folders: Sequence[Path], *, digests: bool, with_ledgers: bool = False) -> list[CheckpointInfo]:
-    from dataclasses import replace
-
-    from samestep.running.checkpoints.contents import audit_data, inspect, size_of
-
+def _inspect_all(folders: Sequence[Path], *, digests: bool, audits: bool = False) -> list[CheckpointInfo]:
     seen = []
     total = sum(map(size_of, folders)) if digests else 0
     with _progress(total) as advance:
         for folder in folders:
             one = inspect(folder, digests=digests, progress=advance)
-            if one is not None and with_ledgers and one.manifest is not None and one.problem is None:
-                one = replace(one, ledgers=audit_data(one.manifest))
+            if one is not None and audits and one.manifest is not None and one.problem is None:
+                one = replace(one, audits=audit_data(one.manifest))
             seen += [] if one is None else [one]
     return seen
 
@@ -335,7 +430,7 @@ def _as_json(one: CheckpointInfo) -> dict[str, Any]:
         "problem": None if problem is None else str(problem),
         "file": None if problem is None else problem.file,
         "tensors": [] if problem is None else list(problem.tensors),
-        "ledgers": {name: vars(ledger) for name, ledger in one.ledgers.items()},
+        "ledgers": {name: vars(audit) for name, audit in one.audits.items()},
     }
 
 

@@ -51,6 +51,8 @@ interpreters; auto forks when there are several ranks and the script does not fo
 CHECK = """while it trains, compare the ranks every 16 steps (weights, gradients, rates, steps, collectives, samples)
 and say at once what differs; changes nothing, waits for nobody"""
 
+FRESH = """samestep.checkpoint starts anew: checkpoints in its directory move to replaced-1, replaced-2 …"""
+
 ON_HANG = """what becomes of a hang: stop ends the run with exit code 124, wait goes on waiting, auto stops only what
 cannot go on by itself: ranks in different collectives, each waiting for the others"""
 
@@ -124,7 +126,8 @@ def _set(options: argparse.Namespace) -> None:
     found = Settings() if options.settings is None else load(options.settings)
     options.ranks = options.ranks or found.processes
     options.ranks = options.ranks or options.fake_gpus or None  # one process for each GPU
-    options.chosen, options.settings = options.settings, found.variables
+    fresh = {"SAMESTEP_FRESH": "1"} if options.fresh else {}  # read by samestep.checkpoint
+    options.chosen, options.settings = options.settings, {**found.variables, **fresh}
 
 
 def _launched(plan: RunSpec, head: Controller, replacement: Replacement) -> RunResult:
@@ -165,6 +168,7 @@ def _queue(options: argparse.Namespace) -> int:
     run += [] if options.json is None else ["--json", str(options.json)]
     run += [] if options.interface is None else ["--interface", options.interface]
     run += ["--check"] if options.check else []
+    run += ["--fresh"] if options.fresh else []
     run += [] if options.fake_gpus is None else [f"--fake-gpus={options.fake_gpus or ''}"]
     run += [] if options.hang_after == HANG_AFTER_S else ["--hang-after", f"{options.hang_after:g}"]
     run += [] if options.on_hang == "auto" else ["--on-hang", options.on_hang]
@@ -249,6 +253,7 @@ def _parser() -> Parser:
         help="seconds to save in after SIGTERM (default: %(default)g)",
     )
     add("--check", action="store_true", help=CHECK)
+    add("--fresh", action="store_true", help=FRESH)
     add(
         "--hang-after",
         metavar="S",

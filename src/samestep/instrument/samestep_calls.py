@@ -15,13 +15,13 @@ CALLS = {
     "shards": "samestep.data.create",
     "replicate": "samestep.replicas.replicate",
     "pipeline": "samestep.pipelines.planned",
-    "checkpoint": "samestep.running.checkpoints.commit",
+    "checkpoint": "samestep.checkpoints.checkpoint",
 }
 
 
 def samestep_calls() -> None:
     """Reports calls of the public functions, and what they come to."""
-    on_import("samestep.running.evaluation", _patch_evaluations)
+    on_import("samestep.evaluation", _patch_evaluations)
     on_import("samestep.replicas.compression", _patch_compression)
     on_import("samestep.pipelines.pipeline", _patch_pipelines)
     for name, home in CALLS.items():

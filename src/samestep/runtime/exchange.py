@@ -7,7 +7,8 @@ JSON as bytes, and tensors as they are. Every function here is collective: every
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from samestep.runtime.axis import Axis
 from samestep.runtime.digest import bytes_of
 
 __all__: list[str] = []
+
+_Result = TypeVar("_Result")
 
 
 def all_gather_json(axis: Axis, value: Any) -> list[Any]:
@@ -52,6 +55,17 @@ def raise_on_all_ranks(axis: Axis, problem: Exception | None) -> None:
     for position, message in enumerate(problems):
         if message is not None:
             raise PeerError(f"rank {axis.ranks[position]} failed: {message}")
+
+
+def run_on_all_ranks(axis: Axis, action: Callable[[], _Result]) -> _Result:
+    """Returns what `action` returns here; if it raises on any rank, every rank raises. Collective."""
+    problem = None
+    try:
+        result = action()
+    except Exception as error:  # noqa: BLE001  (raised below, here and on every other rank)
+        problem = error
+    raise_on_all_ranks(axis, problem)
+    return result
 
 
 def all_gather_tensors(axis: Axis, tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.running.checkpoints.sharded import is_sharded, local_boxes, part_of
+from samestep.checkpoints.sharding import is_sharded, local_boxes
 from samestep.runtime.digest import digest
 
 __all__: list[str] = []
@@ -56,7 +56,7 @@ def is_cut(tensor: Any) -> bool:
 
 def local(tensor: Any) -> Any:
     """Returns what this rank holds, as a plain tensor; what is no tensor stays what it is."""
-    return part_of(tensor).detach() if is_sharded(tensor) else tensor
+    return tensor.to_local().detach() if is_sharded(tensor) else tensor
 
 
 def held(tensors: Sequence[Any]) -> list[Any]:

@@ -1,0 +1,251 @@
+"""What a checkpoint folder holds, as one JSON text that proves its own integrity. No torch: the command line reads it.
+
+    {
+     "sha256": "…",      of the whole text, taken with 64 zeros in its own place
+     "schema": 1,
+     …                   one entry of Manifest a line
+    }
+
+The text may come from a stranger. So its size and the number of values in it are bounded before it is parsed, and
+every entry is checked before anything is made of it: a manifest of 40 bytes may otherwise ask for 40 terabytes.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from samestep.checkpoints.grid import is_grid
+from samestep.errors import CheckpointError
+
+__all__: list[str] = []
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+LONGEST = 40 * 2**20  # bytes of JSON, enough for 100,000 tensors
+
+# Parsed, a list or object takes up to 250 bytes and a value 60, so these keep a hostile text below 256 MiB.
+_MOST_CONTAINERS = 450_000
+_MOST_VALUES = 1_000_000
+_MOST_DIMS = 64
+_MOST_RANKS = 10_000  # that write a file each
+
+_UNSEALED = "0" * 64
+_SEAL = re.compile(r'\{\n "sha256": "([0-9a-f]{64})",\n')
+_DIGEST = re.compile("[0-9a-f]{64}")
+RUN_ID = re.compile(r"[0-9a-f]{8,64}", re.ASCII)
+
+ITEM_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("uint32", "int32", "float32"), 4),
+    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint folder holds.
+
+    Attributes:
+        schema: version of this layout.
+        step: optimizer steps committed before the save.
+        epoch: epochs finished before the save.
+        world_size: ranks that saved; 0 where nobody knows, as in a converted file.
+        samestep, torch: the versions that wrote it.
+        about: name -> what tells whether a saved object fits another one.
+        state: name -> tree of that object's state.
+        extra: tree of what is saved beside the objects, see :mod:`samestep.checkpoints.extra_state`; None if converted.
+        tensors: name -> {"dtype", "shape"} of the whole tensor and "sha256", of each of its parts in their order. The
+            digests are those of the bytes in memory before they were written.
+        parts: name of a tensor that lies in several files, or in that of another rank than the first -> {"bounds",
+            "ranks"}, see :mod:`samestep.checkpoints.grid`.
+        run: the id of the run that saved, see :mod:`samestep.checkpoints.directory`. Empty where nobody knows.
+        command: the command line of the run, secrets masked.
+        settings: name -> settings of that object as the script gave them, such as a learning rate.
+    """
+
+    schema: int
+    step: int
+    epoch: int
+    world_size: int
+    samestep: str
+    torch: str
+    about: dict[str, dict[str, Any]]
+    state: dict[str, Any]
+    extra: Any
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    run: str = ""
+    command: list[str] = field(default_factory=list)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+_ENTRIES = {entry.name for entry in fields(Manifest)}
+
+
+def values_of(described: dict[str, Any]) -> int:
+    """Returns how many numbers the tensor has that an entry of `Manifest.tensors` describes."""
+    return math.prod(described["shape"])
+
+
+def bytes_of(described: dict[str, Any]) -> int:
+    """Returns how many bytes it takes."""
+    return ITEM_BYTES[described["dtype"]] * values_of(described)
+
+
+def to_text(manifest: Manifest) -> str:
+    """Returns the manifest as JSON, an entry a line; the first is the SHA-256 of the whole text.
+
+    Raises:
+        CheckpointError: it is longer than what :func:`from_text` would read.
+    """
+    entries = {"sha256": _UNSEALED, **vars(manifest)}
+    lines = [f" {json.dumps(name)}: {json.dumps(entry, allow_nan=False)}" for name, entry in entries.items()]
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    if problem := _too_much(text):
+        raise CheckpointError(f"the state has too many parts for one checkpoint: {problem}")
+    return text.replace(_UNSEALED, _digest(text), 1)
+
+
+def from_text(text: str) -> Manifest:
+    """Reads what :func:`to_text` wrote.
+
+    Raises:
+        CheckpointError: the text is not such a manifest, was altered, or is of another schema.
+    """
+    seal = _SEAL.match(text)
+    if seal is None:
+        raise CheckpointError(f"{MANIFEST} is damaged: it does not begin with its own SHA-256")
+    if _digest(text.replace(seal[1], _UNSEALED, 1)) != seal[1]:
+        raise CheckpointError(f"{MANIFEST} is damaged: its SHA-256 differs from the {seal[1][:12]}… it states")
+    entries = _parse(text)
+    del entries["sha256"]
+    schema = entries.get("schema")
+    if type(schema) is not int or schema != SCHEMA:
+        raise CheckpointError(
+            f"{MANIFEST} has schema {ascii(schema)[:20]}, this samestep reads {SCHEMA}; "
+            "read it with the version that wrote it"
+        )
+    if set(entries) != _ENTRIES:
+        raise CheckpointError(f"{MANIFEST} has other entries than those of schema {schema}")
+    _check(entries)
+    return Manifest(**entries)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    if problem := _too_much(text):
+        raise CheckpointError(f"{MANIFEST} is refused: {problem}")
+    try:
+        with _no_garbage_collection():
+            entries = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{MANIFEST} is damaged: {str(error)[:200]}") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{MANIFEST} is damaged: it is not a JSON object")
+    return entries
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """The collector would look at every new list again and again; JSON has no cycles."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _too_much(text: str) -> str | None:
+    if len(text) > LONGEST:
+        return f"{len(text):,} bytes of JSON, and none may have more than {LONGEST:,}"
+    containers = text.count("{") + text.count("[")
+    if containers > _MOST_CONTAINERS or text.count(",") > _MOST_VALUES:
+        return f"{containers:,} lists and objects with {text.count(','):,} commas in its JSON are too many"
+    return None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("an object repeats a key")
+    return entries
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# --- entries of other types than Manifest states: a sealed text may still be a stranger's --------------------
+
+
+def _check(entries: dict[str, Any]) -> None:
+    for name, is_valid in _CHECKS.items():
+        _expect(name, is_valid(entries[name]))
+    for name in entries["state"]:
+        entries["about"].setdefault(name, {"kind": "unknown"})
+    tensors, parts = entries["tensors"], entries["parts"]
+    _expect("parts", parts.keys() <= tensors.keys())
+    for name, entry in tensors.items():
+        grid = parts.get(name)
+        _expect("parts", grid is None or is_grid(grid, entry["shape"], _MOST_RANKS))
+        _expect("tensors", len(entry["sha256"]) == (1 if grid is None else len(grid["ranks"])))
+
+
+def _expect(what: str, fits: bool) -> None:
+    if not fits:
+        raise CheckpointError(f"{MANIFEST} is refused: its {what} cannot be what a checkpoint states")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_tensor(entry: Any) -> bool:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "sha256"}:
+        return False
+    dtype, shape, digests = entry["dtype"], entry["shape"], entry["sha256"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        return False
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not all(map(_is_count, shape)):
+        return False
+    return isinstance(digests, list) and all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in digests)
+
+
+def _all(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_valid, value.values()))
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("step", "epoch", "world_size"), _is_count),
+    **dict.fromkeys(("samestep", "torch"), _is_text),
+    **dict.fromkeys(("state", "parts"), _is_object),
+    "about": _all(lambda about: isinstance(about, dict) and "kind" in about),
+    "tensors": _all(_is_tensor),
+    "run": lambda run: run == "" or (isinstance(run, str) and RUN_ID.fullmatch(run) is not None),
+    "command": lambda words: isinstance(words, list) and all(map(_is_text, words)),
+    "settings": _all(_is_object),
+}

@@ -1,0 +1,109 @@
+"""Reads the tensors of a checkpoint that :func:`samestep.checkpoints.integrity.verify` has found intact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from samestep.checkpoints.grid import PAYLOAD, Box, boxes, file_of
+from samestep.checkpoints.manifest import Manifest
+from samestep.checkpoints.payload import check_payload, payloads
+from samestep.checkpoints.sharding import read_shards
+from samestep.checkpoints.writer import tensor_entry
+from samestep.errors import CheckpointError
+
+__all__: list[str] = []
+
+
+def read_tensors(folder: Path, manifest: Manifest, targets: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Returns the tensors of a checkpoint in memory of their own: whole and on the CPU, but for those of `targets`.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: of it.
+        targets: name -> DTensor. Of such a tensor only this rank's part is read, to the device of the target.
+
+    Raises:
+        CheckpointError: a payload does not hold what the manifest lists.
+    """
+    targets = targets or {}
+    with _OpenPayloads(folder, manifest) as opened:
+        dtypes = {name: _dtype(manifest.tensors[name]) for name in targets}
+        cut = read_shards(targets, dtypes, {name: opened.boxes(name) for name in targets}, opened.slice)
+        return {name: cut[name] if name in cut else opened.whole(name) for name in manifest.tensors}
+
+
+class _OpenPayloads(ExitStack):
+    """The payloads of a checkpoint; each is checked and opened when the first tensor of it is read."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        super().__init__()
+        self._folder = folder
+        self._manifest = manifest
+        self._payloads = payloads(manifest)
+        self._files: dict[str, Any] = {}
+        self._file(PAYLOAD)
+
+    def boxes(self, name: str) -> list[Box]:
+        """Returns the boxes in which a tensor lies: that of the whole, where it is not in parts."""
+        if name in self._manifest.parts:
+            return boxes(self._manifest.parts[name])
+        shape = self._manifest.tensors[name]["shape"]
+        return [Box((0,) * len(shape), tuple(shape))]
+
+    def whole(self, name: str) -> Tensor:
+        """Returns a whole tensor, put together where it is in parts."""
+        entry = self._manifest.tensors[name]
+        if name not in self._manifest.parts:
+            # safetensors maps the file into memory; a copy does not depend on the file any more.
+            return self._part(name, 0, entry["shape"], None).clone()
+        tensor = torch.empty(entry["shape"], dtype=_dtype(entry))
+        for number, box in enumerate(self.boxes(name)):
+            tensor[_slices(box)] = self._part(name, number, list(box.shape), None)
+        return tensor
+
+    def slice(self, name: str, number: int, box: Box) -> Tensor:
+        """Returns a box of a part, mapped from the file."""
+        return self._part(name, number, list(box.shape), box)
+
+    def _part(self, name: str, number: int, shape: list[int], box: Box | None) -> Tensor:
+        grid = self._manifest.parts.get(name)
+        file = file_of(0 if grid is None else grid["ranks"][number])
+        opened = self._file(file)
+        try:
+            if box is None or not box.shape:
+                tensor: Tensor = opened.get_tensor(name)
+            else:
+                tensor = opened.get_slice(name)[_slices(box)]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self._folder / file} cannot be read: {error}") from error
+        dtype = self._manifest.tensors[name]["dtype"]
+        if dtype == "complex128":  # stored as pairs of float64
+            tensor = torch.view_as_complex(tensor.clone())
+        if tensor_entry(tensor) != (expected := {"dtype": dtype, "shape": shape}):
+            raise CheckpointError(f"{file} holds {name} as {tensor_entry(tensor)}, the manifest says {expected}")
+        return tensor
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            try:
+                check_payload(self._folder, name, self._payloads[name], digests=False)
+                self._files[name] = self.enter_context(safe_open(self._folder / name, framework="pt", device="cpu"))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self._folder / name} cannot be read: {error}") from error
+        return self._files[name]
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(first, first + length) for first, length in zip(box.offset, box.shape, strict=True))
+
+
+def _dtype(entry: Mapping[str, Any]) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, entry["dtype"])
+    return dtype

@@ -1,1 +1,0 @@
-"""What spans a whole run rather than one step: evaluation and checkpoints."""
