@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from samestep.paths import rank_file
-from samestep.reporting import status, words
+from samestep.reporting import status
 from samestep.reporting.run_log import Event, RankLog, RecentSteps, Run, measured, median_step, recent_steps
 from samestep.reporting.status import Happening, Standing
+from samestep.text import escape_control, format_duration, format_number, plural
 
 __all__: list[str] = []
 
@@ -211,7 +212,7 @@ class Scene:
         is_last = self.is_over and self.attempt == max(self.attempts, default=self.attempt)
         if blamed == rank and is_last and (log is None or log.end is None):
             at = Standing("failed", "bad")  # and was gone before it could write so
-        host = "" if log is None else words.escape_control(log.host)
+        host = "" if log is None else escape_control(log.host)
         return Row(rank, host, 0 if log is None else log.step, its, at)
 
     @cached_property
@@ -227,7 +228,7 @@ class Scene:
     @cached_property
     def failure(self) -> str:
         """Why it failed, or cannot be read any more, in a line."""
-        return words.escape_control(self.trouble) if self.trouble else status.failure(self.run)
+        return escape_control(self.trouble) if self.trouble else status.failure(self.run)
 
     @property
     def took(self) -> float:
@@ -252,23 +253,23 @@ class Scene:
         hosts = sorted({log.host for log in self.logs.values()})
         where = f" on {hosts[0] if len(hosts) == 1 else f'{len(hosts)} hosts'}" if hosts else ""
         attempt = f", attempt {self.attempt}" if self.attempts[1:] else ""
-        ranks = f"{words.plural(len(self.ranks), 'rank')}{where}{attempt}"
+        ranks = f"{plural(len(self.ranks), 'rank')}{where}{attempt}"
         paths = path_as_said(self.run.path), _whole(self.run.path).name
-        names = ["  ".join(map(words.escape_control, filter(None, (path, ranks, told)))) for path in paths]
+        names = ["  ".join(map(escape_control, filter(None, (path, ranks, told)))) for path in paths]
         return names[len(names[0]) > room]
 
     @property
     def figures(self) -> list[str]:
         """How far it is, and how fast."""
         step = max((log.step for log in self.logs.values()), default=0)
-        told = [f"step {words.escape_control(f'{step:,}')}"]
+        told = [f"step {escape_control(f'{step:,}')}"]
         if self.seconds:
-            told.append(f"{words.format_duration(self.seconds)} a step")
-            told.append(f"{words.format_number(float(f'{1 / self.seconds:.3g}'))} steps/s")
+            told.append(f"{format_duration(self.seconds)} a step")
+            told.append(f"{format_number(float(f'{1 / self.seconds:.3g}'))} steps/s")
             samples = sum(self.paces[rank].samples for rank, log in self.logs.items() if _has_first_stage(log))
             told += [f"{samples / self.seconds:,.0f} samples/s"] if samples else []
         epochs = [measured(log.steps[-1]["work"].get("epoch")) for log in self.logs.values() if log.steps]
-        return told + ([f"epoch {words.format_number(max(epochs))}"] if any(epochs) else [])
+        return told + ([f"epoch {format_number(max(epochs))}"] if any(epochs) else [])
 
     @cached_property
     def values(self) -> list[Value]:
@@ -278,7 +279,7 @@ class Scene:
         for event in events:
             for name, value in event["values"].items():
                 by_name.setdefault(name, []).append(value)
-        return [Value(words.escape_control(name), _number(all_[-1]), all_) for name, all_ in by_name.items()]
+        return [Value(escape_control(name), _number(all_[-1]), all_) for name, all_ in by_name.items()]
 
     def output(self) -> Path:
         """Returns the file of what the chosen rank has printed."""
@@ -313,6 +314,6 @@ def _whole(path: Path) -> Path:
 
 def _number(value: Any) -> str:
     try:
-        return words.escape_control(value) if isinstance(value, str) else words.format_number(value)
+        return escape_control(value) if isinstance(value, str) else format_number(value)
     except OverflowError:
         return "inf"
