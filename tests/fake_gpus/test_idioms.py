@@ -272,6 +272,9 @@ def _forked() -> None:
 
 @idiom("`torch.Generator('cuda')`")
 def _generators() -> None:
+    torch.cuda.init()
+    first, second = (generator.initial_seed() for generator in torch.cuda.default_generators)
+    assert first != second, "unseeded, each process and GPU draws its own numbers"
     generator = torch.Generator(device="cuda").manual_seed(3)
     first = torch.rand(2, device="cuda", generator=generator)
     assert torch.equal(first, torch.rand(2, device="cuda", generator=generator.manual_seed(3)))

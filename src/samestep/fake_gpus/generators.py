@@ -110,8 +110,10 @@ class FakeGenerator(BASE):
 
 
 def make_generators(count: int) -> tuple[FakeGenerator, ...]:
-    """Makes the default generators of so many GPUs."""
+    """Makes the default generators of so many GPUs, seeded at random: no two processes draw the same numbers."""
     _default[:] = [FakeGenerator(index) for index in range(count)]
+    for generator in _default:
+        generator.seed()
     return tuple(_default)
 
 
