@@ -56,22 +56,32 @@ import torch, torch.distributed as dist, torch.multiprocessing as mp
 def train(rank, size):
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "12355")  # which is the launcher's already
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    dist.init_process_group("gloo", METHOD, rank=rank, world_size=size)
     total = torch.ones(())
     dist.all_reduce(total)
     os.write(1, f"rank {rank}: {total:.0f}\\n".encode())  # at once: the ranks share the pipe
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.start_processes(train, (2,), 2, start_method="METHOD")
+    mp.start_processes(train, (2,), 2, start_method="START")
 """
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_ranks_that_a_script_spawns_meet_at_the_launchers_port(tmp_path, method):
     """As under torchrun, whose ranks' children are clients of the agent's store too."""
-    (tmp_path / "train.py").write_text(SPAWNS.replace("METHOD", method))
+    started(tmp_path, SPAWNS.replace("START", method).replace("METHOD", "'env://'"))
+
+
+def test_ranks_that_a_script_spawns_meet_at_a_port_of_its_own(tmp_path):
+    with listen_on_loopback() as one:
+        port = one.getsockname()[1]  # free again when the script starts
+    started(tmp_path, SPAWNS.replace("START", "fork").replace("METHOD", f"'tcp://127.0.0.1:{port}'"))
+
+
+def started(tmp_path, text):
+    (tmp_path / "train.py").write_text(text)
     command = [sys.executable, "-m", "samestep", "run", "-n", "1", "--start", "spawn", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0: 2", "rank 1: 2"]

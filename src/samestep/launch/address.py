@@ -113,11 +113,18 @@ def use_stores_at(ports: list[str]) -> None:
     _ports[:] = ports
 
     def patch(_: ModuleType) -> None:
-        vars(sys.modules["torch.distributed.rendezvous"])["_torchelastic_use_agent_store"] = is_served
+        rendezvous = vars(sys.modules["torch.distributed.rendezvous"])
+        create = rendezvous["_create_c10d_store"]
+
+        def create_store(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
+            rendezvous["_torchelastic_use_agent_store"] = lambda: is_served(str(port))  # tcp:// names a port of its own
+            return create(hostname, port, *args, **kwargs)
+
+        rendezvous["_create_c10d_store"] = create_store
 
     when_imported("torch.distributed", patch)
 
 
-def is_served() -> bool:
-    """Tells whether the launcher has somebody serve the store at MASTER_ADDR and MASTER_PORT."""
-    return variable(AGENT_STORE) == "True" or variable("MASTER_PORT") in _ports
+def is_served(port: str | None = None) -> bool:
+    """Tells whether the launcher has somebody serve the store at a port, by default at MASTER_PORT."""
+    return variable(AGENT_STORE) == "True" or (variable("MASTER_PORT") if port is None else port) in _ports
