@@ -329,6 +329,10 @@ def _autocast() -> None:
         with torch.autocast("cuda", dtype=dtype):
             assert model(x).dtype is dtype
             assert F.mse_loss(model(x), model(x)).dtype is torch.float32
+            logits = model(x)
+            loss = F.cross_entropy(logits, torch.tensor([1, 2], device="cuda")) + F.softmax(logits, 1).square().sum()
+        loss.backward()
+        assert (loss.dtype, model.weight.grad.dtype) == (torch.float32, torch.float32)
     assert torch.get_autocast_dtype("cuda") is torch.float16
     assert model.cpu()(x.cpu()).dtype is torch.float32
 
@@ -386,6 +390,12 @@ def _layers() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0)
     tokens = torch.randn(2, 3, 8)
     torch.testing.assert_close(layer(tokens), layer.cuda()(tokens.cuda()).cpu())
+    q, k, v = (torch.randn(2, 3, 4, 8, device="cuda", requires_grad=True) for _ in range(3))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]  # what DTensor takes
+    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(flash, whole)
+    grads = [torch.autograd.grad(output.square().sum(), (q, k, v)) for output in (flash, whole)]
+    torch.testing.assert_close(*grads)
 
 
 @idiom("`nn.LSTM`")

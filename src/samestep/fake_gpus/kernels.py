@@ -44,6 +44,7 @@ MIXED = {"aten::copy_", "aten::_copy_from", "aten::_pad_packed_sequence", "aten:
 MIXED |= {"aten::_ctc_loss", "aten::_ctc_loss_backward", "aten::segment_reduce", "aten::_pack_padded_sequence_backward"}
 INDEXING = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index"}
 INDEXING |= {"aten::_unsafe_index_put", "aten::_index_put_impl"}
+SOFTMAX = ("_softmax", "_log_softmax")
 STAYS = {"aten::_pack_padded_sequence": (1,)}  # results that a GPU leaves in host memory, by their place
 
 
@@ -318,6 +319,38 @@ def _dropout(tensor: Tensor, probability: float, train: bool | None = None) -> t
     return tensor * mask * (0.0 if probability == 1 else 1 / (1 - probability)), mask
 
 
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    p: float = 0.0,
+    causal: bool = False,
+    _mask: bool = False,
+    *,
+    scale: Any = None,
+) -> tuple[Any, ...]:
+    """The attention of GPUs for which DTensor has a rule; see :func:`.models.patch_models`."""
+    compute = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+    output, logsumexp = compute(query, key, value, p, causal, scale=scale)
+    random = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return output, logsumexp, None, None, query.shape[2], key.shape[2], random, random[0].clone(), query.new_empty(0)
+
+
+def _attention_backward(*args: Any, scale: Any = None) -> tuple[Tensor, ...]:
+    compute = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+    *tensors, _, _, _, _, p, causal, _, _ = args
+    return compute(*tensors, p, causal, scale=scale)  # type: ignore[no-any-return]
+
+
+def _softmax(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns a softmax that gives float32 for float16, as autocast asks of a GPU alone."""
+    return lambda x, dim, to_float: compute(x.float() if to_float else x, dim, False)
+
+
+def _softmax_backward(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda dy, y, dim, dtype: compute(dy, y, dim, y.dtype).to(dtype)
+
+
 def on_host(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a kernel that computes with the host's tensors."""
 
@@ -344,5 +377,12 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "resize_": _resize,
     "native_dropout": _dropout,
     "record_stream": _no_op,
+    "_scaled_dot_product_flash_attention": _attention,
+    "_scaled_dot_product_flash_attention_backward": _attention_backward,
     **{name: on_host(compute) for name, compute in SYNCHRONISED.items()},
+    **{name: on_host(_softmax(getattr(torch.ops.aten, name))) for name in SOFTMAX},
+    **{
+        f"{name}_backward_data": on_host(_softmax_backward(getattr(torch.ops.aten, f"{name}_backward_data")))
+        for name in SOFTMAX
+    },
 }

@@ -70,6 +70,29 @@ def _gather(tensors: Sequence[Tensor], dim: int, card: int | None) -> Tensor:
     return torch.cat([tensor.to(target) for tensor in tensors], dim)
 
 
+def _attention(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Takes flash attention for DTensors, as a GPU does: DTensor has a rule for that, and none for its parts."""
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **named: Any,
+    ) -> Tensor:
+        if type(query) in {Tensor, torch.nn.Parameter} or query.device.type != "cuda" or attn_mask is not None:
+            return compute(query, key, value, attn_mask, dropout_p, is_causal, **named)
+        if named.pop("enable_gqa", False):
+            key, value = (t.repeat_interleave(query.size(-3) // t.size(-3), -3) for t in (key, value))
+        flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
+        output: Tensor = flash(query, key, value, dropout_p, is_causal, **named)[0]
+        return output
+
+    return attend
+
+
 COPIES = {  # what DataParallel copies with
     "_broadcast": _broadcast,
     "_broadcast_coalesced": _broadcast_coalesced,
@@ -83,5 +106,7 @@ def patch_models(patches: Patches) -> None:
     functions: Any = torch._VF  # noqa: SLF001
     for name in RECURRENT:
         patches.set(functions, name, _recurrent(getattr(functions, name)))
+    nn: Any = torch.nn.functional
+    patches.set(nn, "scaled_dot_product_attention", _attention(nn.scaled_dot_product_attention))
     for name, copy in COPIES.items():
         patches.set(torch._C, name, copy)  # noqa: SLF001
