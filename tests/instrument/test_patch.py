@@ -77,7 +77,7 @@ def test_everything_is_restored() -> None:
     after = dict(everything())
     assert [name for name, value in before.items() if after.get(name) is not value and name in changed] == []
     assert not [name for name, value in after.items() if replaced(value)]
-    assert (SUBSCRIBERS, patches._installed, patches._undo) == ([], set(), [])
+    assert (SUBSCRIBERS, patches._installed, patches._patches._undo) == ([], set(), [])
 
 
 def test_every_name_that_is_patched_exists_and_is_wrapped_once() -> None:
