@@ -333,6 +333,10 @@ def _autocast() -> None:
             loss = F.cross_entropy(logits, torch.tensor([1, 2], device="cuda")) + F.softmax(logits, 1).square().sum()
         loss.backward()
         assert (loss.dtype, model.weight.grad.dtype) == (torch.float32, torch.float32)
+    a, b = torch.randn(2, 8, 8).cuda()
+    torch.testing.assert_close(a.half() @ b.half(), (a.half().float() @ b.half().float()).half(), rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        a.half() @ b
     assert torch.get_autocast_dtype("cuda") is torch.float16
     assert model.cpu()(x.cpu()).dtype is torch.float32
 
