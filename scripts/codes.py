@@ -12,8 +12,7 @@ from pathlib import Path
 from generated import written
 
 from samestep import errors
-from samestep.verification.pages import PAGES
-from samestep.verification.raised import KINDS
+from samestep.verification.pages import KINDS, PAGES
 
 PAGE = Path(__file__).parent.parent / "docs" / "codes.md"
 

@@ -587,11 +587,11 @@ PROMISES: dict[str, list[str]] = {
         "tests/verification/test_verify.py::test_a_broken_script_is_found_and_its_line_named",
     ],
     "finding checkpoint-inexact": [
-        "tests/verification/test_equality.py::test_an_optimizer_that_is_not_saved_is_found_by_the_resume",
+        "tests/verification/test_claims.py::test_an_optimizer_that_is_not_saved_is_found_by_the_resume",
         "tests/verification/test_saved_states.py::test_what_does_not_come_back_is_named",
     ],
     "finding pipeline-inexact": [
-        "tests/verification/test_stages_judged.py::test_a_pipeline_is_the_same_training_or_what_it_does_is_found",
+        "tests/verification/test_claims_of_stages.py::test_a_pipeline_is_the_same_training_or_what_it_does_is_found",
     ],
     "finding data-parallel-module": [
         "tests/verification/test_control_of_ranks.py::test_a_model_in_data_parallel_is_found",
@@ -886,7 +886,7 @@ PROMISES: dict[str, list[str]] = {
         "tests/verification/test_verify_options.py::test_a_script_is_verified_with_its_arguments",
     ],
     "samestep.verify(ranks)": [
-        "tests/verification/test_stages_judged.py::test_replicas_of_a_pipeline_are_compared_with_whole_batches_in_float64",
+        "tests/verification/test_claims_of_stages.py::test_replicas_of_a_pipeline_are_compared_with_whole_batches_in_float64",
     ],
     "samestep.verify(steps)": [
         "tests/verification/test_verify.py::test_as_many_steps_are_recorded_as_were_asked_for",

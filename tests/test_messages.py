@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from samestep import errors
-from samestep.verification.raised import KINDS
+from samestep.verification.pages import KINDS
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "src" / "samestep"

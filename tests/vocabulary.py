@@ -68,6 +68,7 @@ WORDS = {  # singular, as a part of an identifier -> what to use
 # Parts of samestep whose names have been revised: files and packages of src/samestep.
 JOINED = (
     "_version.py",
+    "cli/verify.py",
     "data",
     "errors.py",
     "events.py",
@@ -85,7 +86,25 @@ JOINED = (
     "testing.py",
     "text.py",
     "topology.py",
+    "verification/claims.py",
+    "verification/files.py",
+    "verification/findings.py",
+    "verification/journal.py",
+    "verification/judging/averaged.py",
+    "verification/judging/compression.py",
+    "verification/machine.py",
     "verification/online",
+    "verification/pages.py",
+    "verification/recording/adjusting.py",
+    "verification/recording/compressing.py",
+    "verification/recording/containers.py",
+    "verification/recording/datasets.py",
+    "verification/recording/flat.py",
+    "verification/recording/parts.py",
+    "verification/recording/writes.py",
+    "verification/report.py",
+    "verification/runner.py",
+    "verification/runs.py",
 )
 # Identifiers that hold such a word for a reason: (file, identifier) -> the reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {

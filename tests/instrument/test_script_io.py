@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from samestep.instrument.callbacks import Callbacks, subscribe
-from samestep.instrument.script_io import patch_spawn
+from samestep.instrument.script_io import _start_processes
 
 
 class Instead(Callbacks):
@@ -23,20 +22,22 @@ class Instead(Callbacks):
 @pytest.mark.parametrize("join", [True, False])
 def test_what_ran_here_instead_has_ended_when_it_is_waited_for(join: bool) -> None:
     done: list[Any] = []
-    module: Any = SimpleNamespace(__name__="torch.multiprocessing.spawn")
-    module.start_processes = lambda *_, **__: pytest.fail("nobody is to be started")
     subscribe(Instead())
-    patch_spawn(module)
-    context = module.start_processes(lambda rank, what: done.append((rank, what)), ("x",), 2, join=join)
+    context = _start_processes(
+        lambda *_, **__: pytest.fail("nobody is to be started"),
+        lambda rank, what: done.append((rank, what)),
+        ("x",),
+        2,
+        join=join,
+    )
     assert done == [(0, "x")]
     assert (context is None) if join else context.join()
 
 
 def test_where_nobody_runs_instead_all_is_handed_on() -> None:
     given: list[Any] = []
-    module: Any = SimpleNamespace(__name__="torch.multiprocessing.spawn")
-    module.start_processes = lambda *args, **kwargs: given.append((args, kwargs))
     subscribe(Callbacks())
-    patch_spawn(module)
-    module.start_processes(print, (1,), 2, False, True, start_method="fork")
+    _start_processes(
+        lambda *args, **kwargs: given.append((args, kwargs)), print, (1,), 2, False, True, start_method="fork"
+    )
     assert given == [((print, (1,), 2, False, True), {"start_method": "fork"})]

@@ -21,7 +21,7 @@ def nursery() -> Iterator[PreforkServer]:
     """Forks all of these runs, which then need not import torch; with the modules that they would import late."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OMP_NUM_THREADS", "1")  # threads that wait for one another take as long as the machine is busy
-        made = PreforkServer(runs.alike(1), [OBSERVER.partition(":")[0], "samestep.planning.measuring"])
+        made = PreforkServer(runs.shared_variables(1), [OBSERVER.partition(":")[0], "samestep.planning.measuring"])
         try:
             assert made.objection() is None
             yield made

@@ -95,7 +95,7 @@ def test_a_profiled_training_is_the_same_to_the_last_bit(
 ) -> None:
     measure(NOTING, str(tmp_path / "watched.txt"))
     script = runs.Script(program=str(tmp_path / "train.py"), arguments=(str(tmp_path / "alone.txt"),))
-    assert runs.run(script, 1, tmp_path / "run", "", {}, still_s=60, nursery=nursery).code == 0
+    assert runs.run(script, 1, tmp_path / "run", "", {}, still_s=60, fork_server=nursery).code == 0
     losses, _ = seen(tmp_path / "watched.txt")
     expected, _ = seen(tmp_path / "alone.txt")
     assert len(losses) == WARM_UP + STEPS + LISTENED - 1  # it is stopped in its last step

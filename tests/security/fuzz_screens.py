@@ -176,8 +176,8 @@ def letters_in_the_store(data):
 
 
 def summaries_of_a_check(data):
-    read = data.draw(st.sampled_from([exchange.decode_step, exchange.decode_detail, exchange.decode_final]))
-    read(data.draw(raw | (near_letters | json_values).map(lambda one: json.dumps(one).encode())))
+    kind = data.draw(st.sampled_from([exchange.StepSummary, exchange.SummaryDetail, exchange.FinalSummary]))
+    exchange.decode(data.draw(raw | (near_letters | json_values).map(lambda one: json.dumps(one).encode())), kind)
 
 
 def parts_of_a_checkpoint(data):

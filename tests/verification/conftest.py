@@ -39,15 +39,15 @@ def _fork_all_runs(request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatc
         return contextlib.nullcontext(request.getfixturevalue("forks_runs"))
 
     def started(
-        arguments: list[str], environment: Mapping[str, str], output: int, nursery: PreforkServer | None
+        arguments: list[str], environment: Mapping[str, str], output: int, fork_server: PreforkServer | None
     ) -> Process:
         if (at := arguments.index("--start")) and arguments[at : at + 3] == FRESH:
             arguments = [*arguments[:at], "--start", "fork", *arguments[at + 3 :]]
-        return (nursery or request.getfixturevalue("forks_runs")).command(arguments, environment, output)
+        return (fork_server or request.getfixturevalue("forks_runs")).command(arguments, environment, output)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setattr(verify, "nursery_for", shared)
+        patch.setattr(verify, "fork_server_for", shared)
         patch.setattr(runs, "_start", started)
         yield patch
 
@@ -57,9 +57,9 @@ def _start_fresh_runs(request: pytest.FixtureRequest, _fork_all_runs: pytest.Mon
     is_fresh = request.node.get_closest_marker("fresh_interpreter") is not None
     with pytest.MonkeyPatch.context() as patch:
         if is_fresh:
-            patch.setattr(verify, "nursery_for", NURSERY_FOR)
+            patch.setattr(verify, "fork_server_for", FORK_SERVER_FOR)
             patch.setattr(runs, "_start", START)
         yield
 
 
-NURSERY_FOR, START = verify.nursery_for, runs._start
+FORK_SERVER_FOR, START = verify.fork_server_for, runs._start

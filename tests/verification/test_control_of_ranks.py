@@ -11,7 +11,7 @@ from journals import Event, chance_findings, ended, findings, passed, record, st
 
 from samestep.verification.findings import Finding
 from samestep.verification.judging import control
-from samestep.verification.recording.generators import held_by
+from samestep.verification.recording.datasets import held_by
 from samestep.verification.report import Report
 
 

@@ -94,7 +94,7 @@ def written(tmp_path):
         (work / name / "below").mkdir(parents=True)
         (work / name / "below" / "weights.pt").write_text(name)
     files = Files([], tmp_path / "store")
-    with files.apart("run") as (variables, order):
+    with files.separate("run") as (variables, order):
         assert variables == {}
         subprocess.run([sys.executable, "-c", WRITING % order], cwd=work, check=True)
         assert (work / "old.txt").read_text() == "changed"
@@ -138,7 +138,7 @@ def test_what_another_program_has_written_meanwhile_stays(written):
 
 def test_a_file_that_is_too_large_to_be_put_back_is_told(tmp_path):
     files = Files([], tmp_path / "store")
-    with files.apart("run") as (_, order):
+    with files.separate("run") as (_, order):
         note = {"path": str(tmp_path / "large.bin"), "kind": "old", "copy": None}
         (Path(order["written"]) / "a.json").write_text(json.dumps(note))
     assert files.remark() == (
@@ -150,7 +150,7 @@ def test_folders_around_the_store_get_no_overlay(tmp_path):
     (tmp_path / "work").mkdir()
     files = Files([tmp_path, tmp_path / "work"], tmp_path / "store")
     assert files.folders == [tmp_path / "work"]
-    with files.apart("run") as (variables, _):
+    with files.separate("run") as (variables, _):
         assert json.loads(variables[VARIABLE])["folders"] == [str(tmp_path / "work")]
 
 

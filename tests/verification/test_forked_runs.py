@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from samestep.verification.files import Files
-from samestep.verification.runner import Runner, nursery_for
+from samestep.verification.runner import Runner, fork_server_for
 from samestep.verification.runs import Script
 
 UNWATCHED = """
@@ -87,7 +87,7 @@ def test_ranks_are_forked_with_one_seed_unless_the_script_must_find_no_torch(
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(TRAIN.format(first=first)), encoding="utf-8")
     script = Script(program=str(path))
-    with nursery_for(script, 2) as nursery:
+    with fork_server_for(script, 2) as fork_server:
         runner = Runner(
             script=script,
             ranks=2,
@@ -95,7 +95,7 @@ def test_ranks_are_forked_with_one_seed_unless_the_script_must_find_no_torch(
             files=Files([], tmp_path),
             still_s=60.0,
             say=lambda _: None,
-            nursery=nursery,
+            fork_server=fork_server,
         )
         runs = [runner.first(64, 0), runner.recorded("again", 2), runner.recorded("alone", 1)]
     said = [sorted(re.findall(r"told (\w+) (-?\d+)", run.ended.tail())) for run in runs]
@@ -111,11 +111,11 @@ def test_fresh_interpreters_go_on_where_the_process_that_forks_has_been_killed(t
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(TRAIN.format(first="")), encoding="utf-8")
     script = Script(program=str(path))
-    with nursery_for(script, 2) as nursery:
-        assert nursery is not None
-        assert nursery.objection() is None
-        os.kill(nursery._process.pid, signal.SIGKILL)
-        while not nursery.has_ended():
+    with fork_server_for(script, 2) as fork_server:
+        assert fork_server is not None
+        assert fork_server.objection() is None
+        os.kill(fork_server._process.pid, signal.SIGKILL)
+        while not fork_server.has_ended():
             os.sched_yield()
         runner = Runner(
             script=script,
@@ -124,7 +124,7 @@ def test_fresh_interpreters_go_on_where_the_process_that_forks_has_been_killed(t
             files=Files([], tmp_path),
             still_s=60.0,
             say=lambda _: None,
-            nursery=nursery,
+            fork_server=fork_server,
         )
         run = runner.recorded("again", 2)
     assert run.ended.code == 0

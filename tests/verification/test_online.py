@@ -25,9 +25,7 @@ from samestep.verification.online.exchange import (
     StepSummary,
     SummaryDetail,
     SummaryExchange,
-    decode_detail,
-    decode_final,
-    decode_step,
+    decode,
     encode,
 )
 from samestep.verification.online.policy import LOCAL_STEPS, OnlineRules
@@ -305,12 +303,12 @@ def test_samples_may_come_to_one_rank_only_but_for_padding(
 
 def test_summaries_survive_their_journey() -> None:
     summary, detail = reported(16, passes=[passed([5, 3])], events=(wrap("a"), scaler(3, 2.0)))
-    again = decode_step(encode(summary))
+    again = decode(encode(summary), StepSummary)
     assert again == summary
     assert samples.unpack(again.passes[0].indices).tolist() == [5, 3]
-    assert decode_detail(encode(detail)) == detail
+    assert decode(encode(detail), SummaryDetail) == detail
     final = FinalSummary(well=True, steps=[3], where="train.py:5", spots={"0": "a"})
-    assert decode_final(encode(final)) == final
+    assert decode(encode(final), FinalSummary) == final
 
 
 @pytest.fixture

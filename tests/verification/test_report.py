@@ -8,8 +8,7 @@ import pytest
 
 from samestep.cli import main
 from samestep.verification.findings import DECISIVE, LEGS, NONE_SEEN, Finding
-from samestep.verification.report import Report
-from samestep.verification.text import headline, shown
+from samestep.verification.report import Report, headline, shown
 from samestep.verification.verify import leaving_open
 
 ALL = dict.fromkeys(DECISIVE, "identical")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,16 @@ def test_what_a_waiting_rank_computes_is_no_sign_of_life() -> None:
     assert runs._Signs(101, 7.0).moved_since(before, 20.0)
 
 
-def test_a_run_in_which_nothing_moves_is_told_of_every_ten_seconds() -> None:
+def runner_in(folder: Path, say: Callable[[str], None] = print) -> runner.Runner:
+    script, files = runs.Script(program="x.py"), Files([], folder)
+    return runner.Runner(script=script, ranks=2, folder=folder, files=files, still_s=60.0, say=say)
+
+
+def test_a_run_in_which_nothing_moves_is_told_of_every_ten_seconds(tmp_path: Path) -> None:
     said: list[str] = []
-    told = runner._Told("recording 2 ranks", 60.0, said.append)
+    progress = runner_in(tmp_path, said.append)._progress("recording 2 ranks")
     for still in (1.0, 9.9, 10.1, 10.3, 19.0, 20.2, 0.0, 10.2):
-        told.look(still)
+        progress(tmp_path, still)
     assert [line.partition(" for ")[2] for line in said] == [
         f"{seconds} s; after 60 s it has hung" for seconds in (10, 20, 10)
     ]
@@ -83,15 +89,14 @@ def test_the_processes_are_known_by_the_first_lines_of_their_journals(tmp_path: 
 
 def test_a_signal_ends_runs_that_go_on_side_by_side(tmp_path: Path) -> None:
     """The one that hears of it waits for the other's thread, whose run might go on for an hour."""
-    runner_ = runner.Runner(
-        script=runs.Script(program="x.py"), ranks=2, folder=tmp_path, files=Files([], tmp_path), still_s=1.0, say=print
-    )
+    runner_ = runner_in(tmp_path)
+    progress = runner_._progress("a run")
 
     def run(rank: int) -> Any:
         if rank == 0:
             raise KeyboardInterrupt
         while True:  # as a run does until it is over; the test's own deadline ends this
-            runner_._check_over(tmp_path)
+            progress(tmp_path, 0.0)
 
     with pytest.raises(KeyboardInterrupt):
         runner_.side_by_side(run, [0, 1])

@@ -19,7 +19,7 @@ import samestep
 from samestep import Report, UsageError
 from samestep.cli import main
 from samestep.verification.pages import PAGES
-from samestep.verification.text import shown
+from samestep.verification.report import shown
 
 ROOT = Path(__file__).parents[2]
 ZOO = ROOT / "zoo"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import re
 import signal
+import sys
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from types import TracebackType
+from typing import NoReturn, Self
 
-from samestep import errors
 from samestep.cli.before import check_json, check_program
 from samestep.cli.options import Parser, add_fake_gpus, add_local_rank, some_seconds, whole
 from samestep.cli.result import write_json, write_text
@@ -25,14 +26,11 @@ from samestep.launch.devices import visible_gpus
 from samestep.launch.memory import check_room
 from samestep.rankenv import set_variables, variable
 from samestep.verification.findings import EXIT_CODES
-from samestep.verification.pages import PAGES
-from samestep.verification.raised import KINDS
+from samestep.verification.pages import KINDS, PAGES, explanation
 from samestep.verification.recording.limit import STEPS
 from samestep.verification.runs import HANG_TIMEOUT_S, Script
 
 __all__ = ["main"]
-
-LINK = re.compile(r"\[[^\]]+\]\(([^)]+)\)")  # of docs/codes.md
 
 DESCRIPTION = """Checks that a script trains on N processes as it does on one, or names what is different.
 
@@ -70,17 +68,11 @@ def main(arguments: Sequence[str]) -> int:
             check_json(getattr(options, option), f"--{option}")
     if options.mpi:
         mpiexec.mpiexec()  # there is one
-    script = Script(
-        program=program,
-        arguments=tuple(rest),
-        is_module=options.module,
-        mpi=options.mpi,
-        local_rank=options.local_rank,
-    )
+    how = {"is_module": options.module, "mpi": options.mpi, "local_rank": options.local_rank}
     try:
-        return _verify(options, script)
-    except KeyboardInterrupt as asked:
-        number = signal.Signals(asked.args[0] if isinstance(asked, _Interruption) else signal.SIGINT)
+        return _verify(options, Script(program=program, arguments=tuple(rest), **how))
+    except KeyboardInterrupt as interruption:
+        number = signal.Signals(interruption.args[0] if isinstance(interruption, _Interruption) else signal.SIGINT)
         say(f"{number.name} has ended the verification before its verdict; what it had started has ended too")
         return 128 + number
 
@@ -107,15 +99,39 @@ def _ending(*numbers: int) -> Iterator[None]:
             signal.signal(number, before[number])
 
 
+class _Progress:
+    """Shows progress on standard error; on a terminal in one line, which is erased at the end."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_terminal:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    def say(self, what: str) -> None:
+        """Says it."""
+        line = f"samestep: {time.monotonic() - self._began:4.0f} s  {what}"
+        sys.stderr.write(f"\r\x1b[K{line}" if self._is_terminal else f"{line}\n")
+        sys.stderr.flush()
+
+
 def _verify(options: argparse.Namespace, script: Script) -> int:
-    from samestep.verification.text import Progress, shown
+    from samestep.verification.report import shown
     from samestep.verification.verify import examine
 
     if options.fake_gpus is not None:
         set_variables({VARIABLE: str(options.fake_gpus or options.ranks)})  # all runs of the script find it
         for line in about_fake_gpus(options.fake_gpus, options.ranks, visible_gpus()):
             say(line)
-    with _ending(signal.SIGTERM, signal.SIGHUP), Progress() as progress:
+    with _ending(signal.SIGTERM, signal.SIGHUP), _Progress() as progress:
         check_room(options.ranks)
         report = examine(script, options.ranks, steps=options.steps, still_s=options.timeout, say=progress.say)
     print(shown(report, verbose=options.verbose), end="")
@@ -126,46 +142,24 @@ def _verify(options: argparse.Namespace, script: Script) -> int:
     return write_json(options.json, report.as_json(), code)
 
 
-def _explain(asked: str) -> int:
+def _explain(name: str) -> int:
     known = {name.lower(): name for name in (*PAGES, *KINDS)}
-    code = known.get(asked.lower())
+    code = known.get(name.lower())
     if code is None:
-        close = difflib.get_close_matches(asked.lower(), known, n=1)
+        close = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f"did you mean {known[close[0]]}?" if close else f"they are {', '.join((*PAGES, *KINDS))}"
-        raise UsageError(f"there is no finding and no error {asked!r}; {hint}")
-    for paragraph in _of_finding(code) if code in PAGES else _of_error(code):
+        raise UsageError(f"there is no finding and no error {name!r}; {hint}")
+    for paragraph in explanation(code):
         print(textwrap.fill(paragraph, 100) + "\n")
     return 0
 
 
-def _of_finding(code: str) -> tuple[str, ...]:
-    page = PAGES[code]
-    return f"{code}: {page.title}", page.why, f"fix: {page.fix}", f"detected by: {page.seen}"
-
-
-def _of_error(name: str) -> tuple[str, ...]:
-    kind, error = KINDS[name], getattr(errors, name)
-    first = " ".join((error.__doc__ or "").split("\n\n")[0].split()).replace(":func:", "")
-    plain = (LINK.sub(r"docs/\1", text) for text in (f"cause: {kind.cause}", f"fix: {kind.remedy}"))
-    return f"{name}: {first}", *plain, f"exit code: {error.exit_code}"
-
-
 def _parser() -> Parser:
-    parser = Parser(
-        "verify",
-        usage="samestep verify [options] (script.py | -m module) [args…]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-    )
+    usage = "samestep verify [options] (script.py | -m module) [args…]"
+    parser = Parser("verify", usage=usage, description=DESCRIPTION, epilog=EXAMPLES)
     add = parser.add_argument
-    add(
-        "-n",
-        dest="ranks",
-        metavar="N",
-        type=whole("number of ranks to compare with one", 2),
-        default=2,
-        help="ranks to compare with one process (default: 2)",
-    )
+    ranks = whole("number of ranks to compare with one", 2)
+    add("-n", dest="ranks", metavar="N", type=ranks, default=2, help="ranks to compare with one process (default: 2)")
     add("-m", dest="module", action="store_true", help="what follows is a module's name, as with python -m")
     add("--mpi", action="store_true", help="have mpiexec start the ranks, for scripts whose backend is mpi")
     add_fake_gpus(parser, "one for each rank")

@@ -1,4 +1,4 @@
-"""Base class of what subscribes to the patched functions: methods that are not overridden do nothing.
+"""Base class of subscribers to the patched functions: methods that are not overridden do nothing.
 
 What some methods return replaces what the script would have got, so one subscriber can record a training and another
 can let it train on something else. Where several subscribe, the first that returns something else decides.
@@ -11,45 +11,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from samestep.instrument.patch import Group, install, uninstall
+from samestep.instrument.patch import Install, install, uninstall
 
 if TYPE_CHECKING:
     from samestep.instrument.collective_call import CollectiveCall
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class LoaderPass:
-    """One pass over a DataLoader.
-
-    Attributes:
-        loader: the DataLoader.
-        key: the line that made it and its number among those made there: the same in every process.
-        number: of the pass, from 0.
-        where: the line that began the pass.
-    """
+    """One pass over a DataLoader."""
 
     loader: Any
-    key: str
-    number: int
-    where: str
+    key: str  # the line that made it and its number among those made there: the same in every process
+    number: int  # of the pass, from 0
+    where: str  # the line that began the pass
 
 
 @dataclass(frozen=True)
 class LoadedBatch:
-    """What a DataLoader has yielded.
-
-    Attributes:
-        loader_pass: the pass.
-        index: in it, from 0.
-        indices: the samples, where the dataset has an index.
-        value: the batch.
-    """
+    """What a DataLoader has yielded."""
 
     loader_pass: LoaderPass
-    index: int
-    indices: list[Any] | None
+    index: int  # in it, from 0
+    indices: list[Any] | None  # the samples, where the dataset has an index
     value: Any
 
 
@@ -59,10 +43,7 @@ class PassIterator(Iterator[LoadedBatch]):
     def rest(self, length: int | None) -> list[list[Any]] | None:
         """Returns the samples of the batches still to come, without loading them; None where they are not known.
 
-        It reads the sampler to its end: the pass cannot be continued.
-
-        Args:
-            length: of the loader, None where it is not known.
+        It reads the sampler to its end: the pass cannot be continued. `length` is the loader's, None where unknown.
         """
         del length
         return None
@@ -195,7 +176,7 @@ SUBSCRIBERS: list[Callbacks] = []  # in the order in which they have subscribed
 _listeners: dict[str, list[Callbacks]] = {}
 
 
-def subscribe(callbacks: Callbacks, *groups: Group) -> None:
+def subscribe(callbacks: Callbacks, *groups: Install) -> None:
     """Calls `callbacks` from now on, and installs the groups of patches that it needs. Imports no torch."""
     SUBSCRIBERS.append(callbacks)
     _listeners.clear()
@@ -220,6 +201,12 @@ def listeners(method: str) -> list[Callbacks]:
         default = getattr(Callbacks, method)
         _listeners[method] = [one for one in SUBSCRIBERS if getattr(type(one), method) is not default]
     return _listeners[method]
+
+
+def call(method: str, *args: Any, **kwargs: Any) -> None:
+    """Calls a method of all subscribers that override it."""
+    for one in listeners(method):
+        getattr(one, method)(*args, **kwargs)
 
 
 def notify(kind: str, **fields: Any) -> None:

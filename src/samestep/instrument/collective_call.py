@@ -11,25 +11,22 @@ from typing import Any
 
 from samestep.instrument.patch import call_site, caller, is_own
 
-__all__: list[str] = []
-
 UNEVEN = {"gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"}  # shapes may differ
 BETWEEN_TWO = {"send", "recv", "send_object_list", "recv_object_list"}
 _ROOTED = {"gather", "scatter", "gather_object", "scatter_object_list", "broadcast_object_list"}
 _REDUCED = {"all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"}
 _SYNC_BATCHNORM = ("/torch/nn/modules/_functions.py", "/samestep/replicas/norm.py")
-_signature = functools.cache(inspect.signature)
+
+
+@functools.cache
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 class CollectiveCall:
-    """A call of a collective.
+    """A call of a collective, at the script's own line `where`; `is_direct` says that no function is between.
 
-    Attributes:
-        name: of the function.
-        args, kwargs: that it gets.
-        where: the script's own line.
-        is_direct: whether that line itself calls it, and no function called there.
-        layer: "SyncBatchNorm" where such a layer calls it, forwards or backwards; "" elsewhere.
+    `layer` is "SyncBatchNorm" where such a layer calls it, forwards or backwards; "" elsewhere.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -41,11 +38,8 @@ class CollectiveCall:
 
     @cached_property
     def arguments(self) -> Mapping[str, Any]:
-        """The arguments by name; none where torch will say that they are wrong."""
-        try:
-            return _signature(self._function).bind(*self.args, **self.kwargs).arguments
-        except TypeError:
-            return {}
+        """The arguments by name."""
+        return {**dict(zip(_names(self._function), self.args, strict=False)), **self.kwargs}
 
     @cached_property
     def tensors(self) -> list[Any]:
@@ -92,12 +86,7 @@ def _reduction(op: Any) -> str | None:
 
 
 def root_of(name: str, given: Mapping[str, Any]) -> int | None:
-    """Returns the rank, among all, that a call names or means: who leaves out what torch takes anyway does the same.
-
-    Args:
-        name: of the function.
-        given: its arguments, by name.
-    """
+    """Returns the rank, among all, that a call names, or that torch takes where it names none."""
     import torch.distributed as dist
 
     root = next((given[key] for key in ("src", "dst") if given.get(key) is not None), None)

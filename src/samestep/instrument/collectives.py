@@ -11,52 +11,29 @@ import functools
 import threading
 from typing import Any
 
-from samestep.instrument.callbacks import listeners
+from samestep.instrument.callbacks import call, listeners
 from samestep.instrument.collective_call import CollectiveCall
-from samestep.instrument.patch import exchange, on_import, wrap
+from samestep.instrument.patch import Group, exchange, wrap
 
-__all__: list[str] = []
+collectives = Group()  # reports collectives, and that a process group is initialised
 
 # isend and irecv are compared by identity (torch.distributed.P2POp), and return at once.
 TRACED_CALLS = (
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "monitored_barrier",
-    "new_group",
-    "recv",
-    "recv_object_list",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-    "scatter_object_list",
-    "send",
-    "send_object_list",
+    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
+    *("all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier"),
+    *("broadcast", "broadcast_object_list", "gather", "gather_object", "new_group"),
+    *("recv", "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+    *("scatter", "scatter_object_list", "send", "send_object_list"),
 )
 _inside = threading.local()  # a collective may be made of others; the outermost is the script's
 
 
-def collectives() -> None:
-    """Reports collectives, and that a process group is initialised."""
-    on_import("torch.distributed", _patch)
-
-
+@collectives.on_import("torch.distributed")
 def _patch(module: Any) -> None:
     if not module.is_available():
         return
     calls = {getattr(module, name): name for name in TRACED_CALLS if hasattr(module, name)}
-    changed = {call: wrap(call, functools.partial(_call, name), "torch") for call, name in calls.items()}
+    changed = {original: wrap(original, functools.partial(_call, name), "torch") for original, name in calls.items()}
     changed[module.init_process_group] = wrap(module.init_process_group, _init, "torch")
     exchange("torch.distributed", changed)
 
@@ -66,25 +43,21 @@ def _call(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     _inside.collective = True
     try:
-        call = CollectiveCall(original, name, args, kwargs)
-        for one in listeners("before_collective"):
-            one.before_collective(call)
-        result = _run(call, original)
-        for one in listeners("after_collective"):
-            one.after_collective(call, waits=hasattr(result, "wait"))
+        collective = CollectiveCall(original, name, args, kwargs)
+        call("before_collective", collective)
+        result = _run(collective, original)
+        call("after_collective", collective, waits=hasattr(result, "wait"))
     finally:
         _inside.collective = False
     return result
 
 
-def _run(call: CollectiveCall, original: Any) -> Any:
-    for one in listeners("on_enter_collective"):
-        one.on_enter_collective(call)
+def _run(collective: CollectiveCall, original: Any) -> Any:
+    call("on_enter_collective", collective)
     try:
-        return original(*call.args, **call.kwargs)
+        return original(*collective.args, **collective.kwargs)
     finally:
-        for one in listeners("on_exit_collective"):
-            one.on_exit_collective()
+        call("on_exit_collective")
 
 
 def _init(original: Any, *args: Any, **kwargs: Any) -> None:
@@ -95,5 +68,4 @@ def _init(original: Any, *args: Any, **kwargs: Any) -> None:
         _run(CollectiveCall(original, "init_process_group", args, kwargs), original)
     finally:
         _inside.collective = False
-    for one in listeners("after_init"):
-        one.after_init()
+    call("after_init")

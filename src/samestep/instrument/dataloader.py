@@ -18,106 +18,95 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-from samestep.instrument.callbacks import LoadedBatch, LoaderPass, PassIterator, listeners
-from samestep.instrument.patch import call_site, caller, install, on_import, on_undo, patch, user_line
+from samestep.instrument.callbacks import LoadedBatch, LoaderPass, PassIterator, call, listeners
+from samestep.instrument.patch import Group, call_site, caller, on_undo, patch, user_line
 
-__all__: list[str] = []
+batches = Group()  # reports that a batch is loaded, and which
+passes = Group(batches)  # passes over loaders, with the indices of each batch, and the generators of workers
+datasets = Group()  # notes the line at which every dataset of torch's own kinds is made
 
 _OURS = "samestep.data."  # shards' own loader is known by what shards reports
 _MOST = 1 << 22  # samples of a rank's part of a pass
+_LOADER = "torch.utils.data.dataloader"
 _made: Counter[str] = Counter()  # line -> loaders made there
 _passes: Counter[str] = Counter()  # loader -> passes over it
 _datasets: dict[int, tuple[weakref.ref[Any], str]] = {}
 
 
-def batches() -> None:
-    """Reports that a batch is loaded, and which."""
-    on_import("torch.utils.data.dataloader", _patch_next)
-
-
-def passes() -> None:
-    """Reports passes over loaders, with the indices of each batch, and the generators of workers."""
-    install(batches)
-    on_undo(_made.clear)
-    on_undo(_passes.clear)
-    on_import("torch.utils.data.dataloader", _patch_loader)
-
-
-def datasets() -> None:
-    """Notes the line at which every dataset of torch's own kinds is made."""
-    on_import("torch.utils.data.dataset", _patch_datasets)
-
-
 # --- passes ----------------------------------------------------------------------------------
 
 
-def _patch_next(module: Any) -> None:
-    @patch(module._BaseDataLoaderIter, "__next__", compiled=True)  # noqa: SLF001
-    def __next__(original: Any, iterator: Any) -> Any:  # noqa: N807
-        known = iterator.__dict__.get("samestep_pass")
-        entered = [(one, one.on_enter_batch()) for one in listeners("on_enter_batch")]
-        try:
-            value = original(iterator)
-        except BaseException:
-            for one in listeners("on_pass_end") if known is not None else ():
-                one.on_pass_end(known)
-            raise
-        finally:
-            for one, what in entered:
-                one.on_exit_batch(what)
-        indices = None
+@batches.patch(_LOADER, "_BaseDataLoaderIter.__next__", compiled=True)
+def _next(original: Any, iterator: Any) -> Any:
+    known = iterator.__dict__.get("samestep_pass")
+    entered = [(one, one.on_enter_batch()) for one in listeners("on_enter_batch")]
+    try:
+        value = original(iterator)
+    except BaseException:
         if known is not None:
-            requested = iterator.samestep_indices
-            indices = iterator.samestep_batch = requested.popleft() if requested else None
-        for one in listeners("on_batch"):
-            one.on_batch(known, indices, value)
-        return value
+            call("on_pass_end", known)
+        raise
+    finally:
+        for one, what in entered:
+            one.on_exit_batch(what)
+    indices = None
+    if known is not None:
+        requested = iterator.samestep_indices
+        indices = iterator.samestep_batch = requested.popleft() if requested else None
+    call("on_batch", known, indices, value)
+    return value
 
 
-def _patch_loader(module: Any) -> None:
-    iterator = module._BaseDataLoaderIter  # noqa: SLF001  (indices pass nowhere else)
+@passes.on_import(_LOADER)
+def _forget_loaders(_: object) -> None:
+    on_undo(_made.clear)
+    on_undo(_passes.clear)
 
-    @patch(module.DataLoader, "__init__")
-    def __init__(original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        if not hasattr(loader, "samestep_key"):
-            frame = caller()
-            is_ours = str(frame.f_globals.get("__name__", "")).startswith(_OURS)
-            loader.samestep_key = None if is_ours else _key(call_site(frame))
-        original(loader, *args, **kwargs)
-        is_forking = loader.num_workers and loader.multiprocessing_context is None
-        if is_forking and listeners("on_worker") and loader.samestep_key is not None:
-            loader.worker_init_fn = _WorkerInit(loader.samestep_key, loader.worker_init_fn)
 
-    @patch(module.DataLoader, "__iter__")
-    def __iter__(original: Any, loader: Any) -> Iterator[Any]:  # noqa: N807
-        key = getattr(loader, "samestep_key", None)
-        if key is None:
-            return original(loader)  # type: ignore[no-any-return]
-        loader_pass = LoaderPass(loader, key, _passes[key], user_line())
-        _passes[key] += 1
-        own = _OwnBatches(original, loader_pass)
-        given = (one.on_pass(loader_pass, own) for one in listeners("on_pass"))
-        replaced = next((one for one in given if one is not None), None)
-        return own.begin() if replaced is None else replaced
-
-    @patch(module.DataLoader, "__len__")
-    def __len__(original: Any, loader: Any) -> int:  # noqa: N807
-        length: int = original(loader)
-        if (key := getattr(loader, "samestep_key", None)) is not None:
-            for one in listeners("on_length"):
-                length = one.on_length(loader, key, length)
-        return length
-
-    @patch(iterator, "_next_index")
-    def _next_index(original: Any, iterator: Any) -> Any:
-        index = original(iterator)
-        iterator.__dict__.setdefault("samestep_indices", deque()).append(index)
-        return index
+@passes.patch(_LOADER, "DataLoader.__init__")
+def _make_loader(original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+    if not hasattr(loader, "samestep_key"):
+        frame = caller()
+        is_ours = str(frame.f_globals.get("__name__", "")).startswith(_OURS)
+        loader.samestep_key = None if is_ours else _key(call_site(frame))
+    original(loader, *args, **kwargs)
+    is_forking = loader.num_workers and loader.multiprocessing_context is None
+    if is_forking and listeners("on_worker") and loader.samestep_key is not None:
+        loader.worker_init_fn = _WorkerInit(loader.samestep_key, loader.worker_init_fn)
 
 
 def _key(where: str) -> str:
     _made[where] += 1
     return f"{where}#{_made[where]}"
+
+
+@passes.patch(_LOADER, "DataLoader.__iter__")
+def _iterate(original: Any, loader: Any) -> Iterator[Any]:
+    key = getattr(loader, "samestep_key", None)
+    if key is None:
+        return original(loader)  # type: ignore[no-any-return]
+    loader_pass = LoaderPass(loader, key, _passes[key], user_line())
+    _passes[key] += 1
+    own = _OwnBatches(original, loader_pass)
+    given = (one.on_pass(loader_pass, own) for one in listeners("on_pass"))
+    replaced = next((one for one in given if one is not None), None)
+    return own.begin() if replaced is None else replaced
+
+
+@passes.patch(_LOADER, "DataLoader.__len__")
+def _length(original: Any, loader: Any) -> int:
+    length: int = original(loader)
+    if (key := getattr(loader, "samestep_key", None)) is not None:
+        for one in listeners("on_length"):
+            length = one.on_length(loader, key, length)
+    return length
+
+
+@passes.patch(_LOADER, "_BaseDataLoaderIter._next_index")  # indices pass nowhere else
+def _next_index(original: Any, iterator: Any) -> Any:
+    index = original(iterator)
+    iterator.__dict__.setdefault("samestep_indices", deque()).append(index)
+    return index
 
 
 class _OwnBatches(PassIterator):
@@ -178,8 +167,7 @@ def _same(own: Any) -> Any:
 
 def _worker_ended(key: str, worker: int, before: dict[str, bytes]) -> None:
     used = [name for name, state in generator_states().items() if state != before[name]]
-    for one in listeners("on_worker"):
-        one.on_worker(key, worker, before, used)
+    call("on_worker", key, worker, before, used)
 
 
 def generator_states() -> dict[str, bytes]:
@@ -208,10 +196,9 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def numbered(index: Any) -> list[Any] | None:
-    """Returns the samples of a batch, None where they have no number: an iterable dataset's, or (index, size) of crops.
+    """Returns the samples of what a sampler gives for a batch; None where they have no number.
 
-    Args:
-        index: what the sampler has given for the batch.
+    Those of an iterable dataset have none, nor has (index, size) of crops.
     """
     plain = index.tolist() if hasattr(index, "tolist") else index
     listed = list(plain) if isinstance(plain, list | tuple) else [plain]
@@ -273,6 +260,7 @@ def _generators_kept(loader: Any) -> Iterator[None]:
 # --- datasets --------------------------------------------------------------------------------
 
 
+@datasets.on_import("torch.utils.data.dataset")
 def _patch_datasets(module: Any) -> None:
     for kind in [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, module.Dataset)]:
         if "__init__" in vars(kind):

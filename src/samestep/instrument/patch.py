@@ -1,10 +1,14 @@
 """Replaces functions of torch and Python, with undo, and finds the line of the script that calls them.
 
-    @patch(module.GradScaler, "step")
-    def step(original, scaler, optimizer, *args, **kwargs): ...
+    schedules = Group()
+
+    @schedules.patch("torch.amp.grad_scaler", "GradScaler.step")
+    def _step(original, scaler, optimizer, *args, **kwargs): ...
+
+    install(schedules)
 
 Code that torch.compile traces calls the original: a replacement would end its graph. The original is `__wrapped__` of
-what stands in its place. A group of patches is a function that takes no arguments; :func:`install` calls it once.
+what stands in its place.
 """
 
 from __future__ import annotations
@@ -13,15 +17,14 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import FrameType
+from operator import attrgetter
+from types import FrameType, ModuleType
 from typing import Any
 
 from samestep.launch.failure import is_user_file, relative_path
 from samestep.launch.imports import Act, replace_function, when_imported
 
-__all__: list[str] = []
-
-Group = Callable[[], None]
+Install = Callable[[], None]
 
 
 class Patches:
@@ -53,11 +56,66 @@ class Patches:
 
 _patches = Patches()  # those of all groups
 on_undo, exchange = _patches.on_undo, _patches.exchange
-_installed: set[Group] = set()
+_installed: set[Install] = set()
 _users: dict[str, bool] = {}  # by file name: whether it is the user's own
 
 
-def install(*groups: Group) -> None:
+class Group:
+    """Patches that are installed together, each as soon as its module has been imported.
+
+    Args:
+        needed: groups that this one does not work without.
+    """
+
+    def __init__(self, *needed: Group) -> None:
+        self._needed = needed
+        self._acts: dict[str, list[Act]] = {}
+
+    def __call__(self) -> None:
+        """Installs them."""
+        install(*self._needed)
+        for module, acts in self._acts.items():
+            on_import(module, partial(_call_each, acts))
+
+    def on_import(self, module: str) -> Callable[[Act], Act]:
+        """Returns a decorator of a function that patches a module by itself."""
+
+        def add(act: Act) -> Act:
+            self._acts.setdefault(module, []).append(act)
+            return act
+
+        return add
+
+    def patch(
+        self, module: str, *names: str, compiled: bool = False, package: str | None = None
+    ) -> Callable[[Any], Any]:
+        """Returns a decorator that puts a function in the place of others, as :func:`patch` does.
+
+        Args:
+            module: in which they are.
+            names: "function" or "Class.method" there.
+            compiled: as of :func:`patch`.
+            package: likewise.
+        """
+
+        def add(replacement: Callable[..., Any]) -> Any:
+            def act(home: ModuleType) -> None:
+                for owner, _, name in (each.rpartition(".") for each in names):
+                    of = attrgetter(owner)(home) if owner else home
+                    patch(of, name, compiled=compiled, package=package)(replacement)
+
+            self.on_import(module)(act)
+            return replacement
+
+        return add
+
+
+def _call_each(acts: list[Act], module: ModuleType) -> None:
+    for act in acts:
+        act(module)
+
+
+def install(*groups: Install) -> None:
     """Installs groups of patches that are not installed yet."""
     for group in groups:
         if group not in _installed:

@@ -15,25 +15,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from samestep.instrument.callbacks import notify
-from samestep.instrument.patch import on_import, patch, user_line
+from samestep.instrument.patch import Group, user_line
 from samestep.instrument.script_io import load_unreported, save_unreported
 
-__all__: list[str] = []
+pipeline_steps = Group()  # reports steps of torch.distributed.pipelining's schedules
 
+_SCHEDULES = "torch.distributed.pipelining.schedules"
 _LOOKED_AT = (0, 1, 2, 8)  # steps
 _TAG = 1 << 21
 
 
-def pipeline_steps() -> None:
-    """Reports steps of torch.distributed.pipelining's schedules."""
-    on_import("torch.distributed.pipelining.schedules", _patch)
-
-
-def _patch(schedules: Any) -> None:
-    for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-        patch(kind, "step")(_step)
-
-
+@pipeline_steps.patch(_SCHEDULES, "PipelineScheduleSingle.step", "PipelineScheduleMulti.step")
 def _step(original: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
     number = schedule.samestep_steps = getattr(schedule, "samestep_steps", -1) + 1
     stages = list(getattr(schedule, "_stages", None) or [schedule._stage])  # noqa: SLF001

@@ -14,10 +14,11 @@ import functools
 import inspect
 from typing import Any
 
-from samestep.instrument.callbacks import listeners
-from samestep.instrument.patch import call_site, caller, is_own, on_import, patch
+from samestep.instrument.callbacks import call, listeners
+from samestep.instrument.patch import Group, call_site, caller, is_own
 
-__all__: list[str] = []
+draws = Group()  # reports random numbers that the script's own lines draw
+without_dropout_and_autocast = Group()  # switches both off, also in compiled code; reports what would be dropped
 
 DRAWS = {
     "torch": (
@@ -31,17 +32,7 @@ DRAWS = {
     "random": ("random", "uniform", "randint", "choice", "betavariate", "gauss", "sample", "randrange"),
 }
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-
-
-def draws() -> None:
-    """Reports random numbers that the script's own lines draw."""
-    for family in DRAWS:
-        on_import(family, functools.partial(_patch_draws, family))
-
-
-def _patch_draws(family: str, module: Any) -> None:
-    for name in DRAWS[family]:
-        patch(module, name)(functools.partial(_draw, f"{family}.{name}"))
+_FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 def _draw(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,70 +44,58 @@ def _draw(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
     return value
 
 
-def without_dropout_and_autocast() -> None:
-    """Switches both off, also in compiled code, and reports where something would have been dropped."""
-    on_import("torch.nn.functional", _patch_dropout)
-    on_import("torch.nn.modules.rnn", _patch_recurrent_dropout)
-    on_import("torch.amp.autocast_mode", _patch_autocast)
-    on_import("torch.distributed.fsdp.fully_sharded_data_parallel", _patch_mixed_precision)
+for _family, _names in DRAWS.items():
+    for _name in _names:
+        draws.patch(_family, _name)(functools.partial(_draw, f"{_family}.{_name}"))
 
 
-def _patch_dropout(functional: Any) -> None:
-    for name in _DROPOUTS:
-        patch(functional, name, compiled=True)(_dropout)
-
-    @patch(functional, "scaled_dot_product_attention", compiled=True)
-    def attention(
-        original: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        del dropout_p
-        return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
-
-
+@without_dropout_and_autocast.patch("torch.nn.functional", *_DROPOUTS, compiled=True)
 def _dropout(original: Any, input: Any, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Any:  # noqa: A002
     import torch
 
     del original
     if p > 0 and training and not torch.compiler.is_compiling():
-        for one in listeners("on_dropout"):
-            one.on_dropout()
+        call("on_dropout")
     return input
 
 
-def _patch_recurrent_dropout(module: Any) -> None:
-    @patch(module.RNNBase, "__init__")
-    def __init__(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        original(self, *args, **kwargs)
-        self.dropout = 0.0
+@without_dropout_and_autocast.patch("torch.nn.functional", "scaled_dot_product_attention", compiled=True)
+def _attention(
+    original: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    *args: Any,
+    **kw: Any,
+) -> Any:
+    del dropout_p
+    return original(query, key, value, attn_mask, 0.0, *args, **kw)
 
 
-def _patch_autocast(module: Any) -> None:
-    @patch(module.autocast, "__init__", compiled=True)
-    def __init__(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        if len(args) > 2:
-            args = (*args[:2], False, *args[3:])
-        else:
-            kwargs["enabled"] = False
-        original(self, *args, **kwargs)
+@without_dropout_and_autocast.patch("torch.nn.modules.rnn", "RNNBase.__init__")
+def _make_recurrent(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    self.dropout = 0.0
 
 
-def _patch_mixed_precision(module: Any) -> None:
+@without_dropout_and_autocast.patch("torch.amp.autocast_mode", "autocast.__init__", compiled=True)
+def _make_autocast(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    if len(args) > 2:
+        args = (*args[:2], False, *args[3:])
+    else:
+        kwargs["enabled"] = False
+    original(self, *args, **kwargs)
+
+
+@without_dropout_and_autocast.patch(_FSDP, "FullyShardedDataParallel.__init__")
+def _make_sharded(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """FullyShardedDataParallel's own autocast; it goes on casting what goes into a model, to the parameters' type."""
-    signature = inspect.signature(module.FullyShardedDataParallel.__init__)
-
-    @patch(module.FullyShardedDataParallel, "__init__")
-    def __init__(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        given = signature.bind(self, *args, **kwargs).arguments
-        if (policy := given.get("mixed_precision")) is not None:
-            given["mixed_precision"] = in_full_precision(policy)
-        original(given.pop("self"), **given)
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    if (policy := given.get("mixed_precision")) is not None:
+        given["mixed_precision"] = in_full_precision(policy)
+    original(given.pop("self"), **given)
 
 
 def in_full_precision(policy: Any) -> Any:

@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 from samestep.instrument.callbacks import listeners, notify
-from samestep.instrument.patch import on_import, patch, user_line
+from samestep.instrument.patch import Group, user_line
 
-__all__: list[str] = []
+samestep_calls = Group()  # reports calls of the public functions, and what they come to
 
 CALLS = {
     "world": "samestep.runtime.world",
@@ -19,54 +19,45 @@ CALLS = {
 }
 
 
-def samestep_calls() -> None:
-    """Reports calls of the public functions, and what they come to."""
-    on_import("samestep.evaluation", _patch_evaluations)
-    on_import("samestep.replicas.compression", _patch_compression)
-    on_import("samestep.pipelines.pipeline", _patch_pipelines)
-    for name, home in CALLS.items():
-        on_import(home, functools.partial(_patch_call, name))
+def _call(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+    for one in listeners("on_samestep_call"):
+        args, kwargs = one.on_samestep_call(name, args, kwargs)
+    return original(*args, **kwargs)
 
 
-def _patch_call(name: str, module: Any) -> None:
-    @patch(module, name)
-    def call(original: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in listeners("on_samestep_call"):
-            args, kwargs = one.on_samestep_call(name, args, kwargs)
-        return original(*args, **kwargs)
+for _name, _home in CALLS.items():
+    samestep_calls.patch(_home, _name)(functools.partial(_call, _name))
 
 
-def _patch_evaluations(module: Any) -> None:
-    @patch(module, "_run")
-    def run(original: Any, *args: Any, **kwargs: Any) -> Any:
-        notify("evaluates")  # the ranks' parameters and buffers are equal by now
-        return original(*args, **kwargs)
-
-    @patch(module, "evaluate")
-    def evaluate(original: Any, *args: Any, **kwargs: Any) -> Any:
-        metrics = original(*args, **kwargs)
-        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-        notify("metrics", metrics=numbers, where=user_line())
-        return metrics
+@samestep_calls.patch("samestep.evaluation", "_run")
+def _run(original: Any, *args: Any, **kwargs: Any) -> Any:
+    notify("evaluates")  # the ranks' parameters and buffers are equal by now
+    return original(*args, **kwargs)
 
 
-def _patch_compression(module: Any) -> None:
-    @patch(module.GradientCompression, "__init__")
-    def __init__(original: Any, self: Any, model: Any, codec: Any, seed: int) -> None:  # noqa: N807
-        original(self, model, codec, seed)
-        notify("compresses", compression=self, model=model, seed=seed, where=user_line())
+@samestep_calls.patch("samestep.evaluation", "evaluate")
+def _evaluate(original: Any, *args: Any, **kwargs: Any) -> Any:
+    metrics = original(*args, **kwargs)
+    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+    notify("metrics", metrics=numbers, where=user_line())
+    return metrics
 
 
-def _patch_pipelines(module: Any) -> None:
-    @patch(module.Pipeline, "__init__")
-    def __init__(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        original(self, *args, **kwargs)
-        notify(
-            "staged",
-            stages=self.world.pipeline.size,
-            held=len(self.parts),
-            replicas=self.world.data.size,
-            micro_batches=self.micro_batches,
-            codec=None if self.compression is None else self.compression.codec.name,
-            where=user_line(),
-        )
+@samestep_calls.patch("samestep.replicas.compression", "GradientCompression.__init__")
+def _compress(original: Any, self: Any, model: Any, codec: Any, seed: int) -> None:
+    original(self, model, codec, seed)
+    notify("compresses", compression=self, model=model, seed=seed, where=user_line())
+
+
+@samestep_calls.patch("samestep.pipelines.pipeline", "Pipeline.__init__")
+def _make_pipeline(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    notify(
+        "staged",
+        stages=self.world.pipeline.size,
+        held=len(self.parts),
+        replicas=self.world.data.size,
+        micro_batches=self.micro_batches,
+        codec=None if self.compression is None else self.compression.codec.name,
+        where=user_line(),
+    )

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from samestep.instrument.callbacks import Callbacks, listeners, notify
-from samestep.instrument.patch import call_site, caller, on_import, on_undo, patch, user_line
+from samestep.instrument.callbacks import Callbacks, call, listeners, notify
+from samestep.instrument.patch import Group, call_site, caller, on_undo, patch, user_line
 
-__all__: list[str] = []
+optimizers = Group()  # reports optimizers and their steps
+schedules = Group()  # steps of learning-rate schedules and gradient scalers
+wrappers = Group()  # models that are wrapped for data-parallel training
+synchronisation = Group()  # what of a wrapped model's use decides whether its gradients are averaged
+modes = Group()  # that a model is set to train or to evaluate
+loaded_weights = Group()  # `load_state_dict` of a model; asks for its state, which is a collective where that is cut
+backward_passes = Group()  # backward passes, and gradients that torch.autograd.grad returns
+clipping = Group()  # clipping by norm, for which the norm is waited for
 
+_DDP = "torch.nn.parallel.distributed"
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _LENGTHS = ("T_max", "total_steps")  # of schedules that are made for so many steps
 
@@ -23,12 +32,12 @@ class Hook:
     refers to: pickle refuses that, and a copy would report itself as the script's own model.
     """
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
-        return self._call(*args, **kwargs)
+        return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies, and pickles, as one that does nothing."""
@@ -39,25 +48,30 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
+@contextmanager
+def _outermost(nested: list[bool]) -> Iterator[bool]:
+    """Yields whether no call of the same kind is under way."""
+    nested.append(True)
+    try:
+        yield len(nested) == 1
+    finally:
+        nested.pop()
+
+
 # --- optimizers ------------------------------------------------------------------------------
 
 
-def optimizers() -> None:
-    """Reports optimizers and their steps."""
-    on_import("torch.optim.optimizer", _patch_optimizers)
-
-
-def _patch_optimizers(module: Any) -> None:
+@optimizers.on_import("torch.optim.optimizer")
+def _hook_steps(module: Any) -> None:
     steps = _Steps()
     on_undo(module.register_optimizer_step_pre_hook(steps.enter).remove)
     on_undo(module.register_optimizer_step_post_hook(steps.exit).remove)
 
-    @patch(module.Optimizer, "__init__")
-    def __init__(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        original(optimizer, *args, **kwargs)
-        where = user_line()
-        for one in listeners("on_optimizer"):
-            one.on_optimizer(optimizer, where)
+
+@optimizers.patch("torch.optim.optimizer", "Optimizer.__init__")
+def _make_optimizer(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    original(optimizer, *args, **kwargs)
+    call("on_optimizer", optimizer, user_line())
 
 
 class _Steps:
@@ -72,8 +86,7 @@ class _Steps:
 
         if torch.compiler.is_compiling():
             return None
-        for one in listeners("on_enter_step"):
-            one.on_enter_step(optimizer)
+        call("on_enter_step", optimizer)
         if not listeners("before_step"):
             return None
         if any(optimizer is one for one in self._stepping):
@@ -84,7 +97,7 @@ class _Steps:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         optimizer.samestep_evaluations = 0
         if closure is None:
-            _before_step(optimizer)
+            call("before_step", optimizer)
             return None
 
         @functools.wraps(closure)
@@ -92,7 +105,7 @@ class _Steps:
             loss = closure()
             optimizer.samestep_evaluations += 1
             if optimizer.samestep_evaluations == 1:
-                _before_step(optimizer)
+                call("before_step", optimizer)
             return loss
 
         return ((args[0], reporting, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": reporting})
@@ -102,157 +115,129 @@ class _Steps:
 
         if torch.compiler.is_compiling():
             return
-        for one in listeners("on_exit_step"):
-            one.on_exit_step(optimizer)
+        call("on_exit_step", optimizer)
         if not listeners("after_step"):
             return
         while self._stepping and self._stepping.pop() is not optimizer:
             pass
         if not self._stepping:
-            optimizer.samestep_taken = optimizer.__dict__.get("samestep_taken", 0) + 1
-            for one in listeners("after_step"):
-                one.after_step(optimizer)
+            optimizer.samestep_taken = _taken(optimizer) + 1
+            call("after_step", optimizer)
 
 
-def _before_step(optimizer: Any) -> None:
-    for one in listeners("before_step"):
-        one.before_step(optimizer)
+def _taken(optimizer: Any) -> int:
+    return int(optimizer.__dict__.get("samestep_taken", 0))
 
 
-def schedules() -> None:
-    """Reports steps of learning-rate schedules and gradient scalers."""
-    on_import("torch.optim.lr_scheduler", _patch_schedules)
-    on_import("torch.amp.grad_scaler", _patch_scaler)
-
-
+@schedules.on_import("torch.optim.lr_scheduler")
 def _patch_schedules(module: Any) -> None:
     """Patches the classes, since a schedule's attributes are its state dict. Of nested ones the outermost counts."""
     nested: list[bool] = []
 
     def step(original: Any, *args: Any, **kwargs: Any) -> Any:
         frame = caller()
-        if not nested and frame.f_code.co_name not in {"__init__", "_initial_step"}:
-            schedule = args[0] if args else None
-            length = next((one for name in _LENGTHS if (one := getattr(schedule, name, None)) is not None), None)
-            notify("scheduler", where=call_site(frame), moved=getattr(schedule, "last_epoch", 0) + 1, length=length)
-        nested.append(True)
-        try:
+        with _outermost(nested) as is_outermost:
+            if is_outermost and frame.f_code.co_name not in {"__init__", "_initial_step"}:
+                schedule = args[0] if args else None
+                length = next((one for name in _LENGTHS if (one := getattr(schedule, name, None)) is not None), None)
+                notify("scheduler", where=call_site(frame), moved=getattr(schedule, "last_epoch", 0) + 1, length=length)
             return original(*args, **kwargs)
-        finally:
-            nested.pop()
 
     for schedule in [one for one in vars(module).values() if isinstance(one, type) and "step" in vars(one)]:
         patch(schedule, "step")(step)
 
 
-def _patch_scaler(module: Any) -> None:
-    @patch(module.GradScaler, "step")
-    def step(original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        taken = optimizer.__dict__.get("samestep_taken", 0)
-        result = original(scaler, optimizer, *args, **kwargs)
-        skipped = scaler.is_enabled() and optimizer.__dict__.get("samestep_taken", 0) == taken
-        scale = scaler.get_scale() if scaler.is_enabled() else 1.0
-        notify("scaler", scale=scale, skipped=skipped, where=user_line())
-        return result
+@schedules.patch("torch.amp.grad_scaler", "GradScaler.step")
+def _scaled_step(original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    taken = _taken(optimizer)
+    result = original(scaler, optimizer, *args, **kwargs)
+    skipped = scaler.is_enabled() and _taken(optimizer) == taken
+    scale = scaler.get_scale() if scaler.is_enabled() else 1.0
+    notify("scaler", scale=scale, skipped=skipped, where=user_line())
+    return result
 
-    @patch(module.GradScaler, "scale")
-    def scale(original: Any, scaler: Any, outputs: Any) -> Any:
-        notify("scaled", scaler=scaler)
-        return original(scaler, outputs)
+
+@schedules.patch("torch.amp.grad_scaler", "GradScaler.scale")
+def _scale(original: Any, scaler: Any, outputs: Any) -> Any:
+    notify("scaled", scaler=scaler)
+    return original(scaler, outputs)
 
 
 # --- models ----------------------------------------------------------------------------------
 
 
-def wrappers() -> None:
-    """Reports models that are wrapped for data-parallel training."""
-    on_import("torch.nn.parallel.distributed", functools.partial(_patch_wrapper, "DistributedDataParallel"))
-    on_import("torch.nn.parallel.data_parallel", functools.partial(_patch_wrapper, "DataParallel"))
-    on_import(_FSDP, functools.partial(_patch_wrapper, "FullyShardedDataParallel"))
-    on_import("torch.distributed.fsdp._fully_shard._fully_shard", _patch_sharding)
-
-
-def _patch_wrapper(kind: str, module: Any) -> None:
-    @patch(getattr(module, kind), "__init__")
-    def __init__(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+def _reports_wrapper(module: str, kind: str) -> None:
+    @wrappers.patch(module, f"{kind}.__init__")
+    def wrap(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         original(model, *args, **kwargs)
-        _report_wrapped(kind, model, _ranks(model))
+        call("on_wrap", kind, model, user_line(), _ranks(model))
 
 
-def _report_wrapped(kind: str, model: Any, ranks: list[int] | None) -> None:
-    where = user_line()
-    for one in listeners("on_wrap"):
-        one.on_wrap(kind, model, where, ranks)
+_reports_wrapper(_DDP, "DistributedDataParallel")
+_reports_wrapper("torch.nn.parallel.data_parallel", "DataParallel")
+_reports_wrapper(_FSDP, "FullyShardedDataParallel")
 
 
 def _ranks(model: Any) -> list[int] | None:
     """The ranks that bring samples to a model; None where these are all, or are not known."""
     mesh, group = getattr(model, "_device_mesh", None), getattr(model, "process_group", None)
     if mesh is not None:
-        return sorted(mesh.mesh.flatten().tolist())
+        return _ranks_of(mesh)
     if group is None or getattr(model, "_inter_node_pg", None) is not None:  # copies of the model are in other groups
         return None
     ranks: list[int] = sys.modules["torch.distributed"].get_process_group_ranks(group)
     return ranks
 
 
-def _patch_sharding(home: Any) -> None:
-    @patch(home, "fully_shard", package="torch.distributed.fsdp")
-    def fully_shard(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        sharded = original(module, *args, **kwargs)
-        if not isinstance(module, list):
-            mesh = kwargs.get("mesh") or next(iter(args), None)
-            _report_wrapped("fully_shard", module, None if mesh is None else sorted(mesh.mesh.flatten().tolist()))
-        return sharded
+def _ranks_of(mesh: Any) -> list[int]:
+    return sorted(mesh.mesh.flatten().tolist())
 
 
-def synchronisation() -> None:
-    """Reports what of a wrapped model's use decides whether its gradients are averaged."""
-    on_import("torch.nn.parallel.distributed", _patch_forward)
-    on_import("torch.nn.parallel.distributed", lambda module: _patch_no_sync(module.DistributedDataParallel))
-    on_import(_FSDP, lambda module: _patch_no_sync(module.FullyShardedDataParallel))
-    on_import("torch.distributed.algorithms.join", _patch_join)
+@wrappers.patch("torch.distributed.fsdp._fully_shard._fully_shard", "fully_shard", package="torch.distributed.fsdp")
+def _fully_shard(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    sharded = original(module, *args, **kwargs)
+    if not isinstance(module, list):
+        mesh = kwargs.get("mesh") or next(iter(args), None)
+        call("on_wrap", "fully_shard", module, user_line(), None if mesh is None else _ranks_of(mesh))
+    return sharded
 
 
-def _patch_no_sync(wrapper: Any) -> None:
-    @patch(wrapper, "no_sync")
-    def no_sync(original: Any, model: Any) -> Any:
-        notify("no_sync", where=user_line())
-        return original(model)
+@synchronisation.patch(_DDP, "DistributedDataParallel.no_sync")
+@synchronisation.patch(_FSDP, "FullyShardedDataParallel.no_sync")
+def _no_sync(original: Any, model: Any) -> Any:
+    notify("no_sync", where=user_line())
+    return original(model)
 
 
-def _patch_join(module: Any) -> None:
-    @patch(module.Join, "__exit__")
-    def __exit__(original: Any, self: Any, kind: Any, value: Any, trace: Any) -> Any:  # noqa: N807
-        if self._enable and kind is None:
-            # the rank has used all its inputs, and goes on only to answer the collectives of those that have more
-            notify("joined", where=user_line())
-        return original(self, kind, value, trace)
+@synchronisation.patch("torch.distributed.algorithms.join", "Join.__exit__")
+def _exit_join(original: Any, self: Any, kind: Any, value: Any, trace: Any) -> Any:
+    if self._enable and kind is None:
+        # the rank has used all its inputs, and goes on only to answer the collectives of those that have more
+        notify("joined", where=user_line())
+    return original(self, kind, value, trace)
 
 
-def _patch_forward(module: Any) -> None:
+@synchronisation.patch(_DDP, "DistributedDataParallel.forward")
+def _forward(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """A forward through the wrapper arms its reducer; one of the model inside, at the top, does not."""
-    wrapper = module.DistributedDataParallel
+    import torch
 
-    @patch(wrapper, "forward")
-    def forward(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
+    if torch.is_grad_enabled():
+        notify("forward", where=user_line(), synchronises=model.require_backward_grad_sync, bare=False)
+    model.samestep_inside = True
+    try:
+        return original(model, *args, **kwargs)
+    finally:
+        model.samestep_inside = False
 
-        if torch.is_grad_enabled():
-            notify("forward", where=user_line(), synchronises=model.require_backward_grad_sync, bare=False)
-        model.samestep_inside = True
-        try:
-            return original(model, *args, **kwargs)
-        finally:
-            model.samestep_inside = False
 
-    @patch(wrapper, "register_comm_hook")
-    def register_comm_hook(original: Any, model: Any, state: Any, hook: Any) -> None:
-        name, where = getattr(hook, "__name__", type(hook).__name__), user_line()
-        # samestep's adds, and nothing else; where it compresses, that is reported by itself
-        plain = getattr(hook, "__module__", "") == "samestep.replicas.reduction"
-        if plain or not any(one.on_comm_hook(name, where) for one in listeners("on_comm_hook")):
-            original(model, state, hook)
+@synchronisation.patch(_DDP, "DistributedDataParallel.register_comm_hook")
+def _register_comm_hook(original: Any, model: Any, state: Any, hook: Any) -> None:
+    name, where = getattr(hook, "__name__", type(hook).__name__), user_line()
+    # samestep's adds, and nothing else; where it compresses, that is reported by itself
+    plain = getattr(hook, "__module__", "") == "samestep.replicas.reduction"
+    if plain or not any(one.on_comm_hook(name, where) for one in listeners("on_comm_hook")):
+        original(model, state, hook)
 
 
 def watch_bare_forward(callbacks: Callbacks, wrapped: Any) -> None:
@@ -269,106 +254,72 @@ def watch_bare_forward(callbacks: Callbacks, wrapped: Any) -> None:
     wrapped.module.register_forward_pre_hook(Hook(before))
 
 
-def modes() -> None:
-    """Reports that a model is set to train or to evaluate."""
-    on_import("torch.nn.modules.module", _patch_modes)
+_setting_modes: list[bool] = []
 
 
-def _patch_modes(module: Any) -> None:
-    nested: list[bool] = []
-
-    @patch(module.Module, "train")
-    def train(original: Any, model: Any, mode: bool = True) -> Any:
-        if not nested:
+@modes.patch("torch.nn.modules.module", "Module.train")
+def _train(original: Any, model: Any, mode: bool = True) -> Any:
+    with _outermost(_setting_modes) as is_outermost:
+        if is_outermost:
             notify("mode", training=bool(mode))
-        nested.append(True)
-        try:
-            return original(model, mode)
-        finally:
-            nested.pop()
+        return original(model, mode)
 
 
-def loaded_weights() -> None:
-    """Reports `load_state_dict` of a model. It asks for the model's state, which is a collective where that is cut."""
-    on_import("torch.nn.modules.module", _patch_loading)
-
-
-def _patch_loading(module: Any) -> None:
-    @patch(module.Module, "load_state_dict")
-    def load_state_dict(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        where = user_line()
-        result = original(model, *args, **kwargs)
-        missing, unexpected = len(result.missing_keys), len(result.unexpected_keys)
-        notify("weights", where=where, missing=missing, unexpected=unexpected, held=len(model.state_dict()))
-        return result
+@loaded_weights.patch("torch.nn.modules.module", "Module.load_state_dict")
+def _load_state_dict(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    where = user_line()
+    result = original(model, *args, **kwargs)
+    missing, unexpected = len(result.missing_keys), len(result.unexpected_keys)
+    notify("weights", where=where, missing=missing, unexpected=unexpected, held=len(model.state_dict()))
+    return result
 
 
 # --- gradients -------------------------------------------------------------------------------
 
 
-def backward_passes() -> None:
-    """Reports backward passes, and gradients that torch.autograd.grad returns."""
-    on_import("torch.autograd", _patch_backward)
+@backward_passes.patch("torch.autograd", "backward")  # Tensor.backward calls it by this name
+def _backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    if listeners("before_backward"):
+        call("before_backward", tensors, user_line())
+    entered = [(one, one.on_enter_backward()) for one in listeners("on_enter_backward")]
+    try:
+        result = original(tensors, *args, **kwargs)
+    finally:
+        for one, what in entered:
+            one.on_exit_backward(what)
+    call("after_backward")
+    return result
 
 
-def _patch_backward(module: Any) -> None:
-    @patch(module, "backward")  # Tensor.backward calls it by this name
-    def backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if heard := listeners("before_backward"):
-            where = user_line()
-            for one in heard:
-                one.before_backward(tensors, where)
-        entered = [(one, one.on_enter_backward()) for one in listeners("on_enter_backward")]
-        try:
-            result = original(tensors, *args, **kwargs)
-        finally:
-            for one, what in entered:
-                one.on_exit_backward(what)
-        for one in listeners("after_backward"):
-            one.after_backward()
-        return result
-
-    @patch(module, "grad")
-    def grad(original: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        gradients = original(outputs, inputs, *args, **kwargs)
-        leaves = [inputs] if hasattr(inputs, "is_leaf") else list(inputs)
-        heard = listeners("on_grad")
-        if heard and all(getattr(one, "is_leaf", False) and one.requires_grad for one in leaves):
-            where = user_line()
-            for one in heard:
-                one.on_grad(leaves, list(gradients), where)
-        return gradients
+@backward_passes.patch("torch.autograd", "grad")
+def _grad(original: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    gradients = original(outputs, inputs, *args, **kwargs)
+    leaves = [inputs] if hasattr(inputs, "is_leaf") else list(inputs)
+    if listeners("on_grad") and all(getattr(one, "is_leaf", False) and one.requires_grad for one in leaves):
+        call("on_grad", leaves, list(gradients), user_line())
+    return gradients
 
 
-def clipping() -> None:
-    """Reports clipping by norm, for which the norm is waited for."""
-    on_import("torch.nn.utils.clip_grad", _patch_clipping)
-    on_import(_FSDP, _patch_sharded_clipping)
+@clipping.patch("torch.nn.utils.clip_grad", "clip_grad_norm_", package="torch.nn.utils")
+def _clip(original: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+    if not hasattr(parameters, "grad"):
+        parameters = list(parameters)
+    return _report_clip(parameters, max_norm, lambda: original(parameters, max_norm, *args, **kwargs))
 
 
-def _patch_clipping(module: Any) -> None:
-    @patch(module, "clip_grad_norm_", package="torch.nn.utils")
-    def clip_grad_norm_(original: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(parameters, "grad"):
-            parameters = list(parameters)
-        where = user_line()
-        notify("clipping", parameters=parameters, most=float(max_norm), where=where)
-        norm = original(parameters, max_norm, *args, **kwargs)
-        if not hasattr(norm, "_local_tensor"):  # of cut gradients: its value would take a collective of its own
-            notify("clip", norm=float(norm), most=float(max_norm), where=where)
-        return norm
-
-
-def _patch_sharded_clipping(module: Any) -> None:
+@clipping.patch(_FSDP, "FullyShardedDataParallel.clip_grad_norm_")
+def _clip_sharded(original: Any, model: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
     """FullyShardedDataParallel's, which knows the norm of all parts; where nothing is cut it calls torch's."""
+    handles = [getattr(part, "_handle", None) for part in model.modules()]
+    if not any(handle.uses_sharded_strategy for handle in handles if handle is not None):
+        return original(model, max_norm, *args, **kwargs)
+    return _report_clip(list(model.parameters()), max_norm, lambda: original(model, max_norm, *args, **kwargs))
 
-    @patch(module.FullyShardedDataParallel, "clip_grad_norm_")
-    def clip_grad_norm_(original: Any, model: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-        handles = [getattr(part, "_handle", None) for part in model.modules()]
-        if not any(handle.uses_sharded_strategy for handle in handles if handle is not None):
-            return original(model, max_norm, *args, **kwargs)
-        where = user_line()
-        notify("clipping", parameters=list(model.parameters()), most=float(max_norm), where=where)
-        norm = original(model, max_norm, *args, **kwargs)
-        notify("clip", norm=float(norm), most=float(max_norm), where=where)
-        return norm
+
+def _report_clip(parameters: Any, max_norm: float, clip: Callable[[], Any]) -> Any:
+    where, most = user_line(), float(max_norm)
+    notify("clipping", parameters=parameters, most=most, where=where)
+    norm = clip()
+    if not hasattr(norm, "_local_tensor"):  # of cut gradients: its value would take a collective of its own
+        notify("clip", norm=float(norm), most=most, where=where)
+    return norm

@@ -111,7 +111,7 @@ def _run(
 ) -> runs.Ended:
     said: list[str] = []
 
-    def look(where: Path) -> None:
+    def look(where: Path, _: float) -> None:
         told = [event["text"] for event in journal.read(where / "journals", 0) if event["kind"] == "at"][-1:]
         if told != said:
             said[:] = told
@@ -127,7 +127,7 @@ def _run(
         order,
         threads=threads or threads_per_rank(1),
         still_s=runs.HANG_TIMEOUT_S,
-        nursery=nursery,
+        fork_server=nursery,
         progress=look,
     )
 
@@ -171,5 +171,5 @@ def _reason(ended: runs.Ended) -> str:
 
 
 def _standing(ended: runs.Ended) -> str:
-    place = runs.standing(ended.folder).get(0)
+    place = runs.stack_positions(ended.folder).get(0)
     return f" at {place}" if place else ""

@@ -1,4 +1,4 @@
-"""Every run of a script finds the files as the first run found them, and a verification leaves them so.
+"""Restores the files that a script writes: every run finds them as the first run did.
 
 A script that saves and resumes would otherwise train on in the second run. Each run gets an overlay of the folders
 that the script may write to (:mod:`samestep.launch.overlay`). Where the kernel does not allow it, as in most
@@ -19,15 +19,11 @@ from typing import Any
 
 from samestep.launch.overlay import RESULT, VARIABLE
 
-__all__: list[str] = []
-
 
 def written_folders(words: Sequence[str], program: Path | None) -> list[Path]:
     """Returns the folders that a script may write to: the working directory, its own, and those of its arguments.
 
-    Args:
-        words: its arguments; `--out=PATH` names a path too.
-        program: its file; None for a module.
+    Of these, `--out=PATH` names a path too. A module has no `program`.
     """
     named = (Path(word.partition("=")[2] if word.startswith("-") else word) for word in words if "/" in word)
     found = [Path.cwd(), *([program.absolute().parent] if program is not None else [])]
@@ -37,28 +33,22 @@ def written_folders(words: Sequence[str], program: Path | None) -> list[Path]:
 
 @dataclass
 class Files:
-    """Keeps the files of several runs apart.
+    """The files of a script, restored after each run."""
 
-    Attributes:
-        folders: that the script may write to.
-        folder: of the verification, which all runs may write to; what they write elsewhere is kept below "files".
-        are_shared: whether a run has written where there is no overlay: then no run may start before another has ended.
-        lost: files that a run has changed and that could not be put back.
-    """
-
-    folders: Sequence[Path]
-    folder: Path
+    folders: Sequence[Path]  # that the script may write to
+    folder: Path  # of the verification, which all runs may write to; what they write elsewhere is kept below "files"
+    # whether a run has written where there is no overlay: then no run may start before another has ended
     are_shared: bool = False
-    lost: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)  # files that a run has changed and that could not be put back
 
     def __post_init__(self) -> None:
-        """Leaves out folders around the verification's own: the ranks and this process exchange files there."""
+        """Leaves out folders that contain the verification's own, where ranks and this process exchange files."""
         around = self.folder.resolve()
         self.folders = [folder for folder in self.folders if not around.is_relative_to(folder)]
 
     @contextlib.contextmanager
-    def apart(self, name: str) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
-        """Yields variables for the launcher of a run, and what its ranks are ordered; restores the files at the end."""
+    def separate(self, name: str) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
+        """Yields environment variables and recorder options for a run; restores the files at its end."""
         overlay, written = self.folder / "files" / name / "overlay", self.folder / "files" / name / "written"
         written.mkdir(parents=True)
         folders = [str(folder) for folder in self.folders]
@@ -76,9 +66,9 @@ class Files:
             self._restore(written)
 
     def _restore(self, written: Path) -> None:
-        told = [json.loads(path.read_text(encoding="utf-8")) for path in written.glob("*.json")]
-        self.are_shared |= any(one["kind"] != "folder" for one in told)
-        for number, one in enumerate(sorted(told, key=lambda one: len(one["path"]), reverse=True)):  # files first
+        notes = [json.loads(path.read_text(encoding="utf-8")) for path in written.glob("*.json")]
+        self.are_shared |= any(one["kind"] != "folder" for one in notes)
+        for number, one in enumerate(sorted(notes, key=lambda one: len(one["path"]), reverse=True)):  # files first
             path = Path(one["path"])
             if one["kind"] == "folder":
                 with contextlib.suppress(OSError):
@@ -90,7 +80,7 @@ class Files:
                 self.lost.add(one["path"])
 
     def remark(self) -> str | None:
-        """Returns what a person should know of the files; None where all are as before."""
+        """Returns a remark for the report; None where all files were restored."""
         names = ", ".join(sorted(self.lost)[:3])
         return f"the script has changed or moved files that could not be put back: {names}" if self.lost else None
 

@@ -1,10 +1,10 @@
-"""What `samestep verify` compares, can find, and says of a run: data only. No torch here.
+"""What `samestep verify` compares, and its findings: data only. No torch here.
 
 LEGS is the whole of it: each property of a training, what the ranks record of it, what that is held against, and which
 findings there are.
 
 A finding is an error or a note. A note is a difference that was declared (local BatchNorm statistics, padding in
-training): the script is told of it, and it is no reason to call the training different.
+training): the report shows it, and it is no reason to call the training different.
 
     same          every property that could be checked is identical or agrees, and all that decide were checked
     different     at least one error
@@ -17,8 +17,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__: list[str] = []
-
 Severity = Literal["error", "note"]
 Verdict = Literal["same", "different", "inconclusive"]
 
@@ -27,19 +25,12 @@ EXIT_CODES: dict[Verdict, int] = {"same": 0, "different": 1, "inconclusive": 3}
 
 @dataclass(frozen=True)
 class Leg:
-    """One property of a training: what it is held against, and what is found where it differs.
+    """One property of a training: what it is held against, and what is found where it differs."""
 
-    Attributes:
-        decides: whether nothing is called the same without it; the others may be absent from a script.
-        recorded: what the ranks write down of it.
-        reference: what that is held against.
-        codes: of the findings.
-    """
-
-    decides: bool
-    recorded: str
-    reference: str
-    codes: tuple[str, ...]
+    decides: bool  # whether nothing is called the same without it; the others may be absent from a script
+    recorded: str  # what the ranks write down of it
+    reference: str  # what that is held against
+    codes: tuple[str, ...]  # of the findings
 
 
 LEGS = {
@@ -174,5 +165,5 @@ class Finding:
     def as_json(self) -> dict[str, Any]:
         """Returns the entry of `verify --json`."""
         keys = ("code", "severity", "rank", "step", "tensor", "factor", "where", "cause", "fix")
-        told = asdict(self)
-        return {key: told[key] for key in keys}
+        fields = asdict(self)
+        return {key: fields[key] for key in keys}

@@ -1,4 +1,4 @@
-"""What one process writes down while it is watched, and what a judge reads of it afterwards. No torch here.
+"""The event log of one process: its writer and its readers. No torch here.
 
     FOLDER/
       rank0.jsonl        an event a line: {"kind": "step", …}; written at once, so a death loses nothing
@@ -16,18 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__: list[str] = []
-
 SPAWNED = "spawned"  # the folder of ranks that the script itself has started
 MOST_KEPT = 2 << 30  # bytes of values that one process keeps
 
 
 class TraceWriter:
-    """The writer's side.
-
-    Attributes:
-        values: the folder of the big values.
-    """
+    """Writes the log of one process, and its big values into the folder `values`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +71,7 @@ def first(path: Path) -> Event | None:
 
 
 def value_path(folder: Path, rank: int, number: int) -> Path:
-    """Returns where a big value lies."""
+    """Returns the path of a big value."""
     return folder / f"rank{rank}" / f"{number:05d}.pt"
 
 
@@ -92,5 +86,5 @@ def _parsed(lines: list[bytes]) -> Iterator[Event]:
 
 
 def place_of(digest: str | None) -> str:
-    """Returns where the part lies that a digest is of: it stands before it; nothing for a whole tensor."""
+    """Returns the place of the part that a digest is of, which is its prefix; empty for a whole tensor."""
     return "" if digest is None else digest.rpartition(" ")[0]

@@ -1,4 +1,4 @@
-"""What ends a run though the script is right: another program's port, memory or a disk that is full, a lost agent.
+"""Failures of the machine and not of the script: a taken port, no memory, a full disk, a lost agent.
 
 Such a run tells of the machine. Alone the script may well end as it should, for one process opens no port that others
 need, and takes a part of the memory; so to say "different" would be wrong as often as the machine is busy.
@@ -16,8 +16,6 @@ import time
 from samestep.launch.memory import KERNEL_KILLED
 from samestep.verification.runs import Ended
 
-__all__: list[str] = []
-
 _TAKEN = re.compile(r"address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport: (\d+)|', (\d+)\)")  # as torch's store says it; as asyncio does
 _FULL = re.compile("No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing")
@@ -25,7 +23,7 @@ _LOOK_S = 0.1
 
 
 def taken_port(ended: Ended) -> int | None:
-    """Returns the port for which a run has failed, because somebody listened there; None where it is not known."""
+    """Returns the port whose use made a run fail; None where there is none or it is not known."""
     message = str((ended.failure or {}).get("message") or "")
     found = _PORT.search(message) if _TAKEN.search(message) else None
     return None if found is None else int(found[1] or found[2])
@@ -53,7 +51,7 @@ def comes_free(port: int, seconds: float) -> bool:
 
 
 def to_blame(ended: Ended) -> str | None:
-    """Returns what of this machine has ended a run, and how to fix it; None where nothing shows that it has."""
+    """Returns which failure of the machine has ended a run, and its fix; None where there is no sign of one."""
     port, failure = taken_port(ended), ended.failure
     if port is not None and is_taken(port):
         return (

@@ -1,4 +1,4 @@
-"""The runs that a verification is made of: N ranks that are recorded, and the script alone beside them."""
+"""The runs of a verification: the ranks that are recorded, and the script alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from samestep.verification.files import Files
 from samestep.verification.judging.record import Record, read
 from samestep.verification.judging.single import Run
 
-__all__: list[str] = []
-
 _ALONE = "samestep.verification.reference.alone:Alone"
 _RECORDER = "samestep.verification.recording.recorder:Recorder"
 
@@ -32,62 +30,39 @@ Say = Callable[[str], None]
 
 
 @contextmanager
-def nursery_for(script: runs.Script, ranks: int) -> Iterator[PreforkServer | None]:
-    """What forks the runs of a script, with the string hashes of rank 0; None where it must not find torch imported."""
+def fork_server_for(script: runs.Script, ranks: int) -> Iterator[PreforkServer | None]:
+    """Yields the server that forks the runs of a script; None where the script must be the first to import torch."""
     source = read_source(script.program, is_module=script.is_module)
     if script.mpi or fork_blocker(source):
         yield None
         return
     modules = [name.partition(":")[0] for name in (_RECORDER, _ALONE)]
-    nursery = PreforkServer({"PYTHONHASHSEED": "1", **runs.alike(threads_per_rank(ranks))}, modules)
+    fork_server = PreforkServer({"PYTHONHASHSEED": "1", **runs.shared_variables(threads_per_rank(ranks))}, modules)
     try:
-        yield nursery
+        yield fork_server
     finally:
-        nursery.close()
+        fork_server.close()
 
 
-@dataclass
-class _Runs:
-    """How many runs have begun, and how many are planned: the ranks and the script alone, if nothing is looked into."""
-
-    planned: int = 2
-    begun: int = 0
-    _lock: Lock = field(default_factory=Lock)
-
-    def begin(self) -> int:
-        """Returns the number of the run that begins."""
-        with self._lock:
-            self.begun += 1
-            return self.begun
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Runner:
-    """Runs one script again and again, each time in processes and a folder of its own.
+    """Runs one script again and again, each time in processes and a folder of its own."""
 
-    Attributes:
-        script: what is run.
-        ranks: how many are compared with one process; every process of every run gets the threads of one of them.
-        folder: where all runs leave their files.
-        still_s: seconds without a sign of life until a run counts as hung.
-        say: is told what goes on.
-        files: keeps the files of the runs apart.
-        nursery: forks the runs that need no fresh interpreters; None where all do.
-    """
-
-    script: runs.Script
-    ranks: int
-    folder: Path
-    still_s: float
-    say: Say
-    files: Files
-    nursery: PreforkServer | None = None
+    script: runs.Script  # what is run
+    ranks: int  # how many are compared with one process; every process of every run gets the threads of one of them
+    folder: Path  # where all runs leave their files
+    still_s: float  # seconds without a sign of life until a run counts as hung
+    say: Say  # is told what goes on
+    files: Files  # keeps the files of the runs apart
+    fork_server: PreforkServer | None = None  # forks the runs that need no fresh interpreters; None where all do
     _is_over: Event = field(default_factory=Event)
-    _runs: _Runs = field(default_factory=_Runs)
+    _lock: Lock = field(default_factory=Lock)
+    _planned: int = 2  # runs: the ranks and the script alone, if nothing is looked into
+    _begun: int = 0
 
     def plan(self, runs: int) -> None:
-        """Says that so many runs more will be made, for the count that `say` is told."""
-        self._runs.planned += runs
+        """Adds to the number of runs that `say` reports."""
+        self._planned += runs
 
     def side_by_side(self, run: Callable[[int], Run], ranks: Sequence[int]) -> list[Run]:
         """Returns what `run` gives for each rank, two runs at a time; a signal to this process ends those under way."""
@@ -102,34 +77,33 @@ class Runner:
     def recorded(self, name: str, ranks: int, **order: Any) -> Run:
         """Runs the script on so many ranks, recorded; `order` is for :class:`Recorder`."""
         self._begin(name)
-        return self._run(name, ranks, _RECORDER, {"steps": None, **order}, self.nursery)
+        return self._run(name, ranks, _RECORDER, {"steps": None, **order}, self.fork_server)
 
     def first(self, steps: int, passes: int, *, keep_all: bool = False) -> Run:
         """Records the ranks in fresh interpreters, each with string hashes of its own: no order may depend on them.
 
-        Args:
-            steps: of an optimizer that are recorded.
-            passes: over the data that may be ended early behind them.
-            keep_all: whether the values of every step are kept.
+        So many steps are recorded; behind them so many passes over the data are ended early.
         """
-        name = f"recording {self.ranks} ranks" if passes else f"recording {self.ranks} ranks, and whole passes"
-        name += ", with the values of every step" if keep_all else ""
+        whole, values = "" if passes else ", and whole passes", ", with the values of every step" if keep_all else ""
+        name = f"recording {self.ranks} ranks{whole}{values}"
         self._begin(name)
         return self._run(name, self.ranks, _RECORDER, {"steps": steps, "passes": passes, "keep_all": keep_all}, None)
 
     def alone(self, name: str, record: Record, ranks: list[int] | None = None, **order: Any) -> Run:
         """Runs it in one process on what `ranks` have used, by default all; `order` is for :class:`Alone`."""
         chosen = [rank.number for rank in record.data.ranks] if ranks is None else ranks
-        told = {"recorded": str(record.folder), "ranks": chosen, "together": record.size, **order}
+        order = {"recorded": str(record.folder), "ranks": chosen, "together": record.size, **order}
         self._begin(f"the script alone, {name}")
-        return self._run(name, 1, _ALONE, told, self.nursery)
+        return self._run(name, 1, _ALONE, order, self.fork_server)
 
     def _begin(self, name: str) -> None:
-        number = self._runs.begin()
-        self.say(f"run {number} of {max(number, self._runs.planned)}: {name}")
+        with self._lock:
+            self._begun += 1
+            number = self._begun
+        self.say(f"run {number} of {max(number, self._planned)}: {name}")
 
     def _run(self, name: str, *how: Any) -> Run:
-        """Runs it; once more where it has failed for a port, if that is known to be free by then or not known."""
+        """Runs the script, and again where it has failed for a port that is free by then, or not known."""
         run = self._once(name, *how)
         port = machine.taken_port(run.ended)
         if not run.ended.found_port_taken or (port is not None and not machine.comes_free(port, _FREE_S)):
@@ -138,15 +112,10 @@ class Runner:
         return self._once(f"{name}, once more", *how)
 
     def _once(
-        self,
-        name: str,
-        ranks: int,
-        observer: str,
-        order: dict[str, Any],
-        nursery: PreforkServer | None,
+        self, name: str, ranks: int, observer: str, order: dict[str, Any], fork_server: PreforkServer | None
     ) -> Run:
         folder = self.folder / name.replace(" ", "-").replace(",", "")
-        with self.files.apart(folder.name) as (variables, files):
+        with self.files.separate(folder.name) as (variables, files):
             ended = runs.run(
                 self.script,
                 ranks,
@@ -156,27 +125,24 @@ class Runner:
                 still_s=self.still_s,
                 threads=threads_per_rank(self.ranks),
                 variables=variables,
-                nursery=None if nursery is None or nursery.objection() or nursery.has_ended() else nursery,
-                progress=self._check_over,
-                stillness=_Told(name, self.still_s, self.say).look,
+                fork_server=None
+                if fork_server is None or fork_server.objection() or fork_server.has_ended()
+                else fork_server,
+                progress=self._progress(name),
             )
         return Run(ended, read(folder / "journals"))
 
-    def _check_over(self, _: Path) -> None:
-        if self._is_over.is_set():
-            raise KeyboardInterrupt
+    def _progress(self, name: str) -> Callable[[Path, float], None]:
+        """Returns what is called while a run goes on: it says every ten seconds that nothing moves."""
+        said = 0
 
+        def look(_: Path, still: float) -> None:
+            nonlocal said
+            if self._is_over.is_set():
+                raise KeyboardInterrupt
+            times = int(still / _STILL_S)
+            if times > said:
+                self.say(f"{name}: no progress for {still:.0f} s; after {self.still_s:g} s it has hung")
+            said = times
 
-class _Told:
-    """Tells of a run in which nothing moves, now and then."""
-
-    def __init__(self, name: str, still_s: float, say: Say) -> None:
-        self._name, self._still_s, self._say = name, still_s, say
-        self._told = 0
-
-    def look(self, still: float) -> None:
-        """Says it, `still` seconds after the last sign of life, unless it has just been said."""
-        times = int(still / _STILL_S)
-        if times > self._told:
-            self._say(f"{self._name}: no progress for {still:.0f} s; after {self._still_s:g} s it has hung")
-        self._told = times
+        return look

@@ -1,7 +1,7 @@
-"""One run of a script under observation, out of sight: its output in a file, its time limited, nothing left behind.
+"""One supervised run of a script: its output in a file, its time limited, no process left over.
 
     samestep run --start spawn --hash-seeds -n N script args      SAMESTEP_OBSERVERS=…   SAMESTEP_VERIFY={"folder": …}
-    samestep run --start fork -n N script args                    the same, forked from a nursery: no import of torch
+    samestep run --start fork -n N script args                    the same, forked: no import of torch
 
 A run hangs when none of its journals grows for a while, and neither a rank nor a process that it has started computes.
 Its ranks are then asked for their stacks, and ended.
@@ -25,8 +25,6 @@ from samestep.launch.process import Process, children, signal_alone, start, stat
 from samestep.launch.stacks import STACKS_SIGNAL, place_in
 from samestep.rankenv import child_environment, variable
 from samestep.verification import journal
-
-__all__: list[str] = []
 
 HANG_TIMEOUT_S = 60.0  # seconds without a sign of life until a run counts as hung
 _LONGER = 10.0
@@ -53,19 +51,12 @@ class Script:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a run has ended.
+    """How a run has ended."""
 
-    Attributes:
-        code: of the launcher.
-        hung: whether it was ended because nothing moved any more.
-        failure: what the launcher blames, as in `samestep run --json`; None where nothing failed.
-        folder: of its journals, its output ("output.txt") and its ranks' logs ("run/").
-    """
-
-    code: int
-    hung: bool
-    failure: dict[str, Any] | None
-    folder: Path
+    code: int  # of the launcher
+    hung: bool  # whether it was ended because nothing moved any more
+    failure: dict[str, Any] | None  # what the launcher blames, as in `samestep run --json`; None where nothing failed
+    folder: Path  # of its journals, its output ("output.txt") and its ranks' logs ("run/")
 
     def tail(self, lines: int = 8) -> str:
         """Returns the last lines of its output."""
@@ -92,9 +83,8 @@ def run(
     still_s: float,
     threads: int = 1,
     variables: Mapping[str, str] | None = None,
-    nursery: PreforkServer | None = None,
-    progress: Callable[[Path], None] = lambda _: None,
-    stillness: Callable[[float], None] = lambda _: None,
+    fork_server: PreforkServer | None = None,
+    progress: Callable[[Path, float], None] = lambda *_: None,
 ) -> Ended:
     """Runs the script on so many ranks, each watched by `observer`, which finds `order` in SAMESTEP_VERIFY.
 
@@ -107,75 +97,63 @@ def run(
         still_s: seconds without a sign of life until it counts as hung.
         threads: that each process may use.
         variables: more environment variables.
-        nursery: has imported torch for so many threads, and starts the run; fresh interpreters without one.
-        progress: called with the folder again and again while it runs.
-        stillness: called with the seconds without a sign of life while there is none.
+        fork_server: has imported torch for so many threads, and starts the run; fresh interpreters without one.
+        progress: called again and again with the folder, and the seconds without a sign of life.
     """
     folder.mkdir(parents=True)
     arguments = [
-        *("run", "-n", str(ranks), *(("--start", "fork") if nursery else ("--start", "spawn", "--hash-seeds"))),
+        *("run", "-n", str(ranks), *(("--start", "fork") if fork_server else ("--start", "spawn", "--hash-seeds"))),
         *(["--mpi"] if script.mpi and ranks > 1 else []),
         *([] if script.local_rank is None else [f"--pass{script.local_rank[1:]}"]),
-        *("--run-dir", str(folder / "run"), "--json", str(folder / "run.json"), "--grace", "5"),
-        *(
-            "--on-hang",
-            "wait",
-            "--hang-after",
-            str(_LONGER * still_s),
-        ),  # its words would be a sign of life
-        "--no-events",
+        *("--run-dir", str(folder / "run"), "--json", str(folder / "run.json"), "--grace", "5", "--no-events"),
+        *("--on-hang", "wait", "--hang-after", str(_LONGER * still_s)),  # its words would be a sign of life
         *script.words(),
     ]
-    told = json.dumps({**order, "folder": str(folder / "journals")})
-    environment = {"SAMESTEP_OBSERVERS": observer, "SAMESTEP_VERIFY": told, **alike(threads), **(variables or {})}
+    options = json.dumps({**order, "folder": str(folder / "journals")})
+    environment = {"SAMESTEP_OBSERVERS": observer, "SAMESTEP_VERIFY": options, **shared_variables(threads)}
+    environment |= variables or {}
     with (folder / "output.txt").open("wb") as output:
-        process = _start(arguments, child_environment(environment), output.fileno(), nursery)
+        process = _start(arguments, child_environment(environment), output.fileno(), fork_server)
         try:
-            hung = _wait(process, folder, still_s, progress, stillness)
+            hung = _wait(process, folder, still_s, progress)
         except BaseException:
             _end(process)
             raise
     return Ended(code=process.wait(), hung=hung, failure=_failure(folder), folder=folder)
 
 
-def alike(threads: int) -> dict[str, str]:
+def shared_variables(threads: int) -> dict[str, str]:
     """Returns the variables that all runs have in common: sums depend on the number of threads."""
     return {"OMP_NUM_THREADS": variable("OMP_NUM_THREADS") or str(threads)}
 
 
-def _start(arguments: list[str], environment: dict[str, str], output: int, nursery: PreforkServer | None) -> Process:
-    if nursery is not None:
-        return nursery.command(arguments, environment, output)
+def _start(
+    arguments: list[str], environment: dict[str, str], output: int, fork_server: PreforkServer | None
+) -> Process:
+    if fork_server is not None:
+        return fork_server.command(arguments, environment, output)
     command = [sys.executable, "-P", "-m", "samestep.cli.attached", str(os.getpid()), *arguments]
     return start(command, environment, stdout=output, stderr=output)
 
 
-def _wait(
-    process: Process,
-    folder: Path,
-    still_s: float,
-    progress: Callable[[Path], None],
-    stillness: Callable[[float], None],
-) -> bool:
-    """Waits for the end; returns whether it had to be brought about."""
+def _wait(process: Process, folder: Path, still_s: float, progress: Callable[[Path, float], None]) -> bool:
+    """Waits for the end of a run; returns whether it hung and was ended."""
     moved, seen = time.monotonic(), _Signs(-1, 0.0)
     while not wait_all([process], _LOOK_S):
-        progress(folder)
         signs, still = _Signs.of(folder), time.monotonic() - moved
         if signs.moved_since(seen, still):
-            moved, seen = time.monotonic(), signs
+            moved, seen, still = time.monotonic(), signs, 0.0
         elif still > still_s:
             _ask_for_stacks(process.pid, folder)
             _end(process)
             return True
-        else:
-            stillness(still)
+        progress(folder, still)
     return False
 
 
 @dataclass(frozen=True)
 class _Signs:
-    """What changes while a run moves: the bytes it has written, and the seconds for which its ranks have computed."""
+    """Signs of progress: the bytes that a run has written, and the seconds that its ranks have computed."""
 
     written: int
     computed: float
@@ -187,7 +165,7 @@ class _Signs:
         return cls(written, sum(map(_computed, pids(folder))))
 
     def moved_since(self, earlier: _Signs, seconds: float) -> bool:
-        """Tells whether it has moved; who waits in a collective computes a little, too."""
+        """Returns whether there was progress; a rank that waits in a collective computes a little, too."""
         computed = abs(self.computed - earlier.computed)  # what ended processes have computed is not counted any more
         return self.written != earlier.written or computed > _LEAST_S + _WAITING * seconds
 
@@ -225,8 +203,8 @@ def _descended(pid: int) -> Iterator[int]:
         yield from _descended(child)
 
 
-def standing(folder: Path) -> dict[int, str]:
-    """Returns rank -> the line of the script at which it stood when it was asked for its stacks."""
+def stack_positions(folder: Path) -> dict[int, str]:
+    """Returns rank -> the line of the script in the stack that it was asked for."""
     places = {}
     for suffix in ("err", "stacks"):
         for path in (folder / "run").glob(f"*/*/rank*.{suffix}"):
@@ -236,14 +214,14 @@ def standing(folder: Path) -> dict[int, str]:
     return places
 
 
-def broken_off(folder: Path) -> dict[int, str]:
-    """Returns rank -> the line of the script in which a failure met it, its own or another rank's."""
+def failure_positions(folder: Path) -> dict[int, str]:
+    """Returns rank -> the line of the script at which its failure, or that of another rank, was raised."""
     places = {}
     for path in sorted((folder / "run").glob("*/*/rank*.error.json")):
         with contextlib.suppress(OSError, ValueError):
-            told = json.loads(path.read_text(encoding="utf-8"))
-            if told.get("where"):
-                places[int(told["rank"])] = f"{told['where']}  {told.get('source') or ''}".rstrip()
+            failure = json.loads(path.read_text(encoding="utf-8"))
+            if failure.get("where"):
+                places[int(failure["rank"])] = f"{failure['where']}  {failure.get('source') or ''}".rstrip()
     return places
 
 
@@ -256,8 +234,8 @@ def _end(process: Process) -> None:
 
 def _failure(folder: Path) -> dict[str, Any] | None:
     try:
-        told: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        result: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    failure: dict[str, Any] | None = told["failure"]
+    failure: dict[str, Any] | None = result["failure"]
     return failure

@@ -16,7 +16,7 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.launch.verdict import DIFFERENT_COLLECTIVES
-from samestep.verification import equality, machine, numerics, runs, stages
+from samestep.verification import claims, machine, numerics, runs
 from samestep.verification.files import Files, written_folders
 from samestep.verification.findings import AGREES, DECISIVE, DECLARED, PROVED, Finding, unchecked
 from samestep.verification.journal import Event
@@ -25,8 +25,8 @@ from samestep.verification.judging import (
     by_hand,
     chance,
     communication,
+    compression,
     control,
-    declared,
     evaluation,
     moved,
     reached,
@@ -47,7 +47,7 @@ from samestep.verification.judging.sources import Sources
 from samestep.verification.judging.updates import Updates
 from samestep.verification.recording.limit import PASSES, STEPS
 from samestep.verification.report import Report
-from samestep.verification.runner import Runner, Say, nursery_for
+from samestep.verification.runner import Runner, Say, fork_server_for
 
 __all__ = ["verify"]
 
@@ -111,11 +111,17 @@ def examine(
     """Does what :func:`verify` does, and tells `say` what goes on."""
     folder = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     try:
-        with nursery_for(script, ranks) as nursery:
+        with fork_server_for(script, ranks) as fork_server:
             program = None if script.is_module else Path(script.program)
             files = Files(written_folders(script.arguments, program), folder)
             runner = Runner(
-                script=script, ranks=ranks, folder=folder, still_s=still_s, say=say, files=files, nursery=nursery
+                script=script,
+                ranks=ranks,
+                folder=folder,
+                still_s=still_s,
+                say=say,
+                files=files,
+                fork_server=fork_server,
             )
             report = _verified(runner, steps)
             report.remarks += filter(None, [files.remark()])
@@ -211,7 +217,7 @@ def _verified(runner: Runner, steps: int) -> Report:
     elif whole.ended.hung or whole.ended.code != 0:
         report.inconclusive = f"alone, with the samples of all ranks, the script fails: {_reason(whole.ended)}"
     with leaving_open(report):
-        equality.judge(runner, record, report)
+        claims.judge(runner, record, report)
     if foreign is None and not ended.hung and ended.code == 0:
         for locate in (_locate_lines, _locate_decisions, _locate_sources):
             with leaving_open(report):
@@ -269,7 +275,7 @@ def _locate_sources(runner: Runner, record: Record, steps: int, report: Report) 
     ranks = runner.recorded(f"draws, hashes and writes of {record.size} ranks", record.size, **how).record
     again = Report(ranks=record.size)
     samples.judge(ranks, again)
-    sources = Sources(ranks, are_alike=runner.nursery is not None)
+    sources = Sources(ranks, are_alike=runner.fork_server is not None)
     is_found = any(one.code in _OF_SAMPLES for one in again.errors) or not samples.are_loaded(ranks)
     for found in of_samples:
         report.relocate(found, sources.of_samples(found, still_found=is_found))
@@ -294,12 +300,12 @@ def leaving_open(report: Report) -> Iterator[None]:
 def _judge_pipeline(runner: Runner, record: Record, report: Report) -> None:
     if states.staged(record) is not None:
         control.judge(record, report)
-        stages.judge(runner, record, report)
+        claims.judge_stages(runner, record, report)
     elif states.several(record) is not None:
-        stages.judge_devices(runner, record, report)
+        claims.judge_devices(runner, record, report)
     else:
         control.judge(record, report)
-        stages.judge_scheduled(record, report)
+        claims.judge_schedules(record, report)
 
 
 def _conclude_on_data(record: Record, whole: Record, own_pace: Callable[[], Record], report: Report) -> None:
@@ -358,7 +364,7 @@ def _crash(ended: runs.Ended, record: Record) -> Finding:
 
 
 def _unlike(ended: runs.Ended, failure: dict[str, Any]) -> Finding:
-    stood = [f"rank {rank} in {place}" for rank, place in sorted(runs.broken_off(ended.folder).items())]
+    stood = [f"rank {rank} in {place}" for rank, place in sorted(runs.failure_positions(ended.folder).items())]
     where = f" ({'; '.join(stood)})" if stood else ""
     return Finding(
         code="collective-mismatch",
@@ -381,7 +387,9 @@ def _remarks(ended: runs.Ended, report: Report) -> list[str]:
     but = " but those compared bit for bit" if bits else ""
     remarks = [f"dropout and autocast were off in all runs{but}"]
     if ended.hung:
-        remarks += [f"rank {rank} stands at {place}" for rank, place in sorted(runs.standing(ended.folder).items())]
+        remarks += [
+            f"rank {rank} stands at {place}" for rank, place in sorted(runs.stack_positions(ended.folder).items())
+        ]
     if report.steps == 0 and report.inconclusive is None and not ended.hung and ended.code == 0:
         report.inconclusive = f"{NO_STEP}: there is no training to compare"
     return remarks
@@ -458,7 +466,7 @@ def _compare(runner: Runner, record: Record, whole: Run, own_pace: Callable[[], 
         if not record.is_averaged_within:
             Updates(record, whole, others).judge(report)
         if whole.apart is None:
-            declared.judge(record, whole, report)
+            compression.judge(record, whole, report)
         if states.local_steps(record) is None:  # else the buffers are each rank's own
             moved.judge(record, whole, report)
         if states.evaluates_apart(record):

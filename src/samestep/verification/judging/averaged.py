@@ -9,48 +9,40 @@ the codec.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from samestep.verification.journal import Event
 
-__all__: list[str] = []
-
-Value = Callable[[int, int], Any]  # of a rank, by its number
-
 
 @dataclass(frozen=True)
 class Averaged:
-    """Of one step.
+    """The events of one step."""
 
-    Attributes:
-        told: of each rank, an event for each compressed model whose parameters the optimizer holds.
-        value: returns what a rank has kept.
-    """
-
-    told: Sequence[Sequence[Event]]
-    value: Value
+    # of each rank, an event for each compressed model whose parameters the optimizer holds
+    events: Sequence[Sequence[Event]]
+    value: Callable[[int, int], Any]  # returns what a rank, by its number, has kept
 
     @property
     def models(self) -> list[tuple[Event, ...]]:
         """For each model, the events of all ranks; none where nothing was compressed."""
-        return list(zip(*self.told, strict=False))
+        return list(zip(*self.events, strict=False))
 
     def why_not(self, step: Event) -> str | None:
         """Returns why the step's gradients cannot be judged; None where they can, or were not compressed."""
-        events = [event for theirs in self.told for event in theirs]
+        events = [event for theirs in self.events for event in theirs]
         if not events:
             return None
-        if any(len(theirs) != len(self.told[0]) for theirs in self.told):
+        if any(len(theirs) != len(self.events[0]) for theirs in self.events):
             return "the ranks compress the gradients of different models"
         if (why := next((event["why"] for event in events if event["why"]), None)) is not None:
             return str(why)
-        if any(event["size"] != len(self.told) for event in events):
+        if any(event["size"] != len(self.events) for event in events):
             return f"gradients are compressed in groups of {events[0]['size']} ranks"
         if any(event["kept"] is None for event in events):
             return "there was no room to keep what the ranks brought before it was compressed"
-        covered = [any(names) for names in zip(*(event["names"] for event in self.told[0]), strict=True)]
+        covered = [any(names) for names in zip(*(event["names"] for event in self.events[0]), strict=True)]
         bare = [name for name, is_in in zip(step["gradients"], covered, strict=True) if not is_in]
         mixed = any(step["gradients"][name] is not None for name in bare)
         return "an optimizer holds gradients that are compressed and others that are not" if mixed else None
@@ -61,26 +53,30 @@ class Averaged:
 
     def brought(self) -> list[Any]:
         """Returns the mean of the ranks' own gradients, in the optimizer's order, without a scaler's factor."""
-        means: list[Any] = [None] * len(self.told[0][0]["names"])
-        for model in self.models:
-            own = [kept["own"] for kept in self.values(model)]
-            for index, name in enumerate(model[0]["names"]):
-                if name in own[0]:
-                    means[index] = _mean([theirs[name] for theirs in own], model[0]["scale"])
-        return means
+        return self._in_order(
+            (model[0], _means([kept["own"] for kept in self.values(model)], model[0]["scale"])) for model in self.models
+        )
 
     def got(self) -> list[Any]:
         """Returns the averaged gradients likewise."""
-        found: list[Any] = [None] * len(self.told[0][0]["names"])
-        for model in self.models:
-            averaged = self.values(model[:1])[0]["averaged"]
-            for index, name in enumerate(model[0]["names"]):
-                if name in averaged:
-                    found[index] = averaged[name] / model[0]["scale"]
+        first = ((model[0], self.values(model[:1])[0]["averaged"]) for model in self.models)
+        return self._in_order(
+            (event, {name: one / event["scale"] for name, one in averaged.items()}) for event, averaged in first
+        )
+
+    def _in_order(self, models: Iterator[tuple[Event, dict[str, Any]]]) -> list[Any]:
+        found: list[Any] = [None] * len(self.events[0][0]["names"])
+        for event, values in models:
+            for index, name in enumerate(event["names"]):
+                if name in values:
+                    found[index] = values[name]
         return found
 
 
-def _mean(parts: Sequence[Any], scale: float) -> Any:
+def _means(own: Sequence[dict[str, Any]], scale: float) -> dict[str, Any]:
     """Rounded once, to the parts' own type, whose rounding gradients are allowed."""
-    total = sum(part.double().to(parts[0].device) for part in parts)
-    return (total / (len(parts) * scale)).to(parts[0].dtype)
+    means = {}
+    for name, first in own[0].items():
+        total = sum(theirs[name].double().to(first.device) for theirs in own)
+        means[name] = (total / (len(own) * scale)).to(first.dtype)
+    return means

@@ -25,21 +25,13 @@ from samestep.rankenv import variable
 from samestep.verification.findings import Finding
 from samestep.verification.journal import Event
 from samestep.verification.judging.words import plural
-from samestep.verification.online.exchange import (
-    EVERY,
-    MAX_OPTIMIZERS,
-    FinalSummary,
-    StepSummary,
-    SummaryDetail,
-    SummaryExchange,
-)
+from samestep.verification.online import exchange
+from samestep.verification.online.exchange import FinalSummary, StepSummary, SummaryDetail, SummaryExchange
 from samestep.verification.online.outcome import CHECKED, FINDINGS, NOT_CHECKED
 from samestep.verification.online.policy import OnlineRules
 from samestep.verification.online.samples import TrainedSamples, sampler_of
 from samestep.verification.online.tracking import KEPT, CallStream, EventStream, TrackedModels, TrackedOptimizer
-from samestep.verification.text import finding_lines
-
-__all__: list[str] = []
+from samestep.verification.report import finding_lines
 
 
 def disable_on_error(method: Callable[..., None]) -> Callable[..., None]:
@@ -113,10 +105,8 @@ class Checker(Observer, Callbacks):
     @disable_on_error
     def on_event(self, kind: str, **fields: Any) -> None:
         """Counts, and keeps lines."""
-        if kind == "forward":
-            self._models.synchronises = fields["synchronises"]
-            self._note(kind, **fields)
-        elif kind == "no_sync":
+        if kind in {"forward", "no_sync"}:
+            self._models.synchronises = fields.get("synchronises", self._models.synchronises)
             self._note(kind, **fields)
         elif kind == "mode":
             self._is_evaluating = not fields["training"]
@@ -126,9 +116,8 @@ class Checker(Observer, Callbacks):
         elif kind == "scheduler":
             self._schedules.add("", self._window, fields["where"])
         elif kind == "scaler":
-            self._scalers.add(
-                f"{fields['scale']} {fields['skipped']}", fields["scale"], fields["skipped"], fields["where"]
-            )
+            scale, skipped = fields["scale"], fields["skipped"]
+            self._scalers.add(f"{scale} {skipped}", scale, skipped, fields["where"])
 
     def _note(self, kind: str, **fields: Any) -> None:
         self._recent.append({"kind": kind, "window": self._window, **fields})
@@ -184,7 +173,7 @@ class Checker(Observer, Callbacks):
             one.train()
         if not self._models.is_synchronised:
             tracked.note_spot(optimizer)
-        if tracked.steps % EVERY == 0 and tracked.number < MAX_OPTIMIZERS:
+        if tracked.steps % exchange.EVERY == 0 and tracked.number < exchange.MAX_OPTIMIZERS:
             self._write(optimizer, tracked)
 
     @disable_on_error
@@ -272,7 +261,7 @@ class Checker(Observer, Callbacks):
             return
         if self._rules is None:
             return
-        for _ in range(2 * MAX_OPTIMIZERS):  # the summaries that have come meanwhile
+        for _ in range(2 * exchange.MAX_OPTIMIZERS):  # the summaries that have come meanwhile
             self._exchange.poll_now()
             self._look()
         if ends is not None:

@@ -22,11 +22,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from samestep.runtime.store_messages import decode_message
-
-__all__: list[str] = []
 
 EVERY = 16  # steps of an optimizer
 MAX_OPTIMIZERS = 8  # that write summaries; a script with one for each parameter would write as many as it has
@@ -37,81 +35,55 @@ _FINAL_S = 2.0  # that rank 0 waits for the others to end
 _POLL_S = 0.005
 _MAX_BACKOFF = 64  # steps
 
+T = TypeVar("T", "StepSummary", "SummaryDetail", "FinalSummary")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PassSummary:
-    """What one pass over a DataLoader has yielded since the last summary, and was trained on.
+    """What one pass over a DataLoader has yielded since the last summary, and was trained on."""
 
-    Attributes:
-        key, number: which loader, which of its passes, from 0.
-        size: of the dataset.
-        sampler: its type.
-        indices: the samples, as base64 of 64-bit numbers.
-        repeated: how many of this pass's samples the rank has had twice by itself.
-        steps: of training since the pass began.
-        rows: index -> digest of a few samples, by which two datasets are told apart.
-    """
-
-    key: str
-    number: int
-    size: int
-    sampler: str
-    indices: str
-    repeated: int
-    steps: int
-    rows: dict[str, str]
+    key: str  # which loader
+    number: int  # which of its passes, from 0
+    size: int  # of the dataset
+    sampler: str  # its type
+    indices: str  # the samples, as base64 of 64-bit numbers
+    repeated: int  # how many of this pass's samples the rank has had twice by itself
+    steps: int  # of training since the pass began
+    rows: dict[str, str]  # index -> digest of a few samples, by which two datasets are told apart
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSummary:
-    """One rank, before one step.
+    """One rank's state before one step."""
 
-    Attributes:
-        optimizer, step: number of the optimizer, steps that it has taken before.
-        steps: of every optimizer.
-        rates: learning rates of the parameter groups.
-        streams: kind of event -> count and running digest: collectives of all ranks, scalers, schedules, and models in
-            DistributedDataParallel of all ranks.
-        names: digest of the optimizer's parameter names and shapes.
-        layout: digest of which parts of them the rank holds.
-        parameters, gradients: digests of these parts' values; the latter is empty where there is no gradient.
-        is_not_comparable: parameters are cut in a way in which parts cannot be compared.
-        is_wrapped: DistributedDataParallel of all ranks holds the model.
-        is_data_parallel: its wrapper, of whichever kind, lets every rank train on data of its own.
-        is_synchronised: DistributedDataParallel, and the last forward went through it, so gradients must be equal.
-        spots: digests of one parameter before every step since the last summary.
-        passes: data that was trained on.
-    """
-
-    optimizer: int
-    step: int
-    steps: list[int] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
+    optimizer: int  # its number
+    step: int  # how many it has taken before
+    steps: list[int] = field(default_factory=list)  # of every optimizer
+    rates: list[float] = field(default_factory=list)  # learning rates of the parameter groups
+    # kind of event -> count and running digest: collectives of all ranks, scalers, schedules, and models in
+    # DistributedDataParallel of all ranks
     streams: dict[str, list[int]] = field(default_factory=dict)
-    names: str = ""
-    layout: str = ""
-    parameters: str = ""
-    gradients: str = ""
-    is_not_comparable: bool = False
-    is_wrapped: bool = False
-    is_data_parallel: bool = False
+    names: str = ""  # digest of the optimizer's parameter names and shapes
+    layout: str = ""  # digest of which parts of them the rank holds
+    parameters: str = ""  # digest of these parts' values
+    gradients: str = ""  # likewise; empty where there is none
+    is_not_comparable: bool = False  # parameters are cut in a way in which parts cannot be compared
+    is_wrapped: bool = False  # DistributedDataParallel of all ranks holds the model
+    is_data_parallel: bool = False  # its wrapper, of whichever kind, lets every rank train on data of its own
+    # DistributedDataParallel, and the last forward went through it, so gradients must be equal
     is_synchronised: bool = False
-    spots: list[str] = field(default_factory=list)
-    passes: list[PassSummary] = field(default_factory=list)
+    spots: list[str] = field(default_factory=list)  # digests of one parameter before every step since the last summary
+    passes: list[PassSummary] = field(default_factory=list)  # data that was trained on
 
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryDetail:
-    """What stands behind a summary's digests.
+    """The values behind a summary's digests."""
 
-    Attributes:
-        parameters, gradients: name -> digest, behind its place where the tensor is cut; None where there is none.
-        events: the last ones, of the kinds and with the fields that verify records.
-    """
-
+    # name -> digest, behind its place where the tensor is cut; None where there is none
     parameters: dict[str, str | None]
     gradients: dict[str, str | None]
-    events: list[dict[str, Any]]
+    events: list[dict[str, Any]]  # the last ones, of the kinds and with the fields that verify records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,35 +96,28 @@ class FinalSummary:
     spots: dict[str, str]
 
 
-def encode(summary: StepSummary | SummaryDetail | FinalSummary) -> str:
+Summary = StepSummary | SummaryDetail | FinalSummary
+
+
+def encode(summary: Summary) -> str:
     """Returns it as text."""
     return json.dumps(asdict(summary), separators=(",", ":"))
 
 
-def decode_step(text: str | bytes) -> StepSummary:
-    """Returns a step's summary."""
-    fields = decode_message(text, StepSummary, of="--check's summary of a rank")
-    return StepSummary(**{**fields, "passes": [PassSummary(**one) for one in fields["passes"]]})
+def decode(text: str | bytes, kind: type[T]) -> T:
+    """Returns a summary of this kind, if it is one.
 
-
-def decode_detail(text: str | bytes) -> SummaryDetail:
-    """Returns the detail of a summary."""
-    return SummaryDetail(**decode_message(text, SummaryDetail, of="--check's detail of a rank"))
-
-
-def decode_final(text: str | bytes) -> FinalSummary:
-    """Returns the summary of a rank's end."""
-    return FinalSummary(**decode_message(text, FinalSummary, of="--check's last summary of a rank"))
+    Raises:
+        RendezvousError: it is nothing that a rank writes.
+    """
+    fields = decode_message(text, kind, of="--check's summary of a rank")
+    if kind is StepSummary:
+        fields["passes"] = [PassSummary(**one) for one in fields["passes"]]
+    return kind(**fields)
 
 
 class SummaryExchange:
-    """One rank's side.
-
-    Args:
-        store: the process group's own.
-        rank: this one.
-        size: how many there are.
-    """
+    """Sends a rank's summaries through the process group's store; on rank 0, receives those of all ranks."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store = store.clone()  # with a connection of its own: nothing that waits in the script's stands before it
@@ -198,7 +163,7 @@ class SummaryExchange:
             return None
         self._backoff = 0
         summary, detail = self._pending.popleft()
-        summaries = [summary, *map(decode_step, self._values(keys))]
+        summaries = [summary, *(decode(value, StepSummary) for value in self._values(keys))]
         if len({one.step for one in summaries}) > 1:  # somebody has used the slot again: too far ahead
             return None
         return summaries, lambda rank: detail if rank == 0 else self._detail(f"{slot}/{rank}/detail")
@@ -210,7 +175,7 @@ class SummaryExchange:
                 self._store.delete_key(f"{_slot(summaries[0])}/{rank}{end}")
 
     def poll_now(self) -> None:
-        """Lets the next look come at once."""
+        """Ends the backoff."""
         self._skips = 0
 
     def exchange_final(self, final: FinalSummary) -> list[FinalSummary] | None:
@@ -224,7 +189,7 @@ class SummaryExchange:
             if time.monotonic() >= until:
                 return None
             time.sleep(_POLL_S)
-        return [final, *map(decode_final, self._values(keys))]
+        return [final, *(decode(value, FinalSummary) for value in self._values(keys))]
 
     def _values(self, keys: list[str]) -> list[bytes]:
         """Returns what is stored there; a file as a store has no way to ask for all at once."""
@@ -233,7 +198,7 @@ class SummaryExchange:
         return [self._store.get(key) for key in keys]
 
     def _detail(self, key: str) -> SummaryDetail | None:
-        return decode_detail(self._store.get(key)) if self._store.check([key]) else None
+        return decode(self._store.get(key), SummaryDetail) if self._store.check([key]) else None
 
 
 def _slot(summary: StepSummary) -> str:

@@ -1,4 +1,4 @@
-"""What `samestep run --check` has come to, read from the run directory when the run is over. No torch here.
+"""The outcome of `samestep run --check`, read from the run directory when the run is over. No torch here.
 
 findings.jsonl    a finding a line, as `verify --json` has them
 checked.json      {"ranks": 2, "steps": 512}; absent where no rank came to its end
@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from samestep.verification.findings import PROPERTIES, unchecked
-
-__all__: list[str] = []
 
 FINDINGS, CHECKED = "findings.jsonl", "checked.json"
 NOT_CHECKED = (

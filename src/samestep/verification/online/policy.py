@@ -1,4 +1,4 @@
-"""When a difference between ranks may be reported in a real training. No torch here: summaries in, findings out.
+"""The rules of --check: summaries in, findings out. No torch here.
 
 The rules and their words are those of verify (:mod:`samestep.verification.judging`), on the last events of two ranks
 that differ. A finding must be certain, for a real training is disturbed by it; so what may be intended is not reported,
@@ -25,12 +25,12 @@ from samestep.verification.judging.record import Rank, Record
 from samestep.verification.online.exchange import FinalSummary, StepSummary, SummaryDetail
 from samestep.verification.online.samples import SampleCoverage
 
-__all__: list[str] = []
-
 LOCAL_STEPS = 1024  # within which ranks that step by themselves have averaged their parameters
 _OTHERS = 2  # steps of another optimizer that ranks may not be apart: one may be on its way
 
-Details = Callable[[int], SummaryDetail | None]
+Details = Callable[[int], SummaryDetail | None]  # of a rank's summary; None where it is gone
+Differ = Callable[[StepSummary, StepSummary], bool]
+Rule = Callable[[Record, StepSummary, StepSummary], Iterator[Finding]]
 
 
 class OnlineRules:
@@ -42,15 +42,10 @@ class OnlineRules:
         self._states: dict[int, ReplicaState] = {}
 
     def step(self, summaries: Sequence[StepSummary], details: Details) -> list[Finding]:
-        """Returns what is new in the ranks' summaries of one step, in rank order.
-
-        Args:
-            summaries: of one optimizer and step.
-            details: returns what stands behind a rank's summary, None where it is gone.
-        """
+        """Returns what is new in the ranks' summaries of one step of one optimizer, in rank order."""
         if len({len(one.steps) for one in summaries}) > 1 or len({one.names for one in summaries}) > 1:
             return []  # not one optimizer: some ranks have more of them, or parts of a pipeline
-        found = [one for rule in _RULES for one in rule(summaries, details)]
+        found = [one for differ, rule in _RULES for one in _compared(summaries, details, differ, rule)]
         if not found and not self._found & {"learning-rate-differs", "steps-differ", "parameter-order-differs"}:
             replicas = self._states.setdefault(summaries[0].optimizer, ReplicaState())
             found += replicas.step(summaries, details)
@@ -82,14 +77,12 @@ def _is_one_training(summaries: Sequence[StepSummary]) -> bool:
     return all(one.is_data_parallel for one in summaries) or by_hand
 
 
-def _pairs(
-    summaries: Sequence[StepSummary], details: Details, what: Callable[[StepSummary], object]
-) -> Iterator[Record]:
-    """Yields the last events of rank 0 and of the first rank that reports something else."""
-    first = what(summaries[0])
-    rank = next((rank for rank, one in enumerate(summaries) if what(one) != first), None)
+def _compared(summaries: Sequence[StepSummary], details: Details, differ: Differ, rule: Rule) -> Iterator[Finding]:
+    """Yields what a rule finds in the last events of rank 0 and of the first rank that differs from it."""
+    first = summaries[0]
+    rank = next((rank for rank, one in enumerate(summaries) if differ(first, one)), None)
     if rank is not None and (pair := _pair(details, 0, rank)) is not None:
-        yield pair
+        yield from rule(pair, first, summaries[rank])
 
 
 def _pair(details: Details, *ranks: int) -> Record | None:
@@ -98,70 +91,78 @@ def _pair(details: Details, *ranks: int) -> Record | None:
     return Record(Path(), [Rank(rank, one.events) for rank, one in reported]) if len(reported) == len(ranks) else None
 
 
-def _rates(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
-    for pair in _pairs(summaries, details, lambda one: one.rates):
-        yield causes.rates(pair, 0, 1)
+def _rates(pair: Record, _: StepSummary, __: StepSummary) -> Iterator[Finding]:
+    yield causes.rates(pair, 0, 1)
 
 
-def _scalers(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
-    for pair in _pairs(summaries, details, lambda one: one.streams.get("scaler")):
-        yield from control.scalers(_common(pair, "scaler"))
+def _scalers(pair: Record, _: StepSummary, __: StepSummary) -> Iterator[Finding]:
+    yield from control.scalers(_common(pair, "scaler"))
 
 
-def _schedules(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
-    for pair in _pairs(summaries, details, lambda one: one.streams.get("scheduler")):
-        rank, step = pair.ranks[1].number, summaries[0].step
-        mine, theirs = (_count(summaries[i], "scheduler") for i in (0, rank))
-        yield Finding(
-            code="steps-differ",
-            rank=rank,
-            step=step,
-            where=next((event["where"] for one in pair.ranks[::-1] for event in one.of("scheduler")[-1:]), None),
-            cause=f"before step {step} rank {rank} has stepped its schedule {theirs} times, rank 0 {mine}",
-            fix="step the schedule on every rank",
-        )
+def _schedules(pair: Record, first: StepSummary, other: StepSummary) -> Iterator[Finding]:
+    rank = pair.ranks[1].number
+    mine, theirs = (_count(one, "scheduler") for one in (first, other))
+    yield Finding(
+        code="steps-differ",
+        rank=rank,
+        step=first.step,
+        where=next((event["where"] for one in pair.ranks[::-1] for event in one.of("scheduler")[-1:]), None),
+        cause=f"before step {first.step} rank {rank} has stepped its schedule {theirs} times, rank 0 {mine}",
+        fix="step the schedule on every rank",
+    )
 
 
-def _steps(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
+def _steps(pair: Record, first: StepSummary, other: StepSummary) -> Iterator[Finding]:
     """Whether the other optimizers are as far."""
-    for number, first in enumerate(summaries[0].steps):
-        rank = next((i for i, one in enumerate(summaries) if abs(one.steps[number] - first) >= _OTHERS), None)
-        if rank is not None and (pair := _pair(details, 0, rank)) is not None:
-            at = f"though both are at step {summaries[0].step} of optimizer {summaries[0].optimizer}"
-            where, counts = pair.ranks[1].steps[0]["where"], (summaries[rank].steps[number], first)
-            found = control.unequal_steps(rank, counts, where, f"steps of optimizer {number}")
-            yield replace(found, step=summaries[rank].step, cause=f"{found.cause}, {at}")
+    for number, (mine, theirs) in enumerate(zip(first.steps, other.steps, strict=True)):
+        if _are_out_of_step(mine, theirs):
+            where, what = pair.ranks[1].steps[0]["where"], f"steps of optimizer {number}"
+            found = control.unequal_steps(pair.ranks[1].number, (theirs, mine), where, what)
+            at = f"though both are at step {first.step} of optimizer {first.optimizer}"
+            yield replace(found, step=other.step, cause=f"{found.cause}, {at}")
             return
 
 
-def _calls(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
-    for pair in _pairs(summaries, details, lambda one: one.streams.get("collective")):
-        if found := communication.first_difference(*_common(pair, "collective").ranks):
-            yield found
-            continue
-        rank, step = pair.ranks[1].number, summaries[0].step
-        mine, theirs = (_count(summaries[i], "collective") for i in (0, rank))
-        if mine == theirs:
-            continue  # they differ in what is not kept any more; of what was kept, an earlier summary has told
-        last = _common(pair, "collective").ranks[1].events[-1:]
+def _calls(pair: Record, first: StepSummary, other: StepSummary) -> Iterator[Finding]:
+    common, rank = _common(pair, "collective"), pair.ranks[1].number
+    if found := communication.first_difference(*common.ranks):
+        yield found
+        return
+    mine, theirs = (_count(one, "collective") for one in (first, other))
+    if mine != theirs:  # else they differ in what is not kept any more; of what was kept, an earlier summary has told
+        last = common.ranks[1].events[-1:]
         yield Finding(
             code="collective-order",
             rank=rank,
-            step=step,
+            step=first.step,
             where=last[0]["where"] if last else None,
-            cause=f"before step {step} rank {rank} has called {theirs} collectives, rank 0 {mine}",
+            cause=f"before step {first.step} rank {rank} has called {theirs} collectives, rank 0 {mine}",
             fix="let every rank come by every collective",
         )
 
 
-def _orders(summaries: Sequence[StepSummary], details: Details) -> Iterator[Finding]:
-    for pair in _pairs(summaries, details, lambda one: one.streams.get("wrap")):
-        names = [sorted(name for event in one.of("wrap") for name in event["names"]) for one in pair.ranks]
-        if names[0] == names[1]:  # else the ranks have different models
-            yield from states.orders(pair)
+def _orders(pair: Record, _: StepSummary, __: StepSummary) -> Iterator[Finding]:
+    names = [sorted(name for event in one.of("wrap") for name in event["names"]) for one in pair.ranks]
+    if names[0] == names[1]:  # else the ranks have different models
+        yield from states.orders(pair)
 
 
-_RULES = (_rates, _scalers, _schedules, _steps, _calls, _orders)
+def _stream(kind: str) -> Differ:
+    return lambda first, other: first.streams.get(kind) != other.streams.get(kind)
+
+
+_RULES: tuple[tuple[Differ, Rule], ...] = (
+    (lambda first, other: first.rates != other.rates, _rates),
+    (_stream("scaler"), _scalers),
+    (_stream("scheduler"), _schedules),
+    (lambda first, other: any(_are_out_of_step(*one) for one in zip(first.steps, other.steps, strict=True)), _steps),
+    (_stream("collective"), _calls),
+    (_stream("wrap"), _orders),
+)
+
+
+def _are_out_of_step(mine: int, theirs: int) -> bool:
+    return abs(theirs - mine) >= _OTHERS
 
 
 def _count(summary: StepSummary, kind: str) -> int:

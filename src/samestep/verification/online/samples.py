@@ -1,4 +1,4 @@
-"""Which samples ranks train on in a pass over the data: noted by each rank, put together by rank 0 as a bitmap.
+"""The samples that ranks train on in a pass: each rank reports them, rank 0 keeps a bitmap.
 
     yielded ──► a step of an optimizer: trained on ──► in the next summary
             └─► the end of the pass, or a model set to evaluate: forgotten
@@ -16,15 +16,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from samestep.instrument.callbacks import LoaderPass
 from samestep.verification.findings import Finding
 from samestep.verification.judging.samples import DIVIDE, UNDIVIDED
 from samestep.verification.judging.words import plural
 from samestep.verification.online.exchange import PassSummary
-
-__all__: list[str] = []
 
 _SAMPLERS = {"RandomSampler", "SequentialSampler", "SubsetRandomSampler", "DistributedSampler"}
 _CUTS = "DistributedSampler"
@@ -66,12 +63,7 @@ def _ranks() -> int:
 
 
 class TrainedSamples:
-    """What one pass of this rank has yielded, and what was trained on.
-
-    Args:
-        loader_pass: the pass.
-        sampler: its type.
-    """
+    """What one pass of this rank has yielded, and what was trained on."""
 
     def __init__(self, loader_pass: LoaderPass, sampler: str) -> None:
         size = len(loader_pass.loader.dataset)
@@ -128,19 +120,12 @@ def _mark(seen: np.ndarray, indices: np.ndarray) -> int:
 
 def rows(value: Any, size: int, places: Sequence[int]) -> list[str] | None:
     """Returns a digest of each of some samples of a batch on the host; None where it cannot be taken apart."""
-    from samestep.runtime.digest import bytes_of
-    from samestep.verification.recording.rows import rowed
+    from samestep.verification.recording.rows import row_digests, rowed
 
     tensors = [one for one in rowed(value) if one.shape[0] == size]
     if not tensors or any(one.device.type != "cpu" for one in tensors):
         return None
-    found = []
-    for place in places:
-        digest = xxhash.xxh3_64()
-        for tensor in tensors:
-            digest.update(bytes_of(tensor[place]).numpy().data)
-        found.append(digest.hexdigest())
-    return found
+    return row_digests([one[list(places)] for one in tensors])
 
 
 class SampleCoverage:

@@ -1,4 +1,4 @@
-"""What a rank keeps of its optimizers, its wrapped models and its last events, for its next summary."""
+"""What a rank tracks for its next summary: optimizers, wrapped models, its last events."""
 
 from __future__ import annotations
 
@@ -12,22 +12,15 @@ import xxhash
 from samestep.instrument.collective_call import BETWEEN_TWO, UNEVEN, CollectiveCall, group_name, root_of
 from samestep.verification.journal import Event, place_of
 
-__all__: list[str] = []
-
 KEPT = 64  # events of a kind, among which the first that differs is looked for
 AT_FIRST = 32 << 20  # bytes of parameters in the first summary, and of gradients as many
 LATER = 8 << 20  # in the others: a larger model is looked at in turns
-_ROOTS = {"broadcast": 1, "reduce": 1, "broadcast_object_list": 1, "gather": 2, "scatter": 2}  # its place in a call
-_ROOTS |= {"gather_object": 2, "scatter_object_list": 2}
 
 
 class EventStream:
     """Events of one kind, which all ranks should have in one order: their number, a running digest, and the last.
 
-    Args:
-        kind: of event.
-        names: of the fields that events have.
-        same: fields that all of them share.
+    Events have fields of these `names`, and share those that are given here.
     """
 
     def __init__(self, kind: str, *names: str, **same: Any) -> None:
@@ -71,28 +64,19 @@ class CallStream(EventStream):
 
     def note(self, call: CollectiveCall, window: int) -> None:
         """Adds a call of this thread; another thread's come at any time between."""
-        name = call.name
-        if name in BETWEEN_TWO or threading.current_thread() is not threading.main_thread():
+        if call.name in BETWEEN_TWO or threading.current_thread() is not threading.main_thread():
             return
-        if (group := _group(call)) is not None:
-            self.within.add("", name, call.where, window, group_name(group))
+        group = call.arguments.get("group")
+        if group is not None and not _is_of_all(group):
+            self.within.add("", call.name, call.where, window, group_name(group))
             return
-        form, root = _form(call), _root(call)
-        self.add(f"{name}{form}{root}", name, call.where, window, [form] if form else [], root)
-
-
-def _group(call: CollectiveCall) -> Any:
-    """The group of a call in which not all ranks take part."""
-    import torch.distributed as dist
-
-    group = call.kwargs.get("group") or next((one for one in call.args if isinstance(one, dist.ProcessGroup)), None)
-    is_all = group is None or group is dist.group.WORLD or group.size() == dist.get_world_size()
-    return None if is_all else group
+        form, root = _form(call), root_of(call.name, call.arguments)
+        self.add(f"{call.name}{form}{root}", call.name, call.where, window, [form] if form else [], root)
 
 
 def _form(call: CollectiveCall) -> str:
     """Type and shape of what is sent, where they have to be equal on all ranks."""
-    tensor: Any = call.args[0] if call.args else call.kwargs.get("tensor", call.kwargs.get("input_tensor"))
+    tensor: Any = next(iter(call.arguments.values()), None)
     tensor = tensor[0] if isinstance(tensor, list | tuple) and tensor else tensor
     if not hasattr(tensor, "dtype") or "object" in call.name:
         return ""
@@ -100,12 +84,10 @@ def _form(call: CollectiveCall) -> str:
     return kind if call.name in UNEVEN else f"{kind} {list(tensor.shape)}"
 
 
-def _root(call: CollectiveCall) -> int | None:
-    place = _ROOTS.get(call.name)
-    if place is None:
-        return None
-    is_placed = len(call.args) > place and isinstance(call.args[place], int)
-    return call.args[place] if is_placed else root_of(call.name, call.kwargs)
+def _is_of_all(group: Any) -> bool:
+    import torch.distributed as dist
+
+    return hasattr(group, "size") and bool(group.size() == dist.get_world_size())  # a number where a rank is not in it
 
 
 class TrackedModels:
@@ -149,20 +131,8 @@ def _is_data_parallel(kind: str, model: Any) -> bool:
     return kind != "DataParallel" and _is_of_all(model.process_group)
 
 
-def _is_of_all(group: Any) -> bool:
-    import torch.distributed as dist
-
-    return bool(group.size() == dist.get_world_size())
-
-
 class TrackedOptimizer:
-    """One optimizer, which the script may let go.
-
-    Attributes:
-        number: among those of this process.
-        where: the line that made it.
-        steps: that it has taken.
-    """
+    """One optimizer, which the script may let go: its number in this process, the line that made it, its steps."""
 
     def __init__(self, number: int, where: str) -> None:
         self.number = number
@@ -176,22 +146,20 @@ class TrackedOptimizer:
 
     def note_spot(self, optimizer: Any) -> None:
         """Notes a digest of one parameter: whether somebody has made it equal since the last step."""
-        self._spots.append(self._digest_of_spot(optimizer))
-
-    def _digest_of_spot(self, optimizer: Any) -> str:
         from samestep.verification.recording.naming import of_optimizer
 
         parameters = of_optimizer(optimizer)
         if self._spot_place is None:
             trained = [i for i, one in enumerate(parameters) if one.grad is not None]
             self._spot_place = min(trained, key=lambda i: int(parameters[i].numel()), default=None)
-        if self._spot_place is None or self._spot_place >= len(parameters):
-            return ""
-        one = parameters[self._spot_place]
-        if one.device.type != "cpu" or hasattr(one, "_local_tensor"):
-            return ""  # a device would be waited for, at every step
-        self._spot = one
-        return self.last_spot()
+        found = None
+        if self._spot_place is not None and self._spot_place < len(parameters):
+            found = parameters[self._spot_place]
+        if found is None or found.device.type != "cpu" or hasattr(found, "_local_tensor"):
+            self._spots.append("")  # a device would be waited for, at every step
+            return
+        self._spot = found
+        self._spots.append(self.last_spot())
 
     def last_spot(self) -> str:
         """Returns the digest as it is now, also when the script has let go of the optimizer."""

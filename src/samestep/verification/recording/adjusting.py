@@ -1,4 +1,4 @@
-"""What a run of verify changes in how a script calls samestep's own functions.
+"""Changes the arguments of a script's calls of samestep's functions, as a run of verify needs.
 
 checkpoint     every run saves into a folder of its own: the second shall not resume from what the first has saved
 world          with virtual ranks, where a run is ordered to have them
@@ -20,13 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from samestep.instrument.patch import Group, install
 from samestep.verification.journal import TraceWriter
 
-__all__: list[str] = []
-
-_PATIENCE = 1000  # looks for a checkpoint: 20 s
+_MAX_LOOKS = 1000  # looks for a checkpoint: 20 s
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+_pipelines_in_float64 = Group()
 
 
 def adjusted(order: dict[str, Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -42,30 +44,39 @@ def adjusted(order: dict[str, Any], name: str, args: tuple[Any, ...], kwargs: di
     return (args, kwargs | _sharded(order, kwargs)) if name == "shards" else (args, kwargs)
 
 
+def _without(kwargs: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in names}
+
+
 def _replicated(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     if order.get("double"):
         (kwargs["model"] if "model" in kwargs else args[0]).double().register_forward_pre_hook(_cast, with_kwargs=True)
-    changed = {"batchnorm": "local"} if order.get("virtual_ranks") else {}
     if order.get("double") or order.get("virtual_ranks"):
-        kwargs = {name: value for name, value in kwargs.items() if name not in ("compress", "average_every")}
-    in_order = order.get("ordered") and kwargs.get("compress") is None
-    return args, kwargs | changed | ({"reduce": "ordered"} if in_order else {})
+        kwargs = _without(kwargs, "compress", "average_every")
+    changed = {"batchnorm": "local"} if order.get("virtual_ranks") else {}
+    if order.get("ordered") and kwargs.get("compress") is None:
+        changed["reduce"] = "ordered"
+    return args, kwargs | changed
 
 
 def _planned(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     if order.get("double"):
-        from samestep.pipelines.pipeline import Pipeline
-
         model = kwargs["model"] if "model" in kwargs else args[0]
         for each in model if isinstance(model, list | tuple) else [model]:
             each.double()
-        Pipeline.step = _doubling(Pipeline.step)  # type: ignore[method-assign]
-        Pipeline.forward = _doubling(Pipeline.forward)  # type: ignore[method-assign]
-    without = {"plan"} | ({"compress"} if order.get("double") else set()) | ({"devices"} if order.get("one") else set())
+        install(_pipelines_in_float64)
+        kwargs = _without(kwargs, "compress")
+    if order.get("one"):
+        kwargs = _without(kwargs, "devices")
     plan = kwargs["plan"] if "plan" in kwargs else args[2] if len(args) > 2 else None
     if plan is not None:  # stages by hand have as many in every run
         plan = replace(plan, micro_batches=order["micro_batches"])
-    return args[:2], {name: value for name, value in kwargs.items() if name not in without} | {"plan": plan}
+    return args[:2], kwargs | {"plan": plan}
+
+
+@_pipelines_in_float64.patch("samestep.pipelines.pipeline", "Pipeline.step", "Pipeline.forward")
+def _double_inputs(original: Any, stage: Any, *batch: Any) -> Any:
+    return original(stage, *doubled(list(batch)))
 
 
 def _sharded(order: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -88,24 +99,16 @@ def _elsewhere(order: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, A
     place = Path(order["saves"]) / digest_of_bytes(str(path).encode())[:8]
     place.parent.mkdir(parents=True, exist_ok=True)
     often = {"every": order["every"]} if order.get("every") else {}
-    return (place, *args[1:]), {name: value for name, value in kwargs.items() if name != "path"} | often
+    return (place, *args[1:]), _without(kwargs, "path") | often
 
 
 def kill_once_saved(saves: Path, journal: TraceWriter) -> None:
     """Kills this process, as kill -9 does, when a checkpoint is there; waits a while for one that is being saved."""
-    for _ in range(_PATIENCE):
+    for _ in range(_MAX_LOOKS):
         if any(saves.glob("*/step-*")):
             journal.write("killed")
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.02)
-
-
-def _doubling(call: Any) -> Any:
-    @functools.wraps(call)
-    def doubling(stage: Any, *batch: Any) -> Any:
-        return call(stage, *doubled(list(batch)))
-
-    return doubling
 
 
 def _cast(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -1,4 +1,4 @@
-"""What compressed gradients are before they are averaged and after, and what a rank owes the others then.
+"""Records compressed gradients before and after they are averaged, and each rank's error feedback.
 
     take       the first bucket of a reduction      what the rank remembers     digests; copies in a sampled window
                every bucket                         its own gradients           copies, there
@@ -18,8 +18,6 @@ from typing import Any
 from samestep.instrument.script_io import save_unreported
 from samestep.verification.journal import TraceWriter
 
-__all__: list[str] = []
-
 _BEFORE = "compressed gradients were averaged before another optimizer's step"
 _BROKEN_OFF = "a backward pass whose gradients are compressed was broken off"
 
@@ -27,16 +25,13 @@ _BROKEN_OFF = "a backward pass whose gradients are compressed was broken off"
 class Compressing:
     """The models of a process whose gradients are compressed, numbered as they are replicated.
 
-    Args:
-        journal: to write to.
-        first: whether this rank keeps averaged gradients, which all ranks have.
-        wanted: whether values are kept now.
+    The `first` rank keeps averaged gradients, which all ranks have; `wanted` says whether values are kept now.
     """
 
     def __init__(self, journal: TraceWriter, *, first: bool, wanted: Callable[[], bool]) -> None:
-        self._journal = journal
-        self._first = first
-        self._wanted = wanted
+        self.journal = journal
+        self.first = first
+        self.wanted = wanted
         self._models: list[_Model] = []
 
     def add(self, compression: Any, model: Any, seed: int, where: str) -> None:
@@ -44,8 +39,8 @@ class Compressing:
         number = len(self._models)
         shapes = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]
         declared = compression.codec.declared()
-        self._journal.write("compresses", number=number, declared=declared, seed=seed, shapes=shapes, where=where)
-        self._models.append(_Model(number, compression, model, self._wanted))
+        self.journal.write("compresses", number=number, declared=declared, seed=seed, shapes=shapes, where=where)
+        self._models.append(_Model(self, number, compression, model))
         compression.watch = self._models[-1].take
 
     def settle(self, event: int) -> None:
@@ -54,18 +49,12 @@ class Compressing:
 
         if self._models and torch._C._current_graph_task_id() == -1:  # noqa: SLF001  (nothing public tells)
             for model in self._models:
-                model.settle(self._journal, event, first=self._first)
+                model.settle(event)
 
     def tell(self, optimizer: Any, event: int, scale: float) -> None:
-        """Writes down what became of the gradients of an optimizer that is about to step.
-
-        Args:
-            optimizer: which one.
-            event: its step.
-            scale: by which the loss was multiplied.
-        """
+        """Writes down what became of the gradients of an optimizer before a step; `scale` multiplied the loss."""
         for model in self._models:
-            model.tell(self._journal, optimizer, event, scale)
+            model.tell(optimizer, event, scale)
 
     def forget(self) -> None:
         """A step has been taken."""
@@ -76,29 +65,27 @@ class Compressing:
 class _Model:
     """One of them; holds nothing of it alive."""
 
-    def __init__(self, number: int, compression: Any, module: Any, wanted: Callable[[], bool]) -> None:
+    def __init__(self, shared: Compressing, number: int, compression: Any, module: Any) -> None:
+        self._shared = shared
         self._number = number
         self._compression = weakref.ref(compression)
         self._module = weakref.ref(module)
-        self._wanted = wanted
         self._about: dict[str, Any] = {}  # the reduction
         self._before: dict[str, Any] = {}  # digests of what the rank remembered
         self._is_due = False
         self.forget()
 
     def forget(self) -> None:
-        """Lets go of what was kept."""
         self._reductions = 0
         self._values: dict[str, dict[str, Any]] = {"before": {}, "own": {}, "averaged": {}}
         self._digests: dict[str, str] = {}
 
     def take(self, axis: Any, bucket: Any) -> None:
         """Looks at a bucket before anything of it is sent."""
-        compression = self._compression()
         if bucket.index() == 0:
-            self._begin(compression, axis)
+            self._begin(self._compression(), axis)
         self._is_due = bucket.is_last()
-        if self._wanted():
+        if self._shared.wanted():
             names = {id(parameter): name for name, parameter in self._named().items()}
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 self._values["own"][names[id(parameter)]] = gradient.detach().clone()
@@ -116,33 +103,30 @@ class _Model:
             "precision": torch.get_float32_matmul_precision(),
         }
         self._reductions += 1
-        if self._wanted():
+        if self._shared.wanted():
             self._values["own"] = {}
             self._values["before"] = {
                 kind: {name: part.clone() for name, part in pieces.items()} for kind, pieces in state.items()
             }
 
-    def settle(self, journal: TraceWriter, event: int, *, first: bool) -> None:
+    def settle(self, event: int) -> None:
         """Writes down what the rank owes now, and looks at what it got."""
+        from samestep.runtime.digest import digest
+
         compression = self._compression()
         if not self._is_due or compression is None:
             return
         self._is_due = False
-        after, reduction = _digests_of(compression.memory.state()), self._about["reduction"]
-        journal.write("owed", event=event, number=self._number, reduction=reduction, before=self._before, after=after)
-        if self._wanted():
-            self._look(first=first)
+        about = {"number": self._number, "reduction": self._about["reduction"], "before": self._before}
+        self._shared.journal.write("owed", event=event, **about, after=_digests_of(compression.memory.state()))
+        if self._shared.wanted():
+            named = self._named()
+            averaged = {name: named[name].grad for name in self._values["own"] if named[name].grad is not None}
+            self._digests = {name: digest(gradient) for name, gradient in averaged.items()}
+            if self._shared.first:
+                self._values["averaged"] = {name: gradient.detach().clone() for name, gradient in averaged.items()}
 
-    def _look(self, *, first: bool) -> None:
-        from samestep.runtime.digest import digest
-
-        named = self._named()
-        averaged = {name: named[name].grad for name in self._values["own"] if named[name].grad is not None}
-        self._digests = {name: digest(gradient) for name, gradient in averaged.items()}
-        if first:
-            self._values["averaged"] = {name: gradient.detach().clone() for name, gradient in averaged.items()}
-
-    def tell(self, journal: TraceWriter, optimizer: Any, event: int, scale: float) -> None:
+    def tell(self, optimizer: Any, event: int, scale: float) -> None:
         """Writes down what is there of an optimizer's gradients, if it holds any of this model's parameters."""
         from samestep.verification.recording.naming import of_optimizer
 
@@ -150,7 +134,7 @@ class _Model:
         held = {names[id(one)]: one.grad for one in of_optimizer(optimizer) if id(one) in names}
         if not held:
             return
-        why = self._why_not(held)
+        why, journal = self._why_not(held), self._shared.journal
         journal.write(
             "compressed",
             event=event,

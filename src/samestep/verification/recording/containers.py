@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-__all__: list[str] = []
-
 
 def named_parts(value: Any) -> dict[Any, Any] | None:
     """Returns name -> part, in order; None where a value has no named parts."""

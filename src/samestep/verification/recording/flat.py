@@ -20,28 +20,18 @@ from torch import Tensor, nn
 
 from samestep.verification.recording.parts import Part
 
-__all__: list[str] = []
-
 _NEEDED = ("_fqns", "_shapes", "_strides", "_shard_param_infos", "_sharded_size")
 
 
 @dataclass(frozen=True, eq=False)
 class FlatSlice:
-    """One parameter, as a rank holds it; has what a parameter has.
+    """One parameter, as a rank holds it; has what a parameter has."""
 
-    Attributes:
-        name: within its FSDP module.
-        owner: what an optimizer holds of it: the flat parameter, or a parameter of its own.
-        flat: the flat parameter that it lies in.
-        index: its number there.
-        is_cut: whether ranks hold different numbers of it.
-    """
-
-    name: str
-    owner: Tensor
-    flat: Any
-    index: int
-    is_cut: bool
+    name: str  # within its FSDP module
+    owner: Tensor  # what an optimizer holds of it: the flat parameter, or a parameter of its own
+    flat: Any  # the flat parameter that it lies in
+    index: int  # its number there
+    is_cut: bool  # whether ranks hold different numbers of it
 
     @property
     def shape(self) -> torch.Size:

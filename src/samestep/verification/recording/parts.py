@@ -21,8 +21,6 @@ from torch import Tensor
 from samestep.checkpoints.sharding import is_sharded, local_boxes
 from samestep.runtime.digest import digest
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Part:
@@ -66,16 +64,16 @@ def held(tensors: Sequence[Any]) -> list[Any]:
     """
     cut = {str(i): one for i, one in enumerate(tensors) if is_cut(one) and not _is_due(one)}
     found = local_boxes(cut)
-    told: list[Any] = []
+    parts: list[Any] = []
     for i, tensor in enumerate(tensors):
         if str(i) in found:
             cell, values = found[str(i)]
-            told.append(Part(tuple(tensor.shape), cell.offset, values.detach()))
+            parts.append(Part(tuple(tensor.shape), cell.offset, values.detach()))
         elif str(i) in cut:
-            told.append(Part(tuple(tensor.shape), None, local(tensor)))
+            parts.append(Part(tuple(tensor.shape), None, local(tensor)))
         else:
-            told.append(_due(tensor) if is_sharded(tensor) and _is_due(tensor) else local(tensor))
-    return told
+            parts.append(_due(tensor) if is_sharded(tensor) and _is_due(tensor) else local(tensor))
+    return parts
 
 
 def _due(tensor: Any) -> Due | None:

@@ -35,7 +35,7 @@ from samestep.verification.recording.optimizers import digests, held, settings_o
 from samestep.verification.recording.witness import StopRecording, Witness
 
 if TYPE_CHECKING:
-    from samestep.verification.recording.generators import Held
+    from samestep.verification.recording.datasets import Held
 
 __all__: list[str] = []
 
@@ -95,7 +95,7 @@ class Recorder(Witness):
 
     def _note_dataset(self, epoch: LoaderPass) -> None:
         """One that loads in this process is looked at now; one that workers load, when they are gone."""
-        from samestep.verification.recording.fingerprints import fingerprint
+        from samestep.verification.recording.datasets import fingerprint
 
         if epoch.number == 0 and not epoch.loader.num_workers:
             self.journal.write("fingerprint", key=epoch.key, samples=fingerprint(epoch.loader.dataset))
@@ -103,7 +103,7 @@ class Recorder(Witness):
             self._datasets[epoch.key] = epoch.loader.dataset
 
     def _tell_datasets(self) -> None:
-        from samestep.verification.recording.fingerprints import fingerprint
+        from samestep.verification.recording.datasets import fingerprint
 
         for key, dataset in self._datasets.items():
             self.journal.write("fingerprint", key=key, samples=fingerprint(dataset))
@@ -141,7 +141,7 @@ class Recorder(Witness):
 
     def _noise_of(self, epoch: LoaderPass) -> Held | None:
         """The generators that a dataset which is loaded in this process holds itself."""
-        from samestep.verification.recording.generators import held_by
+        from samestep.verification.recording.datasets import held_by
 
         is_seen = not epoch.loader.num_workers and hasattr(type(epoch.loader.dataset), "__getitem__")
         return held_by(epoch.loader.dataset) if is_seen else None

@@ -1,4 +1,4 @@
-"""What the script writes, noted before it is written, so that the next run finds the files as this one did.
+"""Notes files before the script writes them, so that they can be restored.
 
 Python raises an audit event before it opens, moves or removes a file; torch.save, which opens its file in C++, is asked
 by :mod:`samestep.instrument.script_io`. Others that write from native code, safetensors say, are seen only
@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__: list[str] = []
-
 MOST_BYTES = 1 << 30  # of a file that is copied before it is changed
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 _ELSEWHERE = ("/dev/", "/proc/", "/sys/", "/run/")
@@ -30,11 +28,9 @@ _CACHES = ("/__pycache__/", "/torchinductor_", "/.cache/", "/.triton/")  # that 
 
 
 class Writes:
-    """Notes what this process, and what it forks, is about to write.
+    """Notes what this process, and what it forks, is about to write, outside of some folders.
 
-    Args:
-        store: of the notes and copies, shared by the ranks of a run.
-        ignored: folders of which nothing is noted.
+    The ranks of a run share the `store` of notes and copies.
     """
 
     def __init__(self, store: Path, ignored: Sequence[str]) -> None:
@@ -72,13 +68,7 @@ class Writes:
     def note(
         self, path: str | bytes | os.PathLike[str], *, is_folder: bool = False, moved_from: str | None = None
     ) -> None:
-        """Notes a path that is about to be written or removed, and copies what is there.
-
-        Args:
-            path: of a file, or of a folder that is about to be made.
-            is_folder: whether it is such a folder.
-            moved_from: where what comes there was before.
-        """
+        """Notes a file that is about to be written or removed, or a folder that is made, and copies what is there."""
         if getattr(self._inside, "one", False):
             return
         self._inside.one = True
@@ -116,10 +106,10 @@ class Writes:
     def _can_come_back(self, source: str) -> bool:
         """Whether what is moved from here was made by this run, or has a copy: else it must not be taken away."""
         try:
-            told = json.loads(self._note_of(source).read_text(encoding="utf-8"))
+            note = json.loads(self._note_of(source).read_text(encoding="utf-8"))
         except OSError:
             return False
-        return told["kind"] in {"new", "folder"} or told["copy"] is not None
+        return note["kind"] in {"new", "folder"} or note["copy"] is not None
 
 
 def _key(name: str) -> str:

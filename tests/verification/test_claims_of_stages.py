@@ -8,37 +8,37 @@ from typing import Any
 import pytest
 
 import samestep
-from samestep.verification.stages import differences, unlike_replicas
+from samestep.verification.claims import differences, unlike_replicas
 
 ROOT = Path(__file__).parents[2]
 
 
-def step(before: dict[str, str], gradients: dict[str, str], after: dict[str, str] | None) -> dict[str, Any]:
-    return {"parameters": before, "gradients": gradients, "after": after}
+def step(event: int, before: dict[str, str], gradients: dict[str, str], after: dict[str, str]) -> dict[str, Any]:
+    return {"event": event, "parameters": before, "gradients": gradients, "after": after}
 
 
 def ranks(**changed: Any) -> list[list[dict[str, Any]]]:
     """Two stages, whose ranks both hold the whole model beside: what is another stage's stays there as it was."""
     first = [
-        step({"model 1: a": "a0", "model 1: b": "b0"}, {"model 1: a": "ga0"}, {"model 1: a": "a1"}),
-        step({"model 1: a": "a1", "model 1: b": "b0"}, {"model 1: a": "ga1"}, {"model 1: a": "a2"}),
+        step(0, {"model 1: a": "a0", "model 1: b": "b0"}, {"model 1: a": "ga0"}, {"model 1: a": "a1"}),
+        step(1, {"model 1: a": "a1", "model 1: b": "b0"}, {"model 1: a": "ga1"}, {"model 1: a": "a2"}),
     ]
     second = [
-        step({"model 1: b": "b0", "model 1: a": "a0"}, {"model 1: b": "gb0"}, {"model 1: b": "b1"}),
-        step({"model 1: b": "b1", "model 1: a": "a0"}, {"model 1: b": "gb1"}, {"model 1: b": "b2"}),
+        step(0, {"model 1: b": "b0", "model 1: a": "a0"}, {"model 1: b": "gb0"}, {"model 1: b": "b1"}),
+        step(1, {"model 1: b": "b1", "model 1: a": "a0"}, {"model 1: b": "gb1"}, {"model 1: b": "b2"}),
     ]
     second[1] |= changed
     return [first, second]
 
 
 ALONE = [
-    step({"a": "a0", "b": "b0"}, {"a": "ga0", "b": "gb0"}, {"a": "a1", "b": "b1"}),
-    step({"a": "a1", "b": "b1"}, {"a": "ga1", "b": "gb1"}, {"a": "a2", "b": "b2"}),
+    step(0, {"a": "a0", "b": "b0"}, {"a": "ga0", "b": "gb0"}, {"a": "a1", "b": "b1"}),
+    step(1, {"a": "a1", "b": "b1"}, {"a": "ga1", "b": "gb1"}, {"a": "a2", "b": "b2"}),
 ]
 
 
 def test_stages_that_are_together_what_one_process_is_are_the_same() -> None:
-    assert list(differences(ranks(), ALONE)) == []
+    assert list(differences(ranks(), ALONE, parts=True)) == []
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,11 @@ def test_stages_that_are_together_what_one_process_is_are_the_same() -> None:
     ],
 )
 def test_other_bits_and_missing_parameters_are_found(changed: dict[str, Any], found: list[Any]) -> None:
-    assert list(differences(ranks(**changed), ALONE)) == found
+    assert list(differences(ranks(**changed), ALONE, parts=True)) == found
 
 
 def test_steps_that_only_one_side_has_taken_are_not_compared() -> None:
-    assert list(differences([steps[:1] for steps in ranks()], ALONE)) == []
+    assert list(differences([steps[:1] for steps in ranks()], ALONE, parts=True)) == []
 
 
 TRAIN = """

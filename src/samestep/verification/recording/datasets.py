@@ -1,4 +1,9 @@
-"""The random generators that a dataset holds: with equal states, two ranks give different samples the same noise."""
+"""What a rank's dataset holds: digests of a few samples, and its random generators.
+
+The samples are loaded again when the script has ended. All generators, also those that the dataset holds, are seeded
+equally for it on all ranks, so that augmentation makes no difference, and are restored afterwards. Where a dataset
+holds generators of equal states, two ranks draw the same noise for different samples.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +17,73 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from samestep.instrument.patch import is_own
 from samestep.launch.failure import relative_path
 from samestep.runtime.digest import digest, digest_of_bytes
+from samestep.runtime.rng import RngState, seed_device
+from samestep.verification.recording.rows import leaves
 
-__all__: list[str] = []
-
-_Generator = tuple[Any, Any, str]  # itself, what holds it, and as which attribute
+_SAMPLES = 5
 _DEPTH = 3  # of objects in objects: a subset, its dataset, that one's transforms
+
+
+def fingerprint(dataset: Any) -> dict[str, str]:
+    """Returns index -> digest of a few samples; empty for a dataset without an index, or one that refuses.
+
+    And for one whose samples are other ones whenever they are loaded, though generators are seeded.
+    """
+    try:
+        size = len(dataset)
+        places = sorted({i * (size - 1) // max(_SAMPLES - 1, 1) for i in range(_SAMPLES)}) if size else []
+        digests = dict(_samples(dataset, places))
+        return digests if places and digests == dict(_samples(dataset, places)) else {}
+    except Exception:  # noqa: BLE001  (the dataset is the script's, and the script is over)
+        return {}
+
+
+def _samples(dataset: Any, places: list[int]) -> Iterator[tuple[str, str]]:
+    with _seeded_equally(), own_generators_seeded(dataset):
+        for place in places:
+            yield str(place), sample_digest(dataset[place])
+
+
+@contextmanager
+def _seeded_equally() -> Iterator[None]:
+    here = torch.device("cpu")
+    before = RngState.capture(here)
+    seed_device(0, here)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def sample_digest(sample: Any) -> str:
+    """Returns what tells one sample of a dataset from another."""
+    whole = xxhash.xxh3_64()
+    for leaf in leaves(sample):
+        whole.update(_bytes_of(leaf))
+    return whole.hexdigest()
+
+
+def _bytes_of(leaf: Any) -> bytes:
+    if isinstance(leaf, torch.Tensor):
+        return digest(leaf).encode()
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+        return leaf.tobytes()
+    if hasattr(leaf, "tobytes"):  # an image
+        return bytes(leaf.tobytes())
+    return repr(leaf).encode() if isinstance(leaf, str | bytes | int | float | bool | None) else b""
 
 
 @dataclass(frozen=True)
 class Held:
-    """The generators that a dataset holds.
+    """The generators that a dataset holds."""
 
-    Attributes:
-        state: digest of their states.
-        where: the line of the user's that gives the first of them to what holds it; None where that is not known.
-    """
-
-    state: str
-    where: str | None
+    state: str  # digest of their states
+    where: str | None  # the line of the user's that gives the first of them to what holds it, if it is known
 
 
 def held_by(dataset: Any) -> Held | None:
@@ -56,7 +106,7 @@ def held_by(dataset: Any) -> Held | None:
 
 @contextmanager
 def own_generators_seeded(dataset: Any) -> Iterator[None]:
-    """Seeds the generators that a dataset holds, all alike, and restores their states at the end.
+    """Seeds the generators that a dataset holds, all equally, and restores their states at the end.
 
     >>> class Noisy:
     ...     def __init__(self, seed):
@@ -69,7 +119,7 @@ def own_generators_seeded(dataset: Any) -> Iterator[None]:
     found = [one for one, _, _ in _within(dataset, _DEPTH, set())]
     before = [(one, _get_state(one)) for one in found]
     for one in found:
-        _set_state(one, _get_state(_made_alike(one)))
+        _set_state(one, _get_state(_made_equally(one)))
     try:
         yield
     finally:
@@ -77,7 +127,7 @@ def own_generators_seeded(dataset: Any) -> Iterator[None]:
             _set_state(one, state)
 
 
-def _made_alike(generator: Any) -> Any:
+def _made_equally(generator: Any) -> Any:
     """A new generator of the same kind, with the seed 0."""
     if isinstance(generator, torch.Generator):
         return torch.Generator(generator.device).manual_seed(0)
@@ -134,8 +184,8 @@ def _given_at(owner: Any, name: str) -> str | None:
 
 
 def _state(generator: Any) -> str:
-    told = _get_state(generator)
-    if isinstance(told, torch.Tensor):
-        return digest(told)
+    state = _get_state(generator)
+    if isinstance(state, torch.Tensor):
+        return digest(state)
     with np.printoptions(threshold=2**16):
-        return digest_of_bytes(repr(told).encode())
+        return digest_of_bytes(repr(state).encode())

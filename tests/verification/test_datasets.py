@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.verification.recording.fingerprints import fingerprint
+from samestep.verification.recording.datasets import fingerprint
 
 
 class Noisy:

@@ -11,7 +11,7 @@ from lazily import Lazily
 
 from samestep import Report
 from samestep.replicas import virtual_engine
-from samestep.verification import equality
+from samestep.verification import claims
 from samestep.verification.files import Files
 from samestep.verification.judging.single import Run
 from samestep.verification.runner import Runner
@@ -65,17 +65,17 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Lazily[Report]:
 
     def in_float64() -> Report:
         report = Report(ranks=2)
-        equality.in_float64(runner(script(times=" * (1 + 1e-6 * world.rank)")), 6, report)
+        claims.judge_in_float64(runner(script(times=" * (1 + 1e-6 * world.rank)")), 6, report)
         return report
 
     def bit_for_bit() -> Report:
         report = Report(ranks=2)
-        equality.bit_for_bit(runner(script(times=" * torch.rand((), generator=own)")), 2, 6, report)
+        claims.judge_virtual_ranks(runner(script(times=" * torch.rand((), generator=own)")), 2, 6, report)
         return report
 
     def resumed() -> Report:
         report, forgetful = Report(ranks=2), runner(script(saved="dict(model=model, schedule=schedule)"))
-        equality.resumed(forgetful, forgetful.recorded("recording", 2).record, report)
+        claims.judge_resume(forgetful, forgetful.recorded("recording", 2).record, report)
         return report
 
     makers = {
@@ -106,7 +106,7 @@ def test_as_virtual_ranks_processes_and_one_have_the_same_bits_where_their_numbe
     (two,) = [remark for remark in reports["2 ranks"].remarks if "virtual ranks" in remark]
     assert "2 processes and one have the same bits in all gradients and parameters (9 steps" in two
     three = Report(ranks=3)
-    equality.bit_for_bit(None, 3, 6, three)  # type: ignore[arg-type]  # nothing is run
+    claims.judge_virtual_ranks(None, 3, 6, three)  # type: ignore[arg-type]  # nothing is run
     assert three.remarks == ["not compared bit for bit with virtual ranks: 3 is no power of two"]
 
 
@@ -138,7 +138,7 @@ def test_only_a_rank_that_was_killed_behind_a_save_must_go_on_from_there(tmp_pat
             return Run(Ended(code=0, hung=False, failure=failure, folder=tmp_path), record(*[events] * ranks))
 
     report = Report(ranks=2)
-    equality.resumed(Runs(), record(whole, whole), report)  # type: ignore[arg-type]
+    claims.judge_resume(Runs(), record(whole, whole), report)  # type: ignore[arg-type]
     assert [finding.code for finding in report.errors] == (["checkpoint-inexact"] if by_us else [])
     assert by_us or report.coverage["checkpoint"] == "not checked: Signal: it was killed by SIGKILL"
 
@@ -153,7 +153,7 @@ def test_an_optimizer_that_is_not_saved_is_found_by_the_resume(reports: Lazily[R
 def test_a_reason_is_told_to_its_end_or_shows_that_it_goes_on(tmp_path, length):
     message = virtual_engine._CHANGED.ljust(length, "-")
     failure = {"exception": "StepError", "message": message}
-    reason = equality.failed(Run(Ended(code=1, hung=False, failure=failure, folder=tmp_path), record([ended()])))
+    reason = claims.failed(Run(Ended(code=1, hung=False, failure=failure, folder=tmp_path), record([ended()])))
     assert "which stands under `if batches.step_ends:`" in reason
     assert reason.endswith("…") == (length == 3000)
     assert len(reason) < 600
