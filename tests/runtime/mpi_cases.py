@@ -141,6 +141,8 @@ def messages(ranks):
         dist.P2POp(dist.irecv, batch, (rank - 1) % ranks),
         dist.P2POp(dist.isend, mine(), (rank + 1) % ranks),
     ]
+    world = dist.group.WORLD
+    assert world._get_backend(torch.device("cpu")) is world  # what batch_isend_irecv asks from torch 2.14 on
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     if rank:

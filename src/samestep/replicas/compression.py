@@ -95,15 +95,17 @@ class ChunkPipeline:
             worker.close()
 
 
+@dataclass
 class _Arriving:
-    """A message under way."""
+    """A message under way; what was sent must live until it is there."""
 
-    def __init__(self, tensor: Tensor, work: Any, sent: Tensor) -> None:
-        self._tensor, self._work, self._sent = tensor, work, sent
+    tensor: Tensor
+    work: Any
+    sent: Tensor
 
     def wait(self) -> Tensor:
-        self._work.wait()
-        return self._tensor
+        self.work.wait()
+        return self.tensor
 
 
 Future = torch.futures.Future[Tensor]

@@ -7,6 +7,7 @@ own, so that they never mix with those of gloo's own collectives.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -128,13 +129,13 @@ class _NamedPeers:
         ) from error
 
 
+@dataclass
 class _NamedWork:
     """A message, and the rank at its other end."""
 
-    def __init__(self, work: Work, transport: _NamedPeers, other: int) -> None:
-        self._work = work
-        self._transport = transport
-        self._other = other
+    work: Work
+    transport: _NamedPeers
+    other: int
 
     def wait(self) -> None:
-        self._transport.call(self._other, self._work.wait)
+        self.transport.call(self.other, self.work.wait)
