@@ -193,19 +193,12 @@ class CostBalancedOrder:
 
 @dataclass(frozen=True)
 class Buckets:
-    """How an order is bucketed.
+    """How an order is bucketed."""
 
-    Attributes:
-        costs: of the samples.
-        steps: of a window.
-        batch_size: samples of a step.
-        end: one past the last position that is used.
-    """
-
-    costs: Costs
-    steps: int
-    batch_size: int
-    end: int
+    costs: Costs  # of the samples
+    steps: int  # of a window
+    batch_size: int  # samples of a step
+    end: int  # one past the last position that is used
 
     def __post_init__(self) -> None:
         if self.steps < 1:

@@ -32,23 +32,14 @@ _WITHOUT_MEAN = (
 
 @dataclass
 class CurrentStep:
-    """The step that is being computed on this rank.
+    """The step that is being computed on this rank."""
 
-    Attributes:
-        step: its partition.
-        weight: of the whole step, over all ranks.
-        counts: samples in each of this rank's micro-batches, those that were skipped not counted.
-        weights: of these micro-batches, where `weight` was given to `shards`; else None.
-        skipped: of the whole step, over all ranks.
-        micro: the micro-batch yielded last.
-    """
-
-    step: StepPartition
-    weight: float
-    counts: list[int]
-    weights: list[float] | None = None
-    skipped: tuple[Skip, ...] = ()
-    micro: int = 0
+    step: StepPartition  # its partition
+    weight: float  # of the whole step, over all ranks
+    counts: list[int]  # samples in each of this rank's micro-batches, those that were skipped not counted
+    weights: list[float] | None = None  # of these micro-batches, where `weight` was given to `shards`; else None
+    skipped: tuple[Skip, ...] = ()  # of the whole step, over all ranks
+    micro: int = 0  # the micro-batch yielded last
 
     @property
     def is_empty(self) -> bool:
@@ -64,11 +55,7 @@ class CurrentStep:
         return self.micro == len(self.step.micro) - 1
 
     def loss_share(self, losses: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Returns the sum of the losses that count, over the weight of the step.
-
-        Raises:
-            StepError: the losses are reduced already, or do not match the batch or its weight.
-        """
+        """Returns the sum of the losses that count, over the weight of the step."""
         self._check(losses, mask)
         # a loss that does not count may be inf or nan, and 0 times that is nan
         counted = losses if mask is None else torch.where(mask.bool(), losses * mask, torch.zeros_like(losses))

@@ -60,11 +60,7 @@ _END = object()
 
 
 def inspect_dataset(dataset: Any, *, splits_itself: bool) -> tuple[Kind, int]:
-    """Returns how a dataset can be read, and its length; UNKNOWN where it has none.
-
-    Raises:
-        DataError: it cannot be read, or the arguments contradict it.
-    """
+    """Returns how a dataset can be read, and its length; UNKNOWN where it has none."""
     name = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
@@ -134,10 +130,6 @@ def compare_first_items(dataset: Any, world: World, seeds: SampleSeeds | None) -
     """Reads one item, and refuses a stream that is not the same on every rank. Collective: every rank must call it.
 
     One that splits itself by rank, unasked, would else be split twice, and most of it never read.
-
-    Raises:
-        DataError: the items differ, or this rank's cannot be read.
-        PeerError: another rank's cannot.
     """
     if world.data.size == 1:
         return
@@ -194,13 +186,6 @@ def _feed(digest: hashlib.blake2b, item: Any) -> None:
 class Reader:
     """Takes items at rising positions from one epoch of a stream.
 
-    Args:
-        dataset: has `__iter__`, and perhaps `iter_from(position)`.
-        epoch: of which the items are.
-        seeds: of the items; None leaves the random generators alone.
-        worker: in which it reads; None in the rank itself.
-        on_read: is called with every position before it is read.
-
     Attributes:
         position: of the next item.
     """
@@ -224,11 +209,7 @@ class Reader:
         self._seeks = hasattr(dataset, "iter_from")
 
     def take(self, start: int, stop: int) -> list[Any]:
-        """Returns the items at positions [start, stop), or fewer if the stream ends there.
-
-        Raises:
-            DataError: the stream raised; says at which item and where.
-        """
+        """Returns the items at positions [start, stop), or fewer if the stream ends there."""
         self._go_to(start)
         return list(self._items(stop))
 
@@ -306,9 +287,6 @@ class StreamLoader:
         """Yields one batch for every micro-batch from position `cursor` on, with the items of its step.
 
         The partitioner is that of any step that is not the last, where the length is UNKNOWN.
-
-        Raises:
-            DataError: the stream has raised, a worker died, or there are not as many items as it said.
         """
         return self._load(epoch, lambda status: SharedStream(self, epoch, partitioner, cursor, status))
 

@@ -39,27 +39,16 @@ class Skip:
 
 @dataclass(frozen=True)
 class Segment:
-    """Steps of one epoch that follow each other.
+    """Steps of one epoch that follow each other."""
 
-    Attributes:
-        epoch: of all its steps.
-        start: position at which the first of them starts.
-        stop: position behind the last.
-        batch_size: samples of a step; only the last may be shorter.
-        digest: of everything up to its end.
-        skipped: positions in it that were not consumed.
-        bucket: how its steps were bucketed by cost, as a digest; "" where they were not.
-        tally: of its samples, where they were.
-    """
-
-    epoch: int
-    start: int
-    stop: int
-    batch_size: int
-    digest: bytes
-    skipped: tuple[Skip, ...] = ()
-    bucket: str = ""
-    tally: int = 0
+    epoch: int  # of all its steps
+    start: int  # position at which the first of them starts
+    stop: int  # position behind the last
+    batch_size: int  # samples of a step; only the last may be shorter
+    digest: bytes  # of everything up to its end
+    skipped: tuple[Skip, ...] = ()  # positions in it that were not consumed
+    bucket: str = ""  # how its steps were bucketed by cost, as a digest; "" where they were not
+    tally: int = 0  # of its samples, where they were
 
     def row(self) -> tuple[Any, ...]:
         skipped = tuple((skip.position, skip.index, skip.reason) for skip in self.skipped)
@@ -153,11 +142,7 @@ class Ledger:
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> Ledger:
-        """Returns a ledger that goes on where :meth:`state` was taken, in a new segment.
-
-        Raises:
-            DataError: it is of a version that this samestep does not know, or malformed.
-        """
+        """Returns a ledger that goes on where :meth:`state` was taken, in a new segment."""
         begins, digest, segments = parsed(state)
         ledger = Ledger(begins)
         ledger.digest = digest
@@ -166,11 +151,7 @@ class Ledger:
 
 
 def parsed(state: Mapping[str, Any]) -> tuple[tuple[int, int], bytes, list[Segment]]:
-    """Returns where a saved ledger begins, its last digest, and its segments.
-
-    Raises:
-        DataError: it is of a version that this samestep does not know, or malformed.
-    """
+    """Returns where a saved ledger begins, its last digest, and its segments."""
     try:
         if (version := state["version"]) != LEDGER_VERSION:
             raise DataError(

@@ -22,21 +22,14 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """How a rank loads, whatever the dataset.
+    """How a rank loads, whatever the dataset."""
 
-    Attributes:
-        worker_generator: returns the generator that an epoch's worker seeds come from.
-        workers: processes that load; 0 loads in this one.
-        collate_fn: makes a batch of a list of samples; torch's default otherwise.
-        pin_memory: page-locked memory, from which a GPU copies beside its computation.
-        sample_seeds: None leaves the random generators alone.
-    """
-
-    worker_generator: Callable[[int], torch.Generator]
-    workers: int = 0
+    worker_generator: Callable[[int], torch.Generator]  # returns the generator that an epoch's worker seeds come from
+    workers: int = 0  # processes that load; 0 loads in this one
+    # makes a batch of a list of samples; torch's default otherwise
     collate_fn: Callable[[list[Any]], Any] | None = None
-    pin_memory: bool = False
-    sample_seeds: SampleSeeds | None = None
+    pin_memory: bool = False  # page-locked memory, from which a GPU copies beside its computation
+    sample_seeds: SampleSeeds | None = None  # None leaves the random generators alone
 
     def worker_status(self) -> WorkerStatus | None:
         return WorkerStatus(self.workers) if self.workers else None
@@ -79,11 +72,7 @@ class Loader:
         self.skip = skip
 
     def load(self, order: Order, steps: Iterable[StepPartition]) -> Iterator[Loaded]:
-        """Calls the dataset's `set_epoch`, where it has one, and yields a batch for every micro-batch of `steps`.
-
-        Raises:
-            DataError: a sample could not be loaded, or a worker died; says which and why.
-        """
+        """Calls the dataset's `set_epoch`, where it has one, and yields a batch for every micro-batch of `steps`."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(order.epoch)
         yield from self.read(order, steps)

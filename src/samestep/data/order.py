@@ -115,19 +115,13 @@ def _feistel(values: Words, half_bits: int, keys: Words) -> Words:
 
 @dataclass(frozen=True)
 class StepPartition:
-    """The positions [start, stop) of one optimizer step, and its partition for one rank.
+    """The positions [start, stop) of one optimizer step, and its partition for one rank."""
 
-    Attributes:
-        start: first position of the whole step.
-        stop: one past the last.
-        micro: this rank's micro-batches as [start, stop) positions, as many on every rank; empty ones are equal.
-        local_slices: slices of the step that they belong to, one after another: as many micro-batches to each.
-    """
-
-    start: int
-    stop: int
+    start: int  # first position of the whole step
+    stop: int  # one past the last
+    # this rank's micro-batches as [start, stop) positions, as many on every rank; empty ones are equal
     micro: tuple[tuple[int, int], ...]
-    local_slices: int = 1
+    local_slices: int = 1  # slices of the step that they belong to, one after another: as many micro-batches to each
 
     @property
     def size(self) -> int:
@@ -148,25 +142,15 @@ class Partitioner(Protocol):
 
 @dataclass(frozen=True)
 class StepPartitioner:
-    """Divides an order into steps, and these among ranks and micro-batches.
+    """Divides an order into steps, and these among ranks and micro-batches."""
 
-    Attributes:
-        total: samples of the epoch.
-        batch_size: samples of a step, over all ranks.
-        micro_batch_size: most samples of one micro-batch on one rank; None takes a rank's share whole.
-        rank: this rank's position on the data axis; on virtual ranks, its first slice.
-        ranks: the length of the data axis; on virtual ranks, the slices of a step.
-        drop_last: leave out a last step shorter than `batch_size`.
-        local_slices: slices that this rank computes, one after another.
-    """
-
-    total: int
-    batch_size: int
-    micro_batch_size: int | None = None
-    rank: int = 0
-    ranks: int = 1
-    drop_last: bool = False
-    local_slices: int = 1
+    total: int  # samples of the epoch
+    batch_size: int  # samples of a step, over all ranks
+    micro_batch_size: int | None = None  # most samples of one micro-batch on one rank; None takes a rank's share whole
+    rank: int = 0  # this rank's position on the data axis; on virtual ranks, its first slice
+    ranks: int = 1  # the length of the data axis; on virtual ranks, the slices of a step
+    drop_last: bool = False  # leave out a last step shorter than `batch_size`
+    local_slices: int = 1  # slices that this rank computes, one after another
 
     @property
     def end(self) -> int:

@@ -35,19 +35,12 @@ Steps = Iterator[tuple[CurrentStep, Iterator[Any]]]  # each with its micro-batch
 
 @dataclass(frozen=True)
 class StepPart:
-    """This rank's part of a step, on the host.
+    """This rank's part of a step, on the host."""
 
-    Attributes:
-        batches: one for each micro-batch; of a rank's own stream there may be fewer.
-        counts: items in each.
-        step: its partition; None where every rank has a stream of its own.
-        skipped: samples of this rank's that were left out.
-    """
-
-    batches: list[Any]
-    counts: list[int]
-    step: StepPartition | None = None
-    skipped: tuple[Skip, ...] = ()
+    batches: list[Any]  # one for each micro-batch; of a rank's own stream there may be fewer
+    counts: list[int]  # items in each
+    step: StepPartition | None = None  # its partition; None where every rank has a stream of its own
+    skipped: tuple[Skip, ...] = ()  # samples of this rank's that were left out
 
     @property
     def size(self) -> int:
@@ -126,12 +119,7 @@ class StepPipeline:
             yield CurrentStep(step, float(step.size), counts), islice(batches, len(step.micro))
 
     def run_agreed(self, epoch: int, position: int, parts: Iterator[StepPart]) -> Steps:
-        """Yields the steps that begin at `position`, each agreed on by all ranks.
-
-        Raises:
-            DataError: the ranks do not read the same stream; or one whose stream is empty has nothing to cut an empty
-                batch from.
-        """
+        """Yields the steps that begin at `position`, each agreed on by all ranks."""
         self._check_device()
         started = self._start(next(parts, None), position)
         while (current := self._agree(epoch, position, started)) is not None:
@@ -224,11 +212,7 @@ class SkipLog:
         self._of_step: dict[int, tuple[Skip, ...]] = {}  # finished steps, by their first position
 
     def exchange(self, epoch: int, step: StepPartition, mine: tuple[Skip, ...], batch_size: int) -> tuple[Skip, ...]:
-        """Returns what all ranks skipped in a step, in the order's order. Collective.
-
-        Raises:
-            DataError: nothing is left of a whole step.
-        """
+        """Returns what all ranks skipped in a step, in the order's order. Collective."""
         rows = [(skip.position, skip.index, skip.reason) for skip in mine]
         everyone = [Skip(*row) for rows in all_gather_json(self._world.data, rows) for row in rows]
         found = tuple(sorted(everyone, key=lambda skip: skip.position))

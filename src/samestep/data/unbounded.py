@@ -158,11 +158,7 @@ class SelfShardedShards(_OwnShards):
         return {"own": list(self._readers), "epoch": self.epoch, "cursor": self._cursor, "steps": self._committed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where the saved run stood, or begins its epoch anew where other readers would find other items.
-
-        Raises:
-            DataError: the state is that of data which were split otherwise.
-        """
+        """Goes on where the saved run stood, or begins its epoch anew where other readers would find other items."""
         if "own" not in state:
             raise DataError("the saved run did not let the dataset split itself: its position means nothing here")
         epoch, cursor, steps = int(state["epoch"]), int(state["cursor"]), int(state["steps"])
@@ -236,11 +232,7 @@ class StatefulLoaderShards(_OwnShards):
         return mine | {"epoch": self.epoch, "cursor": self._cursor, "steps": self._committed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from the loader's own state; saved by another number of ranks, its epoch begins anew.
-
-        Raises:
-            DataError: the state is not that of a loader.
-        """
+        """Goes on from the loader's own state; saved by another number of ranks, its epoch begins anew."""
         if "loader" not in state:
             raise DataError("the saved run did not read a stateful loader: its position means nothing here")
         epoch, cursor, steps = int(state["epoch"]), int(state["cursor"]), int(state["steps"])
@@ -256,11 +248,7 @@ class StatefulLoaderShards(_OwnShards):
 
 
 def micro_batches_of(loader: Any, batch_size: int, ranks: int) -> int:
-    """Returns how many of a loader's batches make a step on each rank.
-
-    Raises:
-        DataError: they do not make one of `batch_size`.
-    """
+    """Returns how many of a loader's batches make a step on each rank."""
     each = loader.batch_size
     if each is None:  # its batches are whatever its dataset gives
         return 1

@@ -132,19 +132,12 @@ BucketListener = Callable[[Axis, Bucket], None]
 
 @dataclass
 class _ChunkBuffers:
-    """A chunk of a bucket, and what is known of it as long as the bucket stays.
+    """A chunk of a bucket, and what is known of it as long as the bucket stays."""
 
-    Attributes:
-        codec: what it travels by.
-        chunk: its pieces.
-        shares: whose row is whose.
-        staging: [length], where its gradients are brought together; gaps stay zero.
-    """
-
-    codec: Codec
-    chunk: Chunk
-    shares: RowOwners
-    staging: Tensor
+    codec: Codec  # what it travels by
+    chunk: Chunk  # its pieces
+    shares: RowOwners  # whose row is whose
+    staging: Tensor  # [length], where its gradients are brought together; gaps stay zero
 
 
 class GradientCompression:

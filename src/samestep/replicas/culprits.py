@@ -39,15 +39,10 @@ _SINCE = {
 
 @dataclass(frozen=True)
 class Culprits:
-    """Where bad gradients come from.
+    """Where bad gradients come from."""
 
-    Attributes:
-        text: a sentence.
-        ranks: those that brought them; empty where they are not known.
-    """
-
-    text: str
-    ranks: tuple[int, ...]
+    text: str  # a sentence
+    ranks: tuple[int, ...]  # those that brought them; empty where they are not known
 
 
 def find_culprits(

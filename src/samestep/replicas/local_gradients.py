@@ -37,19 +37,12 @@ INPUTS_MOST = 256  # tensors of a step that went into forwards
 
 @dataclass(frozen=True)
 class NonFiniteTensor:
-    """What is not finite in one tensor.
+    """What is not finite in one tensor."""
 
-    Attributes:
-        name: the parameter's.
-        nans: how many of its elements are NaN, -1 where only its sum is known.
-        infs: likewise infinite.
-        size: elements of it.
-    """
-
-    name: str
-    nans: int
-    infs: int
-    size: int
+    name: str  # the parameter's
+    nans: int  # how many of its elements are NaN, -1 where only its sum is known
+    infs: int  # likewise infinite
+    size: int  # elements of it
 
     @property
     def is_large(self) -> bool:
@@ -131,18 +124,12 @@ class _Noted:
 
 @dataclass(frozen=True)
 class First:
-    """The first bad tensor of a rank.
+    """The first bad tensor of a rank."""
 
-    Attributes:
-        bad: it.
-        uncertainty: 0 is this rank's own for sure; n, it was found when the n-th backward of the step added to averaged
-            gradients.
-        order: how many tensors the backward had come to before it.
-    """
-
-    bad: NonFiniteTensor
+    bad: NonFiniteTensor  # it
+    # 0 is this rank's own for sure; n, it was found when the n-th backward of the step added to averaged gradients
     uncertainty: int
-    order: int
+    order: int  # how many tensors the backward had come to before it
 
 
 class LocalGradientLog:

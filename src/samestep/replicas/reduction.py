@@ -53,15 +53,10 @@ Hook = Callable[[Axis, GradBucket], torch.futures.Future[Tensor]]
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a model's gradients are added.
+    """How a model's gradients are added."""
 
-    Attributes:
-        overlaps_backward: buckets are sent beside the backward; else they are added in its thread.
-        release: tells the other ranks that this one adds nothing more.
-    """
-
-    overlaps_backward: bool
-    release: Callable[[], None] = lambda: None
+    overlaps_backward: bool  # buckets are sent beside the backward; else they are added in its thread
+    release: Callable[[], None] = lambda: None  # tells the other ranks that this one adds nothing more
 
 
 def install(

@@ -49,19 +49,12 @@ _FMIX64 = (signed(0xFF51AFD7ED558CCD), signed(0xC4CEB9FE1A85EC53))
 
 @dataclass(frozen=True, eq=False)
 class StateItem:
-    """Something that must be alike on all ranks: a tensor, or a number of an optimizer.
+    """Something that must be alike on all ranks: a tensor, or a number of an optimizer."""
 
-    Attributes:
-        name: the same on every rank.
-        value: a tensor, a number or a tuple of numbers.
-        home: the dict or list in which a number stands.
-        key: under which it does.
-    """
-
-    name: str
-    value: Any
-    home: Any = None
-    key: Any = None
+    name: str  # the same on every rank
+    value: Any  # a tensor, a number or a tuple of numbers
+    home: Any = None  # the dict or list in which a number stands
+    key: Any = None  # under which it does
 
     @property
     def kind(self) -> str:
@@ -206,23 +199,14 @@ RankDigests = Mapping[str, Sequence[Any]]  # by name: digest, and what kind of v
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not alike on all ranks.
+    """Something that is not alike on all ranks."""
 
-    Attributes:
-        name: of the tensor or number.
-        source: the position of the rank whose version a repair sends to all.
-        others: the positions of those that hold another version than it.
-        is_decided: whether most ranks hold the source's version.
-        can_be_sent: whether all ranks have it, of one type and shape.
-        is_number: whether it is an optimizer's number, and no tensor.
-    """
-
-    name: str
-    source: int
-    others: tuple[int, ...]
-    is_decided: bool
-    can_be_sent: bool
-    is_number: bool = False
+    name: str  # of the tensor or number
+    source: int  # the position of the rank whose version a repair sends to all
+    others: tuple[int, ...]  # the positions of those that hold another version than it
+    is_decided: bool  # whether most ranks hold the source's version
+    can_be_sent: bool  # whether all ranks have it, of one type and shape
+    is_number: bool = False  # whether it is an optimizer's number, and no tensor
 
 
 def differences(digests: Sequence[RankDigests]) -> list[Difference]:

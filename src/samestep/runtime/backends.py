@@ -20,11 +20,7 @@ __all__: list[str] = []
 
 
 def choose_backend(requested: str | None, device: torch.device) -> str:
-    """Returns the backend to use.
-
-    Raises:
-        BackendError: the backend is unknown, not built into this torch, or cannot serve `device`.
-    """
+    """Returns the backend to use."""
     if requested is None:
         if device.type not in {"cpu", "cuda"}:
             raise BackendError(f"no backend is known for {device.type} tensors; samestep trains on cpu and cuda")

@@ -16,13 +16,7 @@ __all__: list[str] = []
 
 
 def default_device(local_rank: int, local_size: int, *, visible: int | None = None) -> torch.device:
-    """Returns the device of the rank that is number `local_rank` of `local_size` on its host.
-
-    Args:
-        local_rank: this rank's number on its host.
-        local_size: ranks on this host.
-        visible: GPUs that this process can see; torch's count by default.
-    """
+    """Returns the device of the rank that is number `local_rank` of `local_size` on its host."""
     count = torch.cuda.device_count() if visible is None else visible
     if count == 0:
         return torch.device("cpu")
@@ -37,11 +31,7 @@ def default_device(local_rank: int, local_size: int, *, visible: int | None = No
 
 
 def choose_device(requested: torch.device | None, local_rank: int, local_size: int) -> torch.device:
-    """Returns the device requested, with its number, or else the rank's default.
-
-    Raises:
-        DeviceError: a GPU is requested that this process does not see.
-    """
+    """Returns the device requested, with its number, or else the rank's default."""
     if requested is None:
         return default_device(local_rank, local_size)
     if requested.type != "cuda":

@@ -40,15 +40,7 @@ def start_event_log(folder: Path | None, rank: int, size: int) -> Timeline | Non
 
 
 class MetricLog:
-    """Writes what `World.log` is given.
-
-    Args:
-        tensorboard: the folder for TensorBoard's files, or None.
-        writes: whether this rank is the one that writes them.
-
-    Raises:
-        UsageError: TensorBoard is not installed.
-    """
+    """Writes what `World.log` is given."""
 
     def __init__(self, tensorboard: str | Path | None, *, writes: bool) -> None:
         self._calls = 0

@@ -38,25 +38,19 @@ _files: list[Path] = []  # in which rank 0 has published its address; of no use 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """A rank's number, and how it finds the others.
-
-    Attributes:
-        method: "tcp" (`host` and `port`), "file" (a FileStore at `path`), or "published": rank 0 publishes its
-            address in the file `path`.
-        serves: this rank runs the store; false where the launcher does.
-        one_host: the launcher says that all ranks are on this host.
-        prefix: separates the keys of one attempt from those of the one before.
-    """
+    """A rank's number, and how it finds the others."""
 
     rank: int
     size: int
+    # "tcp" (`host` and `port`), "file" (a FileStore at `path`), or "published": rank 0 publishes its address in the
+    # file `path`
     method: str
     host: str = ""
     port: int = 0
     path: str = ""
-    serves: bool = False
-    one_host: bool = False
-    prefix: str = ""
+    serves: bool = False  # this rank runs the store; false where the launcher does
+    one_host: bool = False  # the launcher says that all ranks are on this host
+    prefix: str = ""  # separates the keys of one attempt from those of the one before
 
     @property
     def address(self) -> str:
@@ -66,11 +60,7 @@ class Rendezvous:
 def parse_init_method(
     init_method: str | None, launcher_env: RankVariables | None, rank: int | None, size: int | None
 ) -> Rendezvous:
-    """Returns where this rank meets the others: as `init_method` says, or None for whatever the launcher set.
-
-    Raises:
-        UsageError: the method is unknown, or neither caller nor launcher says which rank this is.
-    """
+    """Returns where this rank meets the others: as `init_method` says, or None for whatever the launcher set."""
     parts = urlsplit(init_method or "env://")
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
     rank, size = _rank_and_size(init_method, launcher_env, query, rank, size)
@@ -155,11 +145,7 @@ def _from_environment(env: RankVariables | None, rank: int, size: int) -> Rendez
 
 
 def connect_store(point: Rendezvous, join_timeout_s: float) -> Store:
-    """Returns a client of the store, which rank 0 serves first unless the launcher does.
-
-    Raises:
-        RendezvousError: the port is taken, or nobody answered within `join_timeout_s` seconds.
-    """
+    """Returns a client of the store, which rank 0 serves first unless the launcher does."""
     if point.method == "file":
         return _connect_via_file_store(_file_store(point), point, join_timeout_s)
     if point.method == "published":
@@ -292,9 +278,6 @@ def register_rank(
     """Registers this rank, waits for all, and returns every rank's registration, in rank order.
 
     `about` are JSON facts about this process; they must hold "host" and "pid".
-
-    Raises:
-        RendezvousError: a rank is missing, there twice, or the file is left over from a dead run.
     """
     global _worlds  # noqa: PLW0603
     try:

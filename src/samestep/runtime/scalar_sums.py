@@ -41,12 +41,7 @@ class PendingSum:
         self._total: tuple[float, ...] = ()
 
     def wait(self) -> tuple[float, ...]:
-        """Returns the sums over all ranks. Not collective: a rank may wait alone, or never.
-
-        Raises:
-            PeerError: a rank is gone, or sent nothing within the timeout.
-            StepError: the ranks sent numbers of different steps.
-        """
+        """Returns the sums over all ranks. Not collective: a rank may wait alone, or never."""
         if self._finish is not None:
             self._total, self._finish = self._finish(), None
         return self._total

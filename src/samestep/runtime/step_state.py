@@ -22,41 +22,27 @@ _BASE = 1 << 20  # more than any number of ranks, so that counts of two requests
 
 @dataclass(frozen=True)
 class StepLoss:
-    """What a loader knows of the mean loss of a step, for code that computes it without `Shards.mean`.
+    """What a loader knows of the mean loss of a step, for code that computes it without `Shards.mean`."""
 
-    Attributes:
-        total: the weight of the step, over all ranks and micro-batches.
-        weigh: returns the weight of some samples of the micro-batch yielded last.
-        add: adds this replica's share of the mean.
-        weighted: the weight is the user's; else samples count.
-    """
-
-    total: float
-    weigh: Callable[[Any], float]
-    add: Callable[[Tensor], None]
-    weighted: bool = False
+    total: float  # the weight of the step, over all ranks and micro-batches
+    weigh: Callable[[Any], float]  # returns the weight of some samples of the micro-batch yielded last
+    add: Callable[[Tensor], None]  # adds this replica's share of the mean
+    weighted: bool = False  # the weight is the user's; else samples count
 
 
 @dataclass
 class StepState:
-    """The state of the step that this rank is in.
+    """The state of the step that this rank is in."""
 
-    Attributes:
-        agreed: what all ranks do at the end of the last finished step, until it is done; equal on every rank.
-        requests_enabled: whether requests are sent with the report of a step, which is then twice as long.
-        averaged: a backward has averaged gradients since the last step ended.
-        steps: how many steps have ended or were abandoned.
-        small_batch_hint: returns why the last micro-batch has so few samples, and what to do; None outside of steps.
-        mean: of the step whose micro-batch was yielded last; None outside of steps.
-        epoch_ends: called on every rank where a loop over a loader has come to its end.
-    """
-
+    # what all ranks do at the end of the last finished step, until it is done; equal on every rank
     agreed: frozenset[str] = frozenset()
-    requests_enabled: bool = False
-    averaged: bool = False
-    steps: int = 0
+    requests_enabled: bool = False  # whether requests are sent with the report of a step, which is then twice as long
+    averaged: bool = False  # a backward has averaged gradients since the last step ended
+    steps: int = 0  # how many steps have ended or were abandoned
+    # returns why the last micro-batch has so few samples, and what to do; None outside of steps
     small_batch_hint: Callable[[], str] | None = None
-    mean: StepLoss | None = None
+    mean: StepLoss | None = None  # of the step whose micro-batch was yielded last; None outside of steps
+    # called on every rank where a loop over a loader has come to its end
     epoch_ends: list[Callable[[], None]] = field(default_factory=list)
     _requests: deque[str] = field(default_factory=deque)  # a signal handler or another thread may add to it
     _open: dict[int, bool] = field(default_factory=dict)  # loaders in a step; whether its last micro-batch is out

@@ -65,11 +65,7 @@ class VirtualRanks:
         self._listeners.append(weakref.ref(listener))
 
     def enter(self, loader: int, place: int, *position: int) -> None:
-        """A loader yields a micro-batch of the slice at `place`; `position` is that of the step in its data.
-
-        Raises:
-            StepError: another loader is at another slice.
-        """
+        """A loader yields a micro-batch of the slice at `place`; `position` is that of the step in its data."""
         if self._inside.get(loader) == (place, *position):
             return  # the slice's next micro-batch
         if loader in self._inside or self.current is None:

@@ -32,13 +32,7 @@ REDUCED = 4 << 20  # bytes of a reduction: MPI's own buffer stays in the cache; 
 
 
 class Collectives:
-    """The collectives of one communicator; all its ranks must make the same calls in the same order.
-
-    Args:
-        mpi: the library.
-        communicator: of the ranks, in their order.
-        waiting: how calls wait.
-    """
+    """The collectives of one communicator; all its ranks must make the same calls in the same order."""
 
     def __init__(self, mpi: Any, communicator: Any, waiting: Waiting) -> None:
         self._mpi = mpi

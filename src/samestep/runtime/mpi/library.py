@@ -27,21 +27,13 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class Family:
-    """Libraries that understand the same mpiexec.
+    """Libraries that understand the same mpiexec."""
 
-    Attributes:
-        name: as a person knows it.
-        size: the variable in which its mpiexec says how many processes there are.
-        rank: the same of this process's number.
-        library: the file's name.
-        wheel: brings library and mpiexec.
-    """
-
-    name: str
-    size: str
-    rank: str
-    library: str
-    wheel: str
+    name: str  # as a person knows it
+    size: str  # the variable in which its mpiexec says how many processes there are
+    rank: str  # the same of this process's number
+    library: str  # the file's name
+    wheel: str  # brings library and mpiexec
 
 
 FAMILIES = (
@@ -60,11 +52,7 @@ def started_by() -> tuple[Family, int, int] | None:
 
 
 def launcher_place() -> rankenv.RankVariables | None:
-    """Returns the launcher's variables; None where mpiexec knows better than variables that are half set.
-
-    Raises:
-        RankVariablesError: they are half set, and no mpiexec has started this process.
-    """
+    """Returns the launcher's variables; None where mpiexec knows better than variables that are half set."""
     try:
         return rankenv.read_rank_variables()
     except RankVariablesError:  # WORLD_SIZE of a shell, say
@@ -74,11 +62,7 @@ def launcher_place() -> rankenv.RankVariables | None:
 
 
 def load(rank: int | None = None, size: int | None = None) -> Any:
-    """Returns `mpi4py.MPI`, started for several threads; `rank` and `size` are the launcher's, where it gave them.
-
-    Raises:
-        BackendError: mpi4py or a library is missing, or mpiexec has started other processes than the launcher's.
-    """
+    """Returns `mpi4py.MPI`, started for several threads; `rank` and `size` are the launcher's, where it gave them."""
     _check_started(rank, size)
     mpi = _start()
     found = started_by()

@@ -39,11 +39,7 @@ BACKGROUND_S = (100e-6, 5e-3)  # the shortest and the longest pause between poll
 
 
 def is_better_blocking(mpi: Any, communicator: Any, options: Mapping[str, str] | None) -> bool:
-    """Returns whether the ranks of a communicator should wait inside MPI; the same on all. Collective.
-
-    Raises:
-        UsageError: an option is unknown.
-    """
+    """Returns whether the ranks of a communicator should wait inside MPI; the same on all. Collective."""
     given = {} if options is None else dict(options)
     mode = given.pop("waiting", None)
     if given or mode not in {None, *MODES}:
@@ -86,26 +82,15 @@ def timeout_error(what: str, seconds: float) -> PeerError:
 
 @dataclass
 class Waiting:
-    """How the calls of one communicator wait.
+    """How the calls of one communicator wait."""
 
-    Attributes:
-        blocking: in MPI itself.
-        timeout_s: how long a call may take.
-        check: raises PeerError where a rank has left that the call needs.
-        what: the call, and for whom it waits.
-    """
-
-    blocking: bool
-    timeout_s: float
-    check: Callable[[], None]
-    what: str
+    blocking: bool  # in MPI itself
+    timeout_s: float  # how long a call may take
+    check: Callable[[], None]  # raises PeerError where a rank has left that the call needs
+    what: str  # the call, and for whom it waits
 
     def until_done(self, requests: Sequence[Any]) -> None:
-        """Returns when all requests are done.
-
-        Raises:
-            PeerError: a rank has left, or they took longer than `timeout_s`.
-        """
+        """Returns when all requests are done."""
         only = requests[0]
         self.poll(only.Test if len(requests) == 1 else lambda: type(only).Testall(requests))
 
@@ -337,11 +322,7 @@ class Message(PendingWork):
             self.finish()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Returns when it is done.
-
-        Raises:
-            PeerError: the other rank is gone, or did not come within `timeout` (0: the group's own).
-        """
+        """Returns when it is done."""
         seconds = timeout.total_seconds()
         waiting = self._waiting if seconds <= 0 else replace(self._waiting, timeout_s=seconds)
         try:

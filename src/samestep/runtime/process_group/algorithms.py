@@ -47,11 +47,7 @@ class PlannedCollectives:
         self._plans: dict[tuple[Operation, int, int], Plan] = {}
 
     def run(self, operation: Operation, flat: Tensor, root: int = 0) -> None:
-        """Runs this rank's part of a collective on `flat`, (elements,) and contiguous, in place. Collective.
-
-        Raises:
-            PeerError: a rank is gone.
-        """
+        """Runs this rank's part of a collective on `flat`, (elements,) and contiguous, in place. Collective."""
         engine.run(self.plan(operation, flat.nbytes, root), flat, self._transport, self._scratch)
 
     def plan(self, operation: Operation, nbytes: int, root: int = 0) -> Plan:
@@ -83,11 +79,7 @@ def _kind(name: str) -> str:
 
 
 def operations(algorithm: str, info: GroupInfo) -> set[Operation]:
-    """Returns the collectives that an algorithm has plans for, among these ranks.
-
-    Raises:
-        UsageError: no plan begins with this name; says which there are.
-    """
+    """Returns the collectives that an algorithm has plans for, among these ranks."""
     each: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
     link = Link(1e-5, 1e9)
     links = Links(link, link if info.ranks_per_host else None, info.ranks_per_host)

@@ -48,19 +48,12 @@ _ANNOUNCEMENT = struct.Struct("=qqhh")  # number, elements, operation, dtype
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """A rank among those of its group.
+    """A rank among those of its group."""
 
-    Attributes:
-        rank: its position in the group.
-        names: the ranks' numbers in the world.
-        host_map: which ranks share a host.
-        timeout_s: how long a rank waits for another.
-    """
-
-    rank: int
-    names: tuple[int, ...]
-    host_map: HostMap
-    timeout_s: float
+    rank: int  # its position in the group
+    names: tuple[int, ...]  # the ranks' numbers in the world
+    host_map: HostMap  # which ranks share a host
+    timeout_s: float  # how long a rank waits for another
 
     @property
     def size(self) -> int:
@@ -85,12 +78,7 @@ def _all_gather(store: Store, key: str, value: Any, rank: int, size: int, form: 
 
 
 class SharedMemoryAllReduce:
-    """The all-reduces of ranks of one host; all of them call the same ones in the same order.
-
-    Args:
-        memory: that all of them share; `required_bytes(ranks)`.
-        info: of this rank.
-    """
+    """The all-reduces of ranks of one host; all of them call the same ones in the same order."""
 
     def __init__(self, memory: mmap.mmap, info: GroupInfo) -> None:
         self._info = info
@@ -116,12 +104,7 @@ class SharedMemoryAllReduce:
         return None if memory is None else SharedMemoryAllReduce(memory, info)
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
-        """Reduces a tensor over the ranks, in place; on the CPU, of a dtype that `SERVED` has for `op`. Collective.
-
-        Raises:
-            PeerError: a rank is gone.
-            StepError: the ranks passed mismatched tensors.
-        """
+        """Reduces a tensor over the ranks, in place; on the CPU, of a dtype that `SERVED` has for `op`. Collective."""
         self._announce(tensor, op)
         values = tensor if tensor.numel() else tensor.new_zeros(1)  # a rank with an empty tensor takes part, too
         try:

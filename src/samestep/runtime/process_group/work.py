@@ -191,10 +191,6 @@ class PendingWork(dist.Work):
     """An operation under way: what `async_op=True` returns.
 
     `wait` raises what went wrong, in every thread that waits. C++ asks for `wait` and `get_future` only.
-
-    Args:
-        tensors: that hold the result.
-        callbacks: the thread that runs callbacks.
     """
 
     def __init__(self, tensors: Sequence[Tensor], callbacks: WorkerThread) -> None:
@@ -224,11 +220,7 @@ class PendingWork(dist.Work):
             future.set_result(self._tensors)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Returns when the result is there.
-
-        Raises:
-            PeerError: a rank is gone, or did not come within `timeout` (0: the group's own).
-        """
+        """Returns when the result is there."""
         seconds = timeout.total_seconds()
         if not self._done.wait(seconds if seconds > 0 else None):
             raise PeerError(f"waited {seconds:g} s for the other ranks of a collective")
@@ -275,13 +267,7 @@ class OperationQueue:
         self._callbacks = WorkerThread(f"{name} calls back {depth}", depth + 1)
 
     def issue(self, operation: Callable[[], object], tensors: Sequence[Tensor], *, at_once: bool) -> PendingWork:
-        """Runs `operation`, which raises if it fails, after all that was issued before.
-
-        Args:
-            operation: the collective.
-            tensors: that hold its result.
-            at_once: the caller waits for it anyway.
-        """
+        """Runs `operation`, which raises if it fails, after all that was issued before."""
         work = PendingWork(tensors, self._callbacks)
         call = functools.partial(_run, operation, work)
         if not (at_once and self._runner.run_here(call)):
@@ -313,11 +299,7 @@ class OperationQueues:
         self._queues: list[OperationQueue] | None = []
 
     def current(self) -> tuple[int, OperationQueue]:
-        """Returns the depth that this thread issues at, and its queue.
-
-        Raises:
-            StepError: the group is destroyed.
-        """
+        """Returns the depth that this thread issues at, and its queue."""
         depth = callback_depth()
         with self._lock:
             self.check_open()
