@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from samestep.errors import DataError
 
 __all__: list[str] = []
 
+_epoch = attrgetter("epoch")
 MOST_NAMED = 3  # samples and skips named one by one
 
 Span = tuple[int, int]
@@ -131,7 +133,10 @@ class _SavedState:
         yield from wrong
         if wrong:
             return
-        by_epoch = {epoch: list(parts) for epoch, parts in groupby(sorted(self.segments, key=_place), _epoch)}
+        by_epoch = {
+            epoch: list(parts)
+            for epoch, parts in groupby(sorted(self.segments, key=attrgetter("epoch", "start")), _epoch)
+        }
         for epoch in sorted({self.begins[0], self.now[0], *by_epoch}):
             yield from self._epoch_problems(epoch, by_epoch.get(epoch, []))
         yield from self._absent_epochs(set(by_epoch))
@@ -312,14 +317,6 @@ def _buckets(bucket: Mapping[str, Any], cost: Any, size: int, *, drop_last: bool
     if costs.digest != bucket["costs"]:
         raise DataError("cost= gives other costs than those of the run")
     return Buckets(costs, steps, batch_size, size - size % batch_size if drop_last else size)
-
-
-def _epoch(segment: Segment) -> int:
-    return segment.epoch
-
-
-def _place(segment: Segment) -> tuple[int, int]:
-    return (segment.epoch, segment.start)
 
 
 def _epochs(count: int) -> str:

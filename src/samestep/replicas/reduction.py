@@ -128,7 +128,7 @@ class SharedMemoryHook:
     """
 
     def __init__(self, axis: Axis, counters: SharedCounters, between: dist.ProcessGroup | None) -> None:
-        add = None if between is None else functools.partial(_add_between_hosts, between)
+        add = None if between is None else lambda share: between.allreduce([share])
         self._memory = SharedMemoryAllReduce(counters, add)
         self._counters = counters
         self._regions: dict[int, RegisteredBuffer | None] = {}
@@ -156,17 +156,17 @@ class SharedMemoryHook:
         self._regions[index] = region = self._memory.register(buffer)
         if region is None and not self._warned:
             self._warned = True
-            warn(_too_small(buffer.nbytes * self._counters.size))
+            wanted = math.ceil(buffer.nbytes * self._counters.size / 2**20)
+            warn(
+                f"{shared_memory.SHARED_MEMORY} has no room for {wanted} MiB of gradients, which therefore travel "
+                "through gloo, several times slower: give the container more, as with docker run --shm-size=2g"
+            )
         return region
 
     def leave(self) -> None:
         """Tells the ranks of this host that this one adds nothing more."""
         self._regions.clear()
         self._counters.leave()
-
-
-def _add_between_hosts(group: dist.ProcessGroup, share: Tensor) -> dist.Work:
-    return group.allreduce([share])
 
 
 def _compressed_by(compression: GradientCompression) -> Hook:
@@ -176,13 +176,6 @@ def _compressed_by(compression: GradientCompression) -> Hook:
         return compression.reduce_bucket(axis, bucket)
 
     return hook
-
-
-def _too_small(wanted: int) -> str:
-    return (
-        f"{shared_memory.SHARED_MEMORY} has no room for {math.ceil(wanted / 2**20)} MiB of gradients, which therefore "
-        "travel through gloo, several times slower: give the container more, as with docker run --shm-size=2g"
-    )
 
 
 def allreduce_bucket(axis: Axis, bucket: GradBucket) -> torch.futures.Future[Tensor]:
