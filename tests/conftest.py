@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 
+import hypothesis
 import pytest
 import torch
 
@@ -21,6 +22,10 @@ from samestep.launch.nursery import PreforkServer
 from samestep.testing import VARIABLES, ranks
 
 EXIT_S = 30.0  # seconds between the summary and the end of the process
+
+# examples are not timed: on a busy machine one takes as long as it takes
+hypothesis.settings.register_profile("samestep", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("samestep")
 
 
 @pytest.fixture(scope="session")
