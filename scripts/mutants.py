@@ -51,8 +51,8 @@ _OLD = {
     "checkpoints": "cli/test_checkpoint.py equivalence/test_elastic.py security",
     "cli": "security",
     "collectives": "replicas/test_tree_sums.py replicas/test_reduction.py",
-    "compress": "replicas/test_compression.py pipelines/test_compressed_sums.py recipes/test_compressed_recipes.py "
-    "verification/test_compressed.py",
+    "compress": "replicas/test_compression.py pipelines/test_compressed_gradients.py "
+    "recipes/test_compressed_recipes.py verification/test_compressed.py",
     "data": "equivalence",
     "launch": "security",
     "replicas": "equivalence",

@@ -126,8 +126,8 @@ PROMISES: dict[str, list[str]] = {
         "tests/pipelines/test_devices_of_one_process.py::test_micro_batches_are_as_many_as_is_said_or_as_large",
     ],
     "mission: where to split, from measured costs": [
-        "tests/pipelines/test_measured_layers.py::test_layers_of_known_cost_are_measured",
-        "tests/pipelines/test_balance.py::test_no_cut_of_all_is_better_on_any_of_100_random_chains",
+        "tests/pipelines/test_profiler.py::test_layers_of_known_cost_are_measured",
+        "tests/pipelines/test_partition.py::test_no_cut_of_all_is_better_on_any_of_many_random_chains",
     ],
     "mission: data parallel and pipeline parallel together": [
         "tests/pipelines/test_pipeline.py::test_two_replicas_of_two_stages_take_the_step_of_one_process",
@@ -717,20 +717,20 @@ PROMISES: dict[str, list[str]] = {
         "tests/data/test_once.py::test_a_wait_that_is_too_long_names_the_holder_and_the_wait",
     ],
     "samestep.pipeline(model)": [
-        "tests/pipelines/test_given.py::test_stages_by_hand_run_one_a_rank_and_as_they_are",
-        "tests/pipelines/test_ordinary_models.py::test_ordinary_models_train_on_two_ranks_as_on_one",
+        "tests/pipelines/test_model_kinds.py::test_stages_by_hand_run_one_a_rank_and_as_they_are",
+        "tests/pipelines/test_traced_models.py::test_ordinary_models_train_on_two_ranks_as_on_one",
     ],
     "samestep.pipeline(world)": [
         "tests/pipelines/test_pipeline.py::test_two_replicas_of_two_stages_take_the_step_of_one_process",
     ],
     "samestep.pipeline(plan)": [
-        "tests/pipelines/test_choose_pipeline.py::test_a_plan_is_carried_out_alike_on_all_ranks",
+        "tests/pipelines/test_plan_pipeline.py::test_a_plan_is_carried_out_alike_on_all_ranks",
     ],
     "samestep.pipeline(loss_fn)": [
-        "tests/pipelines/test_given.py::test_stages_by_hand_run_one_a_rank_and_as_they_are",
+        "tests/pipelines/test_model_kinds.py::test_stages_by_hand_run_one_a_rank_and_as_they_are",
     ],
     "samestep.pipeline(schedule)": [
-        "tests/pipelines/test_given.py::test_stages_by_hand_run_one_a_device_and_as_they_are",
+        "tests/pipelines/test_model_kinds.py::test_stages_by_hand_run_one_a_device_and_as_they_are",
     ],
     "samestep.pipeline(weight)": [
         "tests/pipelines/test_pipeline_arguments.py::test_micro_batches_count_as_weight_says",
@@ -746,36 +746,36 @@ PROMISES: dict[str, list[str]] = {
         "tests/pipelines/test_devices_of_one_process.py::test_micro_batches_are_as_many_as_is_said_or_as_large",
     ],
     "samestep.pipeline(compress)": [
-        "tests/pipelines/test_compressed_sums.py::test_two_stages_of_two_replicas_have_the_bits_of_one",
-        "tests/pipelines/test_compressed_sums.py::test_it_is_asked_for_by_name_or_with_settings",
+        "tests/pipelines/test_compressed_gradients.py::test_two_stages_of_two_replicas_have_the_bits_of_one",
+        "tests/pipelines/test_compressed_gradients.py::test_it_is_asked_for_by_name_or_with_settings",
     ],
     "samestep.plan_pipeline(model)": [
-        "tests/pipelines/test_choose_pipeline.py::test_a_plan_says_what_a_step_takes",
+        "tests/pipelines/test_plan_pipeline.py::test_a_plan_says_what_a_step_takes",
     ],
     "samestep.plan_pipeline(sample)": [
-        "tests/pipelines/test_choose_pipeline.py::test_another_batch_and_split_size_is_answered_by_t_of_b",
+        "tests/pipelines/test_plan_pipeline.py::test_another_batch_and_split_size_is_answered_by_t_of_b",
     ],
     "samestep.plan_pipeline(loss_fn)": [
-        "tests/pipelines/test_choose_pipeline.py::test_a_plan_is_carried_out_alike_on_all_ranks",
-        "tests/pipelines/test_measured_layers.py::test_the_loss_is_the_last_layers",
+        "tests/pipelines/test_plan_pipeline.py::test_a_plan_is_carried_out_alike_on_all_ranks",
+        "tests/pipelines/test_profiler.py::test_the_loss_is_the_last_layers",
     ],
     "samestep.plan_pipeline(stages)": [
-        "tests/pipelines/test_ties.py::test_a_tied_model_can_be_planned_for_any_number_of_stages",
+        "tests/pipelines/test_tied_weights.py::test_a_tied_model_can_be_planned_for_any_number_of_stages",
     ],
     "samestep.plan_pipeline(micro_batches)": [
-        "tests/pipelines/test_choose_pipeline.py::test_micro_batches_and_schedule_are_chosen",
+        "tests/pipelines/test_plan_pipeline.py::test_micro_batches_and_schedule_are_chosen",
     ],
     "samestep.plan_pipeline(schedule)": [
-        "tests/pipelines/test_choose_pipeline.py::test_micro_batches_and_schedule_are_chosen",
+        "tests/pipelines/test_plan_pipeline.py::test_micro_batches_and_schedule_are_chosen",
     ],
     "samestep.plan_pipeline(devices)": [
-        "tests/pipelines/test_choose_pipeline.py::test_devices_and_links_count",
+        "tests/pipelines/test_plan_pipeline.py::test_devices_and_links_count",
     ],
     "samestep.plan_pipeline(link)": [
-        "tests/pipelines/test_choose_pipeline.py::test_devices_and_links_count",
+        "tests/pipelines/test_plan_pipeline.py::test_devices_and_links_count",
     ],
     "samestep.plan_pipeline(weight)": [
-        "tests/pipelines/test_traps.py::test_6_a_loss_that_is_no_mean_over_samples_is_weighed_or_named",
+        "tests/pipelines/test_known_problems.py::test_6_a_loss_that_is_no_mean_over_samples_is_weighed_or_named",
     ],
     "samestep.plan_pipeline(repeats)": [
         "tests/pipelines/test_pipeline_arguments.py::test_layers_are_timed_as_often_as_repeats_says",

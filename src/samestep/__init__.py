@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from samestep.errors import UsageError as UsageError
     from samestep.evaluation import evaluate as evaluate
     from samestep.launch.spawn import spawn as spawn
-    from samestep.pipelines.choose import PipelinePlan as PipelinePlan
-    from samestep.pipelines.choose import plan_pipeline as plan_pipeline
+    from samestep.pipelines.build import pipeline as pipeline
     from samestep.pipelines.pipeline import Pipeline as Pipeline
-    from samestep.pipelines.planned import pipeline as pipeline
+    from samestep.pipelines.plan import PipelinePlan as PipelinePlan
+    from samestep.pipelines.plan import plan_pipeline as plan_pipeline
     from samestep.replicas.clipping import clip_grad_norm_ as clip_grad_norm_
     from samestep.replicas.drift import DriftGuard as DriftGuard
     from samestep.replicas.replicate import Replica as Replica
@@ -55,7 +55,7 @@ _HOMES = {
     "Checkpoint": "samestep.checkpoints.checkpoint",
     "DriftGuard": "samestep.replicas.drift",
     "Pipeline": "samestep.pipelines.pipeline",
-    "PipelinePlan": "samestep.pipelines.choose",
+    "PipelinePlan": "samestep.pipelines.plan",
     "RankFailure": "samestep.errors",
     "Report": "samestep.verification.report",
     "Replica": "samestep.replicas.replicate",
@@ -68,8 +68,8 @@ _HOMES = {
     "compress": "samestep",  # a room of its own
     "evaluate": "samestep.evaluation",
     "once": "samestep.data.once",
-    "pipeline": "samestep.pipelines.planned",
-    "plan_pipeline": "samestep.pipelines.choose",
+    "pipeline": "samestep.pipelines.build",
+    "plan_pipeline": "samestep.pipelines.plan",
     "replicate": "samestep.replicas.replicate",
     "shards": "samestep.data.create",
     "spawn": "samestep.launch.spawn",

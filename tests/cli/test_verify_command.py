@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from samestep.cli import main
-from samestep.collectives.memory import process_alive
+from samestep.collectives.segments import process_alive
 from samestep.verification import verify
 
 STAYS = """

@@ -17,26 +17,26 @@ HOSTS = Links(Link(2e-6, 20e9), Link(30e-6, 1.25e9), local=4, adding_bytes_per_s
 
 
 def seconds(choice):
-    return {offer.plan.name: offer.price.seconds for offer in choice.offers}
+    return {one.plan.name: one.price.seconds for one in choice.candidates}
 
 
 @pytest.mark.parametrize("operation", CANDIDATES)
 @pytest.mark.parametrize("ranks", [1, 2, 6, 8, 12])
 def test_every_plan_on_offer_is_of_the_operation_and_leaves_the_same_bits(operation, ranks):
-    for offer in choose(ranks, 1e6, HOSTS, operation, root=ranks - 1).offers:
-        assert (offer.plan.operation, offer.plan.ranks) == (operation, ranks)
-        assert offer.plan.root == (ranks - 1 if operation in {"broadcast", "reduce"} else 0)
-        assert prove(offer.plan).identical
+    for one in choose(ranks, 1e6, HOSTS, operation, root=ranks - 1).candidates:
+        assert (one.plan.operation, one.plan.ranks) == (operation, ranks)
+        assert one.plan.root == (ranks - 1 if operation in {"broadcast", "reduce"} else 0)
+        assert prove(one.plan).identical
 
 
 @pytest.mark.parametrize("operation", CANDIDATES)
 def test_the_cheapest_comes_first_at_its_own_price(operation):
     for nbytes in (1e2, 1e5, 1e8):
         choice = choose(8, nbytes, ETHERNET, operation)
-        prices = [offer.price.seconds for offer in choice.offers]
+        prices = [one.price.seconds for one in choice.candidates]
         assert prices == pytest.approx(sorted(prices), rel=1e-9)
         assert choice.seconds == prices[0] == price(choice.plan, nbytes, ETHERNET).seconds
-        assert choice.plan is choice.offers[0].plan
+        assert choice.plan is choice.candidates[0].plan
 
 
 def test_of_equals_the_first_named_wins_though_rounding_says_otherwise():
@@ -51,7 +51,7 @@ def test_the_document_shows_a_real_choice():
 
 def test_no_two_plans_on_offer_have_one_name():
     for ranks in (1, 2, 7, 8, 16):
-        names = [offer.plan.name for offer in choose(ranks, 1e6, HOSTS).offers]
+        names = [one.plan.name for one in choose(ranks, 1e6, HOSTS).candidates]
         assert len(set(names)) == len(names)
 
 

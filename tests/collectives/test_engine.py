@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from wire import Wire
 
 from samestep.collectives import doubling, engine, ring, segmented
 from samestep.collectives.engine import ScratchBuffers
 from samestep.collectives.plan import Plan, Transfer
-from samestep.collectives.simulate import Wire
-from samestep.errors import UsageError
+from samestep.errors import DeviceError, UsageError
 
 
 class Recorder:
@@ -116,6 +116,12 @@ def test_a_leaf_that_requires_gradients_is_reduced_like_any_other():
 )
 def test_a_buffer_that_is_not_flat_is_refused(buffer):
     with pytest.raises(UsageError, match=r"not flat: pass contiguous memory in one dim, such as tensor"):
+        engine.run(ring.all_reduce(2), buffer, Recorder(0, 2, buffer))
+
+
+def test_a_buffer_that_is_not_in_host_memory_is_refused():
+    buffer = torch.ones(1, device="meta")
+    with pytest.raises(DeviceError, match="this tensor is on meta: copy it to the CPU"):
         engine.run(ring.all_reduce(2), buffer, Recorder(0, 2, buffer))
 
 

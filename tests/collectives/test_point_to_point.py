@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from every_plan import every_plan, inputs
+from wire import simulated as simulate_plan
 
-from samestep.collectives import engine, ring, simulate
+from samestep.collectives import engine, ring
 from samestep.collectives.engine import ScratchBuffers
 from samestep.collectives.point_to_point import PointToPoint
-from samestep.errors import DeviceError
 from samestep.testing import assert_same_bits
 
 CASES = [(0, torch.int64), (1, torch.float32), (7, torch.bfloat16), (1003, torch.float32), (30_001, torch.float64)]
@@ -30,7 +29,7 @@ def all_plans(cases):
 
 
 def simulated(ranks, cases):
-    by_case = [simulate.plainly(plan, inputs(plan, *case)) for plan in every_plan(ranks) for case in cases]
+    by_case = [simulate_plan(plan, inputs(plan, *case)) for plan in every_plan(ranks) for case in cases]
     return [list(of_rank) for of_rank in zip(*by_case, strict=True)]
 
 
@@ -70,9 +69,3 @@ def two_at_once():
 def test_two_collectives_run_side_by_side_under_tags_of_their_own(three_ranks):
     sums = [[0.0, 6.0, 12.0, 18.0, 24.0, 30.0], [30.0, 33.0, 36.0, 39.0, 42.0, 45.0]]
     assert three_ranks(two_at_once) == [sums] * 3
-
-
-def test_a_tensor_that_is_not_in_host_memory_is_refused():
-    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
-    with pytest.raises(DeviceError, match="this tensor is on meta: copy it to the CPU"):
-        PointToPoint(group).isend(torch.ones(1, device="meta"), 0, 0)

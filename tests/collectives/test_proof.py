@@ -9,7 +9,7 @@ from every_plan import FAMILIES, every_plan
 
 from samestep.collectives import doubling, halving, hierarchical, ring, segmented, server, tree
 from samestep.collectives.plan import Plan, Transfer
-from samestep.collectives.proof import Sums, prove
+from samestep.collectives.proof import ExpressionTable, prove
 from samestep.errors import UsageError
 from samestep.topology import tree_sum
 
@@ -44,7 +44,7 @@ def test_no_plan_has_a_transfer_that_could_be_left_out(family):
 
 
 def test_addition_commutes_and_does_not_associate():
-    sums = Sums("test")
+    sums = ExpressionTable("test")
     a, b, c = (sums.of_rank(rank) for rank in range(3))
     assert a + b is b + a
     assert (a + b) + c is c + (b + a)
@@ -52,7 +52,7 @@ def test_addition_commutes_and_does_not_associate():
 
 
 def test_brackets_are_written_from_the_lowest_rank_on():
-    sums = Sums("test")
+    sums = ExpressionTable("test")
     assert str((sums.of_rank(3) + sums.of_rank(1)) + (sums.of_rank(2) + sums.of_rank(0))) == "((0+2)+(1+3))"
 
 
@@ -66,18 +66,18 @@ def test_ranks_that_add_in_orders_of_their_own_end_with_different_bits():
     assert prove(Plan("flat", "all_reduce", 2, 1, everybody_to_everybody(2))).identical
     proof = prove(Plan("flat", "all_reduce", 3, 1, everybody_to_everybody(3)))
     assert not proof.identical
-    assert proof.uniform  # every rank treats all its elements alike
+    assert proof.position_independent  # every rank treats all its elements alike
 
 
 def test_a_proof_tells_blocks_apart_that_are_added_in_other_orders():
     proof = prove(ring.all_reduce(4))
-    assert not proof.uniform
+    assert not proof.position_independent
     assert len(set(map(str, proof.sums))) == 4
 
 
 def test_halving_doubling_and_trees_add_as_virtual_ranks_are_added_for_powers_of_two():
     for ranks in (1, 2, 4, 8, 16, 32, 64):
-        sums = Sums("expected")
+        sums = ExpressionTable("expected")
         order = str(tree_sum([sums.of_rank(rank) for rank in range(ranks)]))
         for plan in (halving.all_reduce(ranks), doubling.all_reduce(ranks), tree.all_reduce(ranks)):
             assert {str(each) for each in prove(plan).sums} == {order}
@@ -85,7 +85,7 @@ def test_halving_doubling_and_trees_add_as_virtual_ranks_are_added_for_powers_of
 
 def test_a_tree_adds_so_for_any_number_of_ranks():
     for ranks in range(1, 65):
-        sums = Sums("expected")
+        sums = ExpressionTable("expected")
         order = str(tree_sum([sums.of_rank(rank) for rank in range(ranks)]))
         assert str(prove(tree.all_reduce(ranks)).sums[0]) == order
 

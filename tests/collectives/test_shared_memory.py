@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import samestep
-from samestep.collectives import memory, shared_memory
-from samestep.collectives.shared_memory import ALIGNED, RegisteredBuffer, SharedMemoryAllReduce, divide_, pairs, share
+from samestep.collectives import segments, shared_memory
+from samestep.collectives.shared_memory import (
+    ALIGNMENT,
+    RegisteredBuffer,
+    SharedMemoryAllReduce,
+    addition_order,
+    divide_,
+    share,
+)
 from samestep.errors import StepError
 from samestep.runtime.hosts import open_counters
 from samestep.topology import tree_sum
@@ -34,7 +41,7 @@ def test_shares_cover_everything_once_and_split_no_cache_line(elements, element_
     cuts = [share(elements, element_bytes, ranks, rank) for rank in range(ranks)]
     assert [cuts[0][0], cuts[-1][1]] == [0, elements]
     assert all(before[1] == after[0] for before, after in itertools.pairwise(cuts))
-    assert all(begin * element_bytes % ALIGNED == 0 for begin, _ in cuts if begin < elements)
+    assert all(begin * element_bytes % ALIGNMENT == 0 for begin, _ in cuts if begin < elements)
 
 
 @given(st.integers(1, 6), st.integers(0, 3000), st.randoms(use_true_random=False))
@@ -45,14 +52,14 @@ def test_ranks_that_add_their_shares_in_any_order_get_the_sum_in_rank_order(rank
     regions = [RegisteredBuffer(parts, rank) for rank in range(ranks)]
     random.shuffle(regions)
     for region in regions:
-        region.reduce(shared_memory.FOLDS["sum"], ranks)
+        region.reduce(shared_memory.REDUCE_OPS["sum"], ranks)
     assert all(torch.equal(part, expected) for part in parts)
 
 
 @given(st.integers(1, 40))
-def test_by_tree_neighbours_are_added_first_as_virtual_ranks_are(ranks):
+def test_pairwise_neighbours_are_added_first_as_virtual_ranks_are(ranks):
     parts = [f"{rank}" for rank in range(ranks)]
-    for into, other in pairs(ranks, by_tree=True):
+    for into, other in addition_order(ranks, pairwise=True):
         parts[into] = f"({parts[into]}+{parts[other]})"
     assert parts[0] == str(tree_sum([Spelled(str(rank)) for rank in range(ranks)]))
 
@@ -71,9 +78,9 @@ def brought(rank, elements, dtype):
 
 def opened():
     world = samestep.world()
-    board = open_counters(world.data)
-    assert board is not None
-    return world, SharedMemoryAllReduce(board)
+    counters = open_counters(world.data)
+    assert counters is not None
+    return world, SharedMemoryAllReduce(counters)
 
 
 def registered(dtype):
@@ -86,10 +93,10 @@ def registered(dtype):
             for tensor, region in zip(tensors, regions, strict=True):
                 tensor.copy_(brought(world.rank, len(tensor), dtype))
                 memory.start(region, divisor=divisor)
-                memory.advance()
-            memory.finish()
+                memory.poll()
+            memory.wait_all()
             results.append([tensor.clone() for tensor in tensors])
-        memory.board.exchange(0)
+        memory.counters.exchange(0)
         return results, named_memory()
 
 
@@ -116,7 +123,7 @@ def large_halves():
         tensor = torch.full((1000,), 60000.0, dtype=torch.float16)
         region = memory.register(tensor)
         memory.start(region, divisor=world.size)
-        memory.finish()
+        memory.wait_all()
         return tensor.clone()
 
 
@@ -132,7 +139,7 @@ def views_of_unlike_storages():
         region = memory.register(tensor)
         tensor.fill_(world.rank + 1)
         memory.start(region)
-        memory.finish()
+        memory.wait_all()
         return tensor.sum().item()
 
 
@@ -163,7 +170,7 @@ def operations():
     world, memory = opened()
     with world:
         found = {}
-        for op in shared_memory.FOLDS:
+        for op in shared_memory.REDUCE_OPS:
             tensor = torch.arange(10) + 3 * world.rank + 1
             memory.all_reduce(tensor, op)
             found[op] = tensor.tolist()
@@ -190,14 +197,14 @@ def test_other_operations_and_other_strides(two_ranks):
 
 def without_room():
     world, memory = opened()
-    room = shared_memory._room
+    room = shared_memory._free_bytes
     if world.rank == 1:
-        shared_memory._room = lambda: 100
+        shared_memory._free_bytes = lambda: 100
     try:
         with world:
             return memory.register(torch.zeros(1000)) is None
     finally:
-        shared_memory._room = room
+        shared_memory._free_bytes = room
 
 
 def test_where_one_rank_has_no_room_none_moves_its_tensor(two_ranks):
@@ -221,11 +228,11 @@ def open_descriptors():
 def test_a_failure_leaves_no_descriptor_open():
     before = open_descriptors()
     with pytest.raises((OSError, ValueError, OverflowError)):
-        memory.shared_segment(-1, leader=0, leads=True, tell=lambda place: [place])
+        segments.shared_segment(-1, leader=0, leads=True, exchange=lambda place: [place])
 
     def gone(place):
         raise ConnectionError
 
     with pytest.raises(ConnectionError):
-        memory.shared_segment(64, leader=0, leads=True, tell=gone)
+        segments.shared_segment(64, leader=0, leads=True, exchange=gone)
     assert open_descriptors() == before

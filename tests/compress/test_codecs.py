@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from samestep import compress
-from samestep.compress.codec import Plain, RowCodec
-from samestep.compress.lowrank import PowerSGD, orthonormal
+from samestep.compress.codecs import Plain, RowCodec
+from samestep.compress.powersgd import PowerSGD, orthonormal
 from samestep.compress.topk import largest_places
 from samestep.errors import UsageError
 

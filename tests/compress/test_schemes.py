@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from samestep import compress
-from samestep.compress import simulate
-from samestep.compress.chunks import Chunk, chunks_of, pieces_of, shares_of
-from samestep.compress.codec import Codec, Plain
-from samestep.compress.lowrank import first_guess, orthonormal
-from samestep.compress.memory import ErrorFeedback
-from samestep.compress.schemes import ReductionContext, mean
+from samestep.compress.chunks import Chunk, chunks_of, pieces_of, row_owners
+from samestep.compress.codecs import Codec, Plain
+from samestep.compress.compressed_mean import ReductionContext, mean, run_all
+from samestep.compress.error_feedback import ErrorFeedback
+from samestep.compress.powersgd import first_guess, orthonormal
 
 MOST = 8192  # elements of a piece here
 SHAPES = {"a": (100, 70), "b": (16, 32, 3, 3), "c": (200, 100)}  # the last of three pieces
@@ -49,11 +48,11 @@ class Ranks:
             ReductionContext(chunk, rank, self.size, self.step, 0, self.memories[rank]) for rank in range(self.size)
         ]
         made = [mean(self.codec, part, flat.clone()) for part, flat in zip(parts, flats, strict=True)]
-        found = simulate.run(made)
-        bits = [each.view(torch.int32) for each in found.means]  # NaN has some, too
+        means, sent = run_all(made)
+        bits = [each.view(torch.int32) for each in means]  # NaN has some, too
         assert all(torch.equal(each, bits[0]) for each in bits)
-        self.sent = [before + new for before, new in zip(self.sent, found.sent, strict=True)]
-        return found.means[0]
+        self.sent = [before + new for before, new in zip(self.sent, sent, strict=True)]
+        return means[0]
 
 
 def gradients(chunk: Chunk, size: int, step: int) -> list[torch.Tensor]:
@@ -227,12 +226,12 @@ def test_what_is_not_finite_shows_on_all_ranks_and_is_not_owed(codec, bad):
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_every_row_is_one_ranks(size):
     for chunk in chunks(compress.Int8(), most=4 * MOST):
-        shares = shares_of(chunk, size)
+        owners = row_owners(chunk, size)
         rows = torch.arange(sum(chunk.rows))
-        assert shares.order.sort().values.equal(rows)
-        padded = torch.full((size, shares.most), -1)
-        for rank, mine in enumerate(shares.order.split(list(shares.counts))):
+        assert owners.order.sort().values.equal(rows)
+        padded = torch.full((size, owners.most), -1)
+        for rank, mine in enumerate(owners.order.split(list(owners.counts))):
             padded[rank, : len(mine)] = mine
-            assert sum(shares.pieces[rank]) == len(mine)
-        assert padded.flatten()[shares.places].equal(rows)
-        assert max(shares.counts) - min(shares.counts) <= len(chunk.pieces)
+            assert sum(owners.pieces[rank]) == len(mine)
+        assert padded.flatten()[owners.places].equal(rows)
+        assert max(owners.counts) - min(owners.counts) <= len(chunk.pieces)

@@ -34,7 +34,7 @@ MODULES = (  # that are patched
     *("torch.distributed.algorithms.model_averaging.averagers", "torch.amp.grad_scaler"),
     "torch.distributed.algorithms.model_averaging.hierarchical_model_averager",
     *("samestep.evaluation", "samestep.replicas.compression", "samestep.pipelines.pipeline"),
-    *("samestep.replicas.replicate", "samestep.pipelines.planned", "samestep.checkpoints.checkpoint"),
+    *("samestep.replicas.replicate", "samestep.pipelines.build", "samestep.checkpoints.checkpoint"),
     *("samestep.replicas.local_sgd", "samestep.data.create", "samestep.runtime.world"),
 )
 GROUPS = (*_GROUPS, randomness.without_dropout_and_autocast)

@@ -5,6 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from samestep.pipelines.model_chain import build_chain
+
+
+def layers_of(*modules):
+    """Modules as the layers of a chain, named by their numbers."""
+    return build_chain(nn.Sequential(*modules)).layers
+
 
 class Clock:
     """Time that only layers of known cost let pass."""

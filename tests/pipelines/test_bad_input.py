@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import samestep
 from samestep.errors import ModelError, UsageError
 from samestep.pipelines.pipeline import Pipeline
-from samestep.schedule.choose import STRAIGHT
+from samestep.schedule.algorithms import ONE_STAGE_PER_RANK
 from samestep.testing import assert_same_bits
 
 
@@ -82,7 +82,8 @@ def changed_in_place(schedule, cut):
 
 
 @pytest.mark.parametrize(
-    "schedule", [name if name == "zero-bubble" else pytest.param(name, marks=pytest.mark.prove) for name in STRAIGHT]
+    "schedule",
+    [name if name == "zero-bubble" else pytest.param(name, marks=pytest.mark.prove) for name in ONE_STAGE_PER_RANK],
 )
 def test_a_stage_that_changes_its_inputs_in_place_is_named(two_ranks, schedule):
     said = r"(?s)rank 1 .*ModelError: stage 1 changes its inputs in place, which are another stage's outputs: begin it"
@@ -122,7 +123,8 @@ def of_any_shape(stages, schedule="1f1b"):
 
 
 @pytest.mark.parametrize(
-    "schedule", [name if name == "zero-bubble" else pytest.param(name, marks=pytest.mark.prove) for name in STRAIGHT]
+    "schedule",
+    [name if name == "zero-bubble" else pytest.param(name, marks=pytest.mark.prove) for name in ONE_STAGE_PER_RANK],
 )
 def test_batches_may_have_any_shape_in_any_step(two_ranks, schedule):
     expected = of_any_shape(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -14,22 +15,21 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.errors import DeviceError, UsageError
-from samestep.pipelines import streams
+from samestep.pipelines import device_copy
 from samestep.pipelines.devices import share
-from samestep.pipelines.interpreter import Interpreter
+from samestep.pipelines.executor import ScheduleExecutor
 from samestep.pipelines.pipeline import Pipeline
 from samestep.pipelines.report import PARTS
 from samestep.pipelines.stage import Stage
-from samestep.pipelines.transfers import Transfers
-from samestep.schedule.choose import STRAIGHT
-from samestep.schedule.forward_only import forward_only
+from samestep.pipelines.transport import LocalTransport
+from samestep.schedule.algorithms import ONE_STAGE_PER_RANK, forward_only
 from samestep.testing import assert_same_bits
 
 BATCHES = (13, 8, 3, 2)  # samples of batches: uneven, and fewer than micro-batches
 HOST = ["cpu", "cpu"]
 SAMPLES = 37
 CUTS = [
-    *((name, (3, 8), HOST) for name in STRAIGHT),
+    *((name, (3, 8), HOST) for name in ONE_STAGE_PER_RANK),
     ("interleaved", (2, 4, 6, 8), HOST),
     ("1f1b", (2, 5, 8), [*HOST, "cpu"]),
 ]
@@ -173,7 +173,7 @@ def test_micro_batches_are_as_many_as_is_said_or_as_large(options, counts):
         stage = samestep.pipeline(whole, world, plan, devices=HOST, **options)
         assert stage.step(tokens()) > 0
     for samples, count in counts.items():
-        cuts = stage._cut(samples, nothing=False)
+        cuts = stage._micro_batch_ranges(samples, may_be_empty=False)
         assert len(cuts) == count
         assert max(end - begin for begin, end in cuts) <= options.get("split_size", samples)
 
@@ -338,7 +338,7 @@ def test_a_report_tells_devices_apart(schedule, ends):
         report = stage.report()
     assert (report.steps, list(report.parts)) == (2, list(PARTS))
     assert sum(report.parts.values()) == pytest.approx(report.seconds, rel=1e-9)
-    for rank, order in enumerate(report.timeline.plan.orders):
+    for rank, order in enumerate(report.timeline.schedule.rank_actions):
         assert tuple(span.action for span in report.timeline.spans if span.rank == rank) == order
 
 
@@ -431,45 +431,6 @@ def test_too_few_devices_of_a_host_are_refused():
 # --- copies -----------------------------------------------------------------------------------------
 
 
-class Noting:
-    """An end that does nothing but say what is asked of it."""
-
-    def __init__(self, device, said):
-        self.device, self.said = device.type, said
-
-    def copying(self):
-        end = self
-
-        class Within:
-            def __enter__(self):
-                end.said.append((end.device, "begins"))
-
-            def __exit__(self, *_):
-                end.said.append((end.device, "ends"))
-
-        return Within()
-
-    def departs(self, tensors):
-        self.said.append((self.device, "departs", len(list(tensors))))
-
-    def mark(self):
-        return f"mark of {self.device}"
-
-    def arrives(self, tensors, mark):
-        self.said.append((self.device, "arrives", len(list(tensors)), mark))
-
-
-def test_copies_wait_for_what_is_copied_and_computing_for_copies(monkeypatch):
-    said = []
-    monkeypatch.setattr(streams, "end_on", lambda device: Noting(device, said))
-    crossing = streams.Crossing(torch.device("cpu"), torch.device("meta"))
-    parcel = crossing.send({"x": torch.ones(2), "y": [torch.ones(3)]})
-    assert said == [("cpu", "departs", 2), ("cpu", "begins"), ("meta", "begins"), ("meta", "ends"), ("cpu", "ends")]
-    got = crossing.receive(parcel)
-    assert said[5:] == [("meta", "arrives", 2, "mark of meta")]
-    assert (got["x"].device.type, got["y"][0].device.type) == ("meta", "meta")
-
-
 class Queue:
     """A stream that does nothing but say what it is asked for."""
 
@@ -487,45 +448,73 @@ class Queue:
 
 
 class Tracked:
-    def __init__(self, said):
-        self.said = said
+    """A tensor on a GPU, as far as copies look at it."""
+
+    def __init__(self, said, device="cuda:0"):
+        self.said, self.device = said, torch.device(device)
 
     def record_stream(self, stream):
         self.said.append(f"memory is kept for {stream.name}")
 
 
-def test_an_end_on_a_gpu_orders_its_two_streams(monkeypatch):
+@pytest.fixture
+def said(monkeypatch):
+    """What streams and tensors are asked for."""
     said = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Queue("copying", said))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Queue("computing", said))
-    end = streams.end_on(torch.device("cuda:1"))
-    end.departs([Tracked(said)])
-    assert said == ["copying waits for computing", "memory is kept for copying"]
-    end.arrives([Tracked(said)], end.mark())
-    assert said[2:] == ["computing waits for an event of copying", "memory is kept for computing"]
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Queue(f"copies of {device}", said))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Queue(f"work of {device}", said))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: said.append(f"on {stream.name}") or nullcontext())
+    monkeypatch.setattr(device_copy, "tensors_of", lambda batch: batch)
+    monkeypatch.setattr(device_copy, "to_device", lambda batch, device: [Tracked(said, device) for _ in batch])
+    return said
+
+
+def test_copies_wait_for_what_is_copied_and_computing_for_copies(said):
+    copier = device_copy.DeviceCopier(torch.device("cuda:0"), torch.device("cuda:1"))
+    sent = copier.send([Tracked(said), Tracked(said, "cpu")])
+    assert said == [
+        "copies of cuda:0 waits for work of cuda:0",
+        "memory is kept for copies of cuda:0",
+        "on copies of cuda:0",
+        "on copies of cuda:1",
+    ]
+    copier.receive(sent)
+    kept = "memory is kept for work of cuda:1"
+    assert said[4:] == ["work of cuda:1 waits for an event of copies of cuda:1", kept, kept]
     said.clear()
-    streams.meet([torch.device("cuda:0"), torch.device("cuda:1")])
-    assert said == ["computing waits for an event of computing"] * 4
+    device_copy.sync_streams([torch.device("cuda:0"), torch.device("cuda:1")])
+    assert [what.partition(" waits for an event of ")[2] for what in said] == ["work of cuda:0", "work of cuda:1"] * 2
+
+
+def test_the_host_waits_for_a_copy_from_a_gpu_before_it_reads_it(said, monkeypatch):
+    class Event(str):
+        __slots__ = ()
+
+        def synchronize(self):
+            said.append(f"the host waits for {self}")
+
+    monkeypatch.setattr(Queue, "record_event", lambda self: Event(f"an event of {self.name}"))
+    copier = device_copy.DeviceCopier(torch.device("cuda:0"), torch.device("cpu"))
+    copier.receive(copier.send([]))
+    assert said[-1] == "the host waits for an event of copies of cuda:0"
 
 
 def test_what_stays_on_a_device_is_not_copied():
     x = torch.ones(2)
-    crossing = streams.Crossing(x.device, x.device)
-    assert crossing.receive(crossing.send([x]))[0] is x
+    copier = device_copy.DeviceCopier(x.device, x.device)
+    assert copier.receive(copier.send([x]))[0] is x
 
 
-def test_each_stage_has_its_inputs_on_its_own_device(monkeypatch):
-    """On the way ahead: nothing comes back from "meta", which has no values."""
-    said = []
-    monkeypatch.setattr(streams, "end_on", lambda device: Noting(device, said))
+def test_each_stage_has_its_inputs_on_its_own_device():
+    """In forwards only: nothing comes back from "meta", which has no values."""
     first, second = nn.Linear(3, 4), nn.Linear(4, 2, device="meta")
-    transfers = Transfers({0: torch.device("cpu"), 1: torch.device("meta")})
-    plan = forward_only(2, 3)
-    interpreter = Interpreter(plan, None, {0: Stage(0, first), 1: Stage(1, second)}, transfers)
-    given = interpreter.run(lambda _: (torch.ones(5, 3),), None, [5] * 3)
-    assert [(each.device.type, each.shape) for (each,) in given] == [("meta", (5, 2))] * 3
-    assert [what[1] for what in said if what[1] in {"departs", "arrives"}].count("arrives") == 3
-    assert transfers.brought(torch.ones(2), 1).device.type == "meta"
+    transport = LocalTransport({0: torch.device("cpu"), 1: torch.device("meta")})
+    stages = {0: Stage(0, first), 1: Stage(1, second)}
+    results = ScheduleExecutor(forward_only(2, 3), None, stages, transport).run(
+        lambda _: (torch.ones(5, 3),), None, [5] * 3
+    )
+    assert [(each.device.type, each.shape) for (each,) in results] == [("meta", (5, 2))] * 3
+    assert transport.to_stage(torch.ones(2), 1).device.type == "meta"
 
 
 # --- with GPUs ---------------------------------------------------------------------------------------
@@ -542,7 +531,7 @@ def test_stages_on_one_gpu_leave_its_bits(schedule, ends, devices):
 
 
 @on_two
-@pytest.mark.parametrize("schedule", STRAIGHT)
+@pytest.mark.parametrize("schedule", ONE_STAGE_PER_RANK)
 def test_stages_on_two_gpus_leave_the_bits_of_one(schedule):
     assert_same_bits(alone(ends=(3, 8), schedule=schedule, devices=["cuda:0", "cuda:1"]), alone(None, ends=(8,)))
 

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 import samestep
 from samestep.errors import DataError, ModelError, UsageError
-from samestep.pipelines import reduction
-from samestep.pipelines.chain import chain_of, part_of, shared
+from samestep.pipelines import gradient_sync
+from samestep.pipelines.chain_layer import sequential
+from samestep.pipelines.model_chain import build_chain, shared_layers
 from samestep.pipelines.pipeline import Pipeline
 from samestep.testing import assert_same_bits
 from samestep.topology import cut_evenly
@@ -177,16 +178,16 @@ def test_padding_in_micro_batches_changes_nothing():
 
 
 def test_layers_have_the_names_of_the_model():
-    assert [name for name, _ in chain_of(model()).layers] == ["0", "1", "2.0", "2.1", "2.2", "3", "4", "5"]
+    assert [layer.name for layer in build_chain(model()).layers] == ["0", "1", "2.0", "2.1", "2.2", "3", "4", "5"]
 
 
 def test_a_part_computes_what_its_layers_do_in_the_model():
     whole = model()
-    names = [name for name, _ in chain_of(whole).layers]
+    chain = build_chain(whole)
     x = torch.randn(3, 6)
-    for cut in range(1, len(names)):
-        first, second = part_of(whole, names[:cut]), part_of(whole, names[cut:])
-        assert torch.equal(second(first(x)), whole(x))
+    for cut in range(1, 8):
+        (first, calls), (second, more) = chain.extract_stage(0, cut), chain.extract_stage(cut, 8)
+        assert torch.equal(sequential([*calls, *more])(x), whole(x))
         assert list((first.state_dict() | second.state_dict()).keys()) == list(whole.state_dict())
 
 
@@ -212,8 +213,8 @@ def test_a_module_that_comes_twice_is_two_layers():
 
 
 def test_layers_that_share_a_weight_are_found():
-    assert shared(chain_of(twice()).layers) == [frozenset({7, 9})]
-    assert shared(chain_of(model()).layers) == []
+    assert shared_layers(build_chain(twice()).layers) == [frozenset({7, 9})]
+    assert shared_layers(build_chain(model()).layers) == []
 
 
 @pytest.mark.parametrize(
@@ -307,7 +308,7 @@ def added_up(is_shared):
     """State after three steps, in the second of which biases are not trained."""
     with pytest.MonkeyPatch.context() as patch, samestep.world(pipeline=2) as world:
         if not is_shared:
-            patch.setattr(reduction, "has_total_store_order", lambda: False)
+            patch.setattr(gradient_sync, "has_total_store_order", lambda: False)
         stage = Pipeline(model(), world, F.cross_entropy, ends=[4, 8])
         optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
         for step in range(3):
@@ -316,7 +317,7 @@ def added_up(is_shared):
             stage.step(batch(step, world.data.rank))
             optimizer.step()
             optimizer.zero_grad()
-        return stage._reduction.is_shared, stage.whole_state_dict()
+        return stage._gradient_sync.is_in_shared_memory, stage.whole_state_dict()
 
 
 def test_replicas_of_one_host_add_up_in_shared_memory(four_ranks):

@@ -12,11 +12,10 @@ from torch.nn import functional as F
 
 import samestep
 from samestep.errors import StepError
-from samestep.pipelines.lanes import COLOURS, PART_COLOURS, ROW
+from samestep.pipelines.gantt import COLOURS, PART_COLOURS, ROW
 from samestep.pipelines.pipeline import Pipeline
-from samestep.pipelines.report import PARTS, Foreseen, reported
-from samestep.pipelines.stopwatch import Timed
-from samestep.schedule.choose import SCHEDULE_NAMES, make_schedule
+from samestep.pipelines.report import PARTS, Prediction, StepTiming, make_report
+from samestep.schedule.algorithms import SCHEDULE_NAMES, make_schedule
 from samestep.schedule.simulate import Costs, simulate
 
 
@@ -57,7 +56,7 @@ def stepped(schedule, chunks):
             F.mse_loss,
             ends=range(1, 2 * chunks + 1),
             schedule=schedule,
-            foreseen=Foreseen(8, 4, costs),
+            prediction=Prediction(8, 4, costs),
         )
         with pytest.raises(StepError, match="none was taken"):
             stage.report()
@@ -66,7 +65,7 @@ def stepped(schedule, chunks):
         report = stage.report()
         ended = max(span.end for span in report.timeline.spans)
         orders = [[span.action for span in report.timeline.spans if span.rank == rank] for rank in (0, 1)]
-        same = [tuple(order) == plan for order, plan in zip(orders, report.timeline.plan.orders, strict=True)]
+        same = [tuple(order) == plan for order, plan in zip(orders, report.timeline.schedule.rank_actions, strict=True)]
         return report.steps, report.samples, report.seconds, report.predicted, report.parts, report.stages, ended, same
 
 
@@ -94,14 +93,14 @@ def exactly(schedule):
     costs = Costs([2.0], [0.0], [3.0])
     timeline = simulate(plan, costs)
     spans = tuple((span.action, span.begin, span.end) for span in timeline.spans)
-    return Timed(plan, 6, 100.0, timeline.seconds + 1.0, spans), costs
+    return StepTiming(plan, 6, 100.0, timeline.seconds + 1.0, spans), costs
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULE_NAMES if name != "interleaved"])
 def test_a_step_that_goes_as_predicted_is_all_work_and_tail(schedule):
     timed, costs = exactly(schedule)
     with samestep.world() as world:
-        report = reported(world, [timed, timed], Foreseen(6, 3, costs))
+        report = make_report(world, [timed, timed], Prediction(6, 3, costs))
     assert report.parts == {"work": 15.0, "bubble": 0.0, "imbalance": 0.0, "messages": 0.0, "tail": 1.0}
     assert report.predicted == 15.0
     assert "it took +0.0 %" in str(report)
@@ -111,9 +110,9 @@ def test_a_step_that_goes_as_predicted_is_all_work_and_tail(schedule):
 def test_without_a_plan_or_with_batches_of_another_size_nothing_is_predicted():
     timed, costs = exactly("1f1b")
     with samestep.world() as world:
-        assert reported(world, [timed], None).predicted is None
-        report = reported(world, [timed], Foreseen(7, 3, costs))
-    assert report.predicted is report.foretold is None
+        assert make_report(world, [timed], None).predicted is None
+        report = make_report(world, [timed], Prediction(7, 3, costs))
+    assert report.predicted is report.predicted_timeline is None
     assert "predicted" not in str(report)
 
 
@@ -121,7 +120,7 @@ def test_a_picture_shows_every_action(tmp_path):
     pytest.importorskip("plotly")
     timed, costs = exactly("zero-bubble")
     with samestep.world() as world:
-        reported(world, [timed], Foreseen(6, 3, costs)).gantt(tmp_path / "step.html")
+        make_report(world, [timed], Prediction(6, 3, costs)).gantt(tmp_path / "step.html")
     page = (tmp_path / "step.html").read_text()
     drawn = page.rpartition("Plotly.newPlot(")[2]
     for text in ("predicted: 15000.00 ms, 0 % idle", "achieved: 15000.00 ms", "where a step", "F0.2", "W0.0", "tail"):
@@ -134,7 +133,7 @@ def test_an_image_shows_every_action_where_it_was(tmp_path):
     image, names = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageColor")
     timed, costs = exactly("fill-drain")
     with samestep.world() as world:
-        reported(world, [timed], Foreseen(6, 3, costs)).gantt(tmp_path / "step.PNG")
+        make_report(world, [timed], Prediction(6, 3, costs)).gantt(tmp_path / "step.PNG")
     with image.open(tmp_path / "step.PNG") as picture:
         assert picture.format == "PNG"
         pixels = [[picture.getpixel((x, y)) for x in range(picture.width)] for y in range(picture.height)]
@@ -161,7 +160,7 @@ def test_an_image_shows_every_action_where_it_was(tmp_path):
 )
 def test_a_picture_that_cannot_be_drawn_says_why(tmp_path, monkeypatch, file, said):
     timed, _ = exactly("1f1b")
-    monkeypatch.setattr("samestep.pipelines.picture.find_spec", lambda _: None)
+    monkeypatch.setattr("samestep.pipelines.gantt.find_spec", lambda _: None)
     with samestep.world() as world, pytest.raises(samestep.UsageError, match=said):
-        reported(world, [timed], None).gantt(tmp_path / file)
+        make_report(world, [timed], None).gantt(tmp_path / file)
     assert os.listdir(tmp_path) == []  # noqa: PTH208

@@ -9,12 +9,12 @@ from trainings import training
 
 from samestep.network import formulas
 from samestep.network.links import Link, Links
-from samestep.pipelines.balance import PartitionProblem
 from samestep.pipelines.layers import Device
+from samestep.pipelines.partition import PartitionProblem
 from samestep.planning import replicas, stages, work
 from samestep.planning.fabric import Flat
 from samestep.planning.step import Way
-from samestep.schedule.choose import make_schedule
+from samestep.schedule.algorithms import make_schedule
 from samestep.schedule.simulate import simulate
 
 SLOW = Link(50e-6, 1e8)

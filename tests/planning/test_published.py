@@ -11,7 +11,7 @@ from published import BATCH, DGX, HOROVOD, ONE_CARD, RESNETS, Rings, inception, 
 from samestep.planning import replicas
 from samestep.planning.offered import Offered
 from samestep.planning.step import Way
-from samestep.schedule.choose import make_schedule
+from samestep.schedule.algorithms import make_schedule
 from samestep.schedule.simulate import Costs, simulate
 
 PAGE = (Path(__file__).parents[2] / "docs/plan.md").read_text()

@@ -14,10 +14,9 @@ from torch import nn
 import samestep
 from samestep import compress
 from samestep.checkpoints.extra_state import CompressionResiduals
-from samestep.compress import simulate
 from samestep.compress.chunks import MAX_CHUNK, chunks_of, pieces_of
-from samestep.compress.memory import ErrorFeedback
-from samestep.compress.schemes import PLAIN, ReductionContext, mean
+from samestep.compress.compressed_mean import PLAIN, ReductionContext, mean, run_all
+from samestep.compress.error_feedback import ErrorFeedback
 from samestep.errors import CheckpointError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,7 +77,7 @@ def simulated(codec, size, steps=4):
                 flat = torch.zeros(chunk.length)
                 chunk.views(flat)[0].copy_(brought[rank][name])
                 schemes.append(mean(used, ReductionContext(chunk, rank, size, step, 0, memories[rank]), flat))
-            found[-1][name] = chunk.views(simulate.run(schemes).means[0])[0]
+            found[-1][name] = chunk.views(run_all(schemes)[0][0])[0]
     return found
 
 

@@ -197,13 +197,13 @@ def test_a_layer_frozen_and_unfrozen_gets_new_memory(two_ranks):
 
 
 def without_room():
-    shared_memory._room, room = (lambda: 0), shared_memory._room
+    shared_memory._free_bytes, room = (lambda: 0), shared_memory._free_bytes
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             found = trained(None)
     finally:
-        shared_memory._room = room
+        shared_memory._free_bytes = room
     return found, [str(one.message) for one in said]
 
 

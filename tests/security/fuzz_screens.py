@@ -17,7 +17,7 @@ from rich.console import Console
 
 from samestep.checkpoints import sharded_save
 from samestep.cli.doctor import shown
-from samestep.collectives import memory
+from samestep.collectives import segments
 from samestep.data.once import _beside, _is_done
 from samestep.doctor import hosts
 from samestep.doctor.line import told_by
@@ -197,7 +197,7 @@ def descriptors(data):
         file.write(b"mine" * 1024)
         file.flush()
         number = data.draw(numbers | st.just(file.fileno()))
-        assert memory.open_segment(data.draw(numbers), number, data.draw(st.sampled_from([1, 4096]))) is None
+        assert segments.open_segment(data.draw(numbers), number, data.draw(st.sampled_from([1, 4096]))) is None
 
 
 def handshakes(data):

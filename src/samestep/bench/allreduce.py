@@ -133,12 +133,12 @@ def copied_per_s(memory: SharedMemoryAllReduce) -> float:
 
     source, target = torch.ones(COPIED // 4), torch.zeros(COPIED // 4)
     seconds, _ = alternate(lambda: target.copy_(source), lambda: None, pairs=20, align=_aligned(memory))
-    at_once = min(memory.board.size, len(os.sched_getaffinity(0)))  # more ranks than cores copy by turns
+    at_once = min(memory.counters.size, len(os.sched_getaffinity(0)))  # more ranks than cores copy by turns
     return 2 * COPIED * at_once / min(seconds)
 
 
 def _aligned(memory: SharedMemoryAllReduce) -> Callable[[], object]:
-    return lambda: memory.board.exchange(0)
+    return lambda: memory.counters.exchange(0)
 
 
 def _timed(world: World, memory: SharedMemoryAllReduce, nbytes: int, repeats: int) -> list[Timed]:
@@ -158,7 +158,7 @@ def _timed(world: World, memory: SharedMemoryAllReduce, nbytes: int, repeats: in
         region = regions[number]
         assert region is not None
         memory.start(region)
-        memory.finish()
+        memory.wait_all()
 
     ways: dict[str, Callable[[int], object]] = {
         "registered": registered,
@@ -193,7 +193,7 @@ def _check(
     for name, way in ways.items():
         tensor = (moved if name == "registered" else plain)[0]
         tensor.fill_(world.rank + 1)
-        memory.board.exchange(0)
+        memory.counters.exchange(0)
         way(0)
         expected = world.size * (world.size + 1) / 2
         if not bool((tensor == expected).all()):

@@ -30,7 +30,7 @@ from samestep.rankenv import read_rank_variables
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from samestep.compress.codec import Codec
+    from samestep.compress.codecs import Codec
     from samestep.replicas.replicate import Replica
     from samestep.runtime.world import World
 
@@ -156,9 +156,9 @@ def coding_time(codec: Codec, world: World) -> float:
     import torch
 
     from samestep.compress.chunks import MAX_CHUNK, chunks_of, pieces_of
-    from samestep.compress.codec import RowCodec
-    from samestep.compress.memory import ErrorFeedback
-    from samestep.compress.schemes import ReductionContext, mean
+    from samestep.compress.codecs import RowCodec
+    from samestep.compress.compressed_mean import ReductionContext, mean
+    from samestep.compress.error_feedback import ErrorFeedback
 
     memory, seconds = ErrorFeedback(world.device), []
     named = [(name, each.shape) for name, each in WIDE.network().named_parameters() if codec.takes(each.shape)]
@@ -181,7 +181,7 @@ def coding_time(codec: Codec, world: World) -> float:
 def _answered(scheme: Iterator[Any], world: World) -> None:
     import torch
 
-    from samestep.compress.schemes import AllToAll
+    from samestep.compress.compressed_mean import AllToAll
 
     message = next(scheme)
     while True:

@@ -26,8 +26,8 @@ from samestep.topology import cut_evenly
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from samestep.pipelines.choose import PipelinePlan
     from samestep.pipelines.layers import Link
+    from samestep.pipelines.plan import PipelinePlan
     from samestep.runtime.world import World
 
 __all__: list[str] = []
@@ -105,7 +105,7 @@ def compare(repeats: int, device: str | None) -> Found:
         times[name] = in_pairs(world, model, plan, (x, y), repeats)
         figures[name] = {"stages": float(len(plan.ends)), "micro_batches": float(plan.micro_batches)}
         times["1f1b / torch's 1F1B"] = beside_torch(world, (x, y), repeats)
-        message = link.latency + 2 * link.handling
+        message = link.latency + 2 * link.overhead
         return Found(times, figures, setting(world) | {"message_ms": f"{1e3 * message:.2f}"})
 
 
@@ -117,13 +117,13 @@ def waiting(world: World, schedule: str, link: Link, repeats: int) -> tuple[Time
     import torch
     from torch.nn import functional
 
-    from samestep.pipelines.balance import PartitionProblem
-    from samestep.pipelines.choose import halved
-    from samestep.pipelines.layers import Device
-    from samestep.pipelines.measure import REPEATS, profile_layers
+    from samestep.pipelines.layers import Device, with_split_backwards
+    from samestep.pipelines.model_chain import build_chain
+    from samestep.pipelines.partition import PartitionProblem
     from samestep.pipelines.pipeline import Pipeline
+    from samestep.pipelines.profiler import REPEATS, profile_layers
     from samestep.runtime.exchange import broadcast_json
-    from samestep.schedule.choose import make_schedule
+    from samestep.schedule.algorithms import make_schedule
     from samestep.schedule.simulate import Costs, simulate
 
     stages = world.pipeline.size
@@ -136,10 +136,12 @@ def waiting(world: World, schedule: str, link: Link, repeats: int) -> tuple[Time
         micro_batches=MICRO_BATCHES,
     )
     x, y = torch.ones(MICRO_BATCHES, 4), torch.zeros(MICRO_BATCHES, 4)
-    layers = list(waits(stages).named_children())
+    layers = build_chain(waits(stages)).layers
     measured = profile_layers(layers, [x[:1]], lambda outputs: functional.mse_loss(outputs, y[:1]), REPEATS)
     plan = make_schedule(schedule, stages, MICRO_BATCHES)
-    costs = PartitionProblem(halved(measured, plan), [Device()] * stages, plan, link).costs(range(1, stages + 1))
+    costs = PartitionProblem(with_split_backwards(measured, plan), [Device()] * stages, plan, link).costs(
+        range(1, stages + 1)
+    )
     silent = Costs(costs.forward, costs.inputs, costs.weights)
     predicted, ideal = broadcast_json(world.everyone, [simulate(plan, one).seconds for one in (costs, silent)])
     times = against(world, stepper(stage, (x, y)), predicted, repeats)
@@ -156,7 +158,7 @@ def rebalanced(world: World, repeats: int) -> tuple[Times, dict[str, float]]:
     from torch.nn import functional
 
     from samestep.pipelines.pipeline import Pipeline
-    from samestep.schedule.choose import make_schedule
+    from samestep.schedule.algorithms import make_schedule
     from samestep.schedule.simulate import Costs, simulate
 
     def step_of(factors: tuple[float, float]) -> Callable[[], None]:
@@ -187,14 +189,14 @@ def in_pairs(world: World, model: nn.Module, plan: PipelinePlan, batch: tuple[Te
     from torch.nn import functional
 
     import samestep
-    from samestep.pipelines.chain import chain_of
-    from samestep.pipelines.measure import profile_layers
+    from samestep.pipelines.model_chain import build_chain
+    from samestep.pipelines.profiler import profile_layers
     from samestep.runtime.exchange import broadcast_json
 
     step = stepper(samestep.pipeline(model, world, plan), batch)
     size = SAMPLES // plan.micro_batches
     x, y = (each[:size] for each in batch)
-    layers = chain_of(model, [x]).layers
+    layers = build_chain(model, [x]).layers
 
     def predicted() -> float:
         align(world)

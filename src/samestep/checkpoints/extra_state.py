@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from samestep.compress.memory import State as Residuals
+from samestep.compress.error_feedback import State as Residuals
 from samestep.errors import CheckpointError
 from samestep.launch.warning import warn
 from samestep.pipelines.pipeline import Pipeline
@@ -100,7 +100,7 @@ class CompressionResiduals:
     """The error-feedback residuals of all ranks: without them up to a step's gradients are lost.
 
     Of a model in stages it is a replica's, of all its stages together, so that it fits another cut. On another number
-    of ranks it is divided (:mod:`samestep.compress.folding`).
+    of ranks it is divided (:mod:`samestep.compress.error_feedback`).
     """
 
     key = "compression"
@@ -189,7 +189,7 @@ class PipelineRng:
 
     def capture(self, world: World, named: Named) -> Any:  # noqa: ARG002
         """Returns the state of each pipeline."""
-        return {name: thing.draws.state() for name, thing in named.items() if isinstance(thing, Pipeline)} or None
+        return {name: thing.rng.state() for name, thing in named.items() if isinstance(thing, Pipeline)} or None
 
     def check(self, saved: Any, world: World, named: Named) -> None:
         """Nothing can be wrong."""
@@ -198,7 +198,7 @@ class PipelineRng:
         """Lets them go on."""
         for name, thing in named.items():
             if isinstance(thing, Pipeline) and name in (saved or {}):
-                thing.draws.load(saved[name])
+                thing.rng.load(saved[name])
 
 
 class RngStates:

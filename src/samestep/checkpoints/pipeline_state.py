@@ -65,7 +65,7 @@ class PipelineState:
     def expected(self, name: str, state: ObjectState) -> ObjectState:
         """Returns what a saved state is compared with: the form of the whole."""
         if name in self._pipelines:
-            return replace(state, content=self._pipelines[name].whole.state | state.content)
+            return replace(state, content=self._pipelines[name].full_model.state | state.content)
         if name in self._optimizers:
             return replace(state, about=_about(state, self._optimizers[name]))
         return state
@@ -90,7 +90,7 @@ class _PipelineOptimizer:
 
 
 def _parameter_names(name: str, optimizer: Optimizer, pipeline: Pipeline) -> _PipelineOptimizer:
-    names = {id(each): key for key, each in pipeline.named_parameters()} | {id(pipeline.nothing): "(nothing)"}
+    names = {id(each): key for key, each in pipeline.named_parameters()} | {id(pipeline.placeholder): "(nothing)"}
     local = [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
     stages = all_gather_json(pipeline.world.pipeline, local)
     if len({len(groups) for groups in stages}) > 1:
@@ -100,7 +100,7 @@ def _parameter_names(name: str, optimizer: Optimizer, pipeline: Pipeline) -> _Pi
         )
     if any("" in group for groups in stages for group in groups):
         raise CheckpointError(f"{name} steers parameters of the pipeline and others: give each an optimizer of its own")
-    order = {key: place for place, key in enumerate(pipeline.whole.parameters)}
+    order = {key: place for place, key in enumerate(pipeline.full_model.parameters)}
     full = [
         sorted({key for group in groups for key in group if key in order}, key=order.__getitem__)
         for groups in zip(*stages, strict=True)
@@ -109,7 +109,7 @@ def _parameter_names(name: str, optimizer: Optimizer, pipeline: Pipeline) -> _Pi
 
 
 def _about(state: ObjectState, optimizer: _PipelineOptimizer) -> dict[str, Any]:
-    shapes = [[optimizer.pipeline.whole.parameters[key] for key in group] for group in optimizer.full]
+    shapes = [[optimizer.pipeline.full_model.parameters[key] for key in group] for group in optimizer.full]
     return {**state.about, "shapes": shapes}
 
 

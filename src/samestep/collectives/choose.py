@@ -1,4 +1,4 @@
-"""Which algorithm for so many bytes on such links: every plan that fits is priced, and the cheapest taken.
+"""Which algorithm for so many bytes on such links: every plan that fits is priced, and the cheapest is chosen.
 
     few bytes        latency counts: the fewest rounds                    recursive doubling, a tree
     many bytes       bandwidth counts: the fewest bytes                   halving and doubling, a ring
@@ -6,8 +6,8 @@
     ports to spare   all of them used at once                             a torus in several directions
 
 NCCL decides by such a model as well (`tuning.cc`), with constants of its makers; here they are measured on the links
-in question (:mod:`samestep.collectives.measure`), and the answer says why. All plans on offer leave the same bits on
-all ranks. Pricing all takes half a second for 64 ranks and grows with the square of the ranks; for thousands, take
+in question (:mod:`samestep.collectives.measure`), and the answer says why. All candidates leave the same bits on all
+ranks. Pricing all takes half a second for 64 ranks and grows with the square of the ranks; for thousands, take
 :mod:`samestep.network.formulas`.
 """
 
@@ -29,7 +29,7 @@ __all__: list[str] = []
 
 
 @dataclass(frozen=True)
-class Offer:
+class Candidate:
     """A plan and its price."""
 
     plan: Plan
@@ -43,28 +43,28 @@ class Choice:
     Attributes:
         nbytes: of the buffer.
         links: among the ranks.
-        offers: from the cheapest to the dearest.
+        candidates: from the cheapest to the dearest.
     """
 
     nbytes: float
     links: Links
-    offers: tuple[Offer, ...]
+    candidates: tuple[Candidate, ...]
 
     @property
     def plan(self) -> Plan:
         """The cheapest."""
-        return self.offers[0].plan
+        return self.candidates[0].plan
 
     @property
     def seconds(self) -> float:
         """What it is predicted to take."""
-        return self.offers[0].price.seconds
+        return self.candidates[0].price.seconds
 
     def __str__(self) -> str:
         plan = self.plan
         task = f"{plan.operation.replace('_', '-')} of {bytes_text(self.nbytes)} over {plan.ranks} ranks"
         answer = f"{task}: {plan.name}, {seconds_text(self.seconds)} predicted"
-        return "\n".join([answer, f"links: {self.links}", "", *_table(self.offers), "", _why(self.offers)])
+        return "\n".join([answer, f"links: {self.links}", "", *_table(self.candidates), "", _why(self.candidates)])
 
 
 def choose(ranks: int, nbytes: float, links: Links, operation: Operation = "all_reduce", root: int = 0) -> Choice:
@@ -91,9 +91,11 @@ def choose(ranks: int, nbytes: float, links: Links, operation: Operation = "all_
         raise UsageError(f"a buffer of {nbytes} bytes: give 0 or more")
     if operation not in CANDIDATES:
         raise UsageError(f"there is no operation {operation!r}: choose one of {', '.join(CANDIDATES)}")
-    offers = [Offer(plan, price(plan, nbytes, links)) for plan in CANDIDATES[operation](ranks, nbytes, links, root)]
+    candidates = [
+        Candidate(plan, price(plan, nbytes, links)) for plan in CANDIDATES[operation](ranks, nbytes, links, root)
+    ]
     # of those that are equal but for rounding, the first named wins: sorting is stable
-    return Choice(nbytes, links, tuple(sorted(offers, key=lambda offer: float(f"{offer.price.seconds:.9g}"))))
+    return Choice(nbytes, links, tuple(sorted(candidates, key=lambda one: float(f"{one.price.seconds:.9g}"))))
 
 
 def _all_reduces(ranks: int, nbytes: float, links: Links, _root: int) -> Iterator[Plan]:
@@ -168,20 +170,20 @@ def _even_hosts(ranks: int, links: Links) -> bool:
     return links.local is not None and 1 < links.local < ranks and ranks % links.local == 0
 
 
-def _table(offers: tuple[Offer, ...]) -> Iterator[str]:
-    width = max(len(offer.plan.name) for offer in offers)
+def _table(candidates: tuple[Candidate, ...]) -> Iterator[str]:
+    width = max(len(one.plan.name) for one in candidates)
     head = ("total", "latency", "transfer", "adding", "rounds")
     yield " " * (width + 2) + "".join(f"{word:>10}" for word in head)
-    for offer in offers:
-        cost = offer.price
+    for one in candidates:
+        cost = one.price
         times = (cost.seconds, cost.latency_s, cost.transfer_s, cost.adding_s)
-        cells = [*map(seconds_text, times), str(len(offer.plan.rounds))]
-        yield f"  {offer.plan.name:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
+        cells = [*map(seconds_text, times), str(len(one.plan.rounds))]
+        yield f"  {one.plan.name:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
 
 
-def _why(offers: tuple[Offer, ...]) -> str:
+def _why(candidates: tuple[Candidate, ...]) -> str:
     """One sentence on the winner and the next."""
-    first, second = offers[:2]
+    first, second = candidates[:2]
     if not second.price.seconds:
         return f"nothing has to be sent, so {first.plan.name} is as good as any"
     lead = 1 - first.price.seconds / second.price.seconds
@@ -196,7 +198,7 @@ def _why(offers: tuple[Offer, ...]) -> str:
     )
 
 
-def _difference(first: Offer, second: Offer, word: str, name: str) -> str:
+def _difference(first: Candidate, second: Candidate, word: str, name: str) -> str:
     saved = getattr(second.price, name) - getattr(first.price, name)
     if abs(saved) < 0.001 * second.price.seconds:
         return ""

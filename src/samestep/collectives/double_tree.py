@@ -1,4 +1,4 @@
-"""Two trees at once: each rank passes one half of the buffer on, and only listens to the other.
+"""Double tree: two trees at once; each rank sends one half of the buffer on, and only receives the other.
 
 In one binary tree, half of the ranks are leaves and never send. The second tree has its leaves where the first has
 its inner ranks, and carries the other half of the buffer; rank 0 feeds both. 7 ranks:
@@ -29,8 +29,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from samestep.collectives.compose import backwards, rotated
-from samestep.collectives.plan import Plan, Rounds, Transfer, check_pieces, check_ranks
+from samestep.collectives.plan import Plan, Rounds, Transfer, check_ranks
+from samestep.collectives.rounds import rooted
 
 __all__: list[str] = []
 
@@ -50,22 +50,17 @@ def broadcast(ranks: int, root: int = 0, chunks: int = 8) -> Plan:
     >>> plan.blocks, len(plan.rounds)
     (8, 12)
     """
-    _check(ranks, chunks, root)
-    return Plan(_name(chunks), "broadcast", ranks, 2 * chunks, rotated(_spreading(ranks, chunks), ranks, root), root)
+    return rooted(f"double tree of {chunks}", "broadcast", ranks, 2 * chunks, _spread(ranks, chunks), root)
 
 
 def reduce(ranks: int, root: int = 0, chunks: int = 8) -> Plan:
     """Returns the plan by which `root` ends with the sum; the others are left with parts of it."""
-    _check(ranks, chunks, root)
-    rounds = rotated(backwards(_spreading(ranks, chunks)), ranks, root)
-    return Plan(_name(chunks), "reduce", ranks, 2 * chunks, rounds, root)
+    return rooted(f"double tree of {chunks}", "reduce", ranks, 2 * chunks, _spread(ranks, chunks), root)
 
 
 def all_reduce(ranks: int, chunks: int = 8) -> Plan:
     """Returns the plan by which all ranks end with the sum: a reduce, then a broadcast."""
-    _check(ranks, chunks)
-    spreading = _spreading(ranks, chunks)
-    return Plan(_name(chunks), "all_reduce", ranks, 2 * chunks, backwards(spreading) + spreading)
+    return rooted(f"double tree of {chunks}", "all_reduce", ranks, 2 * chunks, _spread(ranks, chunks))
 
 
 def edges(ranks: int) -> list[Edge]:
@@ -120,8 +115,9 @@ def colours(between: list[Edge]) -> dict[Edge, int]:
     return colour
 
 
-def _spreading(ranks: int, chunks: int) -> Rounds:
+def _spread(ranks: int, chunks: int) -> Rounds:
     """[3]: until every edge has sent all chunks of its tree."""
+    check_ranks(ranks)
     between = edges(ranks)
     colour = colours(between)
     has = {(tree, rank): chunks if rank == 0 else 0 for tree in (0, 1) for rank in range(ranks)}
@@ -130,22 +126,10 @@ def _spreading(ranks: int, chunks: int) -> Rounds:
     while min(has.values()) < chunks:
         on = [edge for edge in between if colour[edge] == len(rounds) % 2]
         ready = [edge for edge in on if sent[edge] < has[edge.tree, edge.upper]]
-        rounds.append(tuple(_next(edge, chunks, sent[edge]) for edge in ready))
+        rounds.append(())
         for edge in ready:
+            block = edge.tree * chunks + sent[edge]
+            rounds[-1] += (Transfer(edge.upper, edge.lower, block, block + 1),)
             sent[edge] += 1
             has[edge.tree, edge.lower] += 1
     return tuple(rounds)
-
-
-def _next(edge: Edge, chunks: int, chunk: int) -> Transfer:
-    block = edge.tree * chunks + chunk
-    return Transfer(edge.upper, edge.lower, block, block + 1)
-
-
-def _check(ranks: int, chunks: int, root: int = 0) -> None:
-    check_ranks(ranks, root)
-    check_pieces("chunks", chunks)
-
-
-def _name(chunks: int) -> str:
-    return f"double tree of {chunks}"

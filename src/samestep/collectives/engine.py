@@ -1,19 +1,18 @@
-"""One rank's part of a plan, on a real buffer, over whatever carries tensors from rank to rank.
+"""Executes one rank's part of a plan on a real buffer, over any transport.
 
-A round, and what goes on beside it:
+A round, and what happens meanwhile:
 
     [1] what the last round brought and this one needs is added
-    [2] every receive of this round is posted, then every send            so no plan can deadlock: nobody waits
-    [3] what the last round brought and this one does not need is added   before having posted all it has to
+    [2] every receive of this round is posted, then every send            so no plan can deadlock: no rank waits
+    [3] what the last round brought and this one does not need is added   before it has posted all it has to
     [4] wait for all of [2]
 
     └─ round k ──────────────────────┘└─ round k + 1 ───────────────────┘
       [2] post  ── travels ──── [4]     [2] post  ── travels ──── [4]
                 [3] add of k - 1                  [3] add of k
 
-What is to be added arrives in scratch memory, because the block it belongs to may be on its way to somebody else. Two
-pieces take turns, so that one is added from while the other is filled. torch's own collectives run such rounds inside
-gloo and NCCL, where a plan can be neither seen nor chosen.
+What is to be added arrives in scratch memory, because the block it belongs to may be on its way to another rank. Two
+buffers take turns, so that one is added from while the other is filled.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from samestep.collectives.plan import Part, Plan, Transfer
-from samestep.errors import UsageError
+from samestep.collectives.plan import Plan, RankRound, Transfer
+from samestep.errors import DeviceError, UsageError
 from samestep.network.cost import conflict
 
 __all__: list[str] = []
@@ -80,15 +79,18 @@ def run(plan: Plan, buffer: Tensor, transport: Transport, scratch: ScratchBuffer
         UsageError: the plan is for another number of ranks, or the buffer is not flat.
 
     Example:
-        >>> from samestep.collectives import ring, simulate
-        >>> run(ring.all_reduce(1), torch.ones(3), simulate.Wire().end(0, 1))
+        >>> import torch.distributed as dist
+        >>> from samestep.collectives import ring
+        >>> from samestep.collectives.point_to_point import PointToPoint
+        >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        >>> run(ring.all_reduce(1), torch.ones(3), PointToPoint(group))
     """
     for _ in steps(plan, buffer, transport, scratch):
         pass
 
 
 def steps(plan: Plan, buffer: Tensor, transport: Transport, scratch: ScratchBuffers | None = None) -> Iterator[None]:
-    """The same, pausing in every round between [3] and [4]: for who simulates many ranks in one process."""
+    """The same, pausing in every round between [3] and [4], so that many ranks can be simulated in one process."""
     _check(plan, buffer, transport)
     flat = buffer.detach()
     edges = plan.edges(flat.numel())
@@ -108,7 +110,7 @@ def steps(plan: Plan, buffer: Tensor, transport: Transport, scratch: ScratchBuff
 
 
 def _post(
-    part: Part, flat: Tensor, edges: Sequence[int], transport: Transport, memory: ScratchBuffers, turn: int
+    part: RankRound, flat: Tensor, edges: Sequence[int], transport: Transport, memory: ScratchBuffers, turn: int
 ) -> tuple[list[tuple[Transfer, Tensor]], list[Work]]:
     """Returns what will have to be added, with the memory that it arrives in, and what is on its way."""
     adds = [one for one in part.receives if one.adds]
@@ -129,17 +131,17 @@ def _add(arrived: list[tuple[Transfer, Tensor]], flat: Tensor, edges: Sequence[i
     return []
 
 
-def _needed(arrived: Sequence[tuple[Transfer, Tensor]], part: Part) -> bool:
+def _needed(arrived: Sequence[tuple[Transfer, Tensor]], part: RankRound) -> bool:
     """Whether a round sends on, or replaces, what was not added yet."""
     spans = [(one.begin, one.end) for one, _ in arrived]
     touched = [*part.sends, *(one for one in part.receives if not one.adds)]
     return any(conflict(spans, one.begin, one.end) for one in touched)
 
 
-def _without_empty(part: Part, edges: Sequence[int]) -> Part:
+def _without_empty(part: RankRound, edges: Sequence[int]) -> RankRound:
     """A buffer shorter than the plan has blocks leaves some empty; nobody sends those."""
     sends, receives = (tuple(one for one in each if edges[one.begin] < edges[one.end]) for each in part)
-    return Part(sends, receives)
+    return RankRound(sends, receives)
 
 
 def _view(one: Transfer, flat: Tensor, edges: Sequence[int]) -> Tensor:
@@ -155,4 +157,9 @@ def _check(plan: Plan, buffer: Tensor, transport: Transport) -> None:
         raise UsageError(
             f"a buffer of shape {tuple(buffer.shape)} and strides {buffer.stride()} is not flat: "
             "pass contiguous memory in one dim, such as tensor.contiguous().view(-1)"
+        )
+    if buffer.device.type != "cpu":
+        raise DeviceError(
+            f"a plan's messages travel in host memory, and this tensor is on {buffer.device}: copy it to the CPU, "
+            "or let NCCL reduce it with torch.distributed.all_reduce"
         )

@@ -10,10 +10,10 @@
                reduce-scatter: what is given is added         all-gather: the same backwards
 
 The all-reduce begins with the nearest partner, so the largest halves stay on a host, or a group of a dragonfly. That
-leaves rank 1 with block c: a reduce-scatter, where it shall have block b, begins with the farthest.
+leaves rank 1 with block c: a reduce-scatter, where it must have block b, begins with the farthest.
 
 Cost: 2 log2 p alpha + 2 (p-1)/p n beta + (p-1)/p n gamma for a power of two. Else the all-reduce takes the power below
-and 2 alpha + 2 n beta + n gamma more for the ranks that sit out (:class:`samestep.collectives.compose.Fold`).
+and 2 alpha + 2 n beta + n gamma more for the idle ranks (:class:`samestep.collectives.rounds.PowerOfTwoFold`).
 
 Bits: one rank finishes each block and the others are sent copies. Each block of the all-reduce is added over the same
 pairs as in :mod:`samestep.collectives.doubling`: the two give the same bits, wherever an element lies. The
@@ -26,8 +26,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from samestep.collectives.compose import Fold, backwards, placed
-from samestep.collectives.plan import Plan, Rounds, Transfer, check_ranks
+from samestep.collectives.plan import Plan, Rounds, Transfer
+from samestep.collectives.rounds import PowerOfTwoFold, remap, reversed_rounds
 
 __all__: list[str] = []
 
@@ -38,14 +38,13 @@ def all_reduce(ranks: int) -> Plan:
     >>> [len(all_reduce(ranks).rounds) for ranks in (1, 2, 4, 7, 8)]
     [0, 2, 4, 6, 6]
     """
-    check_ranks(ranks)
-    fold = Fold(ranks)
+    fold = PowerOfTwoFold(ranks)
     blocks = len(fold.members)
-    nearest_first = _halving([1 << bit for bit in range(_bits(blocks))])
+    nearest_first = _halving(_distances(fold))
     begins, ends = [0] * ranks, [blocks] * ranks
     rounds = (
         fold.gather(begins, ends, adds=True)
-        + placed(nearest_first + _doubling(nearest_first), fold.members, range(blocks + 1))
+        + remap(nearest_first + _doubling(nearest_first), fold.members, range(blocks + 1))
         + fold.scatter(begins, ends)
     )
     return Plan("halving and doubling", "all_reduce", ranks, blocks, rounds)
@@ -57,12 +56,11 @@ def reduce_scatter(ranks: int) -> Plan:
     >>> len(reduce_scatter(8).rounds)
     3
     """
-    check_ranks(ranks)
-    fold = Fold(ranks)
+    fold = PowerOfTwoFold(ranks)
     everything = fold.gather([0] * ranks, [ranks] * ranks, adds=True)
     its_own = fold.scatter(range(ranks), range(1, ranks + 1))
-    rounds = everything + placed(_farthest_first(fold), fold.members, _shares(fold, ranks)) + its_own
-    return Plan("halving", "reduce_scatter", ranks, ranks, rounds)
+    halving = remap(_halving(_distances(fold)[::-1]), fold.members, [*fold.members, ranks])
+    return Plan("halving", "reduce_scatter", ranks, ranks, everything + halving + its_own)
 
 
 def all_gather(ranks: int) -> Plan:
@@ -71,12 +69,15 @@ def all_gather(ranks: int) -> Plan:
     >>> len(all_gather(8).rounds)
     3
     """
-    check_ranks(ranks)
-    fold = Fold(ranks)
+    fold = PowerOfTwoFold(ranks)
     its_own = fold.gather(range(ranks), range(1, ranks + 1), adds=False)
     everything = fold.scatter([0] * ranks, [ranks] * ranks)
-    rounds = its_own + placed(_doubling(_farthest_first(fold)), fold.members, _shares(fold, ranks)) + everything
-    return Plan("doubling", "all_gather", ranks, ranks, rounds)
+    doubling = remap(_doubling(_halving(_distances(fold)[::-1])), fold.members, [*fold.members, ranks])
+    return Plan("doubling", "all_gather", ranks, ranks, its_own + doubling + everything)
+
+
+def _distances(fold: PowerOfTwoFold) -> list[int]:
+    return [1 << bit for bit in range(len(fold.members).bit_length() - 1)]
 
 
 def _halving(distances: Sequence[int]) -> Rounds:
@@ -96,18 +97,5 @@ def _halving(distances: Sequence[int]) -> Rounds:
 
 
 def _doubling(halving: Rounds) -> Rounds:
-    """[3], [4]: what was given away comes back, from who has it whole by now."""
-    return tuple(tuple(one._replace(adds=False) for one in transfers) for transfers in backwards(halving))
-
-
-def _farthest_first(fold: Fold) -> Rounds:
-    return _halving([1 << bit for bit in reversed(range(_bits(len(fold.members))))])
-
-
-def _shares(fold: Fold, ranks: int) -> list[int]:
-    """Where the blocks of each member begin: its own, and that of the rank behind it that sits out."""
-    return [*fold.members, ranks]
-
-
-def _bits(power: int) -> int:
-    return power.bit_length() - 1
+    """[3], [4]: what was given away comes back, from the rank that has all of it by now."""
+    return tuple(tuple(one._replace(adds=False) for one in transfers) for transfers in reversed_rounds(halving))

@@ -25,8 +25,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from samestep.collectives import ring, tree
-from samestep.collectives.compose import placed, side_by_side
 from samestep.collectives.plan import Plan, Rounds, check_ranks
+from samestep.collectives.rounds import in_parallel, remap
 from samestep.errors import UsageError
 
 __all__: list[str] = []
@@ -70,8 +70,8 @@ def broadcast(ranks: int, local: int, root: int = 0) -> Plan:
     host, place = divmod(root, local)
     peers = [each[place] for each in hosts]
     inside = tree.broadcast(local, place).rounds
-    rounds = placed(tree.broadcast(len(hosts), host).rounds, peers, (0, 1)) + side_by_side(
-        [placed(inside, each, (0, 1)) for each in hosts]
+    rounds = remap(tree.broadcast(len(hosts), host).rounds, peers, (0, 1)) + in_parallel(
+        [remap(inside, each, (0, 1)) for each in hosts]
     )
     return Plan(f"hierarchical {len(hosts)}x{local}", "broadcast", ranks, 1, rounds, root)
 
@@ -106,10 +106,10 @@ def two_levels(lines: Sequence[Sequence[int]], between: Plan, first: int = 0) ->
     width = len(lines[0])
     chunks = range(first, first + (width + 1) * between.blocks, between.blocks)
     columns = [[line[place] for line in lines] for place in range(width)]
-    scattering = [placed(ring.scattering(width), line, chunks) for line in lines]  # [1]
+    scattering = [remap(ring.scattering(width), line, chunks) for line in lines]  # [1]
     crossing = [  # [2]
-        placed(between.rounds, column, range(chunk, chunk + between.blocks + 1))
+        remap(between.rounds, column, range(chunk, chunk + between.blocks + 1))
         for column, chunk in zip(columns, chunks, strict=False)
     ]
-    gathering = [placed(ring.gathering(width), line, chunks) for line in lines]  # [3]
-    return side_by_side(scattering) + side_by_side(crossing) + side_by_side(gathering)
+    gathering = [remap(ring.gathering(width), line, chunks) for line in lines]  # [3]
+    return in_parallel(scattering) + in_parallel(crossing) + in_parallel(gathering)

@@ -1,4 +1,4 @@
-"""What the links of a process group are like: timed, not looked up.
+"""Measures the links of a process group: latency and bandwidth, by timed messages.
 
     inside a host      0 ─▶ 1 ─▶ 2 ─▶ 3 ─▶ (0)      all ranks of a host at once, each to the next: as in a ring's round
     between hosts      0 ─────────────────▶ 4 ─▶ (0) one rank of each host, so that each NIC carries one message
@@ -7,7 +7,7 @@
 
 Messages of several sizes go round; the quickest of a few series is kept, because whatever disturbs a message makes it
 slower; a line through the times gives latency and bandwidth (:func:`samestep.network.links.fit`). What is measured is
-what the engine will meet, Python included. Rank 0's figures are handed round, so that all ranks choose alike.
+what the engine will meet, Python included. Rank 0's figures are broadcast, so that all ranks choose the same.
 
 Source: the method of NetPIPE (Q. Snell, A. Mikler and J. Gustafson, 1996), with as many pairs at once as will be.
 """
@@ -73,7 +73,7 @@ def measure(
     leaders = range(0, transport.size, each)
     found = [timer.link(ring) if len(ring) > 1 else None for ring in (neighbours, leaders)]
     crowded = timer.crowded(leaders, found[1]) if crowds and len(leaders) > 2 else 1.0
-    return _handed_round(transport, found, timer.adding(), each, crowded)
+    return _broadcast(transport, found, timer.adding(), each, crowded)
 
 
 class _Timer:
@@ -86,7 +86,7 @@ class _Timer:
         self._sizes = sizes
         self._series = series
         self._clock = clock
-        self._everybody = tree.all_reduce(transport.size)
+        self._sync_plan = tree.all_reduce(transport.size)
 
     def link(self, ring: Sequence[int]) -> Link | None:
         """Returns the link along a ring of ranks, or None on a rank that is not in it, and only waits."""
@@ -102,16 +102,16 @@ class _Timer:
         others = [rank for rank in ranks if rank != self._transport.rank] if self._transport.rank in ranks else []
         share = max(self._sizes) // (len(ranks) - 1)
         out, into = torch.zeros(share, dtype=torch.uint8), [torch.zeros(share, dtype=torch.uint8) for _ in others]
-        idle = self._quickest(self._meet)
+        idle = self._quickest(self._barrier)
         times = []
         for _ in range(WARMING + self._series):
-            self._meet()
+            self._barrier()
             start = self._clock()
             works = [self._transport.irecv(each, rank, 0) for each, rank in zip(into, others, strict=True)]
             works += [self._transport.isend(out, rank, 0) for rank in others]
             for work in works:
                 work.wait()
-            self._meet()
+            self._barrier()
             times.append(self._clock() - start)
         if link is None:
             return 1.0
@@ -143,21 +143,19 @@ class _Timer:
     def _quickest(self, once: Callable[[], object]) -> float:
         seconds = []
         for _ in range(self._series):
-            self._meet()
+            self._barrier()
             start = self._clock()
             for _ in range(MESSAGES):
                 once()
             seconds.append((self._clock() - start) / MESSAGES)
         return min(seconds)
 
-    def _meet(self) -> None:
-        """Returns when all ranks have come, at nearly one moment."""
-        engine.run(self._everybody, torch.zeros(1), self._transport)
+    def _barrier(self) -> None:
+        """Returns when all ranks have come, at nearly the same moment."""
+        engine.run(self._sync_plan, torch.zeros(1), self._transport)
 
 
-def _handed_round(
-    transport: Transport, found: Sequence[Link | None], adding: float, local: int, crowded: float
-) -> Links:
+def _broadcast(transport: Transport, found: Sequence[Link | None], adding: float, local: int, crowded: float) -> Links:
     """Returns rank 0's figures, on every rank."""
     given = [(link.latency_s, link.bytes_per_s) if link else (0.0, 0.0) for link in found]
     figures = torch.tensor([*given[0], *given[1], adding, crowded], dtype=torch.float64)

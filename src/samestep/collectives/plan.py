@@ -1,7 +1,7 @@
-"""A collective as a plan of pure integers: who sends which blocks to whom, and in which round.
+"""A collective as a plan of pure integers: which rank sends which blocks to which, and in which round.
 
-A buffer is cut into blocks, the same on every rank. In a round, ranks send ranges of blocks to each other; whoever
-receives one adds it to its own, or puts it in its place:
+A buffer is cut into blocks, the same on every rank. In a round, ranks send ranges of blocks to each other; the rank
+that receives one adds it to its own, or puts it in its place:
 
     Transfer(source=1, target=2, begin=0, end=3, adds=True)
 
@@ -16,9 +16,8 @@ Three rules make a plan mean one thing, whatever executes it:
   2. Several transfers added to one block in one round are added in the order of their sources.
   3. A rank never replaces a block in a round in which it also sends it, adds to it, or replaces it a second time.
 
-So one plan serves four: :func:`execute` and :mod:`samestep.collectives.engine` carry it out,
-:mod:`samestep.collectives.proof` proves it and :mod:`samestep.network.cost` prices it. NCCL, gloo and MPI mix the
-plan with its execution, and are tested by running them.
+:func:`execute` and :mod:`samestep.collectives.engine` execute a plan, :mod:`samestep.collectives.proof` proves it and
+:mod:`samestep.network.cost` prices it.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ Round = tuple[Transfer, ...]
 Rounds = tuple[Round, ...]
 
 
-class Part(NamedTuple):
+class RankRound(NamedTuple):
     """What one rank does in one round; transfers received stand in the order of their sources."""
 
     sends: Round = ()
@@ -75,8 +74,8 @@ class Plan:
         UsageError: the plan breaks a rule; names the round.
 
     Example:
-        >>> Plan("pair", "all_reduce", 2, 1, ((Transfer(0, 1, 0, 1, True), Transfer(1, 0, 0, 1, True)),)).bytes_sent(8)
-        8.0
+        >>> Plan("pair", "all_reduce", 2, 1, ((Transfer(0, 1, 0, 1, True), Transfer(1, 0, 0, 1, True)),)).blocks
+        1
     """
 
     name: str
@@ -120,7 +119,7 @@ class Plan:
                     return f"rank {rank} sends blocks that {one} replaces in the same round"
         return ""
 
-    def of_rank(self, rank: int) -> tuple[Part, ...]:
+    def of_rank(self, rank: int) -> tuple[RankRound, ...]:
         """Returns what one rank does, round by round.
 
         >>> pair = Plan("pair", "broadcast", 2, 1, ((Transfer(0, 1, 0, 1),),))
@@ -130,8 +129,8 @@ class Plan:
         return self._parts[rank]
 
     @cached_property
-    def _parts(self) -> list[tuple[Part, ...]]:
-        parts: list[list[Part]] = [[] for _ in range(self.ranks)]
+    def _parts(self) -> list[tuple[RankRound, ...]]:
+        parts: list[list[RankRound]] = [[] for _ in range(self.ranks)]
         for transfers in self.rounds:
             sends: list[list[Transfer]] = [[] for _ in range(self.ranks)]
             receives: list[list[Transfer]] = [[] for _ in range(self.ranks)]
@@ -139,7 +138,7 @@ class Plan:
                 sends[one.source].append(one)
                 receives[one.target].append(one)
             for rank in range(self.ranks):
-                parts[rank].append(Part(tuple(sends[rank]), tuple(receives[rank])))
+                parts[rank].append(RankRound(tuple(sends[rank]), tuple(receives[rank])))
         return [tuple(of_rank) for of_rank in parts]
 
     def edges(self, elements: int) -> list[int]:
@@ -156,18 +155,10 @@ class Plan:
         return rank * each, (rank + 1) * each
 
     def held(self, rank: int) -> range:
-        """Returns the blocks that `rank` holds the result of when the plan has been carried out."""
+        """Returns the blocks of which `rank` holds the result at the end."""
         if self.operation == "reduce_scatter":
             return range(*self.share(rank))
         return range(self.blocks if self.operation != "reduce" or rank == self.root else 0)
-
-    def bytes_sent(self, nbytes: float) -> float:
-        """Returns how many bytes the rank that sends most sends, of a buffer of `nbytes`."""
-        sent = [0] * self.ranks
-        for transfers in self.rounds:
-            for one in transfers:
-                sent[one.source] += one.end - one.begin
-        return max(sent) * nbytes / self.blocks
 
 
 def _clash(received: Sequence[Transfer]) -> tuple[Transfer, Transfer] | None:
@@ -185,7 +176,7 @@ def _clash(received: Sequence[Transfer]) -> tuple[Transfer, Transfer] | None:
 
 
 def execute(plan: Plan, values: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Carries a plan out in the plainest way, on anything that can be added; the oracle of everything else.
+    """Executes a plan in the simplest way, on anything that can be added; the oracle of everything else.
 
     Args:
         plan: the rounds.
@@ -210,22 +201,8 @@ def execute(plan: Plan, values: Sequence[Sequence[Any]]) -> list[list[Any]]:
 
 
 def check_ranks(ranks: int, root: int = 0) -> None:
-    """Refuses a number of ranks below 1, and a root that is none of them.
-
-    Raises:
-        UsageError: says which.
-    """
+    """Refuses a number of ranks below 1, and a root that is none of them."""
     if ranks < 1:
         raise UsageError(f"a collective over {ranks} ranks: give 1 or more")
     if not 0 <= root < ranks:
         raise UsageError(f"rank {root} cannot be the root of {ranks} ranks: give one of 0 to {ranks - 1}")
-
-
-def check_pieces(name: str, pieces: int) -> None:
-    """Refuses a buffer cut into fewer than 1 of what `name` says.
-
-    Raises:
-        UsageError: says how many.
-    """
-    if pieces < 1:
-        raise UsageError(f"{name} is {pieces}: give 1 or more")

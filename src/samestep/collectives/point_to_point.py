@@ -1,4 +1,4 @@
-"""Real ranks: the engine's messages over torch.distributed's send and recv, on tensors in host memory.
+"""The transport between real ranks: send and recv of torch.distributed, on tensors in host memory.
 
 The group's own methods are called: `dist.isend` translates ranks and checks arguments on every message, which takes
 longer than a small message does, and it knows only groups that it made itself. Gloo queues sends and receives for each
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.collectives.engine import Work
-from samestep.errors import DeviceError
 
 __all__: list[str] = []
 
@@ -27,10 +26,7 @@ class PointToPoint:
         first_tag: of the messages; above it no other messages may be under way in this group at the same time.
 
     Example:
-        >>> import tempfile
-        >>> from samestep.collectives import engine, ring
-        >>> store = dist.HashStore()
-        >>> group = dist.ProcessGroupGloo(store, 0, 1)
+        >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
         >>> PointToPoint(group).size
         1
     """
@@ -42,27 +38,9 @@ class PointToPoint:
         self.size: int = group.size()
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
-        """Begins to send.
-
-        Raises:
-            DeviceError: the tensor is not in host memory.
-        """
-        _check(tensor)
+        """Begins to send."""
         return self._group.send([tensor], target, self._first_tag + tag)
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """Begins to receive.
-
-        Raises:
-            DeviceError: the tensor is not in host memory.
-        """
-        _check(tensor)
+        """Begins to receive."""
         return self._group.recv([tensor], source, self._first_tag + tag)
-
-
-def _check(tensor: Tensor) -> None:
-    if tensor.device.type != "cpu":
-        raise DeviceError(
-            f"a plan's messages travel in host memory, and this tensor is on {tensor.device}: copy it to the CPU, "
-            "or let NCCL reduce it with torch.distributed.all_reduce"
-        )

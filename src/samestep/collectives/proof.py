@@ -1,4 +1,4 @@
-"""What a plan computes, found out without a single number: is every sum whole, and do all ranks end with the same bits?
+"""Proof that a plan computes its operation, and whether all ranks end with the same bits: for all inputs at once.
 
 Floating-point addition commutes, a + b = b + a to the last bit (IEEE 754; only which of two NaNs survives is open),
 but it does not associate: (a + b) + c and a + (b + c) differ. So two sums have the same bits for all inputs if they
@@ -8,10 +8,10 @@ were bracketed alike, whatever the order inside each bracket:
     rank 1 adds     (1 + 0) + (3 + 2)      ┘ one expression: the same bits
     rank 2 adds     (2 + 0) + (1 + 3)        another: other bits
 
-:func:`prove` carries the plan out on such expressions instead of tensors. Each is made once and kept (hash consing,
+:func:`prove` executes the plan on such expressions instead of tensors. Each is made once and kept (hash consing,
 E. Goto 1974), so two are equal exactly if they are one object, and a sum over 64 ranks costs no more than its number.
 
-PyTorch, NCCL and gloo state no such property; a test on random numbers could only fail to find a difference.
+A test on random numbers could only fail to find a difference.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from samestep.errors import UsageError
 __all__: list[str] = []
 
 
-class Sums:
+class ExpressionTable:
     """Makes expressions, each only once.
 
-    >>> sums = Sums("example")
+    >>> sums = ExpressionTable("example")
     >>> a, b, c = (sums.of_rank(rank) for rank in range(3))
     >>> (a + b) + c is c + (b + a), (a + b) + c is a + (b + c)
     (True, False)
@@ -37,22 +37,18 @@ class Sums:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._ranks: dict[int, Sum] = {}
-        self._pairs: dict[tuple[int, int], Sum] = {}
+        self._ranks: dict[int, SumExpr] = {}
+        self._pairs: dict[tuple[int, int], SumExpr] = {}
         self._made = 0
 
-    def of_rank(self, rank: int) -> Sum:
+    def of_rank(self, rank: int) -> SumExpr:
         """Returns what `rank` brought."""
         if rank not in self._ranks:
             self._ranks[rank] = self._make(1 << rank, ())
         return self._ranks[rank]
 
-    def add(self, one: Sum, other: Sum) -> Sum:
-        """Returns the sum of two expressions, the same object whichever comes first.
-
-        Raises:
-            UsageError: they have a rank in common.
-        """
+    def add(self, one: SumExpr, other: SumExpr) -> SumExpr:
+        """Returns the sum of two expressions, the same object whichever comes first."""
         twice = one.ranks & other.ranks
         if twice:
             raise UsageError(
@@ -63,14 +59,14 @@ class Sums:
             self._pairs[key] = self._make(one.ranks | other.ranks, (one, other))
         return self._pairs[key]
 
-    def _make(self, ranks: int, parts: tuple[Sum, ...]) -> Sum:
+    def _make(self, ranks: int, parts: tuple[SumExpr, ...]) -> SumExpr:
         self._made += 1
-        return Sum(self, self._made, ranks, parts)
+        return SumExpr(self, self._made, ranks, parts)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Sum:
-    """An expression; made by :class:`Sums`.
+class SumExpr:
+    """An expression; made by :class:`ExpressionTable`.
 
     Attributes:
         sums: that made it.
@@ -79,12 +75,12 @@ class Sum:
         parts: the two that were added; none if it is what one rank brought.
     """
 
-    sums: Sums
+    sums: ExpressionTable
     number: int
     ranks: int
-    parts: tuple[Sum, ...]
+    parts: tuple[SumExpr, ...]
 
-    def __add__(self, other: Sum) -> Sum:
+    def __add__(self, other: SumExpr) -> SumExpr:
         return self.sums.add(self, other)
 
     def __str__(self) -> str:
@@ -100,13 +96,14 @@ class Proof:
 
     Attributes:
         identical: all ranks that end with a block end with the same bits.
-        uniform: all blocks are added in the same order, so that an element's bits do not depend on where it lies.
+        position_independent: all blocks are added in the same order, so that an element's bits do not depend on its
+            place.
         sums: of each block, what the first rank that holds it ends with; `str` shows the brackets.
     """
 
     identical: bool
-    uniform: bool
-    sums: tuple[Sum, ...]
+    position_independent: bool
+    sums: tuple[SumExpr, ...]
 
 
 def prove(plan: Plan) -> Proof:
@@ -118,12 +115,12 @@ def prove(plan: Plan) -> Proof:
     Example:
         >>> from samestep.collectives import ring
         >>> proof = prove(ring.all_reduce(3))
-        >>> proof.identical, proof.uniform, [str(each) for each in proof.sums]
+        >>> proof.identical, proof.position_independent, [str(each) for each in proof.sums]
         (True, False, ['(0+(1+2))', '((0+2)+1)', '((0+1)+2)'])
     """
-    sums = Sums(plan.name)
+    sums = ExpressionTable(plan.name)
     ends = execute(plan, [[_brought(plan, sums, rank, at) for at in range(plan.blocks)] for rank in range(plan.ranks)])
-    by_block: list[list[Sum]] = [[] for _ in range(plan.blocks)]
+    by_block: list[list[SumExpr]] = [[] for _ in range(plan.blocks)]
     for rank in range(plan.ranks):
         for at in plan.held(rank):
             _check_whole(plan, rank, at, ends[rank][at])
@@ -131,18 +128,18 @@ def prove(plan: Plan) -> Proof:
     identical = all(len(set(results)) == 1 for results in by_block)
     # of an all-gather and a broadcast nothing is added, so nothing depends on the place
     copies = plan.operation in {"all_gather", "broadcast"}
-    uniform = copies or all(results == by_block[0] for results in by_block)
-    return Proof(identical, uniform, tuple(results[0] for results in by_block))
+    same_order = copies or all(results == by_block[0] for results in by_block)
+    return Proof(identical, same_order, tuple(results[0] for results in by_block))
 
 
-def _brought(plan: Plan, sums: Sums, rank: int, at: int) -> Sum:
+def _brought(plan: Plan, sums: ExpressionTable, rank: int, at: int) -> SumExpr:
     """What a rank begins with; what an operation does not read is worth nothing, and must not be in its result."""
     begin, end = plan.share(rank) if plan.operation == "all_gather" else (0, plan.blocks)
     read = begin <= at < end and (plan.operation != "broadcast" or rank == plan.root)
     return sums.of_rank(rank if read else plan.ranks + rank)
 
 
-def _check_whole(plan: Plan, rank: int, at: int, result: Sum) -> None:
+def _check_whole(plan: Plan, rank: int, at: int, result: SumExpr) -> None:
     if plan.operation == "all_gather":
         expected = 1 << at * plan.ranks // plan.blocks
     elif plan.operation == "broadcast":

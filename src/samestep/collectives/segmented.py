@@ -1,14 +1,14 @@
 """Segmented ring and chain: chunks cut into segments, so that adding and forwarding overlap with sending.
 
 Segmented ring, 2 segments a chunk. The ring of :mod:`samestep.collectives.ring` must add a chunk before it can send
-it on, and the links stand idle meanwhile. Here a segment is added while the next one travels:
+it on, and the links are idle meanwhile. Here a segment is added while the next one travels:
 
     ring              ─ chunk 3 ─┤adds├─ chunk 2 ─┤adds├─ chunk 1 ─┤adds├
     [1] segmented     ─ 3a ─┤─ 3b ─┤─ 2a ─┤─ 2b ─┤─ 1a ─┤─ 1b ─┤
                             │adds 3a│adds 3b│adds 2a│ ...
 
-    Cost: 2 (p-1) k alpha + 2 (p-1)/p n beta for k >= 2 segments, where adding is quicker than receiving. What is
-    gained is (p-1)/p n gamma, and the second segment has it all: more only shorten what travels alone.
+    Cost: 2 (p-1) k alpha + 2 (p-1)/p n beta for k >= 2 segments, where adding is quicker than receiving. The second
+    segment saves all of (p-1)/p n gamma; more only shorten what travels alone.
 
 Chain, 3 segments, 4 ranks: the first segment is on its way before the last has left.
 
@@ -29,8 +29,8 @@ of MPI collective operations", Cluster Computing 10, 2007.
 from __future__ import annotations
 
 from samestep.collectives import ring
-from samestep.collectives.compose import backwards, rotated
-from samestep.collectives.plan import Plan, Rounds, Transfer, check_pieces, check_ranks
+from samestep.collectives.plan import Operation, Plan, Rounds, Transfer
+from samestep.collectives.rounds import rooted
 
 __all__: list[str] = []
 
@@ -42,23 +42,17 @@ def all_reduce(ranks: int, segments: int = 2) -> Plan:
     >>> plan.name, plan.blocks, len(plan.rounds)
     ('segmented ring of 3', 12, 18)
     """
-    _check(ranks, segments)
-    rounds = _cut(ring.scattering(ranks), segments) + _cut(ring.gathering(ranks), segments)
-    return Plan(_name(segments), "all_reduce", ranks, ranks * segments, rounds)
+    return _segmented("all_reduce", ranks, ring.scattering(ranks) + ring.gathering(ranks), segments)
 
 
 def reduce_scatter(ranks: int, segments: int = 2) -> Plan:
     """Returns the ring's reduce-scatter with each of its chunks cut into `segments`."""
-    _check(ranks, segments)
-    rounds = _cut(ring.scattering(ranks), segments)
-    return Plan(_name(segments), "reduce_scatter", ranks, ranks * segments, rounds)
+    return _segmented("reduce_scatter", ranks, ring.scattering(ranks), segments)
 
 
 def all_gather(ranks: int, segments: int = 2) -> Plan:
     """Returns the ring's all-gather with each of its chunks cut into `segments`."""
-    _check(ranks, segments)
-    rounds = _cut(ring.gathering(ranks), segments)
-    return Plan(_name(segments), "all_gather", ranks, ranks * segments, rounds)
+    return _segmented("all_gather", ranks, ring.gathering(ranks), segments)
 
 
 def broadcast(ranks: int, root: int = 0, segments: int = 8) -> Plan:
@@ -67,25 +61,22 @@ def broadcast(ranks: int, root: int = 0, segments: int = 8) -> Plan:
     >>> len(broadcast(4, segments=3).rounds)
     5
     """
-    _check(ranks, segments, root)
-    rounds = rotated(_chain(ranks, segments), ranks, root)
-    return Plan(f"chain of {segments}", "broadcast", ranks, segments, rounds, root)
+    return rooted(f"chain of {segments}", "broadcast", ranks, segments, _chain(ranks, segments), root)
 
 
 def reduce(ranks: int, root: int = 0, segments: int = 8) -> Plan:
     """Returns the plan by which `root` ends with the sum, added up from rank to rank in `segments`."""
-    _check(ranks, segments, root)
-    rounds = rotated(backwards(_chain(ranks, segments)), ranks, root)
-    return Plan(f"chain of {segments}", "reduce", ranks, segments, rounds, root)
+    return rooted(f"chain of {segments}", "reduce", ranks, segments, _chain(ranks, segments), root)
 
 
-def _cut(rounds: Rounds, segments: int) -> Rounds:
+def _segmented(operation: Operation, ranks: int, rounds: Rounds, segments: int) -> Plan:
     """[1]: segment after segment of each chunk, where the ring sends the chunk."""
-    return tuple(
+    cut = tuple(
         tuple(one._replace(begin=one.begin * segments + each, end=one.begin * segments + each + 1) for one in transfers)
         for transfers in rounds
         for each in range(segments)
     )
+    return Plan(f"segmented ring of {segments}", operation, ranks, ranks * segments, cut)
 
 
 def _chain(ranks: int, segments: int) -> Rounds:
@@ -98,12 +89,3 @@ def _chain(ranks: int, segments: int) -> Rounds:
         )
         for number in range(ranks - 2 + segments if ranks > 1 else 0)
     )
-
-
-def _check(ranks: int, segments: int, root: int = 0) -> None:
-    check_ranks(ranks, root)
-    check_pieces("segments", segments)
-
-
-def _name(segments: int) -> str:
-    return f"segmented ring of {segments}"

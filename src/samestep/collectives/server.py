@@ -1,4 +1,4 @@
-"""Parameter server: some ranks add for all; two rounds, and a crowd at the servers' doors.
+"""Parameter server: some ranks add for all; two rounds, in which many messages meet at each server.
 
 4 ranks, 2 servers, blocks a b. Servers are ranks too, spread evenly over all of them:
 
@@ -20,8 +20,8 @@ Source: M. Li et al., "Scaling Distributed Machine Learning with the Parameter S
 
 from __future__ import annotations
 
-from samestep.collectives.compose import backwards, rotated
 from samestep.collectives.plan import Plan, Rounds, Transfer, check_ranks
+from samestep.collectives.rounds import reversed_rounds, rooted
 from samestep.errors import UsageError
 
 __all__: list[str] = []
@@ -41,36 +41,31 @@ def all_reduce(ranks: int, servers: int = 1) -> Plan:
     check_ranks(ranks)
     if not 1 <= servers <= ranks:
         raise UsageError(f"{servers} servers among {ranks} ranks: give 1 to {ranks}")
-    pulling = _pulling(ranks, servers)
     name = "1 server" if servers == 1 else f"{servers} servers"
-    return Plan(name, "all_reduce", ranks, servers, backwards(pulling) + pulling)
+    return rooted(name, "all_reduce", ranks, servers, _pull(ranks, servers))
 
 
 def reduce_scatter(ranks: int) -> Plan:
     """Returns the plan by which rank r ends with block r of the sum: every rank is a server, and nobody pulls."""
-    check_ranks(ranks)
-    return Plan("direct", "reduce_scatter", ranks, ranks, backwards(_pulling(ranks, ranks)))
+    return Plan("direct", "reduce_scatter", ranks, ranks, reversed_rounds(_pull(ranks, ranks)))
 
 
 def all_gather(ranks: int) -> Plan:
-    """Returns the plan by which all ranks end with block r of rank r, for every r, each sent by who has it."""
-    check_ranks(ranks)
-    return Plan("direct", "all_gather", ranks, ranks, _pulling(ranks, ranks))
+    """Returns the plan by which all ranks end with block r of rank r, for every r, sent by that rank."""
+    return Plan("direct", "all_gather", ranks, ranks, _pull(ranks, ranks))
 
 
 def broadcast(ranks: int, root: int = 0) -> Plan:
     """Returns the plan by which `root` sends what it has to every other rank."""
-    check_ranks(ranks, root)
-    return Plan("direct", "broadcast", ranks, 1, rotated(_pulling(ranks, 1), ranks, root), root)
+    return rooted("direct", "broadcast", ranks, 1, _pull(ranks, 1), root)
 
 
 def reduce(ranks: int, root: int = 0) -> Plan:
     """Returns the plan by which every other rank sends all it has to `root`, which ends with the sum."""
-    check_ranks(ranks, root)
-    return Plan("direct", "reduce", ranks, 1, rotated(backwards(_pulling(ranks, 1)), ranks, root), root)
+    return rooted("direct", "reduce", ranks, 1, _pull(ranks, 1), root)
 
 
-def _pulling(ranks: int, servers: int) -> Rounds:
+def _pull(ranks: int, servers: int) -> Rounds:
     """[2]: block s from server s, which is rank s x ranks / servers, to everybody else; [1] is the same backwards."""
     homes = [block * ranks // servers for block in range(servers)]
     pairs = ((block, home, rank) for block, home in enumerate(homes) for rank in range(ranks) if rank != home)

@@ -1,18 +1,18 @@
-"""All-reduce among the ranks of one host, in the memory where the gradients lie.
+"""All-reduce among the ranks of one host, in the memory where the gradients are.
 
 gloo sends them through TCP: every byte is copied into the kernel and out of it, twice. Here a tensor is moved into
-shared memory once, and stays there; each rank then adds its share of it straight from the others' and writes the sum
+shared memory once, and stays there; each rank then adds its share of it directly from the others' and writes the sum
 back to all of them. Two passes over the memory, less is not possible:
 
     rank 0's tensor   [ 0 | 0 ]     1  both are READY           rank 0 adds the left half of both in rank order,
     rank 1's tensor   [ 1 | 1 ]     2  each adds its share      and writes the sum into both; rank 1 the right half
                       [01 | 01]     3  both are DONE
 
-Each element is added by one rank, in the order of the ranks, wherever it lies: all hold the same bits, and the bits do
+Each element is added by one rank, in the order of the ranks, wherever it is: all hold the same bits, and the bits do
 not depend on how gradients are put into buckets, as gloo's and NCCL's do. No rank waits between 1 and 3: what is not
-ready yet is added later, by `advance`, or at last by `finish`.
+ready yet is added later, by `poll`, or at last by `wait_all`.
 
-A tensor that is not registered pays a copy [4]: through a piece of memory that stays in the processors' cache.
+A tensor that is not registered costs a copy [4]: through a staging buffer that stays in the processors' cache.
 
 The sums are torch's own, block by block, so that a block is in the cache when it is scaled and written. Measured for
 25 MiB and two ranks: 1.9 ms, of which Python takes 0.18; a kernel of our own would save no more than that.
@@ -32,21 +32,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.collectives.board import DONE, READY, SharedCounters
-from samestep.collectives.memory import open_segment, shared_segment
+from samestep.collectives.counters import DONE, READY, SharedCounters
+from samestep.collectives.segments import open_segment, shared_segment
 from samestep.errors import StepError
 
 __all__: list[str] = []
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  (where torch makes shared storages; they have no name for longer than that)
 BLOCK = 1 << 19  # bytes of all ranks' blocks together: half of a core's own cache
-ALIGNED = 64  # bytes: no two ranks write to one cache line
-SPARE = 1 << 22  # bytes of /dev/shm that are left to others
-PIECE = 1 << 19  # bytes of a tensor that is not registered that travel at once
-OVER_CORES = 1 << 22  # likewise, where ranks wait for cores
+ALIGNMENT = 64  # bytes: no two ranks write to one cache line
+RESERVE = 1 << 22  # bytes of /dev/shm that are left to others
+PIECE = 1 << 19  # bytes of a tensor that is not registered that are staged at once
+PIECE_OVER_CORES = 1 << 22  # where ranks wait for cores
 
-Fold = Callable[[Tensor, Tensor], object]
-FOLDS: dict[str, Fold] = {
+ReduceOp = Callable[[Tensor, Tensor], object]
+REDUCE_OPS: dict[str, ReduceOp] = {
     "sum": lambda into, other: into.add_(other),
     "product": lambda into, other: into.mul_(other),
     "min": lambda into, other: torch.minimum(into, other, out=into),
@@ -55,12 +55,12 @@ FOLDS: dict[str, Fold] = {
     "bor": lambda into, other: into.bitwise_or_(other),
     "bxor": lambda into, other: into.bitwise_xor_(other),
 }
-Across = Callable[[Tensor], dist.Work]  # begins to add a rank's share to those of the other hosts, in place
+InterHost = Callable[[Tensor], dist.Work]  # begins to add a rank's share to those of the other hosts, in place
 
 
 def share(elements: int, element_bytes: int, ranks: int, rank: int) -> tuple[int, int]:
     """Returns which elements of a tensor `rank` adds up: from, and up to but without."""
-    unit = max(1, ALIGNED // element_bytes)
+    unit = max(1, ALIGNMENT // element_bytes)
     units = -(-elements // unit)
     begin, end = rank * units // ranks, (rank + 1) * units // ranks
     return min(begin * unit, elements), min(end * unit, elements)
@@ -79,15 +79,15 @@ def must_divide_first(gradients: Tensor) -> bool:
     return gradients.dtype == torch.float16
 
 
-def pairs(ranks: int, *, by_tree: bool) -> list[tuple[int, int]]:
+def addition_order(ranks: int, *, pairwise: bool) -> list[tuple[int, int]]:
     """Returns which part is added to which, in turn, until all are in the first.
 
-    >>> pairs(4, by_tree=False)  # ((0 + 1) + 2) + 3
+    >>> addition_order(4, pairwise=False)  # ((0 + 1) + 2) + 3
     [(0, 1), (0, 2), (0, 3)]
-    >>> pairs(4, by_tree=True)  # (0 + 1) + (2 + 3), as topology.tree_sum
+    >>> addition_order(4, pairwise=True)  # (0 + 1) + (2 + 3), as topology.tree_sum
     [(0, 1), (2, 3), (0, 2)]
     """
-    if not by_tree:
+    if not pairwise:
         return [(0, rank) for rank in range(1, ranks)]
     found, level = [], list(range(ranks))
     while len(level) > 1:
@@ -97,15 +97,15 @@ def pairs(ranks: int, *, by_tree: bool) -> list[tuple[int, int]]:
 
 
 class RegisteredBuffer:
-    """A tensor of each rank, equally long and of one dtype, all of them in sight of this rank.
+    """A tensor of each rank, equally long and of one dtype, all of them mapped by this rank.
 
     Args:
         parts: the ranks', 1-dim.
         rank: whose share is added here.
-        by_tree: add neighbours first, as virtual ranks do, instead of one rank after another.
+        pairwise: add neighbours first, as virtual ranks do, instead of one rank after another.
     """
 
-    def __init__(self, parts: Sequence[Tensor], rank: int, *, by_tree: bool = False) -> None:
+    def __init__(self, parts: Sequence[Tensor], rank: int, *, pairwise: bool = False) -> None:
         self.address = parts[rank].data_ptr()
         self.parts = parts
         size = parts[0].element_size()
@@ -115,31 +115,31 @@ class RegisteredBuffer:
         self.blocks = [
             [part[at : min(at + step, end)] for part in parts] for at in range(begin, end, step)
         ]  # made once: to cut a view takes as long as a block of 8 KB
-        self._pairs = pairs(len(parts), by_tree=by_tree)
+        self._order = addition_order(len(parts), pairwise=pairwise)
         self._divides_first = must_divide_first(parts[0])
 
-    def reduce(self, fold: Fold, divisor: int) -> None:
+    def reduce(self, op: ReduceOp, divisor: int) -> None:
         """Does `add` and `write` at once, block by block."""
         for block in self.blocks:
-            self._add(block, fold, divisor)
+            self._add(block, op, divisor)
             self._write(block, divisor)
 
-    def add(self, fold: Fold, divisor: int) -> None:
+    def add(self, op: ReduceOp, divisor: int) -> None:
         """Adds this rank's share of all parts into that of the first; what may overflow is divided before."""
         for block in self.blocks:
-            self._add(block, fold, divisor)
+            self._add(block, op, divisor)
 
     def write(self, divisor: int) -> None:
         """Divides what was added, unless that is done, and writes it into all parts."""
         for block in self.blocks:
             self._write(block, divisor)
 
-    def _add(self, block: list[Tensor], fold: Fold, divisor: int) -> None:
+    def _add(self, block: list[Tensor], op: ReduceOp, divisor: int) -> None:
         if self._divides_first:
             for part in block:
                 divide_(part, divisor)
-        for into, other in self._pairs:
-            fold(block[into], block[other])
+        for into, other in self._order:
+            op(block[into], block[other])
 
     def _write(self, block: list[Tensor], divisor: int) -> None:
         first, *others = block
@@ -152,11 +152,11 @@ class RegisteredBuffer:
 @dataclass
 class _Started:
     number: int
-    region: RegisteredBuffer
-    fold: Fold
+    buffer: RegisteredBuffer
+    op: ReduceOp
     divisor: int
-    then: Callable[[], None]
-    travelling: dist.Work | None = None
+    callback: Callable[[], None]
+    work: dist.Work | None = None
 
 
 @dataclass
@@ -164,108 +164,104 @@ class SharedMemoryAllReduce:
     """The all-reduces of the ranks of one host; every rank starts the same ones, in the same order.
 
     Args:
-        board: of these ranks.
-        across: adds shares over several hosts; None where there is but one. It must not wait: a rank of this host may
-            be needed by the one that it would wait for.
+        counters: of these ranks.
+        inter_host: adds shares over several hosts; None where there is but one. It must not wait: the rank that it
+            would wait for may need a rank of this host.
     """
 
-    board: SharedCounters
-    across: Across | None = None
+    counters: SharedCounters
+    inter_host: InterHost | None = None
     _number: int = field(default=0, init=False)
     _started: deque[_Started] = field(default_factory=deque, init=False)
-    _travelling: deque[_Started] = field(default_factory=deque, init=False)
+    _between_hosts: deque[_Started] = field(default_factory=deque, init=False)
     _written: list[_Started] = field(default_factory=list, init=False)
-    _stage: _Stage | None = field(default=None, init=False)
+    _staging: _StagingBuffer | None = field(default=None, init=False)
 
-    def register(self, tensor: Tensor, *, by_tree: bool = False) -> RegisteredBuffer | None:
-        """Moves a tensor's storage into shared memory, in place; None on all ranks where it does not fit, or cannot.
+    def register(self, tensor: Tensor, *, pairwise: bool = False) -> RegisteredBuffer | None:
+        """Moves a tensor's storage into shared memory, in place; None on all ranks where that is not possible.
 
-        Collective: every rank of the board must call it.
+        Collective: every rank of the counters must call it.
 
         Args:
             tensor: contiguous, on the CPU; of the same length and dtype on all ranks.
-            by_tree: see :class:`RegisteredBuffer`.
+            pairwise: see :class:`RegisteredBuffer`.
 
         Raises:
             StepError: the ranks brought tensors of different length.
         """
         flat = tensor.detach().view(-1)
         storage: Any = flat.untyped_storage()
-        told = self.board.exchange(flat.numel() * flat.element_size(), storage.nbytes())
-        rooms = self.board.exchange(_room())
-        if len({length for length, _ in told}) > 1:
+        sizes = self.counters.exchange(flat.numel() * flat.element_size(), storage.nbytes())
+        free = self.counters.exchange(_free_bytes())
+        if len({length for length, _ in sizes}) > 1:
             raise StepError(
-                f"the ranks brought tensors of different length to one sum: {[length for length, _ in told]} bytes"
+                f"the ranks brought tensors of different length to one sum: {[length for length, _ in sizes]} bytes"
             )
         if not flat.numel():
-            return RegisteredBuffer([flat] * self.board.size, self.board.rank)
-        if min(room for room, _ in rooms) < sum(wanted for _, wanted in told):
+            return RegisteredBuffer([flat] * self.counters.size, self.counters.rank)
+        if min(room for room, _ in free) < sum(needed for _, needed in sizes):  # of all ranks, so that all agree
             return None
-        descriptor, _ = storage._share_fd_cpu_()  # share_memory_ calls it, and does not tell where
+        descriptor, _ = storage._share_fd_cpu_()  # share_memory_ calls it, and does not return the descriptor
         offset = int(flat.storage_offset()) * flat.element_size()
-        places = self.board.exchange(descriptor, offset)
+        places = self.counters.exchange(descriptor, offset)
         parts = [
-            flat if place == self.board.rank else self._seen(place, *places[place], told[place][1], flat)
-            for place in range(self.board.size)
+            flat if place == self.counters.rank else self._map(place, *places[place], sizes[place][1], flat)
+            for place in range(self.counters.size)
         ]
-        seen = self.board.exchange(int(None not in parts))
-        if not all(good for good, _ in seen):
+        mapped = self.counters.exchange(int(None not in parts))
+        if not all(good for good, _ in mapped):
             return None
-        return RegisteredBuffer([part for part in parts if part is not None], self.board.rank, by_tree=by_tree)
+        return RegisteredBuffer([part for part in parts if part is not None], self.counters.rank, pairwise=pairwise)
 
-    def _seen(self, place: int, descriptor: int, offset: int, length: int, like: Tensor) -> Tensor | None:
-        memory = open_segment(self.board.processes[place], descriptor, length)
+    def _map(self, place: int, descriptor: int, offset: int, length: int, like: Tensor) -> Tensor | None:
+        memory = open_segment(self.counters.processes[place], descriptor, length)
         if memory is None:
             return None
         return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=offset)
 
     def start(
-        self, region: RegisteredBuffer, op: str = "sum", divisor: int = 1, then: Callable[[], None] = lambda: None
+        self, buffer: RegisteredBuffer, op: str = "sum", divisor: int = 1, callback: Callable[[], None] = lambda: None
     ) -> None:
-        """Begins an all-reduce of what lies in `region` now, in place; `then` is called by `finish`."""
-        self._started.append(_Started(self.next_number(), region, FOLDS[op], divisor, then))
-        self.board.post(READY, self._number)
+        """Begins an all-reduce of what is in `buffer` now, in place; `callback` is called by `wait_all`."""
+        self._started.append(_Started(self.next_number(), buffer, REDUCE_OPS[op], divisor, callback))
+        self.counters.publish(READY, self._number)
 
-    def advance(self) -> None:
+    def poll(self) -> None:
         """Adds what all ranks have ready; does not wait."""
-        while self._started and self.board.have_reached(READY, self._started[0].number):
+        while self._started and self.counters.all_reached(READY, self._started[0].number):
             self._reduce(self._started.popleft())
-        while self._travelling and _is_there(self._travelling[0]):
-            self._write(self._travelling.popleft())
+        while self._between_hosts and _has_arrived(self._between_hosts[0]):
+            self._write(self._between_hosts.popleft())
 
-    def finish(self) -> None:
-        """Waits until all that was started is done. Collective: every rank must call it.
-
-        Raises:
-            PeerError: a rank is gone.
-        """
+    def wait_all(self) -> None:
+        """Waits until all that was started is done. Collective: every rank must call it."""
         while self._started:
-            self.board.wait(READY, self._started[0].number)
+            self.counters.wait(READY, self._started[0].number)
             self._reduce(self._started.popleft())
-        while self._travelling:
-            self._write(self._travelling.popleft())
-        self.board.wait(DONE, self._number)
+        while self._between_hosts:
+            self._write(self._between_hosts.popleft())
+        self.counters.wait(DONE, self._number)
         finished, self._written = self._written, []
         for one in finished:
-            one.then()
+            one.callback()
 
     def _reduce(self, one: _Started) -> None:
-        if self.across is None:
-            one.region.reduce(one.fold, one.divisor)
+        if self.inter_host is None:
+            one.buffer.reduce(one.op, one.divisor)
             self._note_written(one)
         else:
-            one.region.add(one.fold, one.divisor)
-            one.travelling = self.across(one.region.first)
-            self._travelling.append(one)
+            one.buffer.add(one.op, one.divisor)
+            one.work = self.inter_host(one.buffer.first)
+            self._between_hosts.append(one)
 
     def _write(self, one: _Started) -> None:
-        if one.travelling is not None:
-            one.travelling.wait()
-        one.region.write(one.divisor)
+        if one.work is not None:
+            one.work.wait()
+        one.buffer.write(one.divisor)
         self._note_written(one)
 
     def _note_written(self, one: _Started) -> None:
-        self.board.post(DONE, one.number)
+        self.counters.publish(DONE, one.number)
         self._written.append(one)
 
     def next_number(self) -> int:
@@ -281,20 +277,20 @@ class SharedMemoryAllReduce:
             op: "sum", "product", "min", "max", "band", "bor" or "bxor".
             divisor: what the result is divided by.
         """
-        self.finish()
-        if self._stage is None:
-            self._stage = _Stage.opened_by(self.board)
+        self.wait_all()
+        if self._staging is None:
+            self._staging = _StagingBuffer.open(self.counters)
         flat = tensor.detach().reshape(-1)
-        self._stage.all_reduce(self, flat, FOLDS[op], divisor)
+        self._staging.all_reduce(self, flat, REDUCE_OPS[op], divisor)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view_as(tensor))
 
 
-class _Stage:
-    """Memory through which tensors travel that are not registered, a piece at a time, in two halves by turns.
+class _StagingBuffer:
+    """Memory through which tensors go that are not registered, a piece at a time, in two halves by turns.
 
     [4] a rank copies its piece into its slot and waits for the others'; what it then reads stays, because nobody
-    comes to the same half again before all have finished the piece between.
+    comes to the same half again before all have finished the piece in between.
     """
 
     def __init__(self, memory: Any, ranks: int, rank: int) -> None:
@@ -304,32 +300,31 @@ class _Stage:
         self.piece = halves.shape[2]
 
     @staticmethod
-    def opened_by(board: SharedCounters) -> _Stage:
-        """Returns the ranks' stage. Collective: every rank of the board must call it."""
-        crowded = board.size > len(os.sched_getaffinity(0))
-        length = 2 * board.size * (OVER_CORES if crowded else PIECE)
-        memory = shared_segment(length, leader=0, leads=board.rank == 0, tell=lambda value: board.exchange(*value))
+    def open(counters: SharedCounters) -> _StagingBuffer:
+        """Collective: every rank of the counters must call it."""
+        crowded = counters.size > len(os.sched_getaffinity(0))
+        length = 2 * counters.size * (PIECE_OVER_CORES if crowded else PIECE)
+        memory = shared_segment(
+            length, leader=0, leads=counters.rank == 0, exchange=lambda value: counters.exchange(*value)
+        )
         if memory is None:
             raise StepError("the ranks of this host cannot see each other's memory: use reduce='gloo'")
-        return _Stage(memory, board.size, board.rank)
+        return _StagingBuffer(memory, counters.size, counters.rank)
 
-    def all_reduce(self, shared: SharedMemoryAllReduce, flat: Tensor, fold: Fold, divisor: int) -> None:
+    def all_reduce(self, shared: SharedMemoryAllReduce, flat: Tensor, op: ReduceOp, divisor: int) -> None:
         step = self.piece // flat.element_size()
         for begin in range(0, flat.numel(), step):
-            self._reduce_piece(shared, flat[begin : begin + step], fold, divisor)
-
-    def _reduce_piece(self, shared: SharedMemoryAllReduce, piece: Tensor, fold: Fold, divisor: int) -> None:
-        number = shared.next_number()
-        bytes_, board = piece.numel() * piece.element_size(), shared.board
-        slots = [slot[:bytes_].view(piece.dtype) for slot in self.slots[number % 2]]
-        slots[self.rank].copy_(piece)
-        board.post(READY, number)
-        board.wait(READY, number)
-        piece.copy_(slots[0])
-        for slot in slots[1:]:
-            fold(piece, slot)
-        divide_(piece, divisor)
-        board.post(DONE, number)
+            piece = flat[begin : begin + step]
+            number = shared.next_number()
+            slots = [slot[: piece.nbytes].view(piece.dtype) for slot in self.slots[number % 2]]
+            slots[self.rank].copy_(piece)
+            shared.counters.publish(READY, number)
+            shared.counters.wait(READY, number)
+            piece.copy_(slots[0])
+            for slot in slots[1:]:
+                op(piece, slot)
+            divide_(piece, divisor)
+            shared.counters.publish(DONE, number)
 
 
 def is_shared(tensor: Tensor) -> bool:
@@ -338,14 +333,14 @@ def is_shared(tensor: Tensor) -> bool:
     return shared
 
 
-def _is_there(one: _Started) -> bool:
-    return one.travelling is None or one.travelling.is_completed()
+def _has_arrived(one: _Started) -> bool:
+    return one.work is None or one.work.is_completed()
 
 
-def _room() -> int:
+def _free_bytes() -> int:
     """Returns how many bytes /dev/shm has left for gradients; 0 where there is none."""
     try:
         state = os.statvfs(SHARED_MEMORY)
     except OSError:
         return 0
-    return max(0, state.f_bavail * state.f_frsize - SPARE)
+    return max(0, state.f_bavail * state.f_frsize - RESERVE)

@@ -26,9 +26,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from samestep.collectives import ring
-from samestep.collectives.compose import placed, side_by_side
 from samestep.collectives.hierarchical import two_levels
-from samestep.collectives.plan import Plan, Rounds, check_pieces
+from samestep.collectives.plan import Plan, Rounds
+from samestep.collectives.rounds import in_parallel, remap
 from samestep.errors import UsageError
 
 __all__: list[str] = []
@@ -54,9 +54,11 @@ def all_reduce(rows: int, columns: int, parts: int = 1) -> Plan:
     if parts not in {1, 2, 4}:
         raise UsageError(f"a torus cut into {parts} parts: give 1, 2 or 4")
     each = rows * columns
-    by_part = [_one_way(lines, number * each) for number, lines in enumerate(_ways(rows, columns)[:parts])]
+    across, down = _rows(rows, columns), _columns(rows, columns)
+    ways = [across, down, _turned(across), _turned(down)][:parts]
+    by_part = [two_levels(lines, ring.all_reduce(len(lines)), number * each) for number, lines in enumerate(ways)]
     name = f"torus {rows}x{columns}" + (f" in {parts} directions" if parts > 1 else "")
-    return Plan(name, "all_reduce", each, parts * each, side_by_side(by_part))
+    return Plan(name, "all_reduce", each, parts * each, in_parallel(by_part))
 
 
 def reduce_scatter(rows: int, columns: int) -> Plan:
@@ -75,17 +77,6 @@ def all_gather(rows: int, columns: int) -> Plan:
     return Plan(f"torus {rows}x{columns}", "all_gather", rows * columns, rows * columns, rounds)
 
 
-def _one_way(lines: Sequence[Sequence[int]], first: int) -> Rounds:
-    return two_levels(lines, ring.all_reduce(len(lines)), first)
-
-
-def _ways(rows: int, columns: int) -> list[list[Sequence[int]]]:
-    """The grid as lines of ranks: rows, columns, and each turned round."""
-    across = _rows(rows, columns)
-    down = _columns(rows, columns)
-    return [across, down, _turned(across), _turned(down)]
-
-
 def _turned(lines: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     return [line[::-1] for line in reversed(lines)]
 
@@ -94,9 +85,9 @@ def _levels(long: Rounds, short: Rounds) -> Rounds:
     """The rings of the columns over whole rows of blocks, then those of the rows over their own blocks."""
     rows, columns = len(long) + 1, len(short) + 1
     by_row = range(0, rows * columns + 1, columns)
-    down = [placed(long, column, by_row) for column in _columns(rows, columns)]
-    across = [placed(short, row, range(row[0], row[0] + columns + 1)) for row in _rows(rows, columns)]
-    return side_by_side(down) + side_by_side(across)
+    down = [remap(long, column, by_row) for column in _columns(rows, columns)]
+    across = [remap(short, row, range(row[0], row[0] + columns + 1)) for row in _rows(rows, columns)]
+    return in_parallel(down) + in_parallel(across)
 
 
 def _rows(rows: int, columns: int) -> list[Sequence[int]]:
@@ -108,5 +99,5 @@ def _columns(rows: int, columns: int) -> list[Sequence[int]]:
 
 
 def _check(rows: int, columns: int) -> None:
-    check_pieces("rows", rows)
-    check_pieces("columns", columns)
+    if rows < 1 or columns < 1:
+        raise UsageError(f"a torus of {rows} rows and {columns} columns: give 1 or more of each")

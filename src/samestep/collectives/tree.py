@@ -1,4 +1,4 @@
-"""Binomial tree: who has it passes it on, so that twice as many have it after every round.
+"""Binomial tree: each rank that has it sends it on, so that twice as many have it after every round.
 
 8 ranks, broadcast from rank 0; a reduce is the same backwards, every arrow turned and added:
 
@@ -19,8 +19,8 @@ IJHPCA 19, 2005.
 
 from __future__ import annotations
 
-from samestep.collectives.compose import backwards, rotated
-from samestep.collectives.plan import Plan, Rounds, Transfer, check_ranks
+from samestep.collectives.plan import Plan, Rounds, Transfer
+from samestep.collectives.rounds import rooted
 
 __all__: list[str] = []
 
@@ -31,14 +31,12 @@ def broadcast(ranks: int, root: int = 0) -> Plan:
     >>> len(broadcast(8).rounds), len(broadcast(9, root=4).rounds)
     (3, 4)
     """
-    check_ranks(ranks, root)
-    return Plan("binomial tree", "broadcast", ranks, 1, rotated(_spreading(ranks), ranks, root), root)
+    return rooted("binomial tree", "broadcast", ranks, 1, _spread(ranks), root)
 
 
 def reduce(ranks: int, root: int = 0) -> Plan:
     """Returns the plan by which `root` ends with the sum; the others are left with parts of it."""
-    check_ranks(ranks, root)
-    return Plan("binomial tree", "reduce", ranks, 1, rotated(backwards(_spreading(ranks)), ranks, root), root)
+    return rooted("binomial tree", "reduce", ranks, 1, _spread(ranks), root)
 
 
 def all_reduce(ranks: int) -> Plan:
@@ -47,11 +45,10 @@ def all_reduce(ranks: int) -> Plan:
     >>> len(all_reduce(8).rounds)
     6
     """
-    check_ranks(ranks)
-    return Plan("binomial tree", "all_reduce", ranks, 1, backwards(_spreading(ranks)) + _spreading(ranks))
+    return rooted("binomial tree", "all_reduce", ranks, 1, _spread(ranks))
 
 
-def _spreading(ranks: int) -> Rounds:
+def _spread(ranks: int) -> Rounds:
     """[1], [2], [3]: from every rank that has it to the one `distance` further on, if there is one."""
     distances = [1 << bit for bit in reversed(range((ranks - 1).bit_length()))]
     return tuple(

@@ -1,17 +1,4 @@
-"""Fewer bytes for gradients: codecs, one file of mathematics each, and what adds them up.
-
-codec       what a codec is; plain rows, which lose nothing
-half        float16 with scales, bfloat16
-int8        int8 with scales, stochastic or nearest
-sign        one bit an element
-topk        the largest only
-lowrank     thin matrices: PowerSGD
-chunks      what travels together, and who adds what
-memory      what a rank remembers: error feedback
-folding     that, told to another number of ranks
-noise       for stochastic rounding
-schemes     the mean of all ranks in compressed messages
-simulate    all ranks in one process
+"""Fewer bytes for gradients: codecs, and the mean of the ranks' gradients in compressed messages.
 
 A codec is given to `samestep.replicate(model, world, compress=…)`, by name or as a value with settings:
 
@@ -20,11 +7,8 @@ A codec is given to `samestep.replicate(model, world, compress=…)`, by name or
 
 from __future__ import annotations
 
-from samestep.compress.codec import Codec
-from samestep.compress.half import BFloat16, Float16
-from samestep.compress.int8 import Int8
-from samestep.compress.lowrank import PowerSGD
-from samestep.compress.sign import Sign
+from samestep.compress.codecs import BFloat16, Codec, Float16, Int8, Sign
+from samestep.compress.powersgd import PowerSGD
 from samestep.compress.topk import TopK
 from samestep.errors import UsageError
 

@@ -4,15 +4,15 @@
     pieces        [0 .. 1 M)   [1 M .. 2 M)   [2 M .. 2.5 M)   fc1.weight           fc2.weight
     chunks        0            1              2                 └─────── 3 ────────────────┘
 
-A piece is cut and numbered by the model alone. So what it becomes does not depend on DistributedDataParallel's buckets,
-which change after the first step and are others after a resume; chunks may.
+A piece is cut and numbered by the model alone, frozen parameters included. So its bits do not depend on
+DistributedDataParallel's buckets, which change after the first step and are others after a resume; chunks may.
 
-A rank has a share of each chunk: it adds the rows of its share for all. Row j of piece p is rank (j + p) mod N's.
+A rank owns a share of each chunk: it adds the rows of its share for all. Row j of piece p is rank (j + p) mod N's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,12 +42,10 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """The parameter's, and where the piece begins."""
         return f"{self.parameter}@{self.begin}"
 
     @property
     def elements(self) -> int:
-        """How many there are."""
         return torch.Size(self.shape).numel()
 
 
@@ -82,12 +80,7 @@ def chunks_of(pieces: Iterable[Piece], block: int, most: int = MAX_CHUNK) -> lis
 
 @dataclass(frozen=True)
 class Chunk:
-    """Pieces one after another, each from the beginning of a row on.
-
-    Attributes:
-        pieces: in order.
-        block: elements of a row.
-    """
+    """Pieces one after another, each from the beginning of a row of `block` elements on."""
 
     pieces: tuple[Piece, ...]
     block: int
@@ -104,7 +97,6 @@ class Chunk:
 
     @property
     def length(self) -> int:
-        """Elements of all rows."""
         return sum(self.lengths)
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -115,7 +107,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RowOwners:
-    """Whose row is whose.
+    """Which rank adds which rows.
 
     Attributes:
         order: [R], the rows, rank after rank.
@@ -131,25 +123,19 @@ class RowOwners:
 
     @property
     def most(self) -> int:
-        """The largest share."""
         return max(self.counts)
 
 
-def shares_of(chunk: Chunk, size: int, device: torch.device | str = "cpu") -> RowOwners:
-    """Returns the ranks' shares of a chunk."""
-    owners = torch.cat(
-        [(torch.arange(rows) + piece.number) % size for piece, rows in zip(chunk.pieces, chunk.rows, strict=True)]
-    )
+def row_owners(chunk: Chunk, size: int, device: torch.device | str = "cpu") -> RowOwners:
+    """Returns which of so many ranks adds which rows of a chunk."""
+    pairs = list(zip(chunk.pieces, chunk.rows, strict=True))
+    owners = torch.cat([(torch.arange(rows) + piece.number) % size for piece, rows in pairs])
     order = torch.argsort(owners, stable=True)
     counts = tuple(torch.bincount(owners, minlength=size).tolist())
     within = torch.cat([torch.arange(count) for count in counts])
     places = torch.empty_like(order)
     places[order] = owners[order] * max(counts) + within
-    pieces = tuple(tuple(_rows_of(rank, chunk, size)) for rank in range(size))
+    pieces = tuple(
+        tuple(len(range((rank - piece.number) % size, rows, size)) for piece, rows in pairs) for rank in range(size)
+    )
     return RowOwners(order.to(device), counts, places.to(device), pieces)
-
-
-def _rows_of(rank: int, chunk: Chunk, size: int) -> Iterator[int]:
-    for piece, rows in zip(chunk.pieces, chunk.rows, strict=True):
-        first = (rank - piece.number) % size
-        yield len(range(first, rows, size))

@@ -1,13 +1,13 @@
-"""The largest gradients only: their places and values; the rest waits until it has grown.
+"""TopK: the largest gradients only, their places and values; the rest waits until it has grown.
 
     u = m·u + g        momentum of what is left, so that late gradients point where they would have (m = 0: u = g)
-    v = v + u          what a rank owes the others
+    v = v + u          the residual
     send the k largest of |v|; u and v are 0 there                     (momentum factor masking)
 
 With momentum m here, the optimizer's own must be 0, or it would count twice.
 
 To find the k-th largest of 4 million takes 130 ms; to guess it from a sample and look among those above it 15. The
-answer is the same: where fewer than k are above the guess, all are looked at.
+result is the same: where fewer than k are above the guess, all are looked at.
 
 Source: Y. Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", ICLR
 2018; on memory S. Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
@@ -21,10 +21,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from samestep.compress.codec import Codec
+from samestep.compress.codecs import Codec, is_int
 from samestep.errors import UsageError
 
-__all__ = ["TopK"]
+__all__: list[str] = []
 
 FIRST = 0.25  # of the elements, when a warm-up begins
 _SAMPLED = 16_384  # elements that the guess is made from
@@ -33,11 +33,11 @@ _SPARE = 1.3  # times as many as wanted are expected above the guess
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Codec):
-    """The largest `fraction` of each piece of up to 1,048,576 elements, 8 bytes each; the rest is owed.
+    """The largest `fraction` of each piece of up to 1,048,576 elements, 8 bytes each; the rest is kept for later steps.
 
     Args:
         fraction: of the elements that travel, in (0, 1].
-        momentum: of what is owed; set the optimizer's to 0 then.
+        momentum: of what is kept; set the optimizer's to 0 then.
         warmup: steps in which the fraction falls from 0.25 to its value, by the same factor each.
         feedback: is what makes it converge, and cannot be left out.
     """
@@ -53,14 +53,13 @@ class TopK(Codec):
             raise UsageError(f"fraction={self.fraction!r} is no part of the elements: give a number above 0, up to 1")
         if not (isinstance(self.momentum, int | float) and 0 <= self.momentum < 1):
             raise UsageError(f"momentum={self.momentum!r} must be 0 or more, and below 1")
-        if isinstance(self.warmup, bool) or not isinstance(self.warmup, int) or self.warmup < 0:
+        if not is_int(self.warmup, 0):
             raise UsageError(f"warmup={self.warmup!r} is no number of steps: give a whole number, 0 or more")
         if self.feedback is not True:
             raise UsageError("TopK without feedback would never send what is small: leave feedback out")
 
     @property
     def rounds(self) -> int:
-        """How many messages a sum takes."""
         return 1
 
     def fraction_at(self, step: int) -> float:

@@ -14,7 +14,7 @@ CALLS = {
     "world": "samestep.runtime.world",
     "shards": "samestep.data.create",
     "replicate": "samestep.replicas.replicate",
-    "pipeline": "samestep.pipelines.planned",
+    "pipeline": "samestep.pipelines.build",
     "checkpoint": "samestep.checkpoints.checkpoint",
 }
 

@@ -1,10 +1,10 @@
-"""The devices of one process that holds all stages, and whether they can be had.
+"""The devices of one process that holds all stages, and whether they are available.
 
     4 processes x 2 devices, devices=2         process 0   1   2   3
                                     stage 0       cuda:0   2   4   6     sum their gradients
                                     stage 1       cuda:1   3   5   7     sum theirs
 
-Where every process sees its own cards alone, as under Slurm's --gpus-per-task, they are cuda:0 and cuda:1 in each.
+Where every process sees only its own GPUs, as under Slurm's --gpus-per-task, they are cuda:0 and cuda:1 in each.
 """
 
 from __future__ import annotations
@@ -21,67 +21,53 @@ from samestep.runtime.world import World
 
 __all__: list[str] = []
 
-Asked = Sequence[torch.device | str] | int | None
+DevicesArg = Sequence[torch.device | str] | int | None
 
 
-def devices_of(asked: Asked, world: World) -> tuple[torch.device, ...]:
-    """Returns the devices of this process; all stages are on the world's device if none are asked for.
+def resolve_devices(requested: DevicesArg, world: World) -> tuple[torch.device, ...]:
+    """Returns the devices of this process; all stages are on the world's device if none are requested.
 
     Collective: every rank of the world must call it.
 
-    Args:
-        asked: by stage, or how many of its own a process has.
-        world: whose ranks hold all stages each; where they hold one, a device for it can be named.
-
     Raises:
         DeviceError: a device is none, is not there, or another process has it too.
-        UsageError: a rank with one stage asks for several; replicas have theirs on other kinds of devices.
+        UsageError: a rank with one stage requests several; replicas have theirs on other kinds of devices.
     """
     problem: UsageError | None = None
-    found: tuple[torch.device, ...] = (world.device,)
+    devices: tuple[torch.device, ...] = (world.device,)
     try:
-        found = _found(asked, world)
+        devices = _find(requested, world)
     except UsageError as error:
         problem = error
     raise_on_all_ranks(world.everyone, problem)
-    form = [[each.type, found.index(each)] for each in found]
-    told = all_gather_json(world.everyone, [machine(), form, [gpu_uuid(each) for each in found]])
+    kinds = [[each.type, devices.index(each)] for each in devices]
+    everyone = all_gather_json(world.everyone, [machine(), kinds, [gpu_uuid(each) for each in devices]])
     if world.pipeline.size == 1:
-        _check_alike([form for _, form, _ in told])
-    if asked is not None:
-        check_no_shared_gpu([(rank, where, card) for rank, (where, _, cards) in enumerate(told) for card in cards])
-    return found
+        _check_same_kinds([kinds for _, kinds, _ in everyone])
+    if requested is not None:
+        check_no_shared_gpu([(rank, host, gpu) for rank, (host, _, gpus) in enumerate(everyone) for gpu in gpus])
+    return devices
 
 
-def _found(asked: Asked, world: World) -> tuple[torch.device, ...]:
-    if asked is None:
+def _find(requested: DevicesArg, world: World) -> tuple[torch.device, ...]:
+    if requested is None:
         return (world.device,)
-    if isinstance(asked, str | torch.device | bool):
-        raise UsageError(f"devices={asked!r}: give one for each stage, ['cuda:0', 'cuda:1'] say, or how many")
-    if isinstance(asked, int):
-        found = share(asked, world.local_rank, world.local_size, torch.cuda.device_count())
+    if isinstance(requested, str | torch.device | bool):
+        raise UsageError(f"devices={requested!r}: give one for each stage, ['cuda:0', 'cuda:1'] say, or how many")
+    if isinstance(requested, int):
+        devices = share(requested, world.local_rank, world.local_size, torch.cuda.device_count())
     else:
-        found = tuple(_existing(each, world) for each in asked)
-    if world.pipeline.size > 1 and len(found) != 1:
+        devices = tuple(_parse(each, world) for each in requested)
+    if world.pipeline.size > 1 and len(devices) != 1:
         raise UsageError(
-            f"{len(found)} devices for a rank of a pipeline of {world.pipeline.size} ranks, which has one: give one, "
+            f"{len(devices)} devices for a rank of a pipeline of {world.pipeline.size} ranks, which has one: give one, "
             "or let each process hold all stages, by samestep.world(pipeline=1)"
         )
-    return found
+    return devices
 
 
 def share(count: int, local_rank: int, local_size: int, visible: int) -> tuple[torch.device, ...]:
     """Returns the devices of the process that is number `local_rank` of `local_size` on its host.
-
-    Args:
-        count: of each process.
-        local_rank: this one's number on its host.
-        local_size: processes on the host.
-        visible: GPUs that this process sees; without any its stages are all on the CPU.
-
-    Raises:
-        UsageError: less than one device is asked for.
-        DeviceError: there are too few.
 
     Example:
         >>> share(2, 3, 4, 8)
@@ -95,7 +81,7 @@ def share(count: int, local_rank: int, local_size: int, visible: int) -> tuple[t
         return (torch.device("cpu"),) * count
     if visible >= count * local_size:
         return tuple(torch.device("cuda", count * local_rank + number) for number in range(count))
-    if visible == count:  # its own, or others have them too, which is refused when all have told
+    if visible == count:  # its own; if others see the same, that is refused when all have exchanged theirs
         return tuple(torch.device("cuda", number) for number in range(count))
     raise DeviceError(
         f"devices={count} for each of {local_size} processes on this host, and this one sees {visible} GPUs: start "
@@ -103,31 +89,27 @@ def share(count: int, local_rank: int, local_size: int, visible: int) -> tuple[t
     )
 
 
-def _existing(asked: torch.device | str, world: World) -> torch.device:
+def _parse(name: torch.device | str, world: World) -> torch.device:
     try:
-        device = torch.device(asked)
+        device = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise DeviceError(f"devices has {asked!r}, which is none: give 'cpu', 'cuda:0', 'cuda:1', …") from error
+        raise DeviceError(f"devices has {name!r}, which is none: give 'cpu', 'cuda:0', 'cuda:1', …") from error
     if device.type not in {"cpu", "cuda"}:
-        raise DeviceError(f"devices has {str(asked)!r}: stages compute on 'cpu', 'cuda:0', 'cuda:1', …")
+        raise DeviceError(f"devices has {str(name)!r}: stages compute on 'cpu', 'cuda:0', 'cuda:1', …")
     return torch.device("cpu") if device.type == "cpu" else choose_device(device, world.local_rank, world.local_size)
 
 
-def _check_alike(forms: Sequence[list[list[str | int]]]) -> None:
-    for rank, form in enumerate(forms):
-        if form != forms[0]:
-            kinds = [" and ".join(str(kind) for kind, _ in each) for each in (forms[0], form)]
+def _check_same_kinds(ranks: Sequence[list[list[str | int]]]) -> None:
+    for rank, kinds in enumerate(ranks):
+        if kinds != ranks[0]:
+            first, other = (" and ".join(str(kind) for kind, _ in each) for each in (ranks[0], kinds))
             raise UsageError(
-                f"the stages of rank 0 are on {kinds[0]}, those of rank {rank} on {kinds[1]}: replicas sum their "
+                f"the stages of rank 0 are on {first}, those of rank {rank} on {other}: replicas sum their "
                 "gradients stage by stage, and need as many devices, of one kind"
             )
 
 
 def check_number(devices: int, stages: int, schedule: str) -> None:
-    """Refuses devices that stages cannot be dealt to.
-
-    Raises:
-        UsageError: there are more of them, or fewer, than stages; "interleaved" deals several to each.
-    """
+    """Refuses a number of devices that stages cannot be divided among."""
     if devices != stages and not (devices and schedule == "interleaved" and stages % devices == 0):
         raise UsageError(f"{devices} device{'' if devices == 1 else 's'} for {stages} stages: give one for each")

@@ -3,8 +3,8 @@
     loss of 8 samples, of which 5 items count      (3 · mean of the first 3 items  +  2 · mean of the other 2) / 5
 
 A mean loss knows of how many items it is the mean, and the pipeline does not: padding that cross entropy ignores, say.
-By the samples the parts add up to another loss, and the gradients are off by as much as PyTorch's, which average the
-means of micro-batches. So whoever plans compares the loss of some samples with its parts'.
+Weighted by samples the parts add up to another loss, and the gradients are wrong by as much as PyTorch's, which average
+the means of micro-batches. So plan_pipeline compares the loss of some samples with its parts'.
 """
 
 from __future__ import annotations
@@ -19,101 +19,105 @@ from torch import Tensor, nn
 
 from samestep.data.batches import slice_batch, tensors_of
 from samestep.errors import DataError
-from samestep.pipelines.agreement import chained, left_alone
-from samestep.pipelines.batch import Cuts, samples_of
+from samestep.pipelines.batch_check import Ranges, count_samples
+from samestep.pipelines.chain_layer import preserve_state, sequential
 from samestep.pipelines.stage import Tensors
 from samestep.runtime import rng
 from samestep.runtime.world import World
 
 __all__: list[str] = []
 
-Loss = Callable[[Any, Any], Tensor]
-Weight = Callable[[Any], float]
-MOST = 4  # parts of a batch that are looked at
-MOST_APART = 1e-3  # of a loss: its parts in float32 may be 1e-6 apart, means of unlike numbers are some 1e-2
+LossFn = Callable[[Any, Any], Tensor]
+WeightFn = Callable[[Any], float]
+MAX_SLICES = 4  # of a batch, that are compared
+TOLERANCE = 1e-3  # of a loss: its parts in float32 may differ by 1e-6, means of unequal numbers by some 1e-2
 
 
-class Losses:
-    """Those of a pipeline.
+class MicroBatchLoss:
+    """The losses of a pipeline's micro-batches.
 
     Args:
         loss_fn: takes outputs and targets, and gives the mean loss of a micro-batch, or all losses.
         weight: of targets: how many items their mean loss is of; their samples if None.
         world: whose replicas share a step.
-        doubt: why parts of this loss do not add up to it; None if they do.
+        warning: why parts of this loss do not add up to it; None if they do.
     """
 
-    def __init__(self, loss_fn: Loss, weight: Weight | None, world: World, doubt: str | None = None) -> None:
-        self._loss_fn, self._weight, self._world, self._doubt = loss_fn, weight, world, doubt
+    def __init__(self, loss_fn: LossFn, weight: WeightFn | None, world: World, warning: str | None = None) -> None:
+        self._loss_fn, self._weight, self._world, self._warning = loss_fn, weight, world, warning
 
-    def weights(self, batch: Sequence[Any], cuts: Cuts) -> tuple[list[float], float]:
-        """Returns the weights of micro-batches, and that of the step. Collective over the data axis without shards.
-
-        Raises:
-            DataError: the loss is no mean by these weights.
-        """
+    def weights(self, batch: Sequence[Any], ranges: Ranges) -> tuple[list[float], float]:
+        """Returns the weights of micro-batches, and that of the step. Collective over the data axis without shards."""
         mean = self._world.step.mean
-        if self._doubt is not None and (len(cuts) > 1 or self._world.data.size > 1) and not (mean and mean.weighted):
-            raise DataError(self._doubt)
+        is_split = len(ranges) > 1 or self._world.data.size > 1
+        if self._warning is not None and is_split and not (mean and mean.weighted):
+            raise DataError(self._warning)
         weigh = self._weigh if mean is None else mean.weigh
-        weights = [weigh(slice_batch(batch, *cut)) for cut in cuts]
-        return weights, self._total(sum(weights)) if mean is None else mean.total
+        weights = [weigh(slice_batch(batch, *one)) for one in ranges]
+        return weights, self._sum_over_replicas(sum(weights)) if mean is None else mean.total
 
     def _weigh(self, samples: Sequence[Any]) -> float:
-        return float(samples_of(samples)) if self._weight is None else float(self._weight(samples[-1]))
+        return float(count_samples(samples)) if self._weight is None else float(self._weight(samples[-1]))
 
-    def _total(self, own: float) -> float:
-        """Returns the weight of the step, of all replicas. Collective over the data axis."""
+    def _sum_over_replicas(self, own: float) -> float:
         if self._world.data.size == 1:
             return own
-        sum_ = torch.tensor([own], dtype=torch.float64)
-        dist.all_reduce(sum_, group=self._world.data.control)
-        return float(sum_)
+        total = torch.tensor([own], dtype=torch.float64)
+        dist.all_reduce(total, group=self._world.data.control)
+        return float(total)
 
     def part(self, outputs: Tensors, targets: Any, weight: float, total: float) -> Tensor:
         """Returns a micro-batch's part of the loss of the step."""
-        if not weight:  # the mean of nothing is NaN; this is 0, and its gradients are
+        if not weight:  # the mean of nothing is NaN; this is 0, and so are its gradients
             return sum(each.flatten()[:0].sum() for each in outputs if each.is_floating_point())  # type: ignore[return-value]
         losses = self._loss_fn(outputs[0] if len(outputs) == 1 else outputs, targets)
         return losses * (weight / total) if losses.dim() == 0 else losses.sum() / total
 
 
-def doubt(
-    layers: Sequence[nn.Module], batch: Sequence[Any], loss_fn: Loss, weight: Weight | None, size: int | None = None
+def additivity_problem(
+    layers: Sequence[nn.Module],
+    batch: Sequence[Any],
+    loss_fn: LossFn,
+    weight: WeightFn | None,
+    size: int | None = None,
 ) -> str | None:
-    """Returns in words why the loss of some samples is not what those of its parts add up to; None where it is.
+    """Returns in words why the loss of some samples is not the sum of its parts; None where it is.
 
     Nothing is trained, and the random stream, modes and buffers stay as they are. A loss that draws random numbers
-    cannot be compared, nor one of a model that gives a sample something else beside other samples.
+    cannot be compared, nor one of a model whose output for a sample depends on the other samples.
 
     Args:
         layers: called one after another.
         batch: inputs and targets.
         loss_fn: of outputs and targets.
         weight: of targets, or None: their samples.
-        size: samples that are looked at together, of the first of the batch; all of them if None.
+        size: samples that are compared together, of the first of the batch; all of them if None.
 
     Example:
         >>> batch = torch.ones(4, 3), torch.tensor([0, 2, -100, -100])
-        >>> doubt([nn.Linear(3, 3)], batch, nn.functional.cross_entropy, lambda y: (y >= 0).sum()) is None
+        >>> additivity_problem([nn.Linear(3, 3)], batch, nn.functional.cross_entropy, lambda y: (y >= 0).sum()) is None
         True
-        >>> doubt([nn.Linear(3, 3)], batch, nn.functional.cross_entropy, None)[:27]
+        >>> additivity_problem([nn.Linear(3, 3)], batch, nn.functional.cross_entropy, None)[:27]
         'the loss of the 4 samples i'
     """
-    samples = samples_of(batch)
+    samples = count_samples(batch)
     size = samples if size is None else size
-    parts = (slice_batch(batch, begin, begin + size) for begin in range(0, min(samples, MOST * size), size))
-    with left_alone(*layers), torch.no_grad():
+    slices = (slice_batch(batch, begin, begin + size) for begin in range(0, min(samples, MAX_SLICES * size), size))
+    with preserve_state(*layers), torch.no_grad():
         for layer in layers:
             layer.eval()
-        return next((told for part in parts if (told := _doubt(layers, part, loss_fn, weight))), None)
+        problems = (_problem_of(layers, one, loss_fn, weight) for one in slices)
+        return next((problem for problem in problems if problem), None)
 
 
-def _doubt(layers: Sequence[nn.Module], batch: Sequence[Any], loss_fn: Loss, weight: Weight | None) -> str | None:
-    samples = samples_of(batch)
+def _problem_of(
+    layers: Sequence[nn.Module], batch: Sequence[Any], loss_fn: LossFn, weight: WeightFn | None
+) -> str | None:
+    samples = count_samples(batch)
+    total = float(samples) if weight is None else float(weight(batch[-1]))
 
     def outputs(begin: int, end: int) -> Any:
-        return chained(layers)(*slice_batch(batch[:-1], begin, end))
+        return sequential(layers)(*slice_batch(batch[:-1], begin, end))
 
     def part(given: Any, begin: int, end: int, seed: int = 0) -> float:
         targets = slice_batch(batch[-1], begin, end)
@@ -125,40 +129,34 @@ def _doubt(layers: Sequence[nn.Module], batch: Sequence[Any], loss_fn: Loss, wei
             losses = loss_fn(given, targets)
         return float(losses * (own / total) if losses.dim() == 0 else losses.sum() / total)
 
-    total = float(samples) if weight is None else float(weight(batch[-1]))
     given = outputs(0, samples)
     whole = part(given, 0, samples)
     if not math.isfinite(whole) or whole != part(given, 0, samples, seed=1):
         return None
     for cut in sorted({samples // 2, samples // 3} - {0}):
         first, second = outputs(0, cut), outputs(cut, samples)
-        if not _are_apart(given, first, second):
+        if not _are_independent(given, first, second):
             return None
         parts = part(first, 0, cut), part(second, cut, samples)
-        near = MOST_APART * max(map(abs, (whole, *parts)))
-        if not abs(whole - sum(parts)) <= near:  # NaN is not, either
-            return _told(samples, whole, sum(parts), weight)
+        if not abs(whole - sum(parts)) <= TOLERANCE * max(map(abs, (whole, *parts))):  # true of NaN, too
+            by = "by their samples" if weight is None else "by the weight that was given"
+            return (
+                f"the loss of the {samples} samples is {whole:.6g}, and those of micro-batches, {by}, add up to "
+                f"{sum(parts):.6g}: give shards or plan_pipeline weight=, which counts the items that the loss is a "
+                "mean of, (y != -100).sum() of targets y say; a loss_fn that gives the mean, or all losses, and no "
+                "sum; or, if each loss depends on the other samples, micro_batches=1"
+            )
     return None
 
 
-def _are_apart(whole: Any, *parts: Any) -> bool:
-    """Whether what a model gives for a sample is the same beside any others, so that losses can be compared."""
+def _are_independent(whole: Any, *parts: Any) -> bool:
+    """Whether a model gives the same for a sample beside any others, so that losses can be compared."""
     for each, *some in zip(*(tensors_of([given]) for given in (whole, *parts)), strict=True):
         if not each.dim() or each.is_complex() or sum(map(len, some)) != len(each):
             return False
         if any(one.shape[1:] != each.shape[1:] for one in some):
             return False
-        apart = torch.cat(some).double() - each.double()
-        if not apart.norm() <= MOST_APART * each.double().norm():
+        difference = torch.cat(some).double() - each.double()
+        if not difference.norm() <= TOLERANCE * each.double().norm():
             return False
     return True
-
-
-def _told(samples: int, whole: float, together: float, weight: Weight | None) -> str:
-    by = "by their samples" if weight is None else "by the weight that was given"
-    return (
-        f"the loss of the {samples} samples is {whole:.6g}, and those of micro-batches, {by}, add up to "
-        f"{together:.6g}: give shards or plan_pipeline weight=, which counts the items that the loss is a mean of, "
-        "(y != -100).sum() of targets y say; a loss_fn that gives the mean, or all losses, and no sum; or, if each "
-        "loss depends on the other samples, micro_batches=1"
-    )

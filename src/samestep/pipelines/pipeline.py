@@ -7,55 +7,71 @@
 
     the loss of a micro-batch   (its mean · w_i) / Σ w, over all micro-batches of all replicas, before its backward
 
-so gradients add up to those of the whole batch, however unlike the micro-batches are, and nothing is scaled afterwards.
-PyTorch's schedules average the means of micro-batches: with padding that the loss ignores, gradients are off by 40 %
-(measured, torch 2.13).
+so gradients add up to those of the whole batch, however unequal the micro-batches are, and nothing is scaled
+afterwards. PyTorch's schedules average the means of micro-batches: with padding that the loss ignores, gradients are
+wrong by 40 % (measured, torch 2.13).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from itertools import groupby
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from samestep.compress.codec import Codec
+from samestep.compress.codecs import Codec
 from samestep.data.batches import slice_batch
 from samestep.errors import DataError, ModelError
-from samestep.pipelines.batch import Cuts, samples_of, split
-from samestep.pipelines.chain import Whole, chain_of, stages_of, unpacked
-from samestep.pipelines.cutting import Call, Recipe
-from samestep.pipelines.devices import Asked, check_number, devices_of
-from samestep.pipelines.draws import Draws
-from samestep.pipelines.given import Given, opened
-from samestep.pipelines.interpreter import Interpreter
-from samestep.pipelines.losses import Loss, Losses, Weight
-from samestep.pipelines.messages import Messages
-from samestep.pipelines.outputs import gathered, on_host, told
-from samestep.pipelines.reduction import BY_ITSELF, Reduction, compression_of
-from samestep.pipelines.report import Foreseen, PipelineReport, reported
-from samestep.pipelines.rollcall import Roll, RollCall
-from samestep.pipelines.shelves import shelves
-from samestep.pipelines.stage import Lose, Stage, Tensors
-from samestep.pipelines.stopwatch import Stopwatch
-from samestep.pipelines.ties import Copies, parted, ties_of
-from samestep.pipelines.transfers import Transfers
+from samestep.pipelines.batch_check import BatchCheck, CheckedShapes, Ranges, count_samples, split_targets
+from samestep.pipelines.chain_layer import Call, as_argument
+from samestep.pipelines.devices import DevicesArg, check_number, resolve_devices
+from samestep.pipelines.executor import ScheduleExecutor
+from samestep.pipelines.gradient_sync import ReplicaGradientSync, make_compression
+from samestep.pipelines.layer_rng import LayerRng
+from samestep.pipelines.losses import LossFn, MicroBatchLoss, WeightFn
+from samestep.pipelines.model_chain import AnyModel, LayerChain, build_chain, normalize_model, stage_ranges
+from samestep.pipelines.report import PipelineReport, Prediction, StepTimer, make_report
+from samestep.pipelines.stage import LossOf, Stage, Tensors
+from samestep.pipelines.tied_weights import TiedGradients, find_tied, tied_source, untie
+from samestep.pipelines.transport import LocalTransport, RankTransport, open_channels
 from samestep.replicas.buffers import sync_buffers
+from samestep.runtime.axis import Axis
 from samestep.runtime.exchange import all_gather_json, all_gather_tensors, broadcast_json
 from samestep.runtime.world import World
-from samestep.schedule.choose import make_schedule
-from samestep.schedule.forward_only import forward_only
-from samestep.schedule.plan import Schedule
+from samestep.schedule.algorithms import forward_only, make_schedule
+from samestep.schedule.schedule import Schedule
 from samestep.seeding import derive_seed
 from samestep.topology import cut_evenly
 
 __all__ = ["Pipeline"]
+
+
+@dataclass(frozen=True)
+class FullModel:
+    """What is known of the whole model on every rank.
+
+    Attributes:
+        state: name -> its entry in the state, without storage, in the model's order.
+        parameters: name -> shape, in the model's order.
+    """
+
+    state: dict[str, Tensor]
+    parameters: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        return cls(
+            {name: each.detach().to("meta") for name, each in model.state_dict().items()},
+            {name: list(each.shape) for name, each in model.named_parameters() if tied_source(each) is each},
+        )
 
 
 class Pipeline(nn.Module):
@@ -64,28 +80,30 @@ class Pipeline(nn.Module):
     Collective: every rank of the world must make it, with the same model and arguments.
 
     Args:
-        model: an nn.Sequential, a list of modules, or any with a recipe; this rank keeps its own layers.
+        model: an nn.Sequential, a list of modules, or any with example inputs; this rank keeps its own layers.
         world: made with `pipeline=` as many ranks as hold stages; one if each process holds all.
         loss_fn: takes the model's outputs and the targets, and gives the mean loss of a micro-batch, or all losses.
         ends: by stage, the layer behind its last one.
-        schedule: a name of :data:`samestep.schedule.choose.SCHEDULE_NAMES`.
+        schedule: a name of :data:`samestep.schedule.algorithms.SCHEDULE_NAMES`.
         micro_batches: that a batch is cut into; fewer where it has fewer samples.
         split_size: samples of a micro-batch at most, from which the number of each batch's follows; instead of
             `micro_batches`.
         weight: of targets: how many items their mean loss is of, unmasked tokens say; their samples if None. Within a
             loop over :func:`samestep.shards` its `weight` counts, and this is not asked.
-        foreseen: what the plan was made with, for the report.
-        recipe: how a model that is no nn.Sequential is cut into layers.
+        prediction: what the plan was made with, for the report.
+        example_inputs: with which the forward of a model that is no nn.Sequential is traced.
+        digest: of the forward where the plan was made.
         codec: by which gradients travel between replicas; None as they are.
         devices: by stage, that this process computes on; one stage on the world's device if None. Or how many of its
             own this process has.
-        doubt: why the losses of micro-batches do not add up to that of a batch; None if they do, or nobody knows.
+        loss_warning: why the losses of micro-batches do not add up to that of a batch; None if they do, or nobody
+            knows.
 
     Attributes:
         parts: this rank's stages, by number, under the names that they have in the model.
         devices: of these stages, by number.
-        whole: the names and shapes of the whole model.
-        draws: the random numbers of its layers.
+        full_model: the names and shapes of the whole model.
+        rng: the random numbers of its layers.
         compression: of the gradients; None without a codec, or for one replica.
         aliases: name of a copy -> name of the weight that it is a copy of, on all stages.
 
@@ -96,101 +114,98 @@ class Pipeline(nn.Module):
 
     def __init__(
         self,
-        model: Given,
+        model: AnyModel,
         world: World,
-        loss_fn: Loss,
+        loss_fn: LossFn,
         *,
         ends: Sequence[int],
         schedule: str = "1f1b",
         micro_batches: int = 4,
-        weight: Weight | None = None,
-        foreseen: Foreseen | None = None,
-        recipe: Recipe | None = None,
+        weight: WeightFn | None = None,
+        prediction: Prediction | None = None,
+        example_inputs: Sequence[Tensor] = (),
+        digest: str = "",
         split_size: int | None = None,
-        devices: Asked = None,
+        devices: DevicesArg = None,
         codec: Codec | None = None,
-        doubt: str | None = None,
+        loss_warning: str | None = None,
     ) -> None:
         super().__init__()
-        model = opened(model)
-        axis, here = world.pipeline, devices_of(devices, world)
+        model = normalize_model(model)
+        axis, own_devices = world.pipeline, resolve_devices(devices, world)
         self._holds_all = axis.size == 1
         if devices is not None and self._holds_all:
-            check_number(len(here), len(ends), schedule)
-        ranks = len(here) if self._holds_all else axis.size
-        chain = chain_of(model, recipe=recipe)
-        cuts = stages_of(chain.layers, ends, ranks, apart=ties_of(model, chain.layers))
-        self.whole = Whole.of(model)
-        ties = parted(model, chain.layers)
+            check_number(len(own_devices), len(ends), schedule)
+        ranks = len(own_devices) if self._holds_all else axis.size
+        chain = _chain_as_planned(model, example_inputs, digest)
+        ranges = stage_ranges(chain.layers, ends, ranks, copied=find_tied(model, chain.layers))
+        self.full_model = FullModel.of(model)
+        tied_weights = untie(model, chain.layers)
         self.world = world
         self.number = world.next_id()
         self.micro_batches, self.split_size = micro_batches, split_size
-        self._losses = Losses(loss_fn, weight, world, doubt)
-        chunks = len(cuts) // ranks
-        self._plans = cache(lambda count: make_schedule(schedule, ranks, count, chunks))
-        self._passes = cache(lambda count: forward_only(ranks, count, chunks))
-        self._placement = self._plans(micro_batches).placement
+        self._losses = MicroBatchLoss(loss_fn, weight, world, loss_warning)
+        per_rank = len(ranges) // ranks
+        self._schedules = cache(lambda count: make_schedule(schedule, ranks, count, per_rank))
+        self._forward_schedules = cache(lambda count: forward_only(ranks, count, per_rank))
+        self._placement = self._schedules(micro_batches).placement
         own = [stage for stage, rank in enumerate(self._placement) if self._holds_all or rank == axis.rank]
-        self.devices = {stage: here[self._placement[stage] if self._holds_all else 0] for stage in own}
-        self._transfers = Transfers(self.devices)
+        self.devices = {stage: own_devices[self._placement[stage] if self._holds_all else 0] for stage in own}
+        self._local_transport = LocalTransport(self.devices)
         if self._holds_all and devices is not None:
             world.input_device = self.devices[0]
         self.parts: dict[int, nn.Module] = {}
-        self._layers: dict[int, list[tuple[int, Call]]] = {}
+        self._calls: dict[int, list[tuple[int, Call]]] = {}
         for stage in own:
-            part, calls = chain.part(*cuts[stage])
+            part, calls = chain.extract_stage(*ranges[stage])
             self.parts[stage] = part.to(self.devices[stage])
-            self._layers[stage] = list(enumerate(calls, cuts[stage][0]))
+            self._calls[stage] = list(enumerate(calls, ranges[stage][0]))
             self.add_module(f"stage{stage}", part)
         seed = broadcast_json(world.everyone, torch.initial_seed())
-        self._nothing = (nn.Parameter(torch.empty(0), requires_grad=False),)
-        self.draws = Draws(derive_seed(seed, "pipeline", self.number), world.data.rank, here)
-        self._training, self._forwards = cache(self._trains), cache(self._evaluates)
-        holders = [self._holder(stage) for stage, (begin, end) in enumerate(cuts) for _ in range(begin, end)]
-        copies = Copies(ties, holders, dict(self.named_parameters()), axis)
-        self.aliases = copies.aliases
-        self.compression = compression_of(self, world, codec, self.devices.values())
-        self._roll = RollCall(axis, self.number, dict(self.named_parameters()), self.aliases)
-        self._reduction = Reduction(self, world, copies, self.compression)
-        self._shelves = shelves(axis, here[0])
-        self._watch, self._foreseen = Stopwatch(self.devices), foreseen
+        self._placeholder = (nn.Parameter(torch.empty(0), requires_grad=False),)  # in a tuple: not registered
+        self.rng = LayerRng(derive_seed(seed, "pipeline", self.number), world.data.rank, own_devices)
+        self._trainers = cache(lambda count: self._executor(self._schedules(count), self._timer))
+        self._evaluators = cache(lambda count: self._executor(self._forward_schedules(count)))
+        holders = [self._holder(stage) for stage, one in enumerate(ranges) for _ in range(*one)]
+        tied = TiedGradients(tied_weights, holders, dict(self.named_parameters()), axis)
+        self.aliases = tied.aliases
+        self.compression = make_compression(self, world, codec, self.devices.values())
+        self._batch_check = BatchCheck(axis, self.number, dict(self.named_parameters()), self.aliases)
+        self._gradient_sync = ReplicaGradientSync(self, world, tied, self.compression)
+        self._channels = open_channels(axis, own_devices[0])
+        self._timer, self._prediction = StepTimer(self.devices), prediction
         world.register(self)
 
-    def _trains(self, count: int) -> Interpreter:
-        return self._interpreter(self._plans(count), self._watch)
-
-    def _evaluates(self, count: int) -> Interpreter:
-        return self._interpreter(self._passes(count))
-
-    def _interpreter(self, plan: Schedule, watch: Stopwatch | None = None) -> Interpreter:
+    def _executor(self, schedule: Schedule, timer: StepTimer | None = None) -> ScheduleExecutor:
         stages = {
-            number: Stage(number, part, self._call(number), self.devices[number]) for number, part in self.parts.items()
+            number: Stage(number, part, self._stage_call(number), self.devices[number])
+            for number, part in self.parts.items()
         }
         if self._holds_all:
-            return Interpreter(plan, None, stages, self._transfers, watch)
-        axis, (device, *_) = self.world.pipeline, self.devices.values()
-        return Interpreter(plan, axis.rank, stages, Messages(plan, axis, device, self._shelves), watch)
+            return ScheduleExecutor(schedule, None, stages, self._local_transport, timer)
+        axis = self.world.pipeline
+        return ScheduleExecutor(schedule, axis.rank, stages, RankTransport(schedule, axis, self._channels), timer)
 
-    def _call(self, stage: int) -> Callable[[int, Tensors], Any]:
+    def _stage_call(self, stage: int) -> Callable[[int, Tensors], Any]:
         """Returns what calls one layer after another, each with random numbers of its own."""
-        layers, device = self._layers[stage], self.devices[stage]
+        calls, device = self._calls[stage], self.devices[stage]
 
         def call(micro_batch: int, inputs: Tensors) -> Any:
-            given: Any = unpacked(inputs)
-            for number, layer in layers:
-                self.draws.at(micro_batch, number, device)
+            given = as_argument(inputs)
+            for number, layer in calls:
+                self.rng.seed_layer(micro_batch, number, device)
                 given = layer(given)
             return given
 
         return call
 
     @property
-    def nothing(self) -> nn.Parameter:
+    def placeholder(self) -> nn.Parameter:
         """What an optimizer is given of stages without parameters."""
-        return self._nothing[0]
+        return self._placeholder[0]
 
     @property
-    def last(self) -> int:
+    def last_stage_rank(self) -> int:
         """The position on the pipeline of the rank that has the last stage."""
         return self._holder(-1)
 
@@ -203,7 +218,7 @@ class Pipeline(nn.Module):
         Collective: every rank must call it, those of one replica with the same batch.
 
         Within a loop over :func:`samestep.shards`, the loss is the micro-batch's part of the step's, to which those of
-        all micro-batches and replicas add up, as `Shards.mean` has it; gradients are added up over the replicas with
+        all micro-batches and replicas add up, as `Shards.mean` has it; gradients are summed over the replicas with
         the last micro-batch of the step. Elsewhere each call is a step of its own.
 
         Args:
@@ -215,31 +230,28 @@ class Pipeline(nn.Module):
         Raises:
             DataError: the tensors have not as many samples, or the batch has none and no loop over shards gave it.
         """
-        (inputs, targets), mean = split(batch), self.world.step.mean
-        samples = samples_of(batch)
-        cuts = self._cut(samples, nothing=mean is not None)
-        roll = self._roll.call(inputs, targets, cuts, trains=True)
-        weights, total = self._losses.weights(batch, cuts)
-        targets = self._brought(targets, len(self._placement) - 1)
+        (inputs, targets), mean = split_targets(batch), self.world.step.mean
+        samples = count_samples(batch)
+        ranges = self._micro_batch_ranges(samples, may_be_empty=mean is not None)
+        shapes = self._batch_check.start(inputs, targets, ranges, trains=True)
+        weights, total = self._losses.weights(batch, ranges)
+        targets = self._to_stage(targets, len(self._placement) - 1)
 
-        def lose(number: int) -> Lose:
-            wanted = slice_batch(targets, *cuts[number])
-            return lambda outputs: self._losses.part(outputs, wanted, weights[number], total)
+        def loss_of(number: int) -> LossOf:
+            own = slice_batch(targets, *ranges[number])
+            return lambda outputs: self._losses.part(outputs, own, weights[number], total)
 
-        with self._watched(len(cuts), samples):
-            self._reduction.begin()
-            with self.draws.step():
-                losses = self._run(self._training, inputs, cuts, roll, lose)
-            self._reduction.end()
-            share = self._share(losses)
+        with self._timer.step(self._schedules(len(ranges)), samples) if ranges else nullcontext():
+            self._gradient_sync.begin()
+            with self.rng.step():
+                losses = self._run(self._trainers, inputs, ranges, shapes, loss_of)
+            self._gradient_sync.end()
+            share = self._replica_share(losses)
             if mean is not None:
                 mean.add(share)
             if self.world.data.size > 1:
                 dist.all_reduce(share, group=self.world.data.control)
         return share[0]
-
-    def _watched(self, count: int, samples: int) -> AbstractContextManager[None]:
-        return self._watch.step(self._plans(count), samples) if count else nullcontext()
 
     def report(self) -> PipelineReport:
         """Returns what the last steps took, what was predicted, and where the time went; the same on every rank.
@@ -249,7 +261,7 @@ class Pipeline(nn.Module):
         Raises:
             StepError: no step was taken.
         """
-        return reported(self.world, self._watch.steps(), self._foreseen)
+        return make_report(self.world, self._timer.timings(), self._prediction)
 
     def forward(self, *inputs: Any) -> Any:
         """Returns what the model gives for a batch, the same on every rank of the replica; without gradients.
@@ -265,46 +277,49 @@ class Pipeline(nn.Module):
         Raises:
             DataError: the tensors have not as many samples, or none.
         """
-        cuts = self._cut(samples_of(inputs), nothing=False)
-        roll = self._roll.call(inputs, None, cuts, trains=False)
-        given = self._run(self._forwards, inputs, cuts, roll, None)
-        return told(self.world.pipeline, self.last, given, self.world.device)
+        ranges = self._micro_batch_ranges(count_samples(inputs), may_be_empty=False)
+        shapes = self._batch_check.start(inputs, None, ranges, trains=False)
+        results = self._run(self._evaluators, inputs, ranges, shapes, None)
+        axis, device = self.world.pipeline, self.world.device
+        whole = [torch.cat(each).to(device) for each in zip(*results, strict=True)]
+        whole = broadcast_tensors(axis, self.last_stage_rank, whole, device, axis.group)
+        return as_argument(tuple(whole))
 
-    def _cut(self, samples: int, *, nothing: bool) -> list[tuple[int, int]]:
-        if not samples and not nothing:
+    def _micro_batch_ranges(self, samples: int, *, may_be_empty: bool) -> list[tuple[int, int]]:
+        if not samples and not may_be_empty:
             raise DataError("the batch has no sample")
         count = self.micro_batches if self.split_size is None else -(-samples // self.split_size)
         return cut_evenly(samples, min(count, samples)) if samples else []
 
-    def _brought(self, batch: Any, stage: int) -> Any:
+    def _to_stage(self, batch: Any, stage: int) -> Any:
         """Returns what the user gives on the device of a stage, if it is here."""
-        return self._transfers.brought(batch, stage) if stage in self.parts else batch
+        return self._local_transport.to_stage(batch, stage) if stage in self.parts else batch
 
     def _run(
         self,
-        interpreters: Callable[[int], Interpreter],
+        executors: Callable[[int], ScheduleExecutor],
         inputs: Sequence[Any],
-        cuts: Cuts,
-        roll: Roll,
-        lose: Callable[[int], Lose] | None,
+        ranges: Ranges,
+        shapes: CheckedShapes,
+        loss_of: Callable[[int], LossOf] | None,
     ) -> list[Tensors]:
-        if not cuts:  # the replicas beside have all that is left of an epoch
-            roll.hear()
+        if not ranges:  # other replicas have all that is left of an epoch
+            shapes.verify()
             return []
 
-        def given(number: int) -> Tensors:
-            return self._brought(tuple(slice_batch(each, *cuts[number]) for each in inputs), 0)  # type: ignore[no-any-return]
+        def inputs_of(number: int) -> Tensors:
+            return self._to_stage(tuple(slice_batch(each, *ranges[number]) for each in inputs), 0)  # type: ignore[no-any-return]
 
-        return interpreters(len(cuts)).run(given, lose, roll)
+        return executors(len(ranges)).run(inputs_of, loss_of, shapes)
 
-    def _share(self, losses: list[Tensors]) -> Tensor:
+    def _replica_share(self, losses: list[Tensors]) -> Tensor:
         """Returns the replica's share of the loss, from the rank of the last stage. Collective over the pipeline."""
         share = torch.zeros(1, dtype=torch.float64)
         for (each,) in losses:
             share += each.double().cpu()
         axis = self.world.pipeline
         if axis.size > 1:
-            dist.broadcast(share, axis.ranks[self.last], group=axis.control)
+            dist.broadcast(share, axis.ranks[self.last_stage_rank], group=axis.control)
         return share
 
     def sync_buffers(self) -> None:
@@ -312,10 +327,10 @@ class Pipeline(nn.Module):
         sync_buffers(self, self.world.data)
 
     def release(self) -> None:
-        """Lets go of the memory and groups that are shared with other ranks; the world calls it when it closes."""
-        self._reduction.release()
-        for shelf in self._shelves.values():
-            shelf.leave()
+        """Closes the memory and groups that are shared with other ranks; the world calls it when it closes."""
+        self._gradient_sync.release()
+        for channel in self._channels.values():
+            channel.close()
 
     def gradient_norms(self, norm_type: float = 2.0) -> list[Tensor]:
         """Returns the norm of each gradient of the whole model, in its order. Collective over the pipeline."""
@@ -325,9 +340,9 @@ class Pipeline(nn.Module):
             if parameter.grad is not None and name not in self.aliases
         }
         axis = self.world.pipeline
-        names = [name for told in all_gather_json(axis, list(own)) for name in told]
-        norms = dict(zip(names, torch.cat(all_gather_tensors(axis, on_host(list(own.values())))), strict=True))
-        return [norms[name] for name in self.whole.parameters if name in norms]
+        names = [name for theirs in all_gather_json(axis, list(own)) for name in theirs]
+        norms = dict(zip(names, torch.cat(all_gather_tensors(axis, _on_host(list(own.values())))), strict=True))
+        return [norms[name] for name in self.full_model.parameters if name in norms]
 
     def gathered(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns what all ranks of the pipeline have, under its names, on the host of each. Collective over it.
@@ -335,7 +350,13 @@ class Pipeline(nn.Module):
         Args:
             own: what this rank has, under names that no other rank uses.
         """
-        return gathered(self.world.pipeline, own)
+        axis, found = self.world.pipeline, dict[str, Tensor]()
+        for source, names in enumerate(all_gather_json(axis, list(own))):
+            copies = [each.detach().to("cpu", copy=True).contiguous() for each in own.values()]
+            tensors = copies if source == axis.rank else []
+            tensors = broadcast_tensors(axis, source, tensors, torch.device("cpu"), axis.control)
+            found |= zip(names, tensors, strict=True)
+        return found
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """Returns the state of the whole model, on the host of every rank: what an unsplit one loads.
@@ -344,7 +365,7 @@ class Pipeline(nn.Module):
         """
         own = {name: each for name, each in self.state_dict().items() if name not in self.aliases}
         found = self.gathered(own)
-        return {name: found[self.aliases.get(name, name)] for name in self.whole.state}
+        return {name: found[self.aliases.get(name, name)] for name in self.full_model.state}
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Returns the state of this rank's stages, under the names of the model."""
@@ -361,14 +382,15 @@ class Pipeline(nn.Module):
         """
         own = self.state_dict().keys()
         missing = [name for name in own if name not in state_dict]
-        beside = [name for name in state_dict if name not in self.whole.state]
-        if strict and (missing or beside):
-            what = f"lacks {', '.join(missing[:6])}" if missing else f"has {', '.join(beside[:6])}, which it has not"
+        unexpected = [name for name in state_dict if name not in self.full_model.state]
+        if strict and (missing or unexpected):
+            lacks, has = ", ".join(missing[:6]), ", ".join(unexpected[:6])
+            what = f"lacks {lacks}" if missing else f"has {has}, which it has not"
             raise RuntimeError(f"the state {what}: it is not that of this model")
         for part in self.parts.values():
-            mine = {name: state_dict[name] for name in part.state_dict() if name in state_dict}
-            part.load_state_dict(mine, strict=strict, assign=assign)
-        return _IncompatibleKeys(missing, beside)
+            entries = {name: state_dict[name] for name in part.state_dict() if name in state_dict}
+            part.load_state_dict(entries, strict=strict, assign=assign)
+        return _IncompatibleKeys(missing, unexpected)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields this rank's parameters under the names that they have in the model."""
@@ -377,14 +399,62 @@ class Pipeline(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yields them; where these stages have none, one without a value, which an optimizer needs to be made."""
-        yield from list(super().parameters(recurse)) or [self.nothing]
+        yield from list(super().parameters(recurse)) or [self.placeholder]
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """DistributedDataParallel asks for it: it would send stage 0's parameters to the other stages."""
-        raise ModelError(BY_ITSELF)
+        raise ModelError(
+            "a pipeline adds up its gradients over the replicas by itself: leave samestep.replicate and "
+            "DistributedDataParallel out, and make the world with more ranks than stages"
+        )
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields this rank's buffers likewise."""
+        """Yields this rank's buffers under the names that they have in the model."""
         for part in self.parts.values():
             yield from part.named_buffers(*args, **kwargs)
+
+
+def _chain_as_planned(model: nn.Module, example_inputs: Sequence[Tensor], digest: str) -> LayerChain:
+    device = next((each.device for each in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    chain = build_chain(model, [each.to(device) for each in example_inputs] or None)
+    if digest and chain.digest != digest:
+        raise ModelError(
+            f"{type(model).__name__}'s forward is not what it was where the plan was made: all ranks must have one "
+            "model, of one size"
+        )
+    return chain
+
+
+def _on_host(scalars: Sequence[Tensor]) -> Tensor:
+    """Returns scalars as one tensor on the host; devices are waited for once for all that are there in a row.
+
+    >>> _on_host([torch.tensor(1.0), torch.tensor(2.0)])
+    tensor([1., 2.])
+    """
+    rows = [torch.stack(list(row)).cpu() for _, row in groupby(scalars, key=lambda each: each.device)]
+    return torch.cat(rows) if rows else torch.zeros(0)
+
+
+def broadcast_tensors(
+    axis: Axis, source: int, tensors: Sequence[Tensor], device: torch.device, group: Any
+) -> list[Tensor]:
+    """Returns the tensors of one rank on a device of every rank. Collective over the axis.
+
+    Args:
+        axis: the ranks.
+        source: the position of the rank that has them.
+        tensors: on that rank; not read on others.
+        device: of the tensors.
+        group: of the axis, for such a device.
+    """
+    own = [each.detach().to(device).contiguous() for each in tensors]
+    if axis.size == 1:
+        return own
+    shapes = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in own]
+    shapes = broadcast_json(axis, shapes, source)
+    if axis.rank != source:
+        own = [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in shapes]
+    for each in own:
+        dist.broadcast(each, axis.ranks[source], group=group)
+    return own

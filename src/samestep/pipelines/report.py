@@ -1,46 +1,154 @@
 """What a pipeline's steps took, beside what was predicted, and where the time went.
 
     work          what the stages computed, evenly shared among the ranks: nothing is quicker
-    bubble        what the schedule costs where all stages are alike
-    imbalance     what it costs besides that they are not, nor one micro-batch like the other
+    bubble        what the schedule costs where all stages are equal
+    imbalance     what unequal stages and micro-batches cost besides
     messages      what the step took longer than that
-    tail          after the last backward: gradients of the replicas, the loss told to all
+    tail          after the last backward: gradients of the replicas, the loss sent to all
 
 The first three are simulations with the times that the step's actions took, each with one thing more, so all add up to
 the step.
+
+On the CPU a time is the host's. On a GPU it is an event in the stream, which costs no waiting, and is read when
+somebody asks. Events of two GPUs cannot be compared, so the GPUs of one process begin a step together; what the host
+computes beside a GPU is placed as if the GPU had begun when it did.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
+from samestep import events, progress
 from samestep.errors import StepError
-from samestep.pipelines.picture import draw
-from samestep.pipelines.stopwatch import Timed
+from samestep.pipelines.device_copy import sync_streams
+from samestep.pipelines.gantt import draw
 from samestep.runtime.exchange import all_gather_json
 from samestep.runtime.world import World
-from samestep.schedule.plan import Action, Schedule
-from samestep.schedule.simulate import Costs, Span, Timeline, simulate
+from samestep.schedule.schedule import Action, Schedule
+from samestep.schedule.simulate import Costs, Span, Timeline, breakdown, simulate
 
 __all__ = ["PipelineReport"]
 
 PARTS = ("work", "bubble", "imbalance", "messages", "tail")
+STEPS_KEPT = 50
+FIRST_EVENTS = 3  # steps that are all among the run's events
+
+
+@dataclass
+class _Step:
+    """One step; times are seconds of the host's clock, or events of a GPU.
+
+    Attributes:
+        starts: by device, the step's begin.
+        spans: actions with begin and end.
+    """
+
+    schedule: Schedule
+    samples: int
+    began: float
+    starts: Mapping[torch.device, Any]
+    spans: list[tuple[Action, Any, Any]] = field(default_factory=list)
+    ended: float = 0.0
+
+
+class StepTimer:
+    """Records when each stage of this rank computed which micro-batch, in the last steps."""
+
+    def __init__(self, devices: Mapping[int, torch.device]) -> None:
+        self._devices = devices
+        self._gpus = [device for device in dict.fromkeys(devices.values()) if device.type == "cuda"]
+        self._steps: deque[_Step] = deque(maxlen=STEPS_KEPT)
+        self._taken = 0
+
+    @contextmanager
+    def step(self, schedule: Schedule, samples: int) -> Iterator[None]:
+        """Records a step, if it does not fail."""
+        if len(self._gpus) > 1:
+            sync_streams(self._gpus)
+        starts = {device: _now(device) for device in dict.fromkeys(self._devices.values())}
+        step = _Step(schedule, samples, time.monotonic(), starts)
+        self._steps.append(step)
+        try:
+            yield
+            step.ended = time.monotonic()
+            self._write_event(step)
+        except BaseException:
+            self._steps.pop()
+            raise
+
+    def _write_event(self, step: _Step) -> None:
+        """Writes a step to the run's events: each of the first ones, later now and then; none on GPUs."""
+        self._taken += 1
+        if self._gpus or not events.is_attached() or (self._taken > FIRST_EVENTS and self._taken % STEPS_KEPT):
+            return
+        actions = [
+            [*action, round(begin - step.began, 6), round(end - step.began, 6)] for action, begin, end in step.spans
+        ]
+        fields = {"schedule": step.schedule.name, "stages": step.schedule.stages, "actions": actions}
+        events.note("pipeline", progress.finished_steps() + 1, step.began, **fields)
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        device = self._devices[action.stage]
+        begin = _now(device)
+        yield
+        self._steps[-1].spans.append((action, begin, _now(device)))
+
+    def timings(self) -> list[StepTiming]:
+        """Returns the steps, oldest first; waits for the last on a GPU."""
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)
+        return [self._timing(step) for step in self._steps]
+
+    def _timing(self, step: _Step) -> StepTiming:
+        def since_start(action: Action, at: Any) -> float:
+            device = self._devices[action.stage]
+            start = step.starts[device]
+            return float(start.elapsed_time(at)) / 1e3 if device.type == "cuda" else float(at - start)
+
+        spans = tuple((one, since_start(one, begin), since_start(one, end)) for one, begin, end in step.spans)
+        return StepTiming(step.schedule, step.samples, step.began, step.ended - step.began, spans)
+
+
+def _now(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.monotonic()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """What a plan was made with.
+class StepTiming:
+    """One step of this rank.
 
     Attributes:
-        samples: of a batch.
-        micro_batches: that it is cut into.
-        costs: of the stages, for one of them.
+        schedule: that it followed.
+        samples: of the replica's batch.
+        began: when, in seconds of the host's clock.
+        seconds: of the whole step, with what all ranks do after the last backward.
+        spans: the actions, with begin and end in seconds after the step's begin.
     """
+
+    schedule: Schedule
+    samples: int
+    began: float
+    seconds: float
+    spans: tuple[tuple[Action, float, float], ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan was made with: samples of a batch, its micro-batches, and the costs of the stages for one of them."""
 
     samples: int
     micro_batches: int
@@ -57,10 +165,10 @@ class PipelineReport:
         seconds: of the step that took the median.
         predicted: likewise, by the plan, without the tail; None where there was none, or batches had another size.
         parts: its seconds by what they went to: "work", "bubble", "imbalance", "messages", "tail".
-        stages: by stage, the medians over all steps of the seconds of forward, and of both halves of the backward of a
-            micro-batch; where a backward is one, all of it stands in the last.
+        stages: by stage, the medians over all steps of the seconds of forward, and of both parts of the backward of a
+            micro-batch; where a backward is one, all of it is in the last.
         timeline: of that step.
-        foretold: the timeline that the plan predicts, or None.
+        predicted_timeline: the timeline that the plan predicts, or None.
     """
 
     steps: int
@@ -70,14 +178,16 @@ class PipelineReport:
     parts: dict[str, float]
     stages: tuple[tuple[float, float, float], ...]
     timeline: Timeline = field(repr=False)
-    foretold: Timeline | None = field(repr=False)
+    predicted_timeline: Timeline | None = field(repr=False)
 
     def __str__(self) -> str:
         """The report for people."""
-        plan = self.timeline.plan
-        what = f"{plan.name}, {plan.stages} stages, {self.samples} samples in {plan.micro_batches} micro-batches"
-        lines = [f"{what}; {self.steps} steps"]
-        lines.append(f"  {'a step':<12}{1e3 * self.seconds:9.2f} ms")
+        schedule = self.timeline.schedule
+        batch = f"{self.samples} samples in {schedule.micro_batches} micro-batches"
+        lines = [
+            f"{schedule.name}, {schedule.stages} stages, {batch}; {self.steps} steps",
+            f"  {'a step':<12}{1e3 * self.seconds:9.2f} ms",
+        ]
         for name, seconds in self.parts.items():
             lines.append(f"    {name:<10}{1e3 * seconds:9.2f} ms  {100 * seconds / self.seconds:3.0f} %")
         if self.predicted is not None:
@@ -101,113 +211,83 @@ class PipelineReport:
         Raises:
             UsageError: it ends otherwise, or plotly, for a page, or Pillow, for an image, is not installed.
         """
-        pictures = {"predicted": self.foretold, "achieved": self.timeline}
-        draw({name: timeline for name, timeline in pictures.items() if timeline is not None}, self.parts, Path(file))
+        steps = {"predicted": self.predicted_timeline, "achieved": self.timeline}
+        draw({name: timeline for name, timeline in steps.items() if timeline is not None}, self.parts, Path(file))
 
 
-def reported(world: World, own: Sequence[Timed], foreseen: Foreseen | None) -> PipelineReport:
-    """Returns the report, on every rank. Collective over the pipeline.
-
-    Args:
-        world: whose pipeline took the steps.
-        own: this rank's steps.
-        foreseen: what the plan was made with; None where there was none.
-
-    Raises:
-        StepError: no step was taken.
-    """
+def make_report(world: World, own: Sequence[StepTiming], prediction: Prediction | None) -> PipelineReport:
+    """Returns the report, on every rank. Collective over the pipeline."""
     if not own:
         raise StepError("report() tells of steps, and none was taken: call it after step()")
     samples = Counter(each.samples for each in own).most_common(1)[0][0]
     steps = [each for each in own if each.samples == samples]
-    plan = steps[0].plan
-    told = all_gather_json(world.pipeline, [_as_json(each) for each in steps])
+    schedule = steps[0].schedule
+    by_rank = all_gather_json(world.pipeline, [_as_json(each) for each in steps])
     one_host = world.local_size == world.size
-    whole = [_seconds(ranks, one_host=one_host) for ranks in zip(*told, strict=True)]
-    place = sorted(range(len(whole)), key=whole.__getitem__)[len(whole) // 2]
-    timeline = _joined(plan, [ranks[place] for ranks in told], one_host=one_host)
-    measured = _costs(plan, told)
-    fits = foreseen is not None and (foreseen.samples, foreseen.micro_batches) == (samples, plan.micro_batches)
-    predicted = simulate(plan, foreseen.costs) if foreseen is not None and fits else None
+    seconds = [_step_s(ranks, one_host=one_host) for ranks in zip(*by_rank, strict=True)]
+    middle = sorted(range(len(seconds)), key=seconds.__getitem__)[len(seconds) // 2]
+    timeline = _merge(schedule, [ranks[middle] for ranks in by_rank], one_host=one_host)
+    predicted = None
+    if prediction is not None and (prediction.samples, prediction.micro_batches) == (samples, schedule.micro_batches):
+        predicted = simulate(schedule, prediction.costs)
     return PipelineReport(
         steps=len(steps),
         samples=samples,
-        seconds=whole[place],
+        seconds=seconds[middle],
         predicted=None if predicted is None else predicted.seconds,
-        parts=_parts(timeline, whole[place]),
-        stages=tuple(zip(measured.forward, measured.inputs, measured.weights, strict=True)),
+        parts=_parts(timeline, seconds[middle]),
+        stages=_stage_medians(schedule, by_rank),
         timeline=timeline,
-        foretold=predicted,
+        predicted_timeline=predicted,
     )
 
 
-def _as_json(step: Timed) -> dict[str, Any]:
+def _as_json(step: StepTiming) -> dict[str, Any]:
     spans = [[*action, begin, end] for action, begin, end in step.spans]
     return {"began": step.began, "seconds": step.seconds, "spans": spans}
 
 
-def _seconds(ranks: Sequence[dict[str, Any]], *, one_host: bool) -> float:
+def _step_s(ranks: Sequence[dict[str, Any]], *, one_host: bool) -> float:
     """Returns what a step took, from the begin of the first rank to the end of the last where they share a clock."""
     if not one_host:
         return float(max(each["seconds"] for each in ranks))
     return float(max(each["began"] + each["seconds"] for each in ranks) - min(each["began"] for each in ranks))
 
 
-def _joined(plan: Schedule, ranks: Sequence[dict[str, Any]], *, one_host: bool) -> Timeline:
-    """Returns the ranks' actions on one clock: the host's, or where they have several that of the steps' begins."""
+def _merge(schedule: Schedule, ranks: Sequence[dict[str, Any]], *, one_host: bool) -> Timeline:
+    """Returns the ranks' actions on one clock: the host's; with several hosts each rank's since the step's begin."""
     first = min(each["began"] for each in ranks)
     spans = []
     for each in ranks:
         late = each["began"] - first if one_host else 0.0
         spans += [
-            Span(plan.placement[stage], Action(kind, stage, micro_batch), late + begin, late + end)
+            Span(schedule.placement[stage], Action(kind, stage, micro_batch), late + begin, late + end)
             for kind, stage, micro_batch, begin, end in each["spans"]
         ]
-    return Timeline(plan, tuple(sorted(spans, key=lambda span: span.begin)))
+    return Timeline(schedule, tuple(sorted(spans, key=lambda span: span.begin)))
 
 
-def _costs(plan: Schedule, told: Sequence[Sequence[dict[str, Any]]]) -> Costs:
-    """Returns the medians of what the actions took."""
+def _stage_medians(
+    schedule: Schedule, by_rank: Sequence[Sequence[dict[str, Any]]]
+) -> tuple[tuple[float, float, float], ...]:
+    """Returns by stage the medians of forward, input backward, and whole or weight backward."""
     found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-    for steps in told:
+    for steps in by_rank:
         for step in steps:
             for kind, stage, _, begin, end in step["spans"]:
                 found[kind, stage].append(end - begin)
-    times = {key: median(each) for key, each in found.items()}
+    medians = {key: median(each) for key, each in found.items()}
 
-    def of(kind: str) -> list[float]:
-        return [times.get((kind, stage), 0.0) for stage in range(plan.stages)]
+    def of(kind: str, stage: int) -> float:
+        return medians.get((kind, stage), 0.0)
 
-    return Costs(of("F"), of("I"), [whole + half for whole, half in zip(of("B"), of("W"), strict=True)])
-
-
-@dataclass(frozen=True)
-class _Taken(Costs):
-    """What each action of one step took, which is another time for each micro-batch."""
-
-    each: Mapping[Action, float] = field(default_factory=dict)
-
-    def of(self, action: Action) -> float:
-        """Returns the seconds of an action."""
-        return self.each[action]
+    return tuple((of("F", one), of("I", one), of("B", one) + of("W", one)) for one in range(schedule.stages))
 
 
 def _parts(timeline: Timeline, seconds: float) -> dict[str, float]:
     """Returns where a step's time went."""
-    plan = timeline.plan
-    each = {span.action: span.end - span.begin for span in timeline.spans}
-
-    def even(kind: str) -> tuple[float, ...]:
-        found = [took for action, took in each.items() if action.kind == kind]
-        return (sum(found) / (plan.stages * plan.micro_batches),) * plan.stages
-
-    nothing = (0.0,) * plan.stages
-    weights = tuple(whole + half for whole, half in zip(even("B"), even("W"), strict=True))
-    stations = [
-        sum(each.values()) / plan.ranks,
-        simulate(plan, Costs(even("F"), even("I"), weights)).seconds,
-        simulate(plan, _Taken(nothing, nothing, nothing, each=each)).seconds,
-        timeline.seconds,
-        seconds,
-    ]
-    return {name: after - before for name, before, after in zip(PARTS, [0.0, *stations[:-1]], stations, strict=True)}
+    durations = {span.action: span.end - span.begin for span in timeline.spans}
+    zeros = (0.0,) * timeline.schedule.stages  # messages take no time; the actions' are measured
+    parts = breakdown(timeline.schedule, Costs(zeros, zeros, zeros), durations)
+    parts["messages"] = timeline.seconds - sum(parts.values())
+    return {**parts, "tail": seconds - timeline.seconds}

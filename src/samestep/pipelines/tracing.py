@@ -1,15 +1,15 @@
-"""What an ordinary model's forward does, operation by operation, told by running it once on a sample.
+"""What an ordinary model's forward does, operation by operation, found by running it once on a sample.
 
     def forward(self, x):                        x                   placeholder
         b = x.size(0)                            size                x.size(0)                    a number
         x = F.relu(self.conv(x))        ──▶      conv, relu          self.conv(x), relu(conv)
         return self.head(x.view(b, -1))          view, head          …                            output
 
-Layers of torch.nn are not looked into, but for its Transformers; nor is a module whose forward cannot be followed. What
-the forward decides by shapes (`if t > 64`, `range(t)`) it decides in every run as in this one: a check is put there,
-and a batch that would decide otherwise is an error. What it decides by values cannot be followed: the line is named.
+Layers of torch.nn are leaves, except its Transformers; so is a module whose forward cannot be followed. What the
+forward decides by shapes (`if t > 64`, `range(t)`) is fixed as in this run: a guard is put there, and a batch that
+would decide otherwise is an error. What it decides by values cannot be followed: the line is named.
 
-Tracing is torch.fx's; that leaves what a forward asks of a number without an answer.
+Tracing is torch.fx's, which does not answer what a forward asks of a number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,11 +28,12 @@ from torch import Tensor, fx, nn
 
 from samestep.errors import ModelError
 from samestep.launch.failure import is_user_file, own_line, relative_path
+from samestep.pipelines.chain_layer import preserve_state
 from samestep.runtime import rng
 
 __all__: list[str] = []
 
-_MAKERS = (
+FACTORIES = (
     "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor",
     "zeros",
 )  # fmt: skip
@@ -46,46 +47,37 @@ class Trace:
 
     Attributes:
         graph: its operations.
-        answers: what it was told of its numbers, in order.
-        values: of the operations, if it ran on a sample.
-        constants: tensors that it makes by itself, under names that the graph has for them.
+        values: of the operations on the sample, by name.
+        constants: tensors that it creates, under names that the graph has for them.
     """
 
     graph: fx.Graph
-    answers: list[Any]
     values: dict[str, Any]
     constants: dict[str, Tensor]
 
 
-def trace(
-    model: nn.Module, inputs: int, sample: Sequence[Any] | None, answers: Sequence[Any], leaves: set[str]
-) -> Trace:
+def trace(model: nn.Module, sample: Sequence[Any], leaves: set[str]) -> Trace:
     """Follows a model's forward in its present mode; the model stays as it is.
 
     Args:
         model: whose forward takes tensors.
-        inputs: how many it is given; the others have their defaults.
-        sample: for them; None where `answers` say what it would.
-        answers: of another trace of the same forward.
-        leaves: modules that are not looked into; those that cannot be followed are added.
-
-    Raises:
-        ModelError: the forward decides by values, or keeps values of a batch.
+        sample: its inputs; those left out have their defaults.
+        leaves: names of modules whose forward is not followed; those that cannot be followed are added.
     """
     while True:
-        tracer = _Tracer(inputs, sample, list(answers), leaves)
+        tracer = _Tracer(sample, leaves)
         try:
-            with _left_as_it_is(model) as constants, rng.keep_generators(), torch.no_grad():
+            with _restore_attributes(model) as constants, rng.keep_generators(), torch.no_grad():
                 graph = tracer.trace(model)
         except ModelError:
             raise
-        except Exception as error:  # anything may come of a forward that meets proxies
+        except Exception as error:  # a forward that meets proxies may raise anything
             inside = tracer.failed_in
             if not inside or inside in leaves:
-                raise ModelError(_why_not(model, error)) from error
+                raise ModelError(_reason(model, error)) from error
             leaves.add(inside)
         else:
-            return Trace(graph, tracer.answers, tracer.values, constants)
+            return Trace(graph, tracer.values, constants)
 
 
 def line_of(node: fx.Node) -> str:
@@ -97,12 +89,8 @@ def line_of(node: fx.Node) -> str:
     return f"{relative_path(file)}:{number}  {text.strip()}"
 
 
-def as_before(value: Any, ask: str, answer: Any, where: str) -> None:
-    """Stands in a graph where the forward has asked something of a number, or how long something is.
-
-    Raises:
-        ModelError: the answer would be another now.
-    """
+def guard(value: Any, ask: str, answer: Any, where: str) -> None:
+    """Stands in a graph where the forward has asked something of a number, or how long something is."""
     found = _QUESTIONS[ask](value)
     if found != answer:
         raise ModelError(
@@ -136,16 +124,14 @@ class _Proxy(fx.Proxy):
 
 
 class _Tracer(fx.Tracer):
-    """Follows one forward, and computes it meanwhile where there is a sample."""
+    """Follows one forward, and computes it on the sample meanwhile."""
 
-    def __init__(self, inputs: int, sample: Sequence[Any] | None, answers: list[Any], leaves: set[str]) -> None:
+    def __init__(self, sample: Sequence[Any], leaves: set[str]) -> None:
         super().__init__()
         self.record_stack_traces = True
-        self.answers: list[Any] = []
         self.values: dict[str, Any] = {}
         self.failed_in = ""
-        self._inputs, self._sample, self._leaves = inputs, sample, leaves
-        self._known = answers
+        self._sample, self._leaves = sample, leaves
         self.computing = False  # what is called now is not followed
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -156,11 +142,11 @@ class _Tracer(fx.Tracer):
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
         del is_module, concrete_args
-        given = [self.create_proxy("placeholder", f"input_{place}", (), {}) for place in range(self._inputs)]
-        return root_fn, [self.root, *given]
+        inputs = [self.create_proxy("placeholder", f"input_{place}", (), {}) for place in range(len(self._sample))]
+        return root_fn, [self.root, *inputs]
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
-        with _followed_makers(self):
+        with _follow_factories(self):
             return super().trace(root, concrete_args)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -170,7 +156,7 @@ class _Tracer(fx.Tracer):
             forward = functools.partial(_STACKS[type(m)], m)
         try:
             return super().call_module(m, forward, args, kwargs)
-        except Exception:  # goes on; `trace` wants to know in which module it began
+        except Exception:  # `trace` needs to know in which module it began
             self.failed_in = self.failed_in or self.path_of_module(m)
             raise
 
@@ -182,17 +168,17 @@ class _Tracer(fx.Tracer):
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> Any:
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
-        if self._sample is not None and kind != "output":
+        if kind != "output":
             self.computing = True
             try:
-                self.values[proxy.node.name] = self._computed(proxy.node)
+                self.values[proxy.node.name] = self._compute(proxy.node)
             finally:
                 self.computing = False
         return proxy
 
-    def _computed(self, node: fx.Node) -> Any:
+    def _compute(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
-            return (self._sample or ())[int(str(node.target).rpartition("_")[2])]
+            return self._sample[int(str(node.target).rpartition("_")[2])]
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
         if node.op == "call_function":
             return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -215,31 +201,29 @@ class _Tracer(fx.Tracer):
         return iter([self.create_proxy("call_function", operator.getitem, (obj, place), {}) for place in places])
 
     def answer(self, proxy: fx.Proxy, ask: str) -> Any:
-        """Returns what a number is, and has it checked in every run."""
-        if self._sample is None:
-            answer = self._known[len(self.answers)]
-        else:
-            value = self.values[proxy.node.name]
-            if isinstance(value, Tensor) and ask != "len":
-                raise _DecidesByValueError
-            answer = _QUESTIONS[ask](value)
-        self.answers.append(answer)
-        checked = self.create_proxy("call_function", as_before, (proxy, ask, answer, ""), {})
-        checked.node.args = (proxy.node, ask, answer, line_of(checked.node))
+        """Returns what a number is, and puts a guard into the graph."""
+        value = self.values[proxy.node.name]
+        if isinstance(value, Tensor) and ask != "len":
+            raise _DataDependentError
+        answer = _QUESTIONS[ask](value)
+        guarded = self.create_proxy("call_function", guard, (proxy, ask, answer, ""), {})
+        guarded.node.args = (proxy.node, ask, answer, line_of(guarded.node))
         return answer
 
 
-def _encoded(
+def _run_encoder(
     encoder: Any, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool | None = None
 ) -> Any:
-    """What an nn.TransformerEncoder does, without looking whether a mask's values are causal."""
+    """An nn.TransformerEncoder's forward, without looking whether a mask's values are causal."""
     for layer in encoder.layers:
         src = layer(src, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=bool(is_causal))
     return src if encoder.norm is None else encoder.norm(src)
 
 
-def _decoded(decoder: Any, tgt: Any, memory: Any, *masks: Any, tgt_is_causal: bool | None = None, **named: Any) -> Any:
-    """What an nn.TransformerDecoder does, likewise."""
+def _run_decoder(
+    decoder: Any, tgt: Any, memory: Any, *masks: Any, tgt_is_causal: bool | None = None, **named: Any
+) -> Any:
+    """An nn.TransformerDecoder's forward, likewise."""
     names = ("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
     named |= dict(zip(names, masks, strict=False))
     for layer in decoder.layers:
@@ -248,92 +232,75 @@ def _decoded(decoder: Any, tgt: Any, memory: Any, *masks: Any, tgt_is_causal: bo
 
 
 _STACKS: dict[type[nn.Module], Callable[..., Any]] = {
-    nn.TransformerEncoder: _encoded,
-    nn.TransformerDecoder: _decoded,
+    nn.TransformerEncoder: _run_encoder,
+    nn.TransformerDecoder: _run_decoder,
 }
 
 
-class _DecidesByValueError(Exception):
-    """The forward asks what a tensor holds."""
+class _DataDependentError(Exception):
+    """The forward asks for a tensor's values."""
 
 
-def _why_not(model: nn.Module, error: Exception) -> str:
+def _reason(model: nn.Module, error: Exception) -> str:
     where, source = own_line(traceback.extract_tb(error.__traceback__))
     at = f" at {where}  {source}" if where else ""
-    by = "decides by the values of a tensor" if isinstance(error, _DecidesByValueError) else "cannot be followed"
-    told = "" if isinstance(error, _DecidesByValueError) else f" ({type(error).__name__}: {str(error)[:120]})"
+    if isinstance(error, _DataDependentError):
+        what = f"decides by the values of a tensor{at}"
+    else:
+        what = f"cannot be followed{at} ({type(error).__name__}: {str(error)[:120]})"
     return (
-        f"{type(model).__name__} {by}{at}{told}: put that into a module of its own, which is then one layer, or the "
-        "layers into an nn.Sequential"
+        f"{type(model).__name__} {what}: put that into a module of its own, which is then one layer, or the layers "
+        "into an nn.Sequential"
     )
 
 
 @contextmanager
-def _followed_makers(tracer: _Tracer) -> Iterator[None]:
-    """Functions that make tensors of numbers are followed too; fx follows those that take tensors."""
+def _follow_factories(tracer: _Tracer) -> Iterator[None]:
+    """Makes functions that create tensors from numbers followed; fx follows those that take tensors."""
 
-    def followed(make: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(make)
+    def followed(create: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(create)
         def call(*args: Any, **kwargs: Any) -> Any:
             if tracer.computing:
-                return make(*args, **kwargs)
-            return tracer.create_proxy("call_function", make, args, kwargs)
+                return create(*args, **kwargs)
+            return tracer.create_proxy("call_function", create, args, kwargs)
 
         return call
 
-    makers = {name: getattr(torch, name) for name in _MAKERS}
-    for name, make in makers.items():
-        setattr(torch, name, followed(make))
+    originals = {name: getattr(torch, name) for name in FACTORIES}
+    for name, create in originals.items():
+        setattr(torch, name, followed(create))
     try:
         yield
     finally:
-        for name, make in makers.items():
-            setattr(torch, name, make)
-
-
-@dataclass
-class _Attributes:
-    """Those of one module."""
-
-    module: nn.Module
-    own: dict[str, Any] = field(default_factory=dict)
-    kept: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.own = dict(vars(self.module))
-        self.kept = {name: dict(vars(self.module)[name]) for name in ("_parameters", "_buffers", "_modules")}
-
-    def restore(self) -> Iterator[tuple[str, Any]]:
-        """Sets all back; yields what was assigned."""
-        now = dict(vars(self.module))
-        yield from ((name, value) for name, value in now.items() if self.own.get(name) is not value)
-        for name, before in self.kept.items():
-            yield from ((one, value) for one, value in now[name].items() if before.get(one) is not value)
-            now[name].clear()
-            now[name].update(before)
-        vars(self.module).clear()
-        vars(self.module).update(self.own)
+        for name, create in originals.items():
+            setattr(torch, name, create)
 
 
 @contextmanager
-def _left_as_it_is(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Sets back what the forward assigns to attributes; yields the tensors that fx has put there.
-
-    Raises:
-        ModelError: it assigns what depends on its inputs.
-    """
-    before = [_Attributes(module) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+def _restore_attributes(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Restores what the forward assigns to attributes; yields the tensors that fx has put there."""
+    registries = ("_parameters", "_buffers", "_modules")
+    before = [
+        (module, dict(vars(module)), {name: dict(vars(module)[name]) for name in registries})
+        for module in model.modules()
+    ]
     constants: dict[str, Tensor] = {}
     assigned: list[tuple[nn.Module, str, Any]] = []
     try:
-        yield constants
+        with preserve_state(model):
+            yield constants
     finally:
-        for one in before:
-            assigned += [(one.module, name, value) for name, value in one.restore()]
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        for module, attributes, registered in before:
+            now = dict(vars(module))
+            assigned += [(module, name, value) for name, value in now.items() if attributes.get(name) is not value]
+            for registry, entries in registered.items():
+                changed = ((name, value) for name, value in now[registry].items() if entries.get(name) is not value)
+                assigned += [(module, name, value) for name, value in changed]
+                now[registry].clear()
+                now[registry].update(entries)
+            vars(module).clear()
+            vars(module).update(attributes)
     for module, name, value in assigned:
         if isinstance(value, fx.Proxy):
             raise ModelError(

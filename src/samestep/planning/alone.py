@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import ModelError
-from samestep.pipelines.agreement import check_equivalence
-from samestep.pipelines.chain import chain_of
 from samestep.pipelines.layers import Layer
-from samestep.pipelines.measure import profile_layers
+from samestep.pipelines.model_chain import build_chain
+from samestep.pipelines.profiler import profile_layers
+from samestep.pipelines.splitting import check_equivalence
 from samestep.planning.inputs import Inputs, tensors_in
 from samestep.planning.kept import Kept
 from samestep.planning.profile import Size
@@ -231,11 +231,11 @@ def _layers(
     found: dict[int, tuple[Layer, ...]] = {}
     try:
         few = [each[:_FOLLOWED] for each in given]
-        chain = chain_of(model, few)
+        chain = build_chain(model, few)
         if len(chain.layers) < 2:
             return {}, _clause((chain.obstacles or ["it is a single layer"])[0])
-        if chain.recipe is not None:
-            check_equivalence(model, [layer for _, layer in chain.layers], few)
+        if chain.digest:
+            check_equivalence(model, chain.layers, few)
         for samples in [inputs.samples // part for part in PARTS_OF_LAYERS if inputs.samples // part]:
             say(f"measuring layers, {samples} samples")
             with _precision(inputs):

@@ -21,7 +21,7 @@ from samestep.errors import UsageError
 from samestep.launch.nursery import PreforkServer
 from samestep.launch.script import find_module
 from samestep.launch.variables import threads_per_rank
-from samestep.pipelines.telling import ProgressLine
+from samestep.pipelines.plan import ProgressLine
 from samestep.planning.observing import FEWEST, RESULT
 from samestep.planning.profile import Profile, load
 from samestep.verification import journal, runs

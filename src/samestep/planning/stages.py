@@ -15,16 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from samestep.network.links import Link as Wire
-from samestep.pipelines.balance import PartitionProblem
-from samestep.pipelines.choose import halved
-from samestep.pipelines.curves import layers_at
-from samestep.pipelines.layers import Device, Layer, Link
+from samestep.pipelines.layers import Device, Layer, Link, interpolate, with_split_backwards
+from samestep.pipelines.partition import PartitionProblem
 from samestep.planning.fabric import Fabric
 from samestep.planning.profile import Profile
 from samestep.planning.replicas import spread
 from samestep.planning.step import Parts, Step, Way
-from samestep.schedule.choose import make_schedule
-from samestep.schedule.plan import Schedule
+from samestep.schedule.algorithms import make_schedule
+from samestep.schedule.schedule import Schedule
 from samestep.schedule.simulate import Costs, simulate
 
 __all__: list[str] = []
@@ -55,7 +53,7 @@ def step(
     samples = profile.batch if batch is None else batch
     each = -(-samples // (way.replicas * way.micro_batches))
     plan = make_schedule(way.schedule, way.stages, way.micro_batches)
-    layers = halved(layers_at(profile.layers, each), plan)
+    layers = with_split_backwards(interpolate(profile.layers, each), plan)
     whole = _whole(profile, samples) / way.ranks / speed
     devices = [Device(speed, memory)] * way.stages
     problem = PartitionProblem(
@@ -106,10 +104,10 @@ class _Played:
 
     def __init__(self, plan: Schedule, costs: Costs) -> None:
         ranks = plan.ranks
-        silent = Costs(costs.forward, costs.inputs, costs.weights, beside=costs.beside)
+        silent = Costs(costs.forward, costs.inputs, costs.weights, overlap=costs.overlap)
         forward, inputs, weights = (sum(each) / ranks for each in (costs.forward, costs.inputs, costs.weights))
         self.work = plan.micro_batches * (forward + inputs + weights)
-        alike = Costs([forward] * ranks, [inputs] * ranks, [weights] * ranks, beside=costs.beside)
+        alike = Costs([forward] * ranks, [inputs] * ranks, [weights] * ranks, overlap=costs.overlap)
         even = simulate(plan, alike).seconds
         quiet = simulate(plan, silent).seconds
         self.bubble = even - self.work
@@ -119,7 +117,7 @@ class _Played:
 
 def _whole(profile: Profile, samples: int) -> float:
     """Seconds of forward and backward of so many samples in the profile's batches, layer by layer."""
-    whole = sum(one.forward + one.inputs + one.weights for one in layers_at(profile.layers, profile.batch))
+    whole = sum(one.forward + one.inputs + one.weights for one in interpolate(profile.layers, profile.batch))
     return whole * samples / profile.batch
 
 
@@ -151,4 +149,4 @@ def _tail(fabric: Fabric, way: Way, nbytes: float) -> tuple[str, float, float]:
 def _fullest(problem: PartitionProblem, ends: Sequence[int]) -> float:
     """Bytes of the stage that needs most."""
     pairs = zip((0, *ends), ends, strict=False)
-    return max(float(problem.chain.memory(stage)[pair]) for stage, pair in enumerate(pairs))
+    return max(float(problem.segments.memory(stage)[pair]) for stage, pair in enumerate(pairs))

@@ -1,11 +1,11 @@
 """A replica's gradients averaged in compressed messages, while backward goes on.
 
-The tensors of a bucket are cut into pieces and put into chunks (:mod:`samestep.compress.chunks`), each of which runs
-through a scheme (:mod:`samestep.compress.schemes`); tensors that are exempt run through the same as plain rows. Each
-round of messages has a process group and a thread of its own, so while one chunk is sent the next is encoded, and each
-group carries chunk after chunk in the same order on all ranks. On a GPU there are no threads: what is issued waits
-there for what it needs. PyTorch's compression hooks keep their residuals under a bucket's number, and buckets are
-others after the first step and after a resume; here they are kept by parameter, and resume bit for bit.
+The tensors of a bucket are cut into pieces and put into chunks (:mod:`samestep.compress.chunks`), each of which is
+reduced (:mod:`samestep.compress.compressed_mean`); tensors that are exempt are reduced as plain rows. Each round of
+messages has a process group and a thread of its own, so while one chunk is sent the next is encoded, and each group
+carries chunk after chunk in the same order on all ranks. On a GPU there are no threads: what is issued waits there for
+what it needs. PyTorch's compression hooks keep their residuals under a bucket's number, and buckets are others after
+the first step and after a resume; here they are kept by parameter, and resume bit for bit.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from samestep.compress.chunks import MAX_CHUNK, Chunk, Piece, RowOwners, chunks_of, pieces_of
-from samestep.compress.codec import Codec, RowCodec
-from samestep.compress.folding import redistribute
-from samestep.compress.memory import ErrorFeedback, State
-from samestep.compress.schemes import PLAIN, AllGather, AllToAll, ReductionContext, Scheme, mean
-from samestep.compress.simulate import bytes_sent
+from samestep.compress.chunks import MAX_CHUNK, Chunk, Piece, RowOwners, chunks_of, pieces_of, row_owners
+from samestep.compress.codecs import Codec, RowCodec
+from samestep.compress.compressed_mean import PLAIN, AllGather, AllToAll, Reduction, ReductionContext, bytes_sent, mean
+from samestep.compress.error_feedback import ErrorFeedback, State, redistribute
 from samestep.compress.topk import TopK
 from samestep.launch.warning import warn
 from samestep.replicas.optimizer_steps import add_step_listener, is_among
@@ -58,14 +56,14 @@ class ChunkPipeline:
         """Bytes that this rank has sent to others."""
         return sum(self._sent)
 
-    def send(self, scheme: Scheme, done: Done) -> None:
+    def send(self, scheme: Reduction, done: Done) -> None:
         """Sends a chunk off; `done` gets its mean, or what went wrong, maybe in another thread."""
         self._do(0, lambda: self._go_on(scheme, 0, None, done))
 
     def _do(self, number: int, act: Callable[[], None]) -> None:
         self._workers[number].add(act) if self._workers else act()
 
-    def _go_on(self, scheme: Scheme, number: int, arriving: _Arriving | None, done: Done) -> None:
+    def _go_on(self, scheme: Reduction, number: int, arriving: _Arriving | None, done: Done) -> None:
         try:
             message = next(scheme) if arriving is None else scheme.send(arriving.wait())
             arriving = self._issue(number, message)
@@ -230,7 +228,7 @@ class GradientCompression:
             pieces = [piece for each in mine for piece in self._pieces[self._name(each)]]
             block = codec.block if isinstance(codec, RowCodec) else 1
             for chunk in chunks_of(pieces, block):
-                shares = ReductionContext(chunk, axis.rank, axis.size, 0, 0, self.memory).shares(self.memory.device)
+                shares = row_owners(chunk, axis.size, self.memory.device)
                 yield _ChunkBuffers(codec, chunk, shares, torch.zeros(chunk.length, device=self.memory.device))
 
     def state(self) -> dict[str, Any]:
@@ -258,7 +256,7 @@ class GradientCompression:
         self._chunks.clear()
 
 
-def _averaged(one: _ChunkBuffers, part: ReductionContext, gradients: list[Tensor]) -> Scheme:
+def _averaged(one: _ChunkBuffers, part: ReductionContext, gradients: list[Tensor]) -> Reduction:
     """The mean of a chunk; its gradients are read when it begins."""
     torch._foreach_copy_(one.chunk.views(one.staging), gradients)
     return (yield from mean(one.codec, part, one.staging, one.shares))

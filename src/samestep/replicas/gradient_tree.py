@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.collectives.board import has_total_store_order
+from samestep.collectives.counters import has_total_store_order
 from samestep.collectives.shared_memory import RegisteredBuffer, SharedMemoryAllReduce, is_shared
 from samestep.errors import ModelError
 from samestep.runtime.axis import Axis
@@ -168,7 +168,7 @@ class TreeAllReduce:
         if self._shared is not None and len(regions) == len(node):
             for region in regions:
                 self._shared.start(region)
-            self._shared.finish()
+            self._shared.wait_all()
             return
         scratch = layout.memory()
         sum_by_messages(self._axis, node, scratch)
@@ -179,7 +179,7 @@ class TreeAllReduce:
         if self._shared is None:
             return None
         if not is_shared(flat):
-            self._regions[flat.data_ptr()] = self._shared.register(flat, by_tree=True)
+            self._regions[flat.data_ptr()] = self._shared.register(flat, pairwise=True)
         return self._regions[flat.data_ptr()]
 
     def clear(self) -> None:
@@ -190,7 +190,7 @@ class TreeAllReduce:
         """Tells the other ranks that this one brings nothing more."""
         self._regions.clear()
         if self._shared is not None:
-            self._shared.board.leave()
+            self._shared.counters.close()
 
 
 def sum_by_messages(axis: Axis, node: FlatBuffers, scratch: FlatBuffers) -> None:

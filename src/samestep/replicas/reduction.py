@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep import progress
 from samestep.collectives import shared_memory
-from samestep.collectives.board import SharedCounters, has_total_store_order
+from samestep.collectives.counters import SharedCounters, has_total_store_order
 from samestep.collectives.shared_memory import (
     RegisteredBuffer,
     SharedMemoryAllReduce,
@@ -141,11 +141,11 @@ class SharedMemoryHook:
         if region is None:
             future = allreduce_bucket(axis, bucket)
         else:
-            self._memory.start(region, divisor=axis.size, then=functools.partial(future.set_result, buffer))
+            self._memory.start(region, divisor=axis.size, callback=functools.partial(future.set_result, buffer))
         if bucket.is_last():
-            self._memory.finish()
+            self._memory.wait_all()
         else:
-            self._memory.advance()
+            self._memory.poll()
         return future
 
     def _region(self, index: int, buffer: Tensor) -> RegisteredBuffer | None:
@@ -166,7 +166,7 @@ class SharedMemoryHook:
     def leave(self) -> None:
         """Tells the ranks of this host that this one adds nothing more."""
         self._regions.clear()
-        self._counters.leave()
+        self._counters.close()
 
 
 def _compressed_by(compression: GradientCompression) -> Hook:

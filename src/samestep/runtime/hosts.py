@@ -16,9 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from samestep.collectives import board
-from samestep.collectives.board import SharedCounters
-from samestep.collectives.memory import shared_segment
+from samestep.collectives import counters
+from samestep.collectives.counters import SharedCounters
+from samestep.collectives.segments import shared_segment
 from samestep.machine import namespace
 from samestep.runtime.axis import Axis, HostMap
 from samestep.runtime.backends import for_all_devices
@@ -52,7 +52,7 @@ def shared_memory(axis: Axis, host_map: HostMap, bytes_each: int) -> mmap.mmap |
     """
     here = host_map.same_host(axis.rank)
     tell = functools.partial(all_gather_json, axis)
-    return shared_segment(bytes_each * len(here), leader=here[0], leads=axis.rank == here[0], tell=tell)
+    return shared_segment(bytes_each * len(here), leader=here[0], leads=axis.rank == here[0], exchange=tell)
 
 
 def open_counters(axis: Axis) -> SharedCounters | None:
@@ -60,7 +60,7 @@ def open_counters(axis: Axis) -> SharedCounters | None:
     if axis.host_map is None:
         return None
     here = axis.host_map.same_host(axis.rank)
-    memory = shared_memory(axis, axis.host_map, board.length(1))
+    memory = shared_memory(axis, axis.host_map, counters.length(1))
     if memory is None:
         return None
     names = [axis.ranks[position] for position in here]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.collectives.memory import process_alive
+from samestep.collectives.segments import process_alive
 from samestep.errors import PeerError, StepError
 from samestep.topology import tree_sum
 

@@ -1,29 +1,28 @@
-"""When everything in a plan happens, on stages of known cost: what a step takes before anybody has taken it.
+"""How long a step takes: a schedule simulated with the costs of its stages and links.
 
-A rank does its actions one after another, each as soon as what it needs has come. Messages travel in one of two ways:
+A rank does its actions one after another, each as soon as its dependencies have arrived. Messages travel in one of two
+ways:
 
-    beside the work         a rank works on while its message travels; a link carries one message at a time, each way
-    (two streams, c10d)     rank 0   F0 F1 F2            link   ·0 ·1 ·2            rank 1      F0 F1 F2
+    overlapped        a rank works on while its message travels; a link carries one message at a time in each direction
+    (two streams)     rank 0   F0 F1 F2            link   ·0 ·1 ·2            rank 1      F0 F1 F2
 
-    in its place            the copy is one more piece of work on both ranks, in the order in which it was issued:
-    (one stream)            copies of a round behind what all ranks do in it, as one process would
-                            rank 0   F0 ·0 F1 ·1 F2                                 rank 1      ·0 F0 ·1 F1
+    not overlapped    the copy is one more piece of work on both ranks, in the order in which it was issued:
+    (one stream)      copies of a round come after what all ranks do in it, as one process would issue them
+                      rank 0   F0 ·0 F1 ·1 F2                                 rank 1      ·0 F0 ·1 F1
 
-Either way a message keeps the rank that sends it, and the one that takes it, from its work for a moment: what LogP
-calls the overhead o (D. Culler et al., "LogP: Towards a Realistic Model of Parallel Computation", PPoPP 1993).
-
-torch's simulator of its schedules knows no durations (`_simulate_comms_compute`, torch 2.13).
+In both, a message also keeps the rank that sends it, and the one that receives it, from working for a moment: the
+overhead o of LogP (D. Culler et al., "LogP: Towards a Realistic Model of Parallel Computation", PPoPP 1993).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from samestep.errors import UsageError
-from samestep.schedule.plan import Action, Schedule
+from samestep.schedule.schedule import Action, Schedule
 
 __all__: list[str] = []
 
@@ -34,28 +33,24 @@ class Costs:
 
     Attributes:
         forward: by stage.
-        inputs: of a backward, for the gradients of the stage's inputs; 0 where the stage is the first, say.
-        weights: of a backward, for those of its weights; a whole backward takes both.
-        ahead: by stage but the last, for its activations to the next one on another rank; none where left out.
-        back: by stage but the last, for their gradients to come back.
-        beside: whether messages travel beside the work.
-        handling: of its own that a rank takes to send a message, and to take one that has come.
+        inputs: by stage, of a backward for the gradients of the inputs; 0 where the stage is the first, say.
+        weights: by stage, of a backward for those of the weights; a whole backward takes both.
+        send_forward: by stage but the last, of its activations to the next one on another rank; none where left out.
+        send_backward: by stage but the last, of their gradients coming back.
+        overlap: whether messages travel while the ranks work.
+        overhead: that a rank itself takes to send a message, and to receive one that has come.
 
     Raises:
         UsageError: the numbers of stages differ, or a time is negative.
-
-    Example:
-        >>> Costs.even(3, forward=1, backward=2).total
-        9.0
     """
 
     forward: Sequence[float]
     inputs: Sequence[float]
     weights: Sequence[float]
-    ahead: Sequence[float] = ()
-    back: Sequence[float] = ()
-    beside: bool = True
-    handling: float = 0.0
+    send_forward: Sequence[float] = ()
+    send_backward: Sequence[float] = ()
+    overlap: bool = True
+    overhead: float = 0.0
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -64,25 +59,13 @@ class Costs:
                 f"costs of {stages} forwards, {len(self.inputs)} and {len(self.weights)} halves of backwards: give one "
                 "for each stage"
             )
-        if any(messages and len(messages) != stages - 1 for messages in (self.ahead, self.back)):
+        if any(messages and len(messages) != stages - 1 for messages in (self.send_forward, self.send_backward)):
             raise UsageError(f"{stages} stages send {stages - 1} messages: give a time for each, or none")
-        times = (self.forward, self.inputs, self.weights, self.ahead, self.back, (self.handling,))
+        times = (self.forward, self.inputs, self.weights, self.send_forward, self.send_backward, (self.overhead,))
         if any(not seconds >= 0 for each in times for seconds in each):
             raise UsageError("a time is negative, or no number")
 
-    @classmethod
-    def even(cls, stages: int, *, forward: float, backward: float, message: float = 0.0, beside: bool = True) -> Costs:
-        """Returns those of stages that are alike; half of a backward is for inputs."""
-        half, hops = (backward / 2,) * stages, (message,) * (stages - 1)
-        return cls((forward,) * stages, half, half, hops, hops, beside)
-
-    @property
-    def total(self) -> float:
-        """Seconds that one rank alone would take for a micro-batch."""
-        return float(sum(self.forward) + sum(self.inputs) + sum(self.weights))
-
-    def of(self, action: Action) -> float:
-        """Returns the seconds of an action."""
+    def action_s(self, action: Action) -> float:
         stage = action.stage
         match action.kind:
             case "F":
@@ -94,20 +77,21 @@ class Costs:
             case _:
                 return self.inputs[stage] + self.weights[stage]
 
-    def of_message(self, action: Action) -> float:
-        """Returns the seconds that what an action gives takes to another rank."""
-        hops, stage = (self.ahead, action.stage) if action.kind == "F" else (self.back, action.stage - 1)
-        return hops[stage] if hops else 0.0
+    def message_s(self, action: Action) -> float:
+        """Returns the seconds that an action's result takes to another rank."""
+        if action.kind == "F":
+            return self.send_forward[action.stage] if self.send_forward else 0.0
+        return self.send_backward[action.stage - 1] if self.send_backward else 0.0
 
 
 class Span(NamedTuple):
-    """From when to when a rank does something, or a message travels.
+    """When a rank does an action, or a message travels.
 
     Attributes:
         rank: that does it, or sends.
         action: that is done, or whose result is sent.
         begin: in seconds from the step's begin.
-        end: likewise.
+        end: in seconds from the step's begin.
         target: the rank that a message goes to; None of an action.
     """
 
@@ -120,95 +104,134 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step as it would be, or was.
+    """A simulated step, or one that was measured.
 
     Attributes:
-        plan: likewise.
-        spans: all actions and messages, in the order of the plan.
+        schedule: of the step.
+        spans: all actions and messages, in the order of the schedule.
     """
 
-    plan: Schedule
+    schedule: Schedule
     spans: tuple[Span, ...]
 
     @cached_property
     def seconds(self) -> float:
-        """What the step takes, to the last action's end."""
+        """From the step's begin to the last action's end."""
         return max(span.end for span in self.spans if span.target is None)
 
     @cached_property
     def work(self) -> list[float]:
-        """By rank, the seconds that it works, without messages."""
-        each = [0.0] * self.plan.ranks
+        """By rank, the seconds of its actions."""
+        work = [0.0] * self.schedule.ranks
         for span in self.spans:
             if span.target is None:
-                each[span.rank] += span.end - span.begin
-        return each
+                work[span.rank] += span.end - span.begin
+        return work
 
     @property
     def idle(self) -> float:
         """The part of all ranks' time in which they do not work: the bubble, and what messages cost."""
-        return 1 - sum(self.work) / (self.plan.ranks * self.seconds)
+        return 1 - sum(self.work) / (self.schedule.ranks * self.seconds)
 
 
-def simulate(plan: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs, durations: Mapping[Action, float] | None = None) -> Timeline:
     """Returns when everything happens.
+
+    Args:
+        schedule: of the step.
+        costs: of its stages and messages.
+        durations: seconds of each action, which may differ by micro-batch; those of the costs if None.
 
     Raises:
         UsageError: the costs are of another number of stages.
 
     Example:
-        >>> from samestep.schedule.fill_drain import fill_drain
-        >>> simulate(fill_drain(4, 8), Costs.even(4, forward=1, backward=2)).seconds
+        >>> from samestep.schedule.algorithms import fill_drain
+        >>> simulate(fill_drain(4, 8), Costs([1] * 4, [1] * 4, [1] * 4)).seconds
         33.0
     """
-    if len(costs.forward) != plan.stages:
-        raise UsageError(f"costs of {len(costs.forward)} stages, and the plan has {plan.stages}")
-    return Timeline(plan, tuple(_Play(plan, costs).spans()))
+    if len(costs.forward) != schedule.stages:
+        raise UsageError(f"costs of {len(costs.forward)} stages, and the plan has {schedule.stages}")
+    return Timeline(schedule, tuple(_Simulation(schedule, costs, durations).spans()))
 
 
 @dataclass
-class _Play:
-    """A step under way.
+class _Simulation:
+    """A step in progress.
 
     Attributes:
-        free: by rank, when it has done what it was given.
-        links: by sender and receiver, when the last message has come.
-        come: by action and rank, when its result is there.
+        free: by rank, when it has done its actions so far.
+        links: by sender and receiver, when the last message has arrived.
+        arrived: by action and rank, when its result is there.
     """
 
-    plan: Schedule
+    schedule: Schedule
     costs: Costs
+    durations: Mapping[Action, float] | None
     free: list[float] = field(default_factory=list)
     links: dict[tuple[int, int], float] = field(default_factory=dict)
-    come: dict[tuple[Action, int], float] = field(default_factory=dict)
+    arrived: dict[tuple[Action, int], float] = field(default_factory=dict)
 
     def spans(self) -> Iterator[Span]:
-        self.free = [0.0] * self.plan.ranks
-        for issued in self.plan.rounds:
-            done = [self._done(rank, action) for rank, action in issued]
+        self.free = [0.0] * self.schedule.ranks
+        for issued in self.schedule.rounds:
+            done = [self._action(rank, action) for rank, action in issued]
             yield from done
             for span in done:
-                target = self.plan.taker(span.action)
+                target = self.schedule.receiver_rank(span.action)
                 if target is not None and target != span.rank:
-                    yield self._message(span.rank, target, span.action, span.end + self.costs.handling)
+                    yield self._message(span.rank, target, span.action, span.end + self.costs.overhead)
 
-    def _done(self, rank: int, action: Action) -> Span:
-        begin = max([self.free[rank], *(self.come[one, rank] for one in self.plan.needs(action))])
-        if self.costs.handling:
-            begin += self.costs.handling * self.plan.taken(action)
-        end = self.free[rank] = self.come[action, rank] = begin + self.costs.of(action)
-        if self.costs.handling:
-            self.free[rank] += self.costs.handling * self.plan.given(action)
+    def _action(self, rank: int, action: Action) -> Span:
+        begin = max([self.free[rank], *(self.arrived[one, rank] for one in self.schedule.dependencies(action))])
+        if self.costs.overhead:
+            begin += self.costs.overhead * self.schedule.num_receives(action)
+        seconds = self.costs.action_s(action) if self.durations is None else self.durations[action]
+        end = self.free[rank] = self.arrived[action, rank] = begin + seconds
+        if self.costs.overhead:
+            self.free[rank] += self.costs.overhead * self.schedule.num_sends(action)
         return Span(rank, action, begin, end)
 
     def _message(self, rank: int, target: int, action: Action, ready: float) -> Span:
-        seconds = self.costs.of_message(action)
-        if self.costs.beside:
+        seconds = self.costs.message_s(action)
+        if self.costs.overlap:
             begin = max(ready, self.links.get((rank, target), 0.0))
             self.links[rank, target] = begin + seconds
         else:
             begin = max(ready, self.free[rank], self.free[target]) if seconds else ready
             if seconds:
                 self.free[rank] = self.free[target] = begin + seconds
-        self.come[action, target] = begin + seconds
+        self.arrived[action, target] = begin + seconds
         return Span(rank, action, begin, begin + seconds, target)
+
+
+def breakdown(schedule: Schedule, costs: Costs, durations: Mapping[Action, float] | None = None) -> dict[str, float]:
+    """Returns the seconds of a step, as simulated, by what they go to; they add up to the step.
+
+    "work" is what the stages compute, evenly shared among the ranks: nothing is quicker. "bubble" is what the schedule
+    adds where all stages are equal, "imbalance" what unequal stages and micro-batches add (negative where the slow ones
+    lie beside idle ranks), "messages" what messages add.
+
+    Example:
+        >>> from samestep.schedule.algorithms import fill_drain
+        >>> breakdown(fill_drain(2, 4), Costs([1, 2], [0, 0], [2, 3], send_forward=[0.5], send_backward=[0]))
+        {'work': 16.0, 'bubble': 4.0, 'imbalance': 3.0, 'messages': 0.5}
+    """
+    if durations is None:
+        durations = {one: costs.action_s(one) for one in (action for _, action in schedule.topological_order)}
+
+    def mean(kinds: str) -> list[float]:
+        total = sum(seconds for action, seconds in durations.items() if action.kind in kinds)
+        return [total / (schedule.stages * schedule.micro_batches)] * schedule.stages
+
+    equal = replace(costs, forward=mean("F"), inputs=mean("I"), weights=mean("BW"), send_forward=(), send_backward=())
+    silent = replace(equal, overhead=0.0)
+    levels = [
+        0.0,
+        sum(durations.values()) / schedule.ranks,
+        simulate(schedule, silent).seconds,
+        simulate(schedule, silent, durations).seconds,
+        simulate(schedule, costs, durations).seconds,
+    ]
+    names = ("work", "bubble", "imbalance", "messages")
+    return {name: after - before for name, before, after in zip(names, levels, levels[1:], strict=False)}

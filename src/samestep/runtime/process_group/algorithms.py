@@ -69,8 +69,8 @@ def plans(
         >>> [plan.name for plan in plans("ring", 4, 1e6, Links(Link(1e-5, 1e9)))]
         ['ring']
     """
-    offers = choose(ranks, nbytes, links, operation, root).offers
-    return [offer.plan for offer in offers if offer.plan.name.startswith(_kind(algorithm))]
+    candidates = choose(ranks, nbytes, links, operation, root).candidates
+    return [one.plan for one in candidates if one.plan.name.startswith(_kind(algorithm))]
 
 
 def _kind(name: str) -> str:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from samestep.collectives.board import has_total_store_order
+from samestep.collectives.counters import has_total_store_order
 from samestep.collectives.plan import Operation
 from samestep.collectives.shared_memory import divide_
 from samestep.errors import SamestepError, UsageError

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from samestep.collectives import board, shared_memory
-from samestep.collectives.board import SharedCounters
-from samestep.collectives.memory import shared_segment
+from samestep.collectives import counters, shared_memory
+from samestep.collectives.counters import SharedCounters
+from samestep.collectives.segments import shared_segment
 from samestep.errors import PeerError, StepError
 from samestep.runtime.axis import HostMap
 from samestep.runtime.hosts import group_by_host, process_identity
@@ -84,12 +84,12 @@ class SharedMemoryAllReduce:
         self._info = info
         self._counters = SharedCounters(memory, info.rank, info.names, info.host_map.processes, info.timeout_s)
         self._memory = shared_memory.SharedMemoryAllReduce(self._counters)
-        self._announcements = memoryview(memory)[board.length(info.size) :]
+        self._announcements = memoryview(memory)[counters.length(info.size) :]
         self._number = 0
 
     @staticmethod
     def required_bytes(ranks: int) -> int:
-        return board.length(ranks) + 2 * ranks * _LINE
+        return counters.length(ranks) + 2 * ranks * _LINE
 
     @staticmethod
     def open(store: Store, info: GroupInfo) -> SharedMemoryAllReduce | None:
@@ -100,7 +100,7 @@ class SharedMemoryAllReduce:
             return _all_gather(store, next(keys), value, info.rank, info.size, tuple[int, int])
 
         length = SharedMemoryAllReduce.required_bytes(info.size)
-        memory = shared_segment(length, leader=0, leads=info.rank == 0, tell=exchange)
+        memory = shared_segment(length, leader=0, leads=info.rank == 0, exchange=exchange)
         return None if memory is None else SharedMemoryAllReduce(memory, info)
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
@@ -136,7 +136,7 @@ class SharedMemoryAllReduce:
 
     def leave(self) -> None:
         """Tells the others that this rank makes no further call."""
-        self._counters.leave()
+        self._counters.close()
 
 
 def _describe(elements: int, op: int, dtype: int) -> str:

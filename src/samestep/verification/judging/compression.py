@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 
 from samestep import compress
-from samestep.compress import simulate
 from samestep.compress.chunks import MAX_CHUNK, Chunk, Piece, chunks_of, pieces_of
-from samestep.compress.codec import Codec, RowCodec
-from samestep.compress.memory import ErrorFeedback
-from samestep.compress.schemes import PLAIN, ReductionContext, mean
+from samestep.compress.codecs import Codec, RowCodec
+from samestep.compress.compressed_mean import PLAIN, ReductionContext, mean, run_all
+from samestep.compress.error_feedback import ErrorFeedback
 from samestep.runtime.digest import digest
 from samestep.verification import numerics
 from samestep.verification.findings import AGREES, DECLARED, Finding, unchecked
@@ -273,7 +272,7 @@ class SimulatedRanks:
             for rank, gradient in enumerate(own):
                 context = ReductionContext(chunk, rank, size, self.reduction, self.seed, self.memories[rank])
                 schemes.append(mean(codec, context, _flat(chunk, gradient.to(result.device))))
-            values = chunk.views(simulate.run(schemes).means[0])
+            values = chunk.views(run_all(schemes)[0][0])
             for piece, value in zip(chunk.pieces, values, strict=True):
                 _part_of(result, piece).copy_(value)
         return result

@@ -1,0 +1,26 @@
+"""Modules of samestep that are patched by their path exist: one that was renamed would not be reported any more."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import samestep
+from samestep.instrument.samestep_calls import CALLS
+
+SOURCES = Path(samestep.__file__).parent
+
+
+def test_every_path_of_samestep_that_is_patched_leads_to_a_module() -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES.rglob("*.py"))
+    paths = set(re.findall(r'on_import\(\s*"(samestep[\w.]+)"', text))
+    assert len(paths) >= 3
+    for path in paths | set(CALLS.values()):
+        assert importlib.util.find_spec(path) is not None, path
+
+
+def test_every_call_that_is_reported_is_where_it_is_looked_for() -> None:
+    for name, home in CALLS.items():
+        assert callable(getattr(importlib.import_module(home), name))
