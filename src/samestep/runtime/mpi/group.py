@@ -25,10 +25,12 @@ from torch import Tensor
 from samestep.errors import PeerError
 from samestep.runtime.mpi.collectives import Collectives, equal_parts, in_place, split_rows
 from samestep.runtime.mpi.operations import (
+    LIVENESS_INTERVAL_S,
     Message,
     PointToPoint,
+    Poller,
     Waiting,
-    Watchdog,
+    WatchedWork,
     begin_event,
     is_better_blocking,
 )
@@ -97,7 +99,7 @@ class MpiGroup(dist.ProcessGroup):
         self._blocking = is_better_blocking(mpi, self._members, options)
         self._for_messages = self._communicator(QUEUES)
         self._point_to_point: PointToPoint | None = None
-        self._watchdog = Watchdog()
+        self._watchdog = Poller("mpi watchdog", LIVENESS_INTERVAL_S, LIVENESS_INTERVAL_S)
         self._lock = threading.Lock()
         self._queues = OperationQueues("mpi", names)
         self._collectives = {0: self._make_collectives(0)}
@@ -344,7 +346,7 @@ class MpiGroup(dist.ProcessGroup):
         in_thread = self._blocking or end_event is not None or getattr(opts, "asyncOp", True)
         work = queue.issue(run, tensors, at_once=not in_thread)
         if self._blocking:
-            self._watchdog.watch(work, check, self._timeout_s, waited_for)
+            self._watchdog.add(WatchedWork(work, check, self._timeout_s, waited_for))
         return work
 
     def _run(self, call: Callable[[], None], tensors: Sequence[Tensor]) -> None:

@@ -112,7 +112,13 @@ class Waiting:
 
 
 @dataclass
-class _Watched:
+class WatchedWork:
+    """A collective that is failed when it cannot end any more, where MPI itself cannot be interrupted.
+
+    A blocking call of MPI has no timeout and cannot be taken back. Those who wait for it are released here when a rank
+    that it needs has left, or has not come in time; the thread in the call stays there until the process ends.
+    """
+
     work: PendingWork
     check: Callable[[], None]
     timeout_s: float
@@ -160,20 +166,6 @@ class Poller:
                 if not self._items:
                     self._thread = None
                     return
-
-
-class Watchdog:
-    """Fails collectives that will never end, where MPI itself cannot be interrupted.
-
-    A blocking call of MPI has no timeout and cannot be taken back. Those who wait for it are released here when a rank
-    that it needs has left, or has not come in time; the thread in the call stays there until the process ends.
-    """
-
-    def __init__(self) -> None:
-        self._poller = Poller("mpi watchdog", LIVENESS_INTERVAL_S, LIVENESS_INTERVAL_S)
-
-    def watch(self, work: PendingWork, check: Callable[[], None], timeout_s: float, what: str) -> None:
-        self._poller.add(_Watched(work, check, timeout_s, what))
 
 
 class PointToPoint:
